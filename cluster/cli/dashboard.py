@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from cluster.cli.rates import Looks, Rates, WorkerRates
 from cluster.cli.screen import size, view_json
 from cluster.cli.shape import decision_json, decision_words
-from cluster.control.changes import Taken
 from cluster.observe.history import Happening, Traffic
 from cluster.policy.slo_attainment import Kept
-from diptych.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, Taken, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cluster.cli.screen import plain_table
-from cluster.control.changes import Taken
 from cluster.policy.scaling.evidence import Decision
-from diptych.view import ClusterView, WorkerState
+from diptych.view import ClusterView, Taken, WorkerState
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,1 +1,1 @@
-"""What keeps the cluster as its file describes it: workers, membership, roles, pool sizes, gateways."""
+"""Keeps the cluster as its file describes it: workers, membership, roles, pool sizes, gateways."""

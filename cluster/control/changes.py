@@ -1,46 +1,39 @@
-"""Changes to a running cluster: how they are refused, what is kept of decisions, what outlives a controller.
+"""Messages about changes to a running cluster that controller, server and gateways exchange. Knows no worker.
 
-Knows no worker and no runtime: these are the words that controller, server and gateways exchange about them.
-
-ChangeError
-├── StaleRevision   the caller looked at an older cluster
-├── UnknownMember   no such worker or pool; the message lists those there are
+ChangeError         the cluster is unchanged
+├── StaleRevision   the caller looked at an older revision
+├── UnknownMember   no such worker or pool; the message lists those that exist
 ├── ChangeRefused   it would break a floor or a bound, or no KV could move; the message has the reason
-└── ControllerAway  nobody can change anything now
+└── ControllerAway  the controller does not answer; it may be restarting
 """
 
 from dataclasses import dataclass
 
 from cluster.spec import Role
 from diptych.view import GatewayView
-from diptych.view import Taken as Taken
 
 LONGEST_DRAIN_S = 24 * 3600.0
 
 
 class ChangeError(Exception):
-    """The cluster is as it was. Takes its message only: it crosses processes."""
+    """Takes its message only: it crosses processes."""
 
 
-class StaleRevision(ChangeError):
-    """What the caller saw is no more; it should look again."""
+class StaleRevision(ChangeError): ...
 
 
-class UnknownMember(ChangeError):
-    """There is no worker, or no pool, of this name."""
+class UnknownMember(ChangeError): ...
 
 
-class ChangeRefused(ChangeError):
-    """The cluster would be worse than its operator allows, or could not work."""
+class ChangeRefused(ChangeError): ...
 
 
-class ControllerAway(ChangeError):
-    """The controller does not answer; it may be restarting."""
+class ControllerAway(ChangeError): ...
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
-    """A worker that shall be. `is_leaving`: it takes no new work, and ends when it has none."""
+class TargetWorker:
+    """A worker that the cluster should have. `is_leaving`: it gets no new work and stops once it is empty."""
 
     name: str
     pool: str
@@ -49,16 +42,16 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What the server gives a restarted controller, which finds out everything else."""
+class ControllerState:
+    """What the server stores for a restarted controller, which discovers everything else."""
 
     revision: int
-    posts: tuple[Post, ...]
+    workers: tuple[TargetWorker, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """What the server of a cluster sees: its gateways, and how often its background tasks failed."""
+    """The server's gateways, and how often its background tasks failed."""
 
     gateways: tuple[GatewayView, ...] = ()
     failures: tuple[tuple[str, int], ...] = ()

@@ -1,35 +1,38 @@
-"""What one gateway process asks of the controller, wherever it runs: members, reports, changes, decisions.
+"""A gateway's calls to the controller: membership, load reports, changes, decisions.
 
-Every call has a bound. While the controller is away the gateway goes on; only changes are refused then.
+Every call has a timeout. While the controller is away the gateway continues; only changes are refused.
 """
 
 from dataclasses import replace
 
-from cluster.control.changes import ControllerAway, Taken
+from cluster.control.changes import ControllerAway
 from cluster.control.membership import Membership
 from cluster.policy.scaling.evidence import Report
 from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import ServiceHandle
 from cluster.spec import Role
+from diptych.view import Taken
 from kvtransfer.ticket import LinkReport
 
-GRACE_S = 5.0  # above what the controller itself may take
-LOOK_S = 2.0
+GRACE_S = 5.0  # beyond the controller's own timeout
+DECISIONS_S = 2.0
+
+DecisionCounts = tuple[tuple[str, str, int], ...]  # kind, outcome, count
 
 
 class ControllerCalls:
-    """Owned by the GatewayService of this name. `decides`: there is an elastic policy, which can be asked what it did.
+    """Owned by the GatewayService of this name. `decides`: the cluster has an elastic policy.
 
-    `proof_s` bounds the preflight of one pair, which a flip may have to wait for.
+    `preflight_s` bounds the preflight of one pair, which a flip may have to wait for.
     """
 
-    def __init__(self, controller: ServiceHandle, gateway: str, proof_s: float, *, decides: bool) -> None:
+    def __init__(self, controller: ServiceHandle, gateway: str, preflight_s: float, *, decides: bool) -> None:
         self._controller = controller
         self._gateway = gateway
         self._decides = decides
         self._links: tuple[LinkReport, ...] = ()
-        self._links_id = ""  # what we have, so that it is not sent again
-        self._change_s = 2 * proof_s + GRACE_S  # another change may be before it
+        self._links_id = ""  # of the links that we have, so that they are not sent again
+        self._change_s = 2 * preflight_s + GRACE_S  # it may wait for another change
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """A long poll. Raises `WorkerGone`."""
@@ -46,31 +49,31 @@ class ControllerCalls:
         await self._controller.call("report", report, timeout_s=GRACE_S)
 
     async def decisions(self) -> tuple[Taken, ...]:
-        """The latest of the elastic policy, the last one last; none while the controller is away."""
+        """The latest decisions of the elastic policy, oldest first; none while the controller is away."""
         if not self._decides:
             return ()
         try:
-            taken: tuple[Taken, ...] = await self._controller.call("decisions", timeout_s=LOOK_S)
+            taken: tuple[Taken, ...] = await self._controller.call("decisions", timeout_s=DECISIONS_S)
         except WorkerGone:
             return ()
         return taken
 
-    async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None:
+    async def decision_counts(self) -> DecisionCounts | None:
         """Decisions of the elastic policy by kind and outcome; None while unknown."""
         if not self._decides:
             return None
         try:
-            counts: tuple[tuple[str, str, int], ...] = await self._controller.call("decision_counts", timeout_s=LOOK_S)
+            counts: DecisionCounts = await self._controller.call("decision_counts", timeout_s=DECISIONS_S)
         except WorkerGone:
             return None
         return counts
 
     async def flip(self, worker: str, role: Role, revision: int) -> int:
-        """Give a worker another role; answers the new revision. Errors, of all changes: `ChangeError`."""
+        """Change a worker's role. Returns the new revision. All changes raise `ChangeError`."""
         return await self._change("flip", worker, role, revision)
 
     async def drain(self, worker: str, revision: int, deadline_s: float) -> int:
-        """Let a worker go. `deadline_s` 0: the specification's."""
+        """Drain a worker. `deadline_s` 0: the specification's."""
         return await self._change("drain", worker, revision, deadline_s)
 
     async def scale(self, pool: str, replicas: int, revision: int) -> int:
@@ -82,6 +85,6 @@ class ControllerCalls:
             revision: int = await self._controller.call(verb, *args, timeout_s=self._change_s)
         except WorkerGone as error:
             raise ControllerAway(
-                f"the controller does not answer ({error}); it may still have done it: look, and try again"
+                f"the controller does not answer ({error}) and may have made the change: check, and try again"
             ) from None
         return revision

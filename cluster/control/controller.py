@@ -1,8 +1,7 @@
-"""The controller: the target set of workers, the workers there are, and the pairs that may move KV.
+"""The controller: owns the target set of workers, the running workers, and the links between them.
 
-It restarts workers that fail, changes roles and pool sizes on request (of an operator or of the scaling loop), and
-publishes the membership as a long poll. Requests do not pass through it: gateways go on with the last membership while
-it is away.
+It restarts workers that fail, changes roles and pool sizes for operators and the scaling loop, and publishes the
+membership as a long poll. Requests do not pass through it: while it is away, gateways use the last membership.
 """
 
 import asyncio
@@ -13,11 +12,10 @@ from collections.abc import Collection, Mapping
 from cluster.control.changes import (
     LONGEST_DRAIN_S,
     ChangeRefused,
-    Memory,
-    Post,
+    ControllerState,
     ServerReport,
     StaleRevision,
-    Taken,
+    TargetWorker,
     UnknownMember,
 )
 from cluster.control.membership import Listeners, Member, Membership, task_failures
@@ -40,21 +38,21 @@ from cluster.policy.scaling.evidence import Report
 from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import Runtime
 from cluster.spec import ClusterSpec, PoolSpec, Role
-from diptych.view import ClusterView, ModelView, WorkerState
+from diptych.view import ClusterView, ModelView, Taken, WorkerState
 from diptych.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
 NOT_BEGUN = "the controller was restarted and has not begun"
-SILENT_S = 5.0  # a gateway that has its answer and does not ask again for so long is gone
-QUIET_S = 1.0  # a worker that leaves must have been empty for so long: what was on its way to it has come
-REVISIONS_APART = 1_000_000  # more than a controller makes between two reports: no revision is used twice
+SILENT_S = 5.0  # a gateway that does not poll again for this long after an answer is gone
+QUIET_S = 1.0  # how long a draining worker must be empty, so that requests on their way to it have arrived
+REVISIONS_APART = 1_000_000  # more than a controller makes between two keep-alives: no revision is used twice
 NOTHING_REPORTED = ServerReport()
 
 
 class Controller:
-    """One for each cluster. Owns the workers' replica managers. `decider` decides roles; None: they stay."""
+    """One per cluster. Owns the replica managers. `decider`: the elastic policy, if there is one."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class Controller:
         self._replicas: dict[str, ReplicaManager] = {}
         self._listeners = Listeners()
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._tending: asyncio.Task[None] | None = None
+        self._relinking: asyncio.Task[None] | None = None
         self._revision = 0
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()  # one change at a time, so that its revision means something
@@ -92,53 +90,57 @@ class Controller:
 
     # ---- life ------------------------------------------------------------------------------------------------
 
-    async def begin(self, memory: Memory | None = None) -> None:
-        """Start all workers; does not wait for them. `memory`: of a controller that crashed; they are found again."""
-        if self._tending is not None:
+    async def begin(self, saved: ControllerState | None = None) -> None:
+        """Start all workers, without waiting for them. `saved`: of a crashed controller, whose workers still run."""
+        if self._relinking is not None:
             return
-        if memory is None:
+        if saved is None:
             pools = self._spec.pools
-            posts = [
-                Post(worker_name(pool, index), pool.name, pool.role) for pool in pools for index in range(pool.replicas)
+            workers = [
+                TargetWorker(worker_name(pool, index), pool.name, pool.role)
+                for pool in pools
+                for index in range(pool.replicas)
             ]
         else:
-            posts, self._revision = list(memory.posts), memory.revision + REVISIONS_APART
-        for post in posts:
-            replica = self._add(self._pools[post.pool], post.name, post.role, required=memory is None)
-            if post.is_leaving:
+            workers, self._revision = list(saved.workers), saved.revision + REVISIONS_APART
+        for worker in workers:
+            replica = self._add(self._pools[worker.pool], worker.name, worker.role, required=saved is None)
+            if worker.is_leaving:
                 self._leave(replica, self._spec.health.drain_s, waits=True)
-        self._tending = asyncio.ensure_future(supervised("linking workers", self._preflight.tend, self._failures))
+        relinking = supervised("linking workers", self._preflight.relink_failed_pairs, self._failures)
+        self._relinking = asyncio.ensure_future(relinking)
         if self._scaling_loop is not None:
             self._scaling_loop.begin(self._failures)
         self._bump()
-        self._called_in()
+        self._reset_orphan_timer()
 
     async def keep_alive(
         self, revision: int, timeout_s: float, report: ServerReport = NOTHING_REPORTED
-    ) -> Memory | None:
-        """Whoever serves this cluster calls in; when it has been away for `orphan_after_s`, everything is stopped.
+    ) -> ControllerState | None:
+        """The server's heartbeat. After `orphan_after_s` without one, the controller stops the cluster.
 
-        Answers what it must remember, once that is not of `revision` or after `timeout_s`; None: this controller was
-        restarted and must `begin` with it.
+        Long poll: returns the state to store once it differs from `revision`, or after `timeout_s`. None: this
+        controller was restarted and must `begin` with the stored state.
         """
-        if self._tending is None:
+        if self._relinking is None:
             return None
-        self._called_in()
+        self._reset_orphan_timer()
         if report != self._server:
             self._server = report
             self._bump()
-        await self._news(revision, timeout_s)
-        posts = (Post(each.name, each.pool.name, each.role, each.is_leaving) for each in self._replicas.values())
-        return Memory(self._revision, tuple(posts))
+        await self._wait_for_change(revision, timeout_s)
+        replicas = self._replicas.values()
+        workers = (TargetWorker(each.name, each.pool.name, each.role, each.is_leaving) for each in replicas)
+        return ControllerState(self._revision, tuple(workers))
 
-    def _called_in(self) -> None:
+    def _reset_orphan_timer(self) -> None:
         if self._orphan_timer is not None:
             self._orphan_timer.reset()
         elif self._orphan_after_s is not None:
             self._orphan_timer = Watchdog(self._orphan_after_s, self._orphaned)
 
     def _orphaned(self) -> None:
-        logger.warning("nobody has called in for %.0f s: the cluster is stopped", self._orphan_after_s or 0.0)
+        logger.warning("no keep-alive from the server for %.0f s: stopping the cluster", self._orphan_after_s or 0.0)
         self._stopping = asyncio.ensure_future(self._stop_all())
 
     async def _stop_all(self) -> None:
@@ -149,23 +151,20 @@ class Controller:
         """End every worker."""
         if self._orphan_timer is not None:
             self._orphan_timer.close()
-        if self._tending is not None:
-            self._tending.cancel()
+        if self._relinking is not None:
+            self._relinking.cancel()
         if self._scaling_loop is not None:
             self._scaling_loop.close()
-        staying = [replica for replica in self._replicas.values() if not replica.is_over]
-        over = [
-            replica.name for replica in self._replicas.values() if replica.is_over and replica.name in self._leaving
-        ]
-        ending = [self._leaving.pop(name) for name in over]
-        for leaving in self._leaving.values():
-            leaving.cancel()
-        await asyncio.gather(*(replica.end(STOP_GRACE_S) for replica in staying), *ending)
+        running = [replica for replica in self._replicas.values() if not replica.is_over]
+        for replica in running:
+            if leaving := self._leaving.pop(replica.name, None):
+                leaving.cancel()
+        await asyncio.gather(*(replica.end(STOP_GRACE_S) for replica in running), *self._leaving.values())
 
     async def ready(self, timeout_s: float) -> ModelView | None:
-        """The model's facts once every worker of the specification is ready, None when that takes longer.
+        """The model once every worker of the specification is ready; None after `timeout_s`.
 
-        Raises what made a worker impossible (`ModelError`, `RuntimeUnavailable`).
+        Raises the error that keeps a worker from ever starting (`ModelError`, `RuntimeUnavailable`).
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -187,29 +186,29 @@ class Controller:
     # ---- what it publishes -----------------------------------------------------------------------------------
 
     async def described(self, timeout_s: float) -> tuple[ClusterSpec, ModelView] | None:
-        """What a joining gateway must know, once a worker has reported its model; None: not within this time.
+        """What a joining gateway needs, once a worker has loaded the model; None after `timeout_s`.
 
         Raises `WorkerGone` as `members` does.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while (model := self._model()) is None and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
-            await self._news(self._revision, left_s)
-        if self._tending is None:
+            await self._wait_for_change(self._revision, left_s)
+        if self._relinking is None:
             raise WorkerGone(NOT_BEGUN)
         return None if model is None else (self._spec, model)
 
     async def members(self, revision: int, timeout_s: float, gateway: str = "", links_id: str = "") -> Membership:
-        """The membership once it is not of `revision`, or as it is after `timeout_s`. `gateway`: the one that asks.
+        """The membership, as a long poll: once it differs from `revision`, or after `timeout_s`. `gateway`: the caller.
 
-        Links come only if they are not of `links_id`: of many workers they are by far the most of it.
+        Links are left out if the caller has those of `links_id`: they are by far the largest part.
 
-        Raises `WorkerGone` from a controller that was restarted and does not know yet who there is.
+        Raises `WorkerGone` if this controller was restarted and has not begun.
         """
         clock = asyncio.get_running_loop().time
         if gateway:
             self._listeners.asked(gateway, clock(), clock() + timeout_s + SILENT_S)
-        await self._news(revision, timeout_s)
-        if self._tending is None:
+        await self._wait_for_change(revision, timeout_s)
+        if self._relinking is None:
             raise WorkerGone(NOT_BEGUN)
         members = tuple(Member(replica.view, replica.handle) for replica in self._replicas.values())
         listeners = self._listeners.names(clock())
@@ -226,13 +225,13 @@ class Controller:
             links_id=now_id,
         )
 
-    async def _news(self, revision: int, timeout_s: float) -> None:
+    async def _wait_for_change(self, revision: int, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while self._tending is None or self._revision == revision:
+                while self._relinking is None or self._revision == revision:
                     await self._changed.wait()
         except TimeoutError:
-            pass  # unchanged is an answer too
+            pass  # no change
 
     def view(self) -> ClusterView:
         """What a gateway sees."""
@@ -249,7 +248,7 @@ class Controller:
     # ---- changes ---------------------------------------------------------------------------------------------
 
     async def flip(self, worker: str, role: Role, revision: int = 0) -> int:
-        """Give a worker another role; what runs there goes on. Answers the new revision.
+        """Change a worker's role; its running requests continue. Returns the new revision.
 
         `revision`, in all changes: the one that the caller looked at, 0 for any. Errors: `ChangeError`.
         """
@@ -272,12 +271,12 @@ class Controller:
     async def drain(self, worker: str, revision: int = 0, deadline_s: float = 0.0) -> int:
         """Send a worker no new work, and stop it once it is empty or after `deadline_s` (0: `health.drain_s`).
 
-        Its pool's target is one worker less from now on. Does not wait for the end. Errors: `ChangeError`.
+        Lowers its pool's target by one. Does not wait for the worker to stop. Errors: `ChangeError`.
         """
         async with self._changing:
             self._check(revision)
             if not 0.0 <= deadline_s <= LONGEST_DRAIN_S:
-                raise ChangeRefused(f"a drain takes at most {LONGEST_DRAIN_S:.0f} s; {deadline_s:g} s are asked for")
+                raise ChangeRefused(f"a drain takes at most {LONGEST_DRAIN_S:.0f} s, not {deadline_s:g} s")
             replica = self._find(worker)
             if replica.is_leaving:
                 return self._revision
@@ -288,14 +287,14 @@ class Controller:
             return self._revision
 
     async def scale(self, pool: str, replicas: int, revision: int = 0) -> int:
-        """Set a pool's target: new workers are started, those with the least work are drained.
+        """Set a pool's target: start workers, or drain those with the least work.
 
-        Does not wait for either. Errors: `ChangeError`.
+        Waits for neither. Errors: `ChangeError`.
         """
         async with self._changing:
             self._check(revision)
             if pool not in self._pools:
-                raise UnknownMember(f"there is no pool {pool!r}; there are {', '.join(self._pools)}")
+                raise UnknownMember(f"no pool {pool!r}; there are {', '.join(self._pools)}")
             spec, workers = self._pools[pool], self._workers_of(pool)
             refuse_beyond_bounds(spec, len(workers), replicas)
             leaving = least_busy(workers, len(workers) - replicas, self._refuse_below_floors)
@@ -310,55 +309,54 @@ class Controller:
             return self._revision
 
     async def vacate(self, workers: Collection[str], deadline_s: float) -> int:
-        """Their nodes go: each is drained, and another worker of its pool and role is started wherever there is room.
+        """Drain the workers of a node that leaves, and start a replacement for each wherever there is room.
 
-        Nodes go one after the other: as long as a worker elsewhere is not ready yet, the next ones wait, though no
-        longer than half of their time. Nothing else holds them back. Who leaves already, or is no more, is left alone.
+        Nodes leave one at a time: while a worker elsewhere is not ready, this waits for up to half of `deadline_s`.
+        Floors and bounds do not apply. Ignores unknown and draining workers.
         """
         clock = asyncio.get_running_loop().time
         ends_s = clock() + deadline_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s / 2):
-                while self._going(workers) and any(
+                while self._staying(workers) and any(
                     not (is_ready(each) or each.is_leaving or each.name in workers) for each in self._replicas.values()
                 ):
                     await self._changed.wait()
         async with self._changing:
-            for replica in self._going(workers):
+            for replica in self._staying(workers):
                 name = free_name(replica.pool, self._replicas)
                 self._add(replica.pool, name, replica.role, required=False)
-                logger.info("the node of worker %s goes, and %s takes its place", replica.name, name)
+                logger.info("the node of worker %s leaves; %s replaces it", replica.name, name)
                 self._leave(replica, ends_s - clock())
             self._replicas = in_order(self._replicas, self._spec.pools)
             return self._revision
 
-    def _going(self, workers: Collection[str]) -> list[ReplicaManager]:
+    def _staying(self, workers: Collection[str]) -> list[ReplicaManager]:
         return [each for each in self._replicas.values() if each.name in workers and not each.is_leaving]
 
     async def report(self, report: Report) -> None:
-        """A gateway's report of its load."""
+        """Take a gateway's load report."""
         if self._scaling_loop is not None:
             self._scaling_loop.on_report(report)
 
     async def decisions(self) -> tuple[Taken, ...]:
-        """The elastic policy's, the latest last."""
+        """The latest of the elastic policy, oldest first."""
         return () if self._scaling_loop is None else self._scaling_loop.taken()
 
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...]:
-        """Of the elastic policy since this controller began: kind, outcome, how many."""
+        """Decisions of the elastic policy since this controller started: (kind, outcome, count)."""
         return () if self._scaling_loop is None else self._scaling_loop.counts()
 
     def _check(self, revision: int) -> None:
         if revision and revision != self._revision:
             raise StaleRevision(
-                f"revision {revision} was expected, and the cluster is at {self._revision}; look again, and repeat it "
-                "if it is still right"
+                f"revision {revision} was expected, but the cluster is at {self._revision}; check and repeat the change"
             )
 
     def _find(self, worker: str) -> ReplicaManager:
         replica = self._replicas.get(worker)
         if replica is None:
-            raise UnknownMember(f"there is no worker {worker!r}; there are {', '.join(self._replicas)}")
+            raise UnknownMember(f"no worker {worker!r}; there are {', '.join(self._replicas)}")
         return replica
 
     def _workers_of(self, pool: str) -> list[ReplicaManager]:
@@ -376,32 +374,32 @@ class Controller:
         return replica
 
     def _leave(self, replica: ReplicaManager, deadline_s: float, *, waits: bool = False) -> None:
-        """`waits`: this controller has not met the worker yet, which may have work."""
+        """Drain. `waits`: even if it is not ready: it may have work from before this controller's restart."""
         replica.leave()
         self._bump()
-        logger.info("worker %s takes no new work and ends within %.0f s", replica.name, deadline_s)
+        logger.info("worker %s drains and stops within %.0f s", replica.name, deadline_s)
         waits = waits or replica.view.state is WorkerState.DRAINING
         self._leaving[replica.name] = asyncio.ensure_future(
             self._end_when_empty(replica, deadline_s if waits else None)
         )
 
     async def _end_when_empty(self, replica: ReplicaManager, deadline_s: float | None) -> None:
-        """Stop a worker that leaves once it is empty, or at the deadline: then what is left there fails over."""
+        """Stop a draining worker once it is empty, or at the deadline; its remaining requests then fail over."""
         if deadline_s is not None:
-            leading = asyncio.ensure_future(self._preflight.lead_out(replica, self._replicas.values))
+            linking = asyncio.ensure_future(self._preflight.link_draining(replica, self._replicas.values))
             try:
                 async with asyncio.timeout(deadline_s):
                     await replica.emptied(QUIET_S)
             except TimeoutError:
                 logger.warning("worker %s is stopped with work left after %.0f s", replica.name, deadline_s)
             finally:
-                leading.cancel()
+                linking.cancel()
         try:
             await replica.end(STOP_GRACE_S)
             logger.info("worker %s has left", replica.name)
-        except Exception:  # its process is the runtime's to end, with the cluster at the latest
+        except Exception:  # the runtime ends its process, with the cluster at the latest
             logger.exception("worker %s could not be stopped", replica.name)
-        # Only now: a controller that takes over in between must know that there is something to stop.
+        # Only now: a controller restarted in between must know that it has to stop this worker.
         del self._replicas[replica.name]
         self._leaving.pop(replica.name, None)
         self._preflight.forget(replica.name)

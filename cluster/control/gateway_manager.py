@@ -4,12 +4,11 @@
        ^                              │ └<───────it answers─────────────┘                                 │
        └───────its process died───────┴───────────────────────────────────────────────────────────────────┘
 
-One manager and one task for each gateway, so that no gateway waits for another and nothing else waits for one.
+One manager and one task per gateway, so that no gateway waits for another.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.control.supervised import Failures, supervised
@@ -19,9 +18,9 @@ from diptych.view import GatewayState, GatewayView, ModelView
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 2.0  # between two questions
-ANSWER_S = 5.0  # for an answer of an open gateway
-HUNG_S = 30.0  # without any answer: longer than a large prompt or the migration of a machine holds it up
+POLL_S = 2.0  # between two polls
+ANSWER_S = 5.0  # timeout of a poll of an open gateway
+HUNG_S = 30.0  # without any answer: longer than a large prompt or a live migration of its machine delays it
 OPEN_S = 120.0  # for its servers to open: its process may be slow to start
 
 
@@ -35,28 +34,21 @@ class GatewayPorts:
 
 
 class GatewayManager:
-    """Owned by the server. `changed` is called after each change of `view`."""
+    """Owned by the server."""
 
     def __init__(
-        self,
-        name: str,
-        handle: ServiceHandle,
-        ports: GatewayPorts,
-        runtime: Runtime,
-        failures: Failures,
-        changed: Callable[[], object] = lambda: None,
+        self, name: str, handle: ServiceHandle, ports: GatewayPorts, runtime: Runtime, failures: Failures
     ) -> None:
         self.handle = handle
         self.view = GatewayView(name, GatewayState.OPEN)
         self._ports = ports
         self._runtime = runtime
         self._failures = failures
-        self._changed = changed
         self._silent_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        work = supervised(f"supervising {self.view.name}", self._poll, self._failures, pause_s=ASK_AGAIN_S)
+        work = supervised(f"supervising {self.view.name}", self._poll, self._failures, pause_s=POLL_S)
         self._task = asyncio.ensure_future(work)
 
     def close(self) -> None:
@@ -64,7 +56,7 @@ class GatewayManager:
             self._task.cancel()
 
     async def _poll(self) -> None:
-        """Poll once, and act on the answer. Raises what kept its servers from opening."""
+        """Poll once, and act on the answer. Raises the error that keeps its servers from opening."""
         is_open = self.view.state is not GatewayState.STARTING
         limit_s = ANSWER_S if is_open else OPEN_S
         try:
@@ -93,10 +85,10 @@ class GatewayManager:
             if self.view.state is not GatewayState.OPEN:
                 logger.warning("%s answers again", self.view.name)
                 self._show(GatewayState.OPEN, "")
-        await asyncio.sleep(ASK_AGAIN_S)
+        await asyncio.sleep(POLL_S)
 
     async def _replace(self) -> None:
-        """Its streams end here; clients that retry go on at another gateway, or at this one when it is back."""
+        """Restart it. Its streams end; clients retry at another gateway, or at this one when it is back."""
         logger.error("%s has not answered for %.0f s and is replaced", self.view.name, self._silent_s)
         detail = f"no answer for {self._silent_s:.0f} s; it is restarted"
         self._silent_s = 0.0
@@ -107,5 +99,3 @@ class GatewayManager:
         """`restarts` and `silences` are added to the counts."""
         before = self.view
         self.view = GatewayView(before.name, state, before.restarts + restarts, before.silences + silences, detail)
-        if self.view != before:
-            self._changed()

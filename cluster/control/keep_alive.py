@@ -1,13 +1,13 @@
-"""The server's calls to the controller: they keep the cluster alive, and keep what a restarted controller must know.
+"""The server's keep-alive calls to the controller, and the state that it stores for a restarted one.
 
-Knows no gateway and waits for nobody but the controller: whatever else hangs, the cluster lives.
+Knows no gateway and waits only for the controller, so that nothing else that hangs can stop the cluster.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from cluster.control.changes import Memory, ServerReport
+from cluster.control.changes import ControllerState, ServerReport
 from cluster.control.supervised import Failures, supervised
 from cluster.runtime.errors import NoAnswer, WorkerGone
 from cluster.runtime.interface import ServiceHandle
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 2.0
 KEEP_ALIVE_GRACE_S = 3.0  # for the answer: several calls fit into ORPHAN_AFTER_S
 CONTROLLER_HUNG_S = 10.0  # without an answer; gateways and workers go on meanwhile
-ORPHAN_AFTER_S = 20.0  # a cluster whose server vanished without a word stops by itself, and a server without a cluster
+ORPHAN_AFTER_S = 20.0  # after this long without the other, the cluster stops itself, and so does the server
 
 
 class KeepAlive:
-    """Owned by the server. `report` goes to the controller. `replace` has it killed and started again when
-    it hangs; `gone` is called when it is gone for good.
+    """Owned by the server. `report` goes to the controller. `replace` restarts a controller that hangs; `gone` is
+    called when it is gone for good.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KeepAlive:
         self._is_replaced = False  # since it last answered
         self._report = report
         self._gone = gone
-        self._memory: Memory | None = None
+        self._saved: ControllerState | None = None
         self._silence = Watchdog(ORPHAN_AFTER_S, self._give_up)
         work = supervised("calling the controller", self._call, failures, most_pause_s=KEEP_ALIVE_S)
         self._task = asyncio.ensure_future(work)
@@ -50,16 +50,16 @@ class KeepAlive:
         self._silence.close()
 
     async def _call(self) -> None:
-        known = self._memory.revision if self._memory is not None else 0
+        known = self._saved.revision if self._saved is not None else 0
         timeout_s = KEEP_ALIVE_S + KEEP_ALIVE_GRACE_S
         try:
-            answer: Memory | None = await self._controller.call(
+            answer: ControllerState | None = await self._controller.call(
                 "keep_alive", known, KEEP_ALIVE_S, self._report(), timeout_s=timeout_s
             )
             if answer is None:
                 logger.warning("the controller was restarted")
-                await self._controller.call("begin", self._memory)
-            self._memory = answer or self._memory
+                await self._controller.call("begin", self._saved)
+            self._saved = answer or self._saved
         except NoAnswer:
             self._silent_s += timeout_s
             logger.warning("the controller has not answered for %.0f s", self._silent_s)
@@ -68,7 +68,7 @@ class KeepAlive:
         except WorkerGone as error:
             logger.warning("the controller does not answer: %s", error)
             await asyncio.sleep(KEEP_ALIVE_S)
-        except Exception:  # an answer too, if a wrong one: the controller lives
+        except Exception:  # an error of the controller: it lives
             self._silence.reset()
             raise
         else:
@@ -76,8 +76,8 @@ class KeepAlive:
             self._silence.reset()
 
     async def _replace_controller(self) -> None:
-        """Once for each silence: the new one has all of ORPHAN_AFTER_S to answer."""
-        logger.error("the controller hangs, and is killed and started again")
+        """Once per silence: the new controller has all of ORPHAN_AFTER_S to answer."""
+        logger.error("the controller hangs and is restarted")
         self._is_replaced = True
         self._silence.reset()
         self._controller = await self._replace(self._controller)

@@ -1,4 +1,4 @@
-"""What the controller publishes to gateways: the members, how to call them, which pairs may move KV, who listens."""
+"""What the controller publishes to gateways: workers and their handles, links, pools, and the connected gateways."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvtransfer.ticket import LinkReport
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker. `handle` is None while it is being started."""
+    """One worker. `handle` is None while it starts."""
 
     view: WorkerView
     handle: WorkerHandle | None
@@ -18,9 +18,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """`revision` grows with every change. `gateways` are those that listen; they come and go without a revision.
+    """`revision` grows with every change, except of `gateways`: those that poll the membership.
 
-    `links_id` names these links: who has them already gets none again.
+    `links_id` identifies these links; a gateway that has them already gets none.
     """
 
     revision: int
@@ -39,22 +39,22 @@ class Membership:
 
 
 def task_failures(**by_process: Iterable[tuple[str, int]]) -> tuple[TaskFailures, ...]:
-    """By process, how often each of its background tasks failed."""
+    """How often each background task of each process failed."""
     return tuple(TaskFailures(process, task, count) for process, counts in by_process.items() for task, count in counts)
 
 
 class Listeners:
-    """The gateways that ask for the membership, first those that have long done so. Owned by a Controller."""
+    """The gateways that poll the membership, in the order in which they joined. Owned by a Controller."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
 
     def asked(self, gateway: str, now_s: float, until_s: float) -> None:
-        """It is there, and will have asked again by then."""
+        """A gateway polled, and will poll again before `until_s`."""
         self.names(now_s)
-        self._until_s[gateway] = until_s  # one that is known keeps its place
+        self._until_s[gateway] = until_s  # a known one keeps its place
 
     def names(self, now_s: float) -> tuple[str, ...]:
-        """Who is silent for too long is not among them, and begins behind all others."""
+        """Without those that are overdue; they join again as the last."""
         self._until_s = {name: until_s for name, until_s in self._until_s.items() if until_s > now_s}
         return tuple(self._until_s)

@@ -1,7 +1,4 @@
-"""Rules of pools: names and order of their workers, floors and bounds that a change must keep. Pure.
-
-Knows replicas by their view only.
-"""
+"""Rules of pools: names and order of their workers, and the floors and bounds of changes. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,7 +25,7 @@ def index_of(name: str) -> int:
 
 
 def free_name(pool: PoolSpec, taken: Collection[str]) -> str:
-    """The first name of the pool that is not taken; a worker that drains still has its own."""
+    """The first name of the pool that is not taken; draining workers keep theirs."""
     return next(name for index in range(len(taken) + 1) if (name := worker_name(pool, index)) not in taken)
 
 
@@ -40,7 +37,7 @@ def in_order(replicas: Mapping[str, ReplicaManager], pools: Sequence[PoolSpec]) 
 
 
 def pool_views(pools: Iterable[PoolSpec], replicas: Iterable[ReplicaManager]) -> tuple[PoolView, ...]:
-    """Each pool with its target: the workers that do not leave."""
+    """Each pool with its target, which is its number of workers that are not leaving."""
     targets = Counter(each.pool.name for each in replicas if not each.is_leaving)
     return tuple(PoolView(pool.name, pool.role, targets[pool.name], *pool.bounds) for pool in pools)
 
@@ -59,7 +56,7 @@ def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:
 def refuse_below_floors(
     floors: Mapping[str, int], replicas: Iterable[ReplicaManager], becomes: Mapping[str, Role | None]
 ) -> None:
-    """`becomes`: the new role of some workers, None for those that leave. Raises `ChangeRefused`."""
+    """`becomes`: new roles of some workers, None for those that leave. Raises `ChangeRefused`."""
     now = [(each.name, each.role) for each in replicas if is_ready(each)]
     then = [becomes.get(name, role) for name, role in now]
     for phase, floor in floors.items():
@@ -92,7 +89,7 @@ def least_busy(
 
 
 def _work(replica: ReplicaManager) -> tuple[bool, int, int, int]:
-    """Less of it, and the worker is missed less: those that are not ready first, the latest of equals before others."""
+    """Sort key of removal: workers that are not ready first, then by work, then the highest number."""
     stats = replica.view.stats
     sequences = stats.running + stats.waiting + stats.reserved + stats.leases
     return is_ready(replica), sequences, stats.queued_tokens, -index_of(replica.name)

@@ -1,7 +1,7 @@
-"""Which pairs of workers may move KV: each is proven by moving one block before traffic does.
+"""Tests pairs of workers by moving one KV block, and owns the links of those that passed. Knows no gateway.
 
-A new worker is introduced to its peers, a worker that changes its role to those that the new role meets, and one that
-leaves to those that may take over what it decodes. Owns the links; knows workers as replicas, and no gateway.
+A new worker is tested with its peers, a worker that changes its role with those that the new role reads from or sends
+to, and a draining worker with those that may take over its decodes.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from workers.errors import ModelError, WorkerError
 logger = logging.getLogger(__name__)
 
 RELINK_S = 5.0
-RELINKS_AT_ONCE = 64  # of two cut racks, each try takes its whole bound
+RELINKS_AT_ONCE = 64  # between two partitioned racks, each try runs into its timeout
 
 Pair = tuple[ReplicaManager, ReplicaManager]  # owner, reader
 
 
 class Preflight:
-    """Owned by the Controller. `links_all`: any two workers are linked, whatever their roles; `moves`: so are any two
-    that decode, since decodes may move from one to the other.
+    """Owned by the Controller. `links_all`: link any two workers, whatever their roles. `moves`: link any two that
+    decode, since decodes may migrate.
 
-    `timeout_s` bounds one pair's proof; `changed` is called when links were made outside of an introduction.
+    `timeout_s` bounds the test of one pair. `changed` is called for links that were made outside of `introduce`.
     """
 
     def __init__(self, links_all: bool, moves: bool, timeout_s: float, changed: Callable[[], None]) -> None:
@@ -41,10 +41,11 @@ class Preflight:
         self._timeout_s = timeout_s
         self._changed = changed
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
-        self._told: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None  # as they are now
-        self._born, self._number = uuid.uuid4().hex[:8], 0
-        self._unlinked: dict[Pair, None] = {}  # whose preflight failed, oldest first
-        self._introducing = asyncio.Lock()  # one at a time, or two newcomers would both miss each other
+        # Of `_links`; None: out of date.
+        self._snapshot: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None
+        self._owner_id, self._number = uuid.uuid4().hex[:8], 0
+        self._unlinked: dict[Pair, None] = {}  # those that failed, oldest first
+        self._introducing = asyncio.Lock()  # one at a time, or two new workers would miss each other
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
@@ -52,9 +53,9 @@ class Preflight:
 
     @property
     def links_id(self) -> str:
-        """Of the links as they are now; never used again for others, by another controller neither."""
+        """Identifies the current links; never reused, not even by another controller."""
         self._published()
-        return f"{self._born}.{self._number}"
+        return f"{self._owner_id}.{self._number}"
 
     @property
     def pairs(self) -> frozenset[tuple[str, str]]:
@@ -62,15 +63,15 @@ class Preflight:
         return self._published()[1]
 
     def _published(self) -> tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]]:
-        if self._told is None:
-            self._told = tuple(self._links.values()), frozenset(self._links)
+        if self._snapshot is None:
+            self._snapshot = tuple(self._links.values()), frozenset(self._links)
             self._number += 1
-        return self._told
+        return self._snapshot
 
     async def introduce(self, new: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
-        """Let the new worker and every ready peer of the other phase move one block before traffic does.
+        """Link a new worker with every ready peer that it may exchange KV with.
 
-        Raises `ModelError` for a worker that can never work with one that is here.
+        Raises `ModelError` if the worker can never work with one of them.
         """
         async with self._introducing:
             self._unlink(new.name, (replica.name for replica in replicas()))
@@ -80,15 +81,15 @@ class Preflight:
             pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
             movable = [(owner, reader) for owner, reader in pairs if self._may_move(owner, reader)]
             for error in await asyncio.gather(*(self._link(*pair) for pair in movable)):
-                # One that ran before is let in all the same: it can still do both phases alone.
+                # A restarted worker is let in anyway: it can run both phases by itself.
                 if isinstance(error, PeerRefused) and not new.view.incarnation:
                     raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             new.introduced = True
 
     async def flip(self, replica: ReplicaManager, role: Role, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
-        """Give a ready worker another role, once every pair that the role needs has been proven.
+        """Change a ready worker's role, once every pair that the role needs is linked.
 
-        Raises `ChangeRefused`, and the role is the old one, when one of them has not.
+        Raises `ChangeRefused`, and leaves the role, if one of them cannot be linked.
         """
         async with self._introducing:
             peers = [peer for peer in replicas() if peer is not replica and _is_ready(peer)]
@@ -115,8 +116,8 @@ class Preflight:
                 raise ChangeRefused(f"{refused}: it is {replica.view.state.value}; try again when it is ready")
             replica.assign(role)
 
-    async def lead_out(self, leaving: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
-        """Link a worker that leaves to those that may take over what it decodes. Those that fail are logged."""
+    async def link_draining(self, leaving: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
+        """Link a draining worker to those that may take over its decodes. Logs failures."""
         async with self._introducing:
             if leaving.info is None:
                 return
@@ -130,19 +131,19 @@ class Preflight:
             self._changed()
 
     def forget(self, name: str) -> None:
-        """This worker is no more."""
+        """The worker has left."""
         self._unlink(name, {end for names in self._links for end in names})
         for pair in [pair for pair in self._unlinked if name in (pair[0].name, pair[1].name)]:
             del self._unlinked[pair]
 
     def _unlink(self, name: str, others: Iterable[str]) -> None:
-        self._told = None
+        self._snapshot = None
         for other in others:
             self._links.pop((name, other), None)
             self._links.pop((other, name), None)
 
-    async def tend(self) -> None:
-        """Try again, once in a while, to link pairs whose preflight failed though both live. No pair waits for one."""
+    async def relink_failed_pairs(self) -> None:
+        """Retry failed pairs of ready workers, every `RELINK_S`, each pair in its own task."""
         trying: set[Pair] = set()
         async with asyncio.TaskGroup() as group:
             while True:
@@ -162,17 +163,17 @@ class Preflight:
             trying.discard(pair)
 
     def _may_move(self, owner: ReplicaManager, reader: ReplicaManager) -> bool:
-        """Whether KV may be sent that way: as roles say, or out of a worker that leaves."""
+        """Whether KV may move this way: by role, or out of a draining worker."""
         if owner.is_leaving:
             return reader.role is not Role.PREFILL and not reader.is_leaving
         return not reader.is_leaving and self._is_used(owner.role, reader.role)
 
     def _is_used(self, owner: Role, reader: Role) -> bool:
-        """Whether the policy may send KV between such workers: any way, or from who prefills to who decodes."""
+        """Whether the policy may move KV between these roles: any two, or from prefill to decode."""
         return self._links_all or (reader is not Role.PREFILL and (self._moves or owner is not Role.DECODE))
 
     async def _link(self, owner: ReplicaManager, reader: ReplicaManager) -> Exception | None:
-        """None, or why there is no link."""
+        """Test and link a pair. Returns the error, None on success."""
         assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
         handle: WorkerHandle = reader.handle
         proven = owner.info, reader.info
@@ -182,9 +183,9 @@ class Preflight:
             if owner.is_over or reader.is_over:
                 return WorkerGone("it has left")
             if owner.info is not proven[0] or reader.info is not proven[1]:
-                return WorkerGone("it was restarted, and is linked when it is introduced")
+                return WorkerGone("it was restarted and will be introduced again")
             self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
-            self._told = None
+            self._snapshot = None
             self._unlinked.pop((owner, reader), None)
             return None
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
@@ -192,7 +193,7 @@ class Preflight:
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
             self._unlinked.pop((owner, reader), None)
             if self._may_move(owner, reader):
-                self._unlinked[owner, reader] = None  # behind all others
+                self._unlinked[owner, reader] = None  # the last to be retried
             return error
 
 
@@ -201,22 +202,22 @@ def _is_ready(replica: ReplicaManager) -> bool:
 
 
 def _refuse_misfit(new: ReplicaManager, peer: ReplicaManager, *, moving: bool) -> None:
-    """Raise `ModelError` when two workers could not serve one request together. `moving`: KV may move between them."""
+    """Raise `ModelError` if two workers could not serve one request together. `moving`: KV may move between them."""
     assert new.info is not None and peer.info is not None
     ours, theirs = new.info, peer.info
     if ours.tokenizer != theirs.tokenizer:
         raise ModelError(
             f"{new.name} on {ours.node} has tokenizer {ours.tokenizer}, {peer.name} on {theirs.node} has "
-            f"{theirs.tokenizer}: one token would mean two things; give all pools the same model folder"
+            f"{theirs.tokenizer}: give all pools the same model folder"
         )
     kv, other = ours.peer.shards[0], theirs.peer.shards[0]
     if moving and kv.layout.fingerprint != other.layout.fingerprint:
         raise ModelError(
-            f"the KV of {new.name} ({_kv_words(kv)}) is not that of {peer.name} ({_kv_words(other)}), and no request "
-            "could move between them: give both pools the same model and the same engine.weights"
+            f"the KV of {new.name} ({_kv_text(kv)}) does not fit {peer.name} ({_kv_text(other)}): give both pools the "
+            "same model and the same engine.weights"
         )
 
 
-def _kv_words(shard: ShardAddress) -> str:
+def _kv_text(shard: ShardAddress) -> str:
     layout = shard.layout
     return f"model {layout.model}, {layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim}"

@@ -1,9 +1,9 @@
-"""Keeping one replica of a pool alive: start it, introduce it to its peers, listen to it, replace it when it fails.
+"""Keeps one replica of a pool alive: starts it, introduces it to its peers, polls it, restarts it when it fails.
 
     start ──ready──> introduce ──> READY ──silent, gone or unfit──> DEAD ──restart──> start ...
                                      └──leave──> DRAINING ──empty, late or dead──> the end
 
-One `ReplicaManager` and one task for each replica. Knows one worker; the controller knows all.
+One `ReplicaManager` and one task per replica. Knows one worker; the controller knows all.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 1.0  # before the second start after a death; the first one follows at once
-START_AGAIN_S = 5.0  # before the next start of one that could not start, rather than died
-MOST_AGAIN_S = 300.0  # each further failure in a row doubles the pause up to this
-STEADY_S = 10.0  # a worker that was ready for so long ends the row
+RESTART_S = 1.0  # pause after the second death in a row; the first restart is immediate
+START_RETRY_S = 5.0  # pause after a failed start
+MOST_RESTART_PAUSE_S = 300.0  # each further failure in a row doubles the pause up to this
+STEADY_S = 10.0  # a worker that was ready for this long ends the row of failures
 TAKEN_OUT = "the controller took it out"
-CRASH_LOOP = 3  # failures in a row that are called so
-RETRY_S = 0.2  # between calls to a process that is coming up
+CRASH_LOOP = 3  # failures in a row that count as a crash loop
+RETRY_S = 0.2  # between calls to a process that is starting
 IMPOSSIBLE = (ModelError, RuntimeUnavailable, TransportUnavailable)  # at a first start: the configuration is wrong
-FORESEEN = (*IMPOSSIBLE, WorkerGone, WorkerError, TransferError, TimeoutError)
+EXPECTED = (*IMPOSSIBLE, WorkerGone, WorkerError, TransferError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class ReplicaContext:
 
 
 class ReplicaManager:
-    """Owned by the Controller, one for each worker. Starts again after every failure; only a `required` one, there from
-    the start, gives up where its configuration is wrong.
+    """Owned by the Controller, one per worker. Restarts after every failure; only a `required` one, of the cluster's
+    start, gives up if its configuration is wrong.
     """
 
     def __init__(
@@ -66,12 +66,11 @@ class ReplicaManager:
         self.order = order
         self.handle: WorkerHandle | None = None
         self.info: WorkerInfo | None = None
-        state = WorkerState.STARTING
         self.view = WorkerView(
             order.config.name,
             pool.name,
             role or pool.role,
-            state,
+            WorkerState.STARTING,
             waits_for=needed(order.resources, pool.parallel),
             parallel=pool.parallel,
         )
@@ -79,11 +78,11 @@ class ReplicaManager:
         self.introduced = False  # its peers know this incarnation
         self.is_leaving = False
         self.is_over = False
-        self.fatal: Exception | None = None  # the configuration is wrong: another try cannot help
+        self.fatal: Exception | None = None  # the configuration is wrong: a retry cannot help
         self._context = context
-        self._in_a_row = 0  # failures
+        self._in_a_row = 0  # failures since it was last steady
         self._ready_s: float | None = None  # since when it is ready
-        self._died_s: float | None = None  # since when it is not, though it was
+        self._died_s: float | None = None  # since when it is no longer ready
         self._last_failure = ""  # until it is ready again
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -100,7 +99,7 @@ class ReplicaManager:
         self._task = asyncio.ensure_future(self._keep())
 
     async def end(self, grace_s: float) -> None:
-        """Stop supervising it, publish that it is dead, and stop the worker."""
+        """Stop supervising, publish that it is dead, and stop the worker."""
         self.is_over = True
         if self._task is not None:
             self._task.cancel()
@@ -110,19 +109,19 @@ class ReplicaManager:
             await self._context.runtime.stop_worker(self.handle, grace_s)
 
     def assign(self, role: Role) -> None:
-        """From now on it is published with this role; what runs there goes on."""
+        """Publish another role; running requests continue."""
         self._publish(replace(self.view, role=role))
 
     def leave(self) -> None:
-        """It gets no more work from now on. When it dies, it is not restarted."""
+        """Drain: no new work, and no restart when it dies."""
         self.is_leaving = True
         if self.view.state is WorkerState.READY:
             self._show(WorkerState.DRAINING)
 
     async def emptied(self, quiet_s: float) -> None:
-        """Return when it has had no work for `quiet_s` on end, or is dead; while it starts, it is waited for.
+        """Return when it has had no work for `quiet_s`, or is dead. Waits for a worker that still starts.
 
-        What gateways sent before they heard that it leaves may come within that time.
+        Requests that gateways sent before they knew that it drains may arrive within `quiet_s`.
         """
         clock = asyncio.get_running_loop()
         empty_since_s: float | None = None
@@ -136,7 +135,7 @@ class ReplicaManager:
             await self._changed.wait()
 
     async def _keep(self) -> None:
-        """Run it again after every failure, until it is taken out or its configuration is wrong."""
+        """Restart it after every failure, until it leaves or its configuration is wrong."""
         while True:
             try:
                 await self._run_once()
@@ -147,16 +146,16 @@ class ReplicaManager:
                 await asyncio.sleep(wait_s)
 
     def _failed(self, error: Exception) -> float | None:
-        """Publish the failure. Returns the seconds to wait before the next start; None: there is none."""
-        reason = self._words(error)
+        """Publish the failure. Returns the pause before the next start in seconds; None: no further start."""
+        reason = self._reason(error)
         self.introduced = False
         if self.is_leaving:
-            logger.warning("worker %s died while it was leaving: %s", self.name, reason)
+            logger.warning("worker %s died while it drained: %s", self.name, reason)
             self._show(WorkerState.DEAD, detail=reason)
             return None
         died = _is_death(error) or self.view.state is WorkerState.READY
-        unforeseen = not isinstance(error, FORESEEN)
-        logger.log(logging.ERROR, "worker %s failed: %s", self.name, reason, exc_info=error if unforeseen else None)
+        trace = None if isinstance(error, EXPECTED) else error
+        logger.error("worker %s failed: %s", self.name, reason, exc_info=trace)
         if self.required and not self.view.incarnation and isinstance(error, IMPOSSIBLE):
             self.fatal = error
             self._show(WorkerState.DEAD, detail=reason)
@@ -166,7 +165,7 @@ class ReplicaManager:
         if self._died_s is None and self.view.incarnation:
             self._died_s = asyncio.get_running_loop().time()
         wait_s = pause_s(self._in_a_row, died=died)
-        if self.handle is None:  # it has no place: nothing of it ran, and nothing is to be restarted
+        if self.handle is None:  # not placed: there is no process to restart
             self._show(WorkerState.STARTING, detail=reason)
             return wait_s
         self._last_failure = f"died: {reason}" if died else f"cannot start: {reason}"
@@ -179,19 +178,19 @@ class ReplicaManager:
         )
         return wait_s
 
-    def _words(self, error: Exception) -> str:
+    def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             if self.view.state in (WorkerState.READY, WorkerState.DRAINING):
                 return f"it was silent for {self.order.dead_after_s:.1f} s"
             return f"it did not start within {self._context.start_timeout_s:.0f} s"
-        return str(error) if isinstance(error, FORESEEN) and str(error) else f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, EXPECTED) and str(error) else f"{type(error).__name__}: {error}"
 
     def _is_steady(self) -> bool:
-        """Whether it has run for so long that its next failure begins a new row."""
+        """Whether it has been ready long enough to end a row of failures."""
         return self._ready_s is not None and asyncio.get_running_loop().time() - self._ready_s >= STEADY_S
 
     async def _run_once(self) -> None:
-        """From start to death. Always raises."""
+        """Start it and poll it until it dies. Always raises."""
         if self.handle is None:
             self.handle = await self._context.runtime.start_worker(self.order)
             self._show(WorkerState.STARTING, detail="", waits_for="")
@@ -211,12 +210,12 @@ class ReplicaManager:
             capacity_tokens=self.info.capacity_tokens,
             memory_bytes=self.info.memory_bytes,
             kv_token_bytes=sum(each.layout.block_bytes // each.layout.block_size for each in self.info.peer.shards),
-            detail=self._back(),
+            detail=self._recovery(),
         )
         await self._listen(self.handle)
 
-    def _back(self) -> str:
-        """What to say of a worker that is ready: nothing, or that it is ready again."""
+    def _recovery(self) -> str:
+        """For a worker that is ready again: after how long. Else empty."""
         failure, self._last_failure = self._last_failure, ""
         if self._died_s is None:
             return ""
@@ -226,7 +225,7 @@ class ReplicaManager:
         return f"back after {away_s:.0f} s ({failure})"
 
     async def _started(self, handle: WorkerHandle) -> WorkerInfo:
-        """A process that is being restarted refuses calls for a while: ask again until the bound."""
+        """Retry until the timeout: a process that restarts refuses calls at first."""
         async with asyncio.timeout(self._context.start_timeout_s):
             while True:
                 try:
@@ -236,14 +235,14 @@ class ReplicaManager:
                     await asyncio.sleep(RETRY_S)
 
     async def _listen(self, handle: WorkerHandle) -> None:
-        """Poll it until it dies. The controller has no requests there, so it acknowledges nothing."""
+        """Poll it until it dies. The controller has no requests, so it acknowledges nothing."""
         async with patient_timeout(self.order.dead_after_s) as silence:
             while True:
                 bundle = await handle.poll("controller", 0)
                 silence.reset()
                 if bundle.incarnation != self.view.incarnation:
                     raise WorkerGone("it restarted")
-                self.view = replace(self.view, stats=bundle.stats)  # statistics alone are no change of membership
+                self.view = replace(self.view, stats=bundle.stats)  # statistics do not change the membership
                 self._pulse()
                 if (self.view.detail or self.view.failures) and self._is_steady():
                     self._in_a_row = 0
@@ -263,8 +262,8 @@ class ReplicaManager:
 
 
 def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> WorkerOrder:
-    """What one replica of a pool is to be. `secret`: of this cluster's workers, for each other."""
-    forms = {(each.engine.block_size, each.engine.dtype) for each in spec.pools}
+    """The order for one replica of a pool. `secret`: shared by the workers of this cluster."""
+    kv_formats = {(each.engine.block_size, each.engine.dtype) for each in spec.pools}
     config = WorkerConfig(
         name=name,
         pool=pool.name,
@@ -275,8 +274,8 @@ def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> Worke
         executor=spec.executor,
         secret=secret,
         cpus=max(1, int(pool.resources.cpu)),
-        prefix_tokens=math.lcm(*(block_size for block_size, _ in forms)),
-        staging_bytes=spec.transfer.staging_bytes if len(forms) > 1 else 0,
+        prefix_tokens=math.lcm(*(block_size for block_size, _ in kv_formats)),
+        staging_bytes=spec.transfer.staging_bytes if len(kv_formats) > 1 else 0,
         cost=pool.cost,
         memory_part=_memory_part(spec, pool),
     )
@@ -285,26 +284,26 @@ def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> Worke
 
 
 def _memory_part(spec: ClusterSpec, pool: PoolSpec) -> float:
-    """Of a GPU what Ray sets aside; of a host an equal part for each rank without GPUs that the cluster may have."""
+    """The share of a GPU that Ray reserves; without GPUs, an equal part of the host for each possible rank."""
     if pool.resources.gpu:
         return min(1.0, pool.resources.gpu)
     return 1.0 / max(1, sum(each.most_ranks for each in spec.pools if not each.resources.gpu))
 
 
 def pause_s(failures: int, *, died: bool) -> float:
-    """Seconds to wait after this many failures in a row. After a first death the start is immediate."""
+    """Seconds to wait after this many failures in a row."""
     if not died:
-        return float(min(MOST_AGAIN_S, START_AGAIN_S * 2 ** min(failures - 1, 16)))
-    return 0.0 if failures == 1 else float(min(MOST_AGAIN_S, AGAIN_S * 2 ** min(failures - 2, 16)))
+        return float(min(MOST_RESTART_PAUSE_S, START_RETRY_S * 2 ** min(failures - 1, 16)))
+    return 0.0 if failures == 1 else float(min(MOST_RESTART_PAUSE_S, RESTART_S * 2 ** min(failures - 2, 16)))
 
 
 def _is_death(error: Exception) -> bool:
-    """Rather than a start that was refused: then the process lives, and could only say so again."""
+    """Whether the process died. After a refused start it lives."""
     return isinstance(error, WorkerGone | TransferError | TimeoutError) and not isinstance(error, TransportUnavailable)
 
 
 def is_empty(stats: WorkerStats) -> bool:
-    """Whether a worker has nothing to do, and holds nothing that somebody may come for."""
+    """Whether a worker has no work and holds nothing for another worker."""
     return 0 < stats.total_blocks == stats.free_blocks and not (
         stats.waiting or stats.running or stats.reserved or stats.leases or stats.swapped_blocks
     )

@@ -1,8 +1,7 @@
-"""The scaling loop: takes reports from gateways, asks the decider every period, and carries out its decision.
+"""The scaling loop: passes load reports to the decider, asks it every period, and applies its decision.
 
-One change at a time: it asks again when the last change is over. A worker that waits for a node blocks nothing. Where a
-new worker does not start, the pool goes back to its old size and does not grow for a while, twice as long each time.
-Knows no rule; takes time from the event loop.
+One change at a time, but a worker that waits for a node blocks nothing. If a new worker does not start, its pool
+goes back to its old size and does not grow for a while, twice as long each time. Knows no scaling rule.
 """
 
 import asyncio
@@ -12,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.control.changes import ChangeError, Taken
+from cluster.control.changes import ChangeError
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.scaling.evidence import Decision, Report
 from cluster.spec import Role
-from diptych.view import ClusterView, WorkerState
+from diptych.view import ClusterView, Taken, WorkerState
 from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class Decider(Protocol):
 
 
 class Changer(Protocol):
-    """Who can change the cluster. Errors: `ChangeError`."""
+    """Changes the cluster. Errors: `ChangeError`."""
 
     def view(self) -> ClusterView: ...
     async def flip(self, worker: str, role: Role, revision: int = 0) -> int: ...
@@ -47,19 +46,19 @@ class _Entry:
     decision: Decision
     at_s: float
     outcome: str
-    newcomers: frozenset[str] = frozenset()  # of a pool that grows
+    new_workers: frozenset[str] = frozenset()  # of a pool that grows
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """A pool that could not grow. `pause_s`: how long it is left alone, until `until_s`."""
+    """A pool that could not grow and does not try again for `pause_s`, until `until_s`."""
 
     pause_s: float
     until_s: float
 
 
 class ScalingLoop:
-    """Owned by the Controller. `acts`: carry decisions out; else they are advice. `limit_s` bounds one change."""
+    """Owned by the Controller. `acts`: apply decisions, rather than only log them. `limit_s` bounds one change."""
 
     def __init__(self, decider: Decider, changer: Changer, period_s: float, limit_s: float, *, acts: bool) -> None:
         self._decider = decider
@@ -74,7 +73,7 @@ class ScalingLoop:
         self._task: asyncio.Task[None] | None = None
 
     def counts(self) -> tuple[tuple[str, str, int], ...]:
-        """Decisions of each kind that were advised, done, or failed: (kind, outcome, count)."""
+        """Decisions that were advised, done, or failed: (kind, outcome, count)."""
         return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
     def begin(self, failures: Failures) -> None:
@@ -85,7 +84,7 @@ class ScalingLoop:
             self._task.cancel()
 
     def on_report(self, report: Report) -> None:
-        """A gateway's report of its load."""
+        """Take a gateway's load report."""
         self._decider.on_report(report, asyncio.get_running_loop().time())
 
     def taken(self) -> tuple[Taken, ...]:
@@ -110,23 +109,23 @@ class ScalingLoop:
             return
         if not self._acts:
             if last is None or not _is_same(last.decision, decision):
-                logger.info("advised: %s, %s", _description(decision), decision.reason, extra=_about(decision))
+                logger.info("advised: %s, %s", _description(decision), decision.reason, extra=_fields(decision))
                 self._entries.append(_Entry(decision, now_s, ADVISED))
                 self._counts[decision.kind, ADVISED] += 1
             return
-        logger.info("decided: %s, %s", _description(decision), decision.reason, extra=_about(decision))
+        logger.info("decided: %s, %s", _description(decision), decision.reason, extra=_fields(decision))
         entry = _Entry(decision, now_s, UNDER_WAY)
         self._entries.append(entry)
         self._under_way.append(entry)
         try:
-            await self._carry_out(entry, view)
+            await self._apply(entry, view)
         except ChangeError as error:
             self._close(entry, f"failed: {error}")
         except BaseException as error:
             self._close(entry, f"failed: {type(error).__name__}: {error}")
             raise
 
-    async def _carry_out(self, entry: _Entry, view: ClusterView) -> None:
+    async def _apply(self, entry: _Entry, view: ClusterView) -> None:
         decision = entry.decision
         if decision.kind == "flip":
             assert decision.role is not None, "a flip names a role"
@@ -138,7 +137,7 @@ class ScalingLoop:
             wanted = next((pool.wanted for pool in view.pools if pool.name == decision.pool), 0)
             await self._changer.scale(decision.pool, wanted + 1, view.revision)
             there = {worker.name for worker in view.workers}
-            entry.newcomers = frozenset(worker.name for worker in self._changer.view().workers) - there
+            entry.new_workers = frozenset(worker.name for worker in self._changer.view().workers) - there
 
     def _limited(self, view: ClusterView, now_s: float) -> ClusterView:
         """The view in which pools that wait for a node, or recently failed to grow, are at their maximum."""
@@ -153,7 +152,7 @@ class ScalingLoop:
         if entry.decision.kind == "shrink":
             outcome = "" if entry.decision.worker in workers else DONE
         else:
-            new = [workers[name] for name in entry.newcomers if name in workers]
+            new = [workers[name] for name in entry.new_workers if name in workers]
             detail = next((worker.detail for worker in new if worker.detail), "")
             if all(worker.state is WorkerState.READY for worker in new):
                 outcome = DONE if new else "failed: it was removed again"
@@ -167,7 +166,7 @@ class ScalingLoop:
         elif outcome and entry.decision.kind == "grow":
             pause_s = self._refused(entry.decision.pool, now_s)
             self._close(entry, f"{outcome}; the pool does not grow by itself for {pause_s:.0f} s")
-            await self._take_back(entry.newcomers & workers.keys())
+            await self._remove(entry.new_workers & workers.keys())
         elif outcome:
             self._close(entry, outcome)
 
@@ -177,31 +176,31 @@ class ScalingLoop:
         self._refusals[pool] = _Refusal(pause_s, now_s + pause_s)
         return pause_s
 
-    async def _take_back(self, newcomers: Collection[str]) -> None:
-        for name in sorted(newcomers):
+    async def _remove(self, new_workers: Collection[str]) -> None:
+        for name in sorted(new_workers):
             try:
                 await self._changer.drain(name)
             except ChangeError as error:
-                logger.warning("%s is not taken back: %s", name, error)
+                logger.warning("%s could not be removed: %s", name, error)
 
     def _close(self, entry: _Entry, outcome: str) -> None:
         entry.outcome = outcome
         self._counts[entry.decision.kind, DONE if outcome == DONE else "failed"] += 1
         self._under_way.remove(entry)
         level = logging.INFO if outcome == DONE else logging.WARNING
-        logger.log(level, "%s: %s", _description(entry.decision), outcome, extra=_about(entry.decision))
+        logger.log(level, "%s: %s", _description(entry.decision), outcome, extra=_fields(entry.decision))
 
 
 def _waits_for_a_node(entry: _Entry, view: ClusterView) -> bool:
-    return any(worker.name in entry.newcomers and worker.waits_for for worker in view.workers)
+    return any(worker.name in entry.new_workers and worker.waits_for for worker in view.workers)
 
 
 def _is_same(one: Decision, other: Decision) -> bool:
-    """But for the figures in the reason."""
+    """Whether two decisions are equal, apart from the figures in their reasons."""
     return (one.kind, one.worker, one.role, one.pool) == (other.kind, other.worker, other.role, other.pool)
 
 
-def _about(decision: Decision) -> dict[str, Any]:
+def _fields(decision: Decision) -> dict[str, Any]:
     role = decision.role.value if decision.role else None
     named = {"kind": decision.kind, "worker": decision.worker, "role": role, "pool": decision.pool}
     return log_fields("controller", **{name: value for name, value in named.items() if value})

@@ -1,7 +1,4 @@
-"""Background tasks that no exception ends: it is logged and counted, and after a pause the task goes on.
-
-Knows no task; the owner of the tasks owns the counts.
-"""
+"""Background tasks that survive exceptions: each is logged and counted, and after a pause the task continues."""
 
 import asyncio
 import logging
@@ -14,7 +11,7 @@ PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 
 
 class Failures:
-    """How often each background task of a process failed since the process began. `changed` is called after each."""
+    """How often each background task of a process failed. `changed` is called after each failure."""
 
     def __init__(self, changed: Callable[[], object] = lambda: None) -> None:
         self._counts: Counter[str] = Counter()
@@ -36,10 +33,10 @@ async def supervised(
     pause_s: float = PAUSE_S,
     most_pause_s: float = MOST_PAUSE_S,
 ) -> None:
-    """Call `work` again and again, until cancelled. `work` waits by itself for what it has to do next.
+    """Call `work` in a loop until cancelled. `work` itself waits for its next occasion.
 
-    After an exception comes a pause of `pause_s`, twice as long after each further one in a row, at most
-    `most_pause_s`. A call that returns, or that ran for longer than `most_pause_s`, ends the row.
+    Pauses after an exception for `pause_s`, and twice as long after each further one in a row, at most `most_pause_s`.
+    A call that returns, or that ran for longer than `most_pause_s`, ends the row.
     """
     clock = asyncio.get_running_loop().time
     in_a_row = 0
@@ -52,6 +49,6 @@ async def supervised(
             in_a_row = 0 if clock() - begun_s > most_pause_s else in_a_row
             wait_s = min(most_pause_s, pause_s * 2 ** min(in_a_row, 30))
             in_a_row += 1
-            logger.exception("%s failed (%s); it goes on in %.0f s", task, type(error).__name__, wait_s)
+            logger.exception("%s failed (%s); it continues in %.0f s", task, type(error).__name__, wait_s)
             failures.count(task)
             await asyncio.sleep(wait_s)

@@ -4,13 +4,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.control.changes import Taken
 from cluster.events import Event
 from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import ClusterView, ModelView
+from diptych.view import ClusterView, ModelView, Taken
 from workers.request import Request
 
 

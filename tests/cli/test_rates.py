@@ -11,13 +11,12 @@ from rich.console import Console
 
 from cluster.cli.dashboard import screen, span
 from cluster.cli.rates import Look, Looks, rates
-from cluster.control.changes import Taken
 from cluster.observe.history import Happening, Recent, Traffic
 from cluster.policy.scaling.evidence import Decision
 from cluster.policy.slo_attainment import ClassScore, GatewayAttainment, Kept
 from cluster.spec import Role
 from diptych.client import ClusterStatus
-from diptych.view import WorkerState
+from diptych.view import Taken, WorkerState
 from tests.frontend.grpc.fake import view
 
 COUNTS = st.integers(0, 1000)

@@ -85,8 +85,8 @@ class Processes(SimRuntime):
 
 async def crash(controller: Controller) -> None:
     """Its process is gone; its workers are not."""
-    assert controller._tending is not None
-    tasks = [controller._tending, *controller._leaving.values()]
+    assert controller._relinking is not None
+    tasks = [controller._relinking, *controller._leaving.values()]
     tasks += [replica._task for replica in controller._replicas.values() if replica._task is not None]
     for task in tasks:
         task.cancel()

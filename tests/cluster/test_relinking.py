@@ -64,7 +64,7 @@ def preflight(owners: int, readers: int, cut: set[str]) -> tuple[Preflight, list
 async def tended(made: Preflight, seconds: float) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(seconds):
-            await made.tend()
+            await made.relink_failed_pairs()
 
 
 def test_a_pair_that_can_be_linked_waits_for_none_that_cannot() -> None:
@@ -130,7 +130,7 @@ def test_no_revision_is_used_twice_when_a_controller_is_restarted() -> None:
         last = controller.target.view().revision
         assert last > memory.revision
         again = controller.build()  # type: ignore[misc]
-        await again.begin(replace(memory, posts=()))
+        await again.begin(replace(memory, workers=()))
         assert again.view().revision > last
         await again.stop()
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.control.changes import Taken
 from cluster.events import Event
 from cluster.offline.sim.clock import run
 from cluster.spec import ClusterSpec, ElasticSpec, Role
+from diptych.view import Taken
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.request import SLO

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 import cluster.control.replicas as cluster_pool
-from cluster.control.changes import ChangeRefused, Memory, StaleRevision, UnknownMember
+from cluster.control.changes import ChangeRefused, ControllerState, StaleRevision, UnknownMember
 from cluster.control.controller import Controller
 from cluster.control.replicas import ReplicaContext, ReplicaManager, is_empty
 from cluster.events import Event
@@ -159,7 +159,7 @@ async def test_changes_beyond_bounds_and_floors_are_refused_with_the_reason() ->
 
 
 async def test_a_worker_without_room_says_so_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_pool, "START_AGAIN_S", 0.1)
+    monkeypatch.setattr(cluster_pool, "START_RETRY_S", 0.1)
     async with cluster(split_spec(1, 1)) as subject:
         start, full = subject.runtime.start_worker, asyncio.Event()
 
@@ -253,8 +253,8 @@ def surviving() -> Surviving:
 
 async def crash(controller: Controller) -> None:
     """Its process is gone; its workers are not."""
-    assert controller._tending is not None
-    tasks = [controller._tending, *controller._leaving.values()]
+    assert controller._relinking is not None
+    tasks = [controller._relinking, *controller._leaving.values()]
     tasks += [replica._task for replica in controller._replicas.values() if replica._task is not None]
     for task in tasks:
         task.cancel()
@@ -278,7 +278,7 @@ async def test_a_restarted_controller_is_told_who_there_is_and_in_which_role() -
     await until(first, lambda view: "decode-1" not in names(view))
     await first.drain("decode-0", deadline_s=30.0)
     memory = await first.keep_alive(0, 1.0)
-    assert isinstance(memory, Memory)
+    assert isinstance(memory, ControllerState)
     await crash(first)
     incarnations = {name: worker.incarnation for name, worker in runtime.workers.items()}
     second = Controller(spec, runtime, "secret")

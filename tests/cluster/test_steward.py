@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.control.changes import Taken
 from cluster.control.scaling_loop import REMEMBERED, Changer, ScalingLoop
 from cluster.control.supervised import Failures
 from cluster.offline.sim.clock import run
@@ -18,7 +17,7 @@ from cluster.policy.scaling.evidence import Decision, Report
 from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.spec import ClusterSpec, Role
-from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
+from diptych.view import ClusterView, PoolView, Taken, WorkerState, WorkerView
 from tests.cluster.local import cluster, completed, request, split_spec
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ async def test_what_fails_is_told_and_the_next_decision_comes() -> None:
     decider = Scripted(unknown, broken, floored, FLIP)
     async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as scaling_loop:
         outcomes = await until(scaling_loop, over(3))
-        assert outcomes[0].startswith("failed: there is no worker 'decode-9'")
+        assert outcomes[0].startswith("failed: no worker 'decode-9'")
         assert "elastic.floors.prefill" in outcomes[1]
         assert outcomes[2] == "done"
         assert scaling_loop.counts() == (("flip", "done", 1), ("flip", "failed", 2))

@@ -8,7 +8,7 @@ from typing import Any, Never
 import pytest
 
 from cluster.cli.screen import trouble_lines
-from cluster.control.gateway_manager import ANSWER_S, ASK_AGAIN_S, HUNG_S
+from cluster.control.gateway_manager import ANSWER_S, HUNG_S, POLL_S
 from cluster.control.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
 from cluster.control.supervised import MOST_PAUSE_S, Failures, supervised
 from cluster.events import Completed
@@ -81,7 +81,7 @@ def test_a_frozen_gateway_harms_no_worker_and_no_other_gateway_and_is_replaced()
             "gateway-1": GatewayState.OPEN,
         }
         assert not runtime.replaced
-        await asyncio.sleep(HUNG_S + ANSWER_S + ASK_AGAIN_S - ORPHAN_AFTER_S + 6.0)
+        await asyncio.sleep(HUNG_S + ANSWER_S + POLL_S - ORPHAN_AFTER_S + 6.0)
         assert runtime.replaced == ["gateway-0"]
         for gateway in ("gateway-1", "gateway-0"):
             await serves(runtime, gateway)
@@ -121,7 +121,7 @@ def test_whatever_keeps_a_doors_gateway_shut_the_cluster_lives_and_it_is_tried_a
         assert (process, task) == ("server", "supervising gateway-0") and count > 3
         await serves(runtime, "gateway-1")
         runtime.services["gateway-0"].fault = None
-        await asyncio.sleep(MOST_PAUSE_S + ASK_AGAIN_S + 3.0)
+        await asyncio.sleep(MOST_PAUSE_S + POLL_S + 3.0)
         assert set(states(await seen(runtime, "gateway-1")).values()) == {GatewayState.OPEN}
 
     in_virtual_time(told, gateways=2)
@@ -135,7 +135,7 @@ def test_a_controller_that_fails_to_answer_is_called_again_and_again() -> None:
         async def wrong(*args: Any) -> Never:
             nonlocal failed
             failed += 1
-            controller._called_in()
+            controller._reset_orphan_timer()
             raise ZeroDivisionError("nobody foresaw this")
 
         controller.keep_alive = wrong

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from msgspec import structs
 
 from cluster.cli import main
-from cluster.control.changes import ChangeError, ChangeRefused, ControllerAway, StaleRevision, Taken, UnknownMember
+from cluster.control.changes import ChangeError, ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.policy.scaling.evidence import Decision
 from cluster.spec import Role
@@ -20,7 +20,7 @@ from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from diptych.v1 import admin_pb2, admin_pb2_grpc
-from diptych.view import PoolView, WorkerState
+from diptych.view import PoolView, Taken, WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
 FLIPPED = Taken(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
@@ -114,8 +114,8 @@ async def test_metrics_count_decisions_and_tell_roles(client: AsyncClient) -> No
 @pytest.mark.parametrize(
     ("error", "code", "reason"),
     [
-        (StaleRevision("revision 3 was expected, and the cluster is at 5"), "ABORTED", "STALE_REVISION"),
-        (UnknownMember("there is no worker 'x'; there are a, b"), "NOT_FOUND", "UNKNOWN_MEMBER"),
+        (StaleRevision("revision 3 was expected, but the cluster is at 5"), "ABORTED", "STALE_REVISION"),
+        (UnknownMember("no worker 'x'; there are a, b"), "NOT_FOUND", "UNKNOWN_MEMBER"),
         (ChangeRefused("0 ready workers would prefill"), "FAILED_PRECONDITION", "CHANGE_REFUSED"),
         (ControllerAway("the controller does not answer"), "UNAVAILABLE", "NO_CONTROLLER"),
     ],
@@ -204,11 +204,11 @@ def test_commands_change_the_cluster_and_tell_the_revision(served: tuple[str, Fa
 
 def test_a_refused_change_is_one_line(served: tuple[str, FakeOperator]) -> None:
     endpoint, operator = served
-    operator.error = StaleRevision("revision 3 was expected, and the cluster is at 5")
+    operator.error = StaleRevision("revision 3 was expected, but the cluster is at 5")
     told = run(endpoint, "scale", "decode", "3", "--revision", "3")
     operator.error = None
     assert told.exit_code == 1 and told.stdout == ""
-    assert told.stderr == "Error: revision 3 was expected, and the cluster is at 5 (ABORTED)\n"
+    assert told.stderr == "Error: revision 3 was expected, but the cluster is at 5 (ABORTED)\n"
 
 
 @pytest.mark.parametrize(
