@@ -122,7 +122,7 @@ def calibration_line(found: Calibration) -> str:
     """How well output lengths were predicted."""
     within = f"{found.within_p50:.0%} within the predicted p50, {found.within_p90:.0%} within p90"
     error = f"mean error {found.error_tokens:.0f} tokens ({found.asked_error_tokens:.0f} when taken as max_tokens)"
-    return f"output lengths: {found.answers} scored, {within}, {found.bucket_share:.0%} in the bucket, {error}"
+    return f"output lengths: {found.answers} scored, {within}, {error}"
 
 
 def refusals_line(standing: SLOAttainment) -> str:

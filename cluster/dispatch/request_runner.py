@@ -368,7 +368,7 @@ class RequestRunner:
         return True
 
     def _on_moved(self, state: RequestState, source: str, target: str) -> None:
-        self._policy.moved(state.request.key, target, _now_s())
+        self._policy.moved(state.request.key, target)
         state.moves.append((now_ns(), target))
         state.token_observers = self._observer.token_observers(state.request, target)
         self._observer.on_moved(state.request, source, target)

@@ -1,4 +1,4 @@
-"""What this gateway has under way on which worker, and how long its requests decode. Knows no other gateway."""
+"""This gateway's active requests, by worker, and how long requests decode. Knows no other gateway."""
 
 import math
 from collections.abc import Iterator, ValuesView
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-_MEMORY = 1000  # ends of answers that the mean looks back on
+_MEMORY = 1000  # finished answers in the mean
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One attempt under way. `new_tokens` of its prompt must be computed, which shall take `prefill_s`.
+    """One active attempt. `new_tokens` of its prompt are not cached; computing them is expected to take `prefill_s`.
 
-    `first_token_s` is when that is expected to be done, and when it was once `prefilled_s` is set; its turn had come at
-    `turn_s`, as far as we can see.
+    `first_token_s` is the expected time of the first token, and the actual one once `prefilled_s` is set. `turn_s` is
+    when its prefill started, as far as this gateway can tell.
     """
 
     key: str
@@ -30,17 +30,17 @@ class Work:
     first_token_s: float
     prefilled_s: float | None = None
     turn_s: float = 0.0
-    reserved_s: float = 0.0  # when the decode worker had reserved its blocks, so that the prompt could be sent
-    correction: float = 1.0  # that is in `prefill_s`
-    plain_tpot_s: float = 0.0  # predicted, without a correction
+    reserved_s: float = 0.0  # when the decode worker had reserved its blocks; the prompt is sent then
+    correction: float = 1.0  # factor contained in `prefill_s`
+    plain_tpot_s: float = 0.0  # predicted by the cost model alone
     is_guess: bool = False  # costs were not given
     is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
     tpot_slo_s: float | None = None
-    computed_s: float = 0.0  # by the decode worker, of prompts of ours, when this one began to decode
+    computed_s: float = 0.0  # of our prompts, by the decode worker, when this one started to decode
 
     @property
     def decodes(self) -> bool:
-        """Whether decoding is work of its own: one token comes out of the prefill."""
+        """Whether it decodes at all: the prefill already gives one token."""
         return self.output_tokens > 1
 
     @property
@@ -49,7 +49,7 @@ class Work:
 
 
 class DecodeLoad(NamedTuple):
-    """Sums over the requests that decode on a worker or will."""
+    """Sums over the requests that decode on a worker or will decode there."""
 
     sequences: int = 0
     prompt_tokens: int = 0
@@ -60,11 +60,11 @@ _NOTHING = DecodeLoad()
 
 
 class WorkerLoad(Struct, frozen=True, gc=False):
-    """How we stand with one worker, in sums; the same object for as long as nothing changes there.
+    """Our load on one worker, as sums; the same object until something changes.
 
-    Of its prompts: how many wait or run, their tokens, those to compute, and the seconds of all and of the first one,
-    whose turn came at `turn_s`. Of what decodes there or will: the sums, those of what has begun or was computed here
-    first, and the tightest TPOT SLO.
+    `assigned`: all requests that decode there or will. `begun`: those that decode or whose prompt this worker computes.
+    `tightest_s`: their tightest TPOT SLO. Prompts that wait or run: their number, tokens, uncached tokens and seconds;
+    `head_s` is the first one's, which started at `turn_s`.
     """
 
     assigned: DecodeLoad = _NOTHING
@@ -78,11 +78,11 @@ class WorkerLoad(Struct, frozen=True, gc=False):
     turn_s: float = 0.0
 
     def ahead_s(self, now_s: float) -> float:
-        """How long the prompts of ours that wait or run there will still take, one after the other."""
+        """Seconds until our prompts there are computed, one after the other."""
         return self.prompts_s - min(self.head_s, now_s - self.turn_s) if self.num_prompts else 0.0
 
     def ahead(self) -> tuple[float, float]:
-        """`ahead_s` for any moment: until when they will take, but for at least so many seconds more."""
+        """`ahead_s` for any time: (when they end, at least this many seconds from then)."""
         return self.turn_s + self.prompts_s, self.prompts_s - self.head_s
 
 
@@ -90,18 +90,17 @@ _IDLE = WorkerLoad()
 
 
 class ActiveRequests:
-    """Owned by a Policy, read by its router. Every `began` has its `ended`."""
+    """Owned by a Policy, read by its router. Every `began` is followed by an `ended`."""
 
     def __init__(self) -> None:
         self._works: dict[str, Work] = {}
         self._prefilling: dict[str, dict[str, Work]] = {}  # worker -> key -> work, oldest first
         self._decoding: dict[str, dict[str, Work]] = {}  # from the reservation of a slot to the last token
-        self._assigned: dict[str, DecodeLoad] = {}  # of what decodes there or will
-        self._touched_s: dict[str, float] = {}  # worker -> when work of ours last began or ended there
-        self._news: set[str] = set()  # workers, since `news` was asked for
-        self._worker_loads: dict[str, WorkerLoad] = {}  # those that were asked for, while nothing has changed
-        self._prefilled_s: dict[str, float] = {}  # worker -> when it last ended a prompt of ours
-        self._computed_s: dict[str, float] = {}  # worker -> seconds of all prompts of ours that it has computed
+        self._assigned: dict[str, DecodeLoad] = {}  # sums of `_decoding`
+        self._changed: set[str] = set()  # workers, since the last `changed` call
+        self._worker_loads: dict[str, WorkerLoad] = {}  # cache, dropped on change
+        self._prefilled_s: dict[str, float] = {}  # worker -> when it last finished a prompt of ours
+        self._computed_s: dict[str, float] = {}  # worker -> seconds of our prompts it has computed
         self._num_decoded = 0
         self._mean_decode_s = 0.0
 
@@ -115,28 +114,24 @@ class ActiveRequests:
         return self._works.get(key)
 
     def prefilling(self, worker: str) -> ValuesView[Work]:
-        """Prompts of ours that the worker computes or will, oldest first."""
+        """Our prompts that wait or run on the worker, oldest first."""
         return self._prefilling.get(worker, {}).values()
 
     def decoding(self, worker: str) -> ValuesView[Work]:
-        """Requests of ours that decode there or will."""
+        """Our requests that decode there or will."""
         return self._decoding.get(worker, {}).values()
 
     def assigned(self, worker: str) -> DecodeLoad:
-        """Sums over `decoding`, at no cost."""
+        """Sums over `decoding`, kept up to date."""
         return self._assigned.get(worker, _NOTHING)
 
-    def touched_s(self, worker: str) -> float:
-        """When work of ours last began or ended there; 0 when none has."""
-        return self._touched_s.get(worker, 0.0)
-
-    def news(self) -> set[str]:
-        """Workers of which anything here has changed since this was last asked: for one who copies what is here."""
-        news, self._news = self._news, set()
-        return news
+    def changed(self) -> set[str]:
+        """Workers whose requests changed since the last call, for a reader that keeps a copy."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def worker_load(self, worker: str) -> WorkerLoad:
-        """All that can be summed of what is on its way to the worker, and under way there."""
+        """Sums over all our requests that were sent to the worker and have not ended."""
         known = self._worker_loads.get(worker)
         return self._sum_up(worker) if known is None else known
 
@@ -176,14 +171,14 @@ class ActiveRequests:
         return found
 
     def ahead_s(self, worker: str, now_s: float) -> float:
-        """How long the prompts of ours that wait or run there will still take, one after the other."""
+        """Seconds until our prompts there are computed, one after the other."""
         return self.worker_load(worker).ahead_s(now_s)
 
     def decode_seconds(self, now_s: float) -> float:
-        """How long a request decodes, on average; infinite until one has ended.
+        """Mean decode time of a request; infinite until one has ended.
 
-        All time spent decoding over the number of ends: the mean of those that have ended would be that of the short
-        ones, at first (the maximum likelihood of exponential lifetimes of which some are not over).
+        Total decode time over the number of finished requests. A mean over finished requests alone would be that of
+        the short ones at first (maximum likelihood for exponential lifetimes with censoring).
         """
         if not self._num_decoded:
             return math.inf
@@ -191,27 +186,27 @@ class ActiveRequests:
         return self._mean_decode_s + running_s / self._num_decoded
 
     def began(self, work: Work) -> None:
-        """The request is on its way to its workers."""
+        """The request was sent to its workers."""
         assert work.key not in self._works, f"{work.key} is active already"
         self._works[work.key] = work
         self._prefilling.setdefault(work.prefill, {})[work.key] = work
-        self._touch(work.prefill, work.began_s)
+        self._change(work.prefill)
         if work.decodes:
             self._to_decode(work, work.decode)
-            self._touch(work.decode, work.began_s)
+            self._change(work.decode)
 
     def beside_s(self, work: Work) -> float:
-        """Of the time in which it has decoded, what its worker was to spend on prompts of ours."""
+        """Seconds that its worker was expected to spend on our prompts since it started to decode."""
         return self._computed_s.get(work.decode, 0.0) - work.computed_s
 
     def reserved(self, key: str, now_s: float) -> None:
-        """Its prompt is sent only now. Unknown keys are ignored."""
+        """Its decode worker reserved blocks, so its prompt is sent now. Unknown keys are ignored."""
         if work := self._works.get(key):
             work.reserved_s = now_s
             self._change(work.prefill)
 
     def slower(self, worker: str, times: float) -> None:
-        """Prompts of ours that wait or run there will take this many times as long as expected."""
+        """Our prompts that wait or run there will take this many times as long as expected."""
         later_s = 0.0
         for work in self.prefilling(worker):
             later_s += (times - 1.0) * work.prefill_s
@@ -221,7 +216,7 @@ class ActiveRequests:
         self._change(worker)
 
     def prefilled(self, key: str, now_s: float) -> Work | None:
-        """Its first token came. Answers the work, or None when it is not here or was so already."""
+        """Its first token came. Returns the work, or None for an unknown key or a repeated call."""
         work = self._works.get(key)
         if work is None or work.prefilled_s is not None:
             return None
@@ -231,44 +226,39 @@ class ActiveRequests:
         work.computed_s = self._computed_s.get(work.decode, 0.0)
         self._drop(self._prefilling, work.prefill, key)
         self._prefilled_s[work.prefill] = now_s
-        self._touch(work.prefill, now_s)
-        self._change(work.decode)
+        self._change(work.prefill, work.decode)
         return work
 
-    def moved(self, key: str, worker: str, now_s: float) -> None:
-        """It decodes on another worker from now on. Unknown keys are ignored."""
+    def moved(self, key: str, worker: str) -> None:
+        """It now decodes on another worker. Unknown keys are ignored."""
         work = self._works.get(key)
         if work is None:
             return
         if work.decodes:
             self._no_more_to_decode(work)
             self._to_decode(work, worker)
-            self._touch(work.decode, now_s)
-            self._touch(worker, now_s)
+            self._change(work.decode, worker)
         work.decode = worker
         work.plain_tpot_s = 0.0  # half its steps were elsewhere: predictors skip it
 
     def ended(self, key: str, now_s: float) -> Work | None:
-        """It finished, failed or was cancelled; nothing of it is left. Answers the work, or None of an unknown key."""
+        """It finished, failed or was cancelled. Returns the work that was removed, or None for an unknown key."""
         work = self._works.pop(key, None)
         if work is None:
             return None
-        self._touched_s[work.prefill] = now_s
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
             self._change(work.prefill)
         if work.decodes:
             self._no_more_to_decode(work)
-            self._touch(work.decode, now_s)
+            self._change(work.decode)
             if work.prefilled_s is not None:
                 self._learn(now_s - work.prefilled_s)
         return work
 
     @contextmanager
     def without(self, key: str) -> Iterator[None]:
-        """As if this prompt, which is not done, were not on its way: to ask where it would go. Nothing may begin or
-        end meanwhile.
-        """
+        """Hide this unfinished prompt, to ask where it would be placed now. Nothing may begin or end meanwhile."""
         work = self._works[key]
         queue = self._prefilling[work.prefill]
         self._prefilling[work.prefill] = {each: other for each, other in queue.items() if each != key}
@@ -285,13 +275,9 @@ class ActiveRequests:
                 self._decoding[work.decode], self._assigned[work.decode] = decoding, assigned
             self._change(work.prefill, work.decode)
 
-    def _touch(self, worker: str, now_s: float) -> None:
-        self._touched_s[worker] = now_s
-        self._change(worker)
-
     def _change(self, *workers: str) -> None:
-        """Whatever changes anything of these says so: what was summed of them is forgotten, and in `news`."""
-        self._news.update(workers)
+        """Drop the cached sums of these workers and report them in `changed`."""
+        self._changed.update(workers)
         for worker in workers:
             self._worker_loads.pop(worker, None)
 
@@ -316,14 +302,14 @@ class ActiveRequests:
         self._mean_decode_s += (decode_s - self._mean_decode_s) / self._num_decoded
 
     @staticmethod
-    def _drop(shelf: dict[str, dict[str, Work]], worker: str, key: str) -> None:
-        works = shelf[worker]
+    def _drop(index: dict[str, dict[str, Work]], worker: str, key: str) -> None:
+        works = index[worker]
         del works[key]
         if not works:
-            del shelf[worker]
+            del index[worker]
 
     def check(self) -> None:
-        """Prove that both shelves hold the works that are under way, each once. Raises AssertionError."""
+        """Prove that both indexes hold exactly the active attempts, each once. Raises AssertionError."""
         waiting = {key for works in self._prefilling.values() for key in works}
         assert waiting == {key for key, work in self._works.items() if work.prefilled_s is None}
         decoding = {key for works in self._decoding.values() for key in works}

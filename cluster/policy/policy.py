@@ -1,10 +1,10 @@
-"""The policy of one gateway, put together: a router, an admission, and the active requests.
+"""The policy of one gateway: a router, an admission policy, and the active requests.
 
     choose ──> Placement ──> began ──> prefilled ──> ended
        ├─────> Refusal
-       └─────> Later (admission "slo" only): ask again when something has ended
+       └─────> Later (admission "slo" only): ask again when a request has ended
 
-Pure. The one place that knows routers by name.
+Pure. The only place that knows routers by name.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from workers.request import SLO, FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What routers are made of."""
+    """What a router is built from."""
 
     active: ActiveRequests
     latency: LatencyPredictor
@@ -52,7 +52,7 @@ _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "power-of-two": lambda parts: PowerOfTwo(parts.draws),
     "product": lambda parts: Product(parts.latency, parts.index),
     "distserve": lambda parts: DistServe(),
-    "splitwise": lambda parts: Splitwise(parts.latency, parts.active, asked_length),
+    "splitwise": lambda parts: Splitwise(parts.latency, parts.active),
     "mooncake": lambda parts: Mooncake(parts.latency, parts.index),
     "mooncake-local": lambda parts: MooncakeLocal(parts.latency, parts.index),
     "slo": lambda parts: SLORouter(
@@ -93,18 +93,18 @@ class Policy:
 
     @property
     def wants_caches(self) -> bool:
-        """Whether the index is looked into, so that workers' news of their caches must be taken into it."""
+        """Whether the router reads the prefix index, so that the dispatcher must feed it workers' cache events."""
         return self._router.wants_caches
 
     @property
     def queues(self) -> bool:
-        """Whether `choose` may let a request wait for its turn."""
+        """Whether `choose` may answer `Later`."""
         return self._admission.queues
 
     def choose(self, ask: Ask) -> Placement | Refusal | Later | None:
         """A placement for the request; None when no worker is ready for it. Asking commits to nothing.
 
-        Only first attempts are refused, and not beside a sibling: what has begun is brought to its end.
+        Only first attempts are refused, and never a sample whose sibling is running.
         """
         placement = self._router.choose(ask)
         if placement is None:
@@ -114,11 +114,11 @@ class Policy:
         predicted = self._reserved(ask, placement)
         if ask.request.attempt or ask.beside or not self._admission.needs_predictions:
             return predicted
-        judged = predicted if self._admission.queues else placement  # the papers' admissions know of no reservation
+        judged = predicted if self._admission.queues else placement  # Mooncake's admission knows no reservations
         return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or predicted
 
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
-        """With what is expected of it, where anything is known of costs or the admission needs to know."""
+        """Add predictions, where costs are known or the admission policy needs them."""
         prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
         if not (self._latency.knows(prefill, decode) or self._admission.needs_predictions):
             return placement
@@ -129,7 +129,7 @@ class Policy:
         )
 
     def _reserved(self, ask: Ask, placement: Placement) -> Placement:
-        """With the wait for the decode worker's word, in which prompts ahead are computed and this one is not sent."""
+        """Add the wait for the decode worker's reservation; meanwhile the prefill worker computes the prompts ahead."""
         if placement.colocated or placement.predicted_ttft_s is None:
             return placement
         wait_s = self._reserving.wait_s(ask, self._worker(ask, placement.decode))
@@ -140,7 +140,7 @@ class Policy:
         return structs.replace(placement, predicted_ttft_s=predicted_s, reserve_s=wait_s)
 
     def began(self, ask: Ask, placement: Placement) -> None:
-        """The attempt is on its way to the workers chosen."""
+        """The attempt was sent to the chosen workers."""
         request = ask.request
         prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
         cached_tokens = _cached_tokens(ask, placement)
@@ -175,25 +175,25 @@ class Policy:
         return worker
 
     def for_client(self, ask: Ask, placement: Placement) -> Placement:
-        """As the client sees it: from the request's arrival, and nothing where all would be a guess."""
+        """Predictions as the client sees them: counted from the request's arrival; none where costs are guesses."""
         if self._latency.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
             return placement.after(ask.waited_s)
         return structs.replace(placement, predicted_ttft_s=None, predicted_tpot_s=None)
 
     def expected_tokens(self, request: Request) -> int:
-        """Of its answer, as is expected; of a request that may decode, at least one more than the prefill's."""
+        """Predicted length of the answer; at least 2 where the request may decode at all."""
         return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))
 
     def reserved(self, key: str, now_s: float) -> None:
-        """The decode worker has reserved its blocks: the prompt is sent only now. Unknown keys are ignored."""
+        """The decode worker reserved blocks, so the prompt is sent now. Unknown keys are ignored."""
         self.active.reserved(key, now_s)
 
     def prefilled(
         self, key: str, now_s: float, cached_tokens: int | None = None, compute_s: float | None = None
     ) -> None:
-        """The attempt's first token came; so much of its prompt was cached where it was computed in so many seconds.
+        """The attempt's first token came. `cached_tokens` of its prompt were cached; computing took `compute_s`.
 
-        Calls for unknown keys, and second calls, change nothing.
+        Unknown keys and repeated calls are ignored.
         """
         self.index.settle(key, now_s)
         work = self.active.prefilled(key, now_s)
@@ -202,39 +202,37 @@ class Policy:
             if cached_tokens is not None:
                 self.index.found(key, cached_tokens)
 
-    def moved(self, key: str, worker: str, now_s: float) -> None:
-        """The attempt decodes on another worker from now on. Unknown keys are ignored."""
-        self.active.moved(key, worker, now_s)
+    def moved(self, key: str, worker: str) -> None:
+        """The attempt now decodes on another worker. Unknown keys are ignored."""
+        self.active.moved(key, worker)
 
     def better(self, ask: Ask, key: str) -> Placement | None:
-        """Where the attempt `key`, not begun, should be placed again, as `ask`; None: it stays where it is."""
+        """A better placement for the attempt `key`, whose prompt has not started; None: keep it where it is."""
         return self.requeue.better(ask, key, self.choose)
 
     def again(self, ask: Ask, key: str, placement: Placement) -> Placement:
-        """The attempt `key`, not begun, gives way to another one, which goes there. Answers it as clients see it."""
+        """Replace the attempt `key`, which has not started, by one with this placement; returns it for the client."""
         self.index.withdraw(key)
         self.active.ended(key, ask.now_s)
         self.began(ask, placement)
         return self.for_client(ask, placement)
 
     def ended(self, key: str, now_s: float, num_tokens: int = 0) -> None:
-        """The attempt has ended: its answer with this many tokens, or without an end (0). Unknown keys are ignored."""
+        """The attempt ended after `num_tokens` tokens (0: it did not finish). Unknown keys are ignored."""
         self.index.settle(key, now_s)
         work = self.active.ended(key, now_s)
         if work is not None and num_tokens:
             self._latency.learn_steps(work, num_tokens, now_s)
 
     def answered(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
-        """The request has ended, with this many tokens over all its attempts; `finish` None: cancelled, or failed."""
+        """The request ended with `num_output` tokens over all attempts; `finish` None: cancelled or failed."""
         self.lengths.ended(request, num_output, finish)
 
 
-def open_policy(
-    spec: ClusterSpec, seed: int, lengths: Predictor | None = None, index: PrefixIndex | None = None
-) -> Policy:
+def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) -> Policy:
     """The policy that `spec.gateway` names. Raises `SpecError`.
 
-    `lengths` predicts how long answers get; by default it learns that. `index`: one that is filled already.
+    `lengths` predicts answer lengths; the default learns them.
     """
     routing, admission = spec.gateway.routing, spec.gateway.admission
     for name, known in ((routing, ROUTING), (admission, ADMISSION)):
@@ -243,7 +241,7 @@ def open_policy(
     active = ActiveRequests()
     latency = LatencyPredictor(spec, active)
     lengths = lengths or Learned()
-    index = index or PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
+    index = PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
     parts = Parts(active, latency, Draws(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
@@ -256,5 +254,5 @@ def open_policy(
 
 
 def _cached_tokens(ask: Ask, placement: Placement) -> int:
-    """What of the prompt is cached by the time it is its turn: where a sibling goes first, all that can be."""
+    """Prompt tokens that are cached when its turn comes; behind a sibling, all but the last."""
     return ask.request.num_tokens - 1 if ask.beside == placement.prefill else placement.cached_tokens

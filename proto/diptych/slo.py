@@ -8,14 +8,13 @@ class Calibration:
     """How good predictions were lately, each made from what was known when its answer ended, and before it was learnt.
 
     Shares of answers: within the predicted median and 90th percentile (0.5 and 0.9 are right; where many have the same
-    length, the part of them that the percentile covers counts), and in the predicted bucket. Errors are means of
-    absolute ones in tokens: of `mean`, and of `asked_length` for the same answers.
+    length, the part of them that the percentile covers counts). Errors are mean absolute errors in tokens, of the
+    prediction and of `asked_length` for the same answers.
     """
 
     answers: int = 0  # scored since the start
     within_p50: float = 0.0
     within_p90: float = 0.0
-    bucket_share: float = 0.0
     error_tokens: float = 0.0
     asked_error_tokens: float = 0.0
 

@@ -56,7 +56,7 @@ class Floor:
 
     def end(self, move: Move, *, moved: bool = True) -> None:
         if moved:
-            self.story.policy.moved(move.key, move.target, self.now_s)
+            self.story.policy.moved(move.key, move.target)
         self.mover.ended(move, self.now_s, moved=moved)
 
 

@@ -194,7 +194,7 @@ def test_every_end_has_its_name(error: BaseException, outcome: str, refusal: str
 def test_a_correction_goes_to_the_true_ratio_and_is_bounded() -> None:
     found = Corrections()
     for n in range(100):
-        found.learn("w", seen_s=0.3 if n % 2 else 1.2, told_s=0.2 if n % 2 else 0.8, now_s=n, is_guess=False)
+        found.learn("w", measured_s=0.3 if n % 2 else 1.2, predicted_s=0.2 if n % 2 else 0.8, now_s=n, is_guess=False)
         assert found.ratio("w", n) <= 1.5 + 1e-9
     assert found.ratio("w", 100.0) == pytest.approx(1.5, rel=0.02) and found.ratio("x", 100.0) == 1.0
     for n in range(500):

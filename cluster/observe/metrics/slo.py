@@ -67,7 +67,7 @@ def _errors(standing: GatewayAttainment, gateway: str) -> Metric:
 
 def _calibration(standing: GatewayAttainment, gateway: str) -> Iterator[Metric]:
     told = standing.calibration
-    shares = ("p50", told.within_p50), ("p90", told.within_p90), ("bucket", told.bucket_share)
+    shares = ("p50", told.within_p50), ("p90", told.within_p90)
     errors = ("learned", told.error_tokens), ("asked", told.asked_error_tokens)
     for name, text, label, values in (
         ("diptych_length_within_ratio", "Answers within what was predicted.", "prediction", shares),

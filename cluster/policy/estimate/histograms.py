@@ -1,6 +1,6 @@
-"""Histograms that only count, and what a gateway has counted of its requests. Pure; knows no name of a metric.
+"""Histograms, and what a gateway has counted of its requests. Pure; knows no metric names.
 
-A value costs one search among some twenty bounds. Nothing grows but by the labels that are counted under.
+Adding a value costs one search among some twenty bounds. Memory grows only with the label sets in use.
 """
 
 from bisect import bisect_left
@@ -33,24 +33,24 @@ class HistogramRow:
 
 @dataclass(frozen=True, slots=True)
 class Histograms:
-    """Of one quantity, by labels."""
+    """Histograms of one quantity, by labels."""
 
     bounds: tuple[float, ...]
     rows: tuple[HistogramRow, ...] = ()
 
     def summed(self, *first: str) -> "Histograms":
-        """All rows whose labels begin so as one, without labels."""
+        """The sum of all rows whose labels begin with `first`, as one row without labels."""
         rows = [row for row in self.rows if row.labels[: len(first)] == first]
         counts = tuple(map(sum, zip(*(row.counts for row in rows), strict=True))) or (0,) * (len(self.bounds) + 1)
         return Histograms(self.bounds, (HistogramRow((), counts, sum(row.total for row in rows)),))
 
     def ending(self, last: str) -> "Histograms":
-        """Those rows whose last label this is."""
+        """The rows whose last label is `last`."""
         return Histograms(self.bounds, tuple(row for row in self.rows if row.labels[-1] == last))
 
 
 class Counting:
-    """Histograms that are being counted. Whoever adds bounds the labels; those of `begun` are there from the start."""
+    """Histograms under construction; the caller bounds the label sets. Those of `begun` exist from the start."""
 
     def __init__(self, bounds: tuple[float, ...], begun: Iterable[tuple[str, ...]] = ()) -> None:
         self._bounds = bounds
@@ -75,7 +75,7 @@ _SECONDS, _TOKEN_SECONDS, _TOKENS, _BYTES, _RANGES = map(Histograms, (SECONDS, T
 
 @dataclass(frozen=True, slots=True)
 class Tallied:
-    """What one gateway has counted since it began; see `cluster.observe.request_metrics`. Labels stand behind each."""
+    """What one gateway has counted since it started (`cluster.observe.request_metrics`). Comments name the labels."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -1,7 +1,7 @@
-"""What a placement would give: seconds to the first token, and for each further one. Pure.
+"""Predicts TTFT and TPOT of a placement. Pure.
 
-Step costs are those of `PoolSpec.cost`, or defaults where nobody gave any. Both are corrected, worker by worker, by how
-long prompts and answers took there; guessed steps also by the worker's own step time, while it has one.
+Step costs are `PoolSpec.cost`, or defaults where a pool has none. Both are corrected for each worker by how long
+prompts and answers took there; default step costs also by the worker's own step time, while it reports one.
 """
 
 from msgspec import Struct
@@ -15,18 +15,18 @@ from diptych.view import WorkerView
 from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
 from workers.costs import CostModel, LinearCost
 
-_MOSTLY_WAITED = 2.0  # times what the worker computed
-_BESIDE = 0.3  # of the time that an answer took: with more of it spent on prompts, it says nothing of decode steps
-_MOST_STEPS = 32  # of one answer that count
+_MOSTLY_WAITED = 2.0  # times the compute time: beyond it the prompt mostly waited
+_BESIDE = 0.3  # of an answer's time: with more of it spent on prompts it says nothing about decode steps
+_MOST_STEPS = 32  # of one answer that count as samples
 WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 APART = ("static", "prefill-first", "prefill-only")  # those whose steps with prompts carry no decodes
-LEAST_CHUNK = 16  # tokens of a prompt: less beside a step's decodes is not worth its while
-_YARDSTICK = 1024  # tokens of the prompt by which pools are compared
+LEAST_CHUNK = 16  # prompt tokens; a smaller chunk beside decodes does not pay
+_YARDSTICK = 1024  # prompt tokens by which the speeds of pools are compared
 _MOST_SCALED = 1024  # cost models that are kept
 
 
 class Decodes(Struct, frozen=True, gc=False):
-    """Those of a worker: sequences, the tokens they attend to, and their tightest SLO."""
+    """The decodes of a worker: sequences, the tokens they attend to, and their tightest SLO."""
 
     batch: int
     context_tokens: int
@@ -37,11 +37,11 @@ _NONE = Decodes(0, 0, None)
 
 
 class _Pool(Struct, frozen=True):
-    """How the workers of a pool are set up, and what steps cost there."""
+    """Configuration and step costs of a pool's workers."""
 
     engine: EngineConfig
     cost: CostModel
-    is_given: bool  # the costs, and not guessed
+    is_given: bool  # the pool has a `cost`
     is_apart: bool
     is_cutting: bool
     margin: float  # of a TPOT SLO that a step with prompts may take
@@ -55,7 +55,7 @@ class _Pool(Struct, frozen=True):
 
 
 class _Pools(dict[str, _Pool]):
-    """By name; of one that is not known, what holds by default."""
+    """Pools by name; defaults for an unknown one."""
 
     _DEFAULT = _Pool.of(EngineConfig(), None)
 
@@ -77,33 +77,33 @@ class LatencyPredictor:
         self._now_s = 0.0  # of the last call
 
     def is_sure(self, worker: WorkerView) -> bool:
-        """Whether the worker's costs are known, and not guessed."""
+        """Whether the worker's pool has a `cost`, so that it need not be guessed."""
         return self._pools[worker.pool].is_given
 
     def prompt_speed(self, worker: WorkerView) -> float:
-        """Of prompts there, as a share of the quickest pool's; 1 where costs are not known."""
+        """Prefill speed as a share of the fastest pool's; 1 where costs are not known."""
         return self._speeds.get(worker.pool, 1.0)
 
     def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
-        """Whether a prediction for these two would be more than a default."""
+        """Whether a prediction for these two rests on more than defaults."""
         prompts = self.is_sure(prefill) or prefill.name in self._prompts
         return prompts and (self.is_sure(decode) or decode.name in self._steps or _decodes(decode))
 
     def kv_tokens(self, worker: WorkerView) -> int:
-        """How many tokens' KV the worker's pool holds."""
+        """Tokens of KV that the worker's pool holds."""
         return worker.stats.total_blocks * self.engine(worker).block_size
 
     def free_tokens(self, worker: WorkerView) -> int:
         return worker.stats.free_blocks * self.engine(worker).block_size
 
     def prefill_seconds(self, worker: WorkerView, num_tokens: int, cached_tokens: int) -> float:
-        """Computing `num_tokens` of a prompt behind `cached_tokens`, once it is its turn, beside the decodes there."""
+        """Time to compute `num_tokens` after `cached_tokens`, once its turn has come, beside the decodes there."""
         return self.prefill_beside(worker, num_tokens, cached_tokens, self._decodes(worker))[0]
 
     def prefill_beside(
         self, worker: WorkerView, num_tokens: int, cached_tokens: int, decodes: Decodes
     ) -> tuple[float, int]:
-        """Seconds and steps of that; 0 steps: the decodes leave no time for it, so that they miss their SLO.
+        """Seconds and steps of a prefill beside these decodes; 0 steps: the decodes would miss their SLO.
 
         A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
         """
@@ -126,9 +126,9 @@ class LatencyPredictor:
         return seconds, whole + bool(rest) if is_able else 0
 
     def _decodes(self, worker: WorkerView) -> Decodes:
-        """Of the worker, under way or with a reserved slot: ours, and those that it has beyond them.
+        """Decodes that run or have a slot there: ours, and those of other gateways, which its statistics show.
 
-        Requests of other gateways are taken to have this gateway's SLO.
+        Those of other gateways are assumed to have this gateway's SLO.
         """
         worker_load = self._active.worker_load(worker.name)
         (batch, prompts, answers), tightest_s = worker_load.assigned, worker_load.tightest_s
@@ -141,16 +141,16 @@ class LatencyPredictor:
         return Decodes(batch, context_tokens, tightest_s)
 
     def prompt_correction(self, worker: WorkerView) -> float:
-        """Seconds that prompts took there for each second of the costs as they were given."""
+        """Measured seconds of prompts there per second predicted by the cost model."""
         return self._prompts.ratio(worker.name, self._now_s)
 
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
-        """Prompt tokens to compute there: ours, without those that are cached, and those of other gateways."""
+        """Prompt tokens to compute there: ours that are not cached, and those of other gateways."""
         ours = self._active.worker_load(worker.name)
         return ours.new_tokens, _foreign_tokens(ask, worker, ours)
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """How long the prompts ahead will take: ours exactly, those of other gateways by their tokens."""
+        """Time of the prompts ahead: ours exactly, those of other gateways by their tokens."""
         self._now_s = max(self._now_s, ask.now_s)
         ours = self._active.worker_load(worker.name)
         foreign = _foreign_tokens(ask, worker, ours)
@@ -163,7 +163,7 @@ class LatencyPredictor:
         return self.queue_seconds(ask, worker) + self.prefill_seconds(worker, new_tokens, cached_tokens)
 
     def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
-        """Seconds to bring the KV of this many tokens to the worker on an idle link."""
+        """Seconds to transfer the KV of this many tokens to the worker over an idle link."""
         return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
 
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
@@ -183,7 +183,7 @@ class LatencyPredictor:
         return self._plain_step_seconds(worker, batch, context_tokens) * self.step_correction(worker)
 
     def step_correction(self, worker: WorkerView) -> float:
-        """Seconds that decode steps take there for each second of the costs as they were given."""
+        """Measured seconds of decode steps there per second predicted by the cost model."""
         if not _decodes(worker) or self.is_sure(worker):
             return self._steps.ratio(worker.name, self._now_s)
         running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
@@ -196,37 +196,37 @@ class LatencyPredictor:
         return (worker.stats.total_blocks - worker.stats.free_blocks) * self.engine(worker).block_size
 
     def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
-        """A prompt was computed. Of those that end at once, computed together, the first is given all the time.
+        """A prompt was computed. Of prompts that end together, the first one counts with all the time.
 
-        Its worker spent `compute_s` on it, from the first step on: where it took far longer than that it waited for
-        something else, such as memory, and the rest says nothing of the worker's speed.
+        Its worker spent `compute_s` from the first step on. A prompt that took far longer waited for something else,
+        such as memory, which says nothing about the worker's speed.
         """
         assert work.prefilled_s is not None, "its first token has come"
         self._now_s = max(self._now_s, work.prefilled_s)
         if work.prefill_s <= 0.0 or work.prefilled_s <= max(work.began_s, work.reserved_s):
             return
-        seen_s, told_s = max(0.0, work.prefilled_s - work.turn_s), work.prefill_s / work.correction
-        if compute_s is not None and seen_s > _MOSTLY_WAITED * compute_s:
-            seen_s = compute_s
-        self._prompts.learn(work.prefill, seen_s, told_s, work.prefilled_s, is_guess=work.is_guess)
+        measured_s, predicted_s = max(0.0, work.prefilled_s - work.turn_s), work.prefill_s / work.correction
+        if compute_s is not None and measured_s > _MOSTLY_WAITED * compute_s:
+            measured_s = compute_s
+        self._prompts.learn(work.prefill, measured_s, predicted_s, work.prefilled_s, is_guess=work.is_guess)
 
     def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
-        """An answer has ended, with this many decoded tokens, including the prefill's one."""
+        """An answer ended after this many tokens, the prefill's one included."""
         self._now_s = max(self._now_s, now_s)
         if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
             return
         if self._active.beside_s(work) > _BESIDE * (now_s - work.prefilled_s):
-            return  # its steps carried prompts, which is not what a decode step costs
+            return  # its steps carried prompts, so they were no plain decode steps
         steps = min(num_tokens - 1, _MOST_STEPS)
-        seen_s = (now_s - work.prefilled_s) / (num_tokens - 1)
-        self._steps.learn(work.decode, seen_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)
+        measured_s = (now_s - work.prefilled_s) / (num_tokens - 1)
+        self._steps.learn(work.decode, measured_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)
 
     def most_running(self, worker: WorkerView) -> int:
         """Its decode slots."""
         return self.engine(worker).max_running
 
     def cost(self, worker: WorkerView) -> CostModel:
-        """What its steps are believed to cost, corrected by how long its prompts took."""
+        """Its step costs, corrected by how long its prompts took."""
         return self._corrected(self._pools[worker.pool], worker)
 
     def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
@@ -250,9 +250,9 @@ class LatencyPredictor:
 
 
 def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
-    """How much of a prompt a step takes, about, and whether the decodes still meet their SLO.
+    """Roughly how many prompt tokens a step takes, and whether the decodes still meet their SLO.
 
-    Where the corrected costs leave no time, those that were given have the last word: the engine cuts by them.
+    Where corrected costs leave no time, uncorrected ones decide, because the engine cuts prompts by them.
     """
     batch, bound_s, own_s = decodes.batch, decodes.tpot_slo_s, pool.engine.tpot_slo_s
     budget = max(1, pool.engine.max_batch_tokens - batch)
@@ -271,7 +271,7 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
 
 
 def _foreign_tokens(ask: Ask, worker: WorkerView, ours: WorkerLoad) -> int:
-    """Prompt tokens of other gateways that it still has to compute; of what is queued, each decode has one."""
+    """Prompt tokens of other gateways that it still has to compute; each decode accounts for one queued token."""
     stats, sent = worker.stats, ask.sent_to(worker.name)
     queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences
     return max(0, queued - ours.prompt_tokens - sequences)
@@ -283,7 +283,7 @@ def _decodes(worker: WorkerView) -> bool:
 
 
 def _speeds(spec: ClusterSpec) -> dict[str, float]:
-    """By pool; empty where some costs are guesses: a guess says nothing of who is quicker."""
+    """Prefill speeds by pool; empty where any pool has no `cost`."""
     alone_s = {pool.name: pool.cost.prefill_seconds(_YARDSTICK) for pool in spec.pools if pool.cost is not None}
     if len(alone_s) < len(spec.pools) or min(alone_s.values()) <= 0.0:
         return {}

@@ -1,10 +1,10 @@
-"""How long an answer will be, before there is one: predictors that routers are handed. Pure.
+"""Predicts the lengths of answers. Pure.
 
-A prediction is for performance alone: nothing may break when it is wrong, see `expected_tokens`.
+Predictions only serve performance: a wrong one must break nothing, see `expected_tokens`.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,86 +12,66 @@ from cluster.policy.estimate.survival import Curve, Histogram
 from diptych.slo import Calibration as Calibration
 from workers.request import FinishReason, Request
 
-Lengths = Callable[[Request], int]  # output tokens still to come, at least 1
-UNBOUNDED_TOKENS = 512  # what an answer without a bound is taken for
-TEMPLATE_TOKENS = 64  # prompts that begin with the same tokens up to here share a template
-BUCKET_TOKENS = 200  # as TetriInfer divides lengths
+UNBOUNDED_TOKENS = 512  # assumed length of an answer without `max_tokens`
+TEMPLATE_TOKENS = 64  # prompts that share their first tokens share a template
 
-_ENOUGH = 8.0  # answers at least as long that a histogram must have seen before it is asked
-_SCORED = 1000  # predictions that the calibration looks back on
+_ENOUGH = 8.0  # answers at least as long that a histogram needs before it is used
+_SCORED = 1000  # predictions in the calibration
 _MOST_TEMPLATES = 1024
 _MOST_TENANTS = 256
 
 
 def asked_length(request: Request) -> int:
-    """As long as the request allows. In a replayed trace, which asks for what it got, this is the truth."""
+    """The longest answer that the request allows; exact for a replayed trace, which asks for what it got."""
     most = request.sampling.max_tokens
     return max(1, UNBOUNDED_TOKENS if most is None else most - len(request.generated))
 
 
 class Predictor(Protocol):
-    """Predicts the output tokens that are still to come, from a request and the tokens it has already."""
-
-    def __call__(self, request: Request) -> int:
-        """The lower bound of the bucket in which their number lies, most likely; at least 1."""
-        ...
+    """Predicts how many output tokens are still to come, given a request and the tokens it already has."""
 
     def mean(self, request: Request) -> float: ...
 
-    def most(self, request: Request) -> int:
-        """Nine of ten answers end within this many tokens."""
-        ...
-
     def ended(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
-        """An answer has ended with this many tokens. `finish` None: it was cancelled, or failed."""
+        """An answer ended with `num_output` tokens. `finish` None: it was cancelled or failed."""
         ...
 
     def calibration(self) -> "Calibration": ...
 
 
 def expected_tokens(lengths: Predictor, request: Request) -> int:
-    """What a predictor means, held to what can be: at least 1, at most what the request allows."""
+    """The predicted mean, clamped to what is possible: at least 1, at most what the request allows."""
     most, mean = asked_length(request), lengths.mean(request)
     return round(mean) if 1.0 <= mean <= most else most  # NaN is neither
 
 
 class Learned:
-    """Learns online how long answers get. Owned by a Policy; memory is bounded, old evidence fades.
+    """Learns answer lengths online. Owned by a Policy; memory is bounded, old samples fade.
 
-    A request is judged by the first of these groups that has seen enough answers at least as long as its own is now:
+    Uses the first of these groups that has seen enough answers at least as long as this one already is:
 
         tenant and template  ──>  tenant, if it has one  ──>  prompts about as long  ──>  all
 
-    With no evidence at all, an answer is taken to be as long as it may.
+    Without samples, the prediction is the longest answer that the request allows.
     """
 
     def __init__(self) -> None:
-        self._templates = _Shelf(_MOST_TEMPLATES)
-        self._tenants = _Shelf(_MOST_TENANTS)
+        self._templates = _RecentHistograms(_MOST_TEMPLATES)
+        self._tenants = _RecentHistograms(_MOST_TENANTS)
         self._sizes: dict[int, Histogram] = {}  # prompts of 2^(n-1) to 2^n - 1 tokens
         self._all = Histogram()
         self._scores = Calibration()
-        self._asked: tuple[Request, tuple[Curve | None, int, int]] | None = None  # since an answer was learnt from
-
-    def __call__(self, request: Request) -> int:
-        curve, seen, most = self._known(request)
-        bucket = (most - seen - 1) // BUCKET_TOKENS if curve is None else curve.likeliest(seen, most, BUCKET_TOKENS)
-        return bucket * BUCKET_TOKENS + 1
+        self._asked: tuple[Request, tuple[Curve | None, int, int]] | None = None  # latest request
 
     def mean(self, request: Request) -> float:
         """At least 1, at most what the request allows."""
         curve, seen, most = self._known(request)
         return float(most - seen) if curve is None else max(1.0, curve.mean(seen, most))
 
-    def most(self, request: Request) -> int:
-        """The 90th percentile; at most what the request allows."""
-        curve, seen, most = self._known(request)
-        return most - seen if curve is None else curve.within(0.9, seen, most) - seen
-
     def ended(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
         """Learn from an answer of `num_output` tokens.
 
-        One that was cut, by its bound or its client, says only that it would have been longer.
+        An answer cut short by `max_tokens` or its client is a censored sample.
         """
         if num_output < 1:
             return
@@ -102,18 +82,15 @@ class Learned:
         size = len(request.prompt).bit_length()
         self._all.add(num_output, cut)
         self._sizes.setdefault(size, Histogram()).add(num_output, cut)
-        self._templates.make((request.tenant, _template(request))).add(num_output, cut)
+        self._templates.get_or_create((request.tenant, _template(request))).add(num_output, cut)
         if request.tenant:
-            self._tenants.make(request.tenant).add(num_output, cut)
+            self._tenants.get_or_create(request.tenant).add(num_output, cut)
 
     def calibration(self) -> Calibration:
         return self._scores
 
     def _known(self, request: Request) -> tuple[Curve | None, int, int]:
-        """The curve to judge by, the tokens that the answer has, and the most that it may get.
-
-        Asked again of the same request, it is the same until something is learnt.
-        """
+        """The curve to use, the tokens that the answer has, and the most it may get; cached for the latest request."""
         if self._asked is None or self._asked[0] is not request:
             self._asked = request, self._found(request)
         return self._asked[1]
@@ -139,7 +116,6 @@ class Learned:
         curve, _, most = self._known(request)
         if curve is None:
             return
-        bucket = curve.likeliest(0, most, BUCKET_TOKENS)
         answers, were = self._scores.answers + 1, self._scores
         weight = 1.0 / min(answers, _SCORED)
 
@@ -150,14 +126,13 @@ class Learned:
             answers,
             within_p50=mean(were.within_p50, curve.covered(0.5, num_output, most)),
             within_p90=mean(were.within_p90, curve.covered(0.9, num_output, most)),
-            bucket_share=mean(were.bucket_share, float((num_output - 1) // BUCKET_TOKENS == bucket)),
             error_tokens=mean(were.error_tokens, abs(curve.mean(0, most) - num_output)),
             asked_error_tokens=mean(were.asked_error_tokens, float(abs(most - num_output))),
         )
 
 
-class _Shelf:
-    """Histograms by key; of more than `most`, the one that learnt nothing for longest is dropped."""
+class _RecentHistograms:
+    """At most `most` histograms by key; the least recently updated one is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -169,8 +144,8 @@ class _Shelf:
     def get(self, key: Hashable) -> Histogram | None:
         return self._found.get(key)
 
-    def make(self, key: Hashable) -> Histogram:
-        """The key's own, new if need be; it counts as having learnt."""
+    def get_or_create(self, key: Hashable) -> Histogram:
+        """The key's histogram, created if needed, and marked as recently updated."""
         found = self._found.setdefault(key, Histogram())
         self._found.move_to_end(key)
         if len(self._found) > self._most:

@@ -1,22 +1,20 @@
-"""How likely something goes on beyond a length, from lengths seen of which some were cut. Pure; knows no request.
+"""Survival curves of lengths, from samples of which some are censored. Pure; knows no request.
 
-Kaplan and Meier's product limit (JASA 1958): of those still there at a length, the share that did not end at it. What
-was cut counts among those still there, up to where it was cut. Between knots the curve is straight.
+The estimator is Kaplan and Meier's product limit (JASA 1958). Between knots the curve is linear.
 """
 
-import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-_FADED = 1e-3  # weight, in newest observations, of a bin that is dropped
-_STALE = 0.01  # of all weight, that may come before a curve is made again
-_MOST_WEIGHT = 1e9  # of a new observation, before all weights are scaled down
+_FADED = 1e-3  # weight, in units of the newest sample, below which a bin is dropped
+_STALE = 0.01  # share of all weight that may be new before the curve is recomputed
+_MOST_WEIGHT = 1e9  # of a new sample, before all weights are scaled down
 
 
 @dataclass(slots=True)
 class _Bin:
-    """Weights of what ended and what was cut at lengths from `low` to `high`."""
+    """Weights of samples with lengths from `low` to `high`: those that ended, and censored ones."""
 
     low: int
     high: int
@@ -25,25 +23,25 @@ class _Bin:
 
 
 class Histogram:
-    """Lengths, each bin an eighth of an octave at most; lengths below 16 have their own. Old ones fade.
+    """Fading samples in bins of at most an eighth of an octave; lengths below 16 have a bin each.
 
-    After `memory` more observations an older one counts 1/e.
+    After `memory` newer samples, a sample's weight is 1/e.
     """
 
     def __init__(self, memory: float = 500.0) -> None:
         self._growth = 1.0 + 1.0 / memory
-        self._weight = 1.0  # of the newest observation: it grows, so that the others need not be touched
-        self._total = self._unseen = 0.0  # of all, and of those that the curve does not have
+        self._weight = 1.0  # of the newest sample; it grows instead of all others shrinking
+        self._total = self._unseen = 0.0  # weight of all samples, and of those the curve lacks
         self._bins: dict[int, _Bin] = {}
         self._curve: Curve | None = None
 
     @property
     def num(self) -> float:
-        """How many observations there are, in newest ones."""
+        """Total weight, in units of the newest sample."""
         return self._total / self._weight
 
     def add(self, length: int, cut: bool) -> None:
-        """Something ended at this length, 1 or more; or it was cut there, and would have been longer."""
+        """Add a sample of this length (at least 1); `cut`: censored, it would have been longer."""
         self._weight *= self._growth
         self._total += self._weight
         self._unseen += self._weight
@@ -67,7 +65,7 @@ class Histogram:
 
     @property
     def curve(self) -> "Curve":
-        """What the observations say; the newest one in a hundred may be missing."""
+        """The survival curve; the newest one percent of the samples may be missing."""
         if self._curve is None or self._unseen > _STALE * self._total:
             self._curve, self._unseen = self._made(), 0.0
         return self._curve
@@ -88,9 +86,9 @@ class Histogram:
 
 
 class Curve:
-    """The share that is longer than a length: 1 at length 0, never rising, flat behind the last knot.
+    """The share of samples longer than a length: 1 at length 0, never increasing, flat after the last knot.
 
-    `ends` and `beyond` tell how many observations are not over before a bin ends. All lists are ascending in length.
+    `beyond[i]` is the weight of samples that reach bin i, which ends at `ends[i]`. All lists ascend in length.
     """
 
     def __init__(self, lengths: list[int], shares: list[float], ends: list[int], beyond: list[float]) -> None:
@@ -102,11 +100,11 @@ class Curve:
         self._sums = list(accumulate(sums, initial=0.0))  # of the shares at all lengths before each knot
 
     def num_beyond(self, length: int) -> float:
-        """How many observations, in newest ones, got longer."""
+        """Weight of longer samples, in units of the newest one."""
         return self._beyond[bisect_right(self._ends, length)]
 
     def share(self, length: int) -> float:
-        """Of all, those longer than this."""
+        """The share of samples longer than this."""
         index = bisect_right(self._lengths, length) - 1
         if index + 1 == len(self._lengths):
             return self._shares[index]
@@ -114,26 +112,14 @@ class Curve:
         return self._shares[index] + (self._shares[index + 1] - self._shares[index]) * (length - here) / (there - here)
 
     def mean(self, seen: int, most: int) -> float:
-        """How much is still to come, on average, of what is longer than `seen` and is cut at `most`."""
+        """Mean remaining length of what is longer than `seen`, capped at `most`."""
         left = self.share(seen)
         return (self._sum(most) - self._sum(seen)) / left if left > 0.0 else float(most - seen)
 
-    def within(self, share: float, seen: int, most: int) -> int:
-        """The least length at which this share of what is longer than `seen` has ended; at most `most`."""
-        wanted = (1.0 - share) * self.share(seen)
-        index = bisect_left(self._shares, -wanted, key=lambda each: -each)
-        if index == len(self._shares) or index == 0:
-            return most
-        before, after = self._shares[index - 1], self._shares[index]
-        begin, end = self._lengths[index - 1], self._lengths[index]
-        length = math.ceil(begin + (before - wanted) / (before - after) * (end - begin) - 1e-9)
-        return min(max(length, seen + 1), most)
-
     def covered(self, share: float, length: int, most: int) -> float:
-        """The part of an outcome that lies within this percentile: 0 or 1, unless many outcomes are alike.
+        """The part of an outcome within this percentile: 0 or 1, or a fraction where the percentile splits a tie.
 
-        Where the percentile falls among equal outcomes, so much of them as it covers. The mean is `share` if and only
-        if the curve is right (Czado, Gneiting and Held, Biometrics 2009).
+        Its mean is `share` if and only if the curve is right (Czado, Gneiting and Held, Biometrics 2009).
         """
         before = 1.0 - self.share(length - 1)
         upto = 1.0 if length >= most else 1.0 - self.share(length)
@@ -141,27 +127,13 @@ class Curve:
             return float(share >= upto)
         return min(1.0, max(0.0, (share - before) / (upto - before)))
 
-    def likeliest(self, seen: int, most: int, width: int) -> int:
-        """Which bucket of `width` the rest falls into, most likely: 0 for 1 to `width` more, and so on."""
-        last = (most - seen - 1) // width
-        buckets = {0, last}
-        for length in self._lengths:
-            if seen <= length < most:
-                buckets |= {(length - seen) // width, max(0, length - seen - 1) // width}
-
-        def mass(bucket: int) -> float:
-            end = seen + (bucket + 1) * width
-            return self.share(seen + bucket * width) - (self.share(end) if end < most else 0.0)
-
-        return max(sorted(buckets), key=mass)
-
     def _sum(self, length: int) -> float:
-        """Of the shares at all lengths from 0 to before this one."""
+        """Sum of the shares at all lengths below this one."""
         index = bisect_right(self._lengths, length) - 1
         here = self._lengths[index]
         return self._sums[index] + _straight_sum(here, length, self._shares[index], self.share(length))
 
 
 def _straight_sum(begin: int, end: int, first: float, last: float) -> float:
-    """Of values on a straight line, at all integers from `begin` to before `end`; `last` is the value at `end`."""
+    """Sum of a linear function over the integers from `begin` to `end` - 1; `last` is its value at `end`."""
     return (end - begin) * (first + last) / 2 + (first - last) / 2

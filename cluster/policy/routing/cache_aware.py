@@ -1,4 +1,4 @@
-"""Routers that know what workers have cached: Mooncake's, with and without fetching, and the product of LMetric."""
+"""Routers that use the prefix index: Mooncake's, with and without prefix fetches, and LMetric's product."""
 
 from typing import ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ BALANCING_THRESHOLD = 1.5  # the paper's is tuned by hand and not published
 
 
 class CacheAware(LeastLoaded):
-    """Looks prompts up in the index of prefixes: what workers say they have, and what is on its way there."""
+    """Looks prompts up in the prefix index: what workers reported, and what this gateway sent them."""
 
     wants_caches: ClassVar[bool] = True
 
@@ -29,12 +29,12 @@ class CacheAware(LeastLoaded):
         self._matches: dict[str, Match] = {}
 
     def cached_tokens(self, ask: Ask, worker: WorkerView) -> int:
-        """How much of the prompt the worker need not compute; at least one token always is."""
+        """Prompt tokens the worker need not compute; at least one is always computed."""
         tokens = self.match(ask, worker).tokens
         return min(tokens, ask.request.num_tokens - 1) if tokens else 0
 
     def match(self, ask: Ask, worker: WorkerView) -> Match:
-        """How much of the prompt the worker's cache has, as is believed."""
+        """What the worker's cache has of the prompt, as far as known."""
         if ask.request.fresh:
             return NO_MATCH
         self._look_up(ask)
@@ -44,14 +44,14 @@ class CacheAware(LeastLoaded):
         return match
 
     def _look_up(self, ask: Ask) -> None:
-        """All workers at once; of the request asked for last it is kept."""
+        """Look up all workers at once; the latest request is cached."""
         if self._asked is not None and self._asked[0] is ask.request and self._asked[1] == ask.now_s:
             return
         self._matches = self._index.matches(self.names(ask), ask.now_s)
         self._asked = ask.request, ask.now_s
 
     def names(self, ask: Ask) -> list[int]:
-        """Those of the prompt's beginnings; of the request asked for last they are kept."""
+        """Names of the prompt's prefixes; the latest request is cached."""
         request = ask.request
         if self._named is not request:
             tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
@@ -70,8 +70,8 @@ class CacheAware(LeastLoaded):
         self._asked = None  # the next lookup sees it
 
 
-class Way(NamedTuple):
-    """How a worker would come to the first token: with so much of the prompt from its cache, or from its owner's."""
+class _Prefill(NamedTuple):
+    """A possible prefill: its TTFT with `cached_tokens` from the worker's cache, or fetched from `prefix_owner`."""
 
     ttft_s: float
     cached_tokens: int
@@ -79,19 +79,19 @@ class Way(NamedTuple):
 
 
 class MooncakeLocal(CacheAware):
-    """Prefill where the first token is expected soonest: the queue there, and what its cache does not have.
+    """Prefill where the first token is expected soonest, given the queue and what is not cached.
 
     Qin et al., Mooncake (FAST 2025), algorithm 1 without fetching from other workers. Decode where a step is expected
     to be shortest.
     """
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: self._preference(self._way(ask, worker), worker))
+        return min(workers, key=lambda worker: self._preference(self._prefill(ask, worker), worker))
 
     @staticmethod
-    def _preference(way: Way, worker: WorkerView) -> tuple[float, str, str]:
-        """The sooner the better; of what is equally soon, to the microsecond, what moves nothing."""
-        return round(way.ttft_s, 6), way.prefix_owner, worker.name
+    def _preference(option: _Prefill, worker: WorkerView) -> tuple[float, str, str]:
+        """Sort key: soonest, to the microsecond; then without a fetch."""
+        return round(option.ttft_s, 6), option.prefix_owner, worker.name
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: (self.latency.tpot_seconds(ask, worker), worker.name))
@@ -100,13 +100,13 @@ class MooncakeLocal(CacheAware):
         return self.pick_prefill(ask, workers)
 
     def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
-        _, cached_tokens, prefix_owner = self._way(ask, prefill)
+        _, cached_tokens, prefix_owner = self._prefill(ask, prefill)
         reason = "the first token is expected soonest with a prefix fetched" if prefix_owner else reason
         return Placement(prefill.name, decode.name, reason, cached_tokens=cached_tokens, prefix_owner=prefix_owner)
 
-    def _way(self, ask: Ask, worker: WorkerView) -> Way:
+    def _prefill(self, ask: Ask, worker: WorkerView) -> _Prefill:
         cached = self.cached_tokens(ask, worker)
-        return Way(self.latency.ttft_seconds(ask, worker, cached), cached)
+        return _Prefill(self.latency.ttft_seconds(ask, worker, cached), cached)
 
     @property
     def reason(self) -> str:
@@ -114,39 +114,38 @@ class MooncakeLocal(CacheAware):
 
 
 class Mooncake(MooncakeLocal):
-    """Also fetches: the longest beginning that any worker has may be brought to where the queue is shorter.
+    """Also fetches prefixes from other workers to where the queue is shorter.
 
-    Worth a thought where it is more than `threshold` times what the worker itself has; done where the first token is
-    then expected sooner. What is fetched stays there too: this is how hot prefixes spread.
+    Considered where another worker has more than `BALANCING_THRESHOLD` times what the worker itself has; done where the
+    first token then comes sooner. The fetched prefix stays in the cache, so hot prefixes spread.
     """
 
     links_all: ClassVar[bool] = True
 
-    def __init__(self, latency: LatencyPredictor, index: PrefixIndex, threshold: float = BALANCING_THRESHOLD) -> None:
+    def __init__(self, latency: LatencyPredictor, index: PrefixIndex) -> None:
         super().__init__(latency, index)
-        self._threshold = threshold
-        self._owners: list[tuple[int, str]] = []  # of the request asked for last: cached tokens, worker; most first
+        self._owners: list[tuple[int, str]] = []  # of the latest request: cached tokens, worker; most first
 
     def choose(self, ask: Ask) -> Placement | None:
-        """Look up once what each prefill worker has: only what they hold for readers is digested, and can be lent."""
+        """Look up once what each prefill worker has: only KV that was held for readers has digests for a fetch."""
         most = ask.request.num_tokens - 1
-        ready = ask.view.ready(Role.PREFILL)  # a prefix is lent from the device only
+        ready = ask.view.ready(Role.PREFILL)  # prefixes are fetched from the device only
         owners = ((min(self.match(ask, worker).ready_tokens, most), worker.name) for worker in ready)
         self._owners = sorted((each for each in owners if each[0] and each[1] not in ask.avoid), reverse=True)
         return super().choose(ask)
 
-    def _way(self, ask: Ask, worker: WorkerView) -> Way:
-        local = super()._way(ask, worker)
+    def _prefill(self, ask: Ask, worker: WorkerView) -> _Prefill:
+        local = super()._prefill(ask, worker)
         for cached, owner in self._owners:
-            if cached <= local.cached_tokens * self._threshold:
+            if cached <= local.cached_tokens * BALANCING_THRESHOLD:
                 break
             if owner != worker.name and ask.view.linked(owner, worker.name):
                 saved_s = self._saved_seconds(ask, worker, local.cached_tokens, cached)
-                return Way(local.ttft_s - saved_s, cached, owner) if saved_s > 0.0 else local
+                return _Prefill(local.ttft_s - saved_s, cached, owner) if saved_s > 0.0 else local
         return local
 
     def _saved_seconds(self, ask: Ask, worker: WorkerView, own_tokens: int, fetched_tokens: int) -> float:
-        """How much sooner the prompt is done with the fetched prefix, its way here counted."""
+        """How much sooner the prompt is done with the fetched prefix, transfer included."""
         num_tokens, latency = ask.request.num_tokens, self.latency
         computing_s = latency.prefill_seconds(worker, num_tokens - own_tokens, own_tokens)
         rest_s = latency.prefill_seconds(worker, num_tokens - fetched_tokens, fetched_tokens)
@@ -154,10 +153,10 @@ class Mooncake(MooncakeLocal):
 
 
 class Product(CacheAware):
-    """The smallest product of prompt tokens to compute there and sequences there, this request counted in.
+    """The smallest product of prompt tokens to compute and sequences there, this request included.
 
-    LMetric (OSDI 2026): weighs caches against load without a weight to tune. Between decode workers, which compute no
-    prompts, the sequences decide.
+    LMetric (OSDI 2026): balances caches against load without a weight to tune. Among decode workers, which compute no
+    prompts, the number of sequences decides.
     """
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:

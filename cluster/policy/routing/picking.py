@@ -1,7 +1,6 @@
-"""The way that most routers share: a prefill worker is picked, then one of the decode workers linked to it.
+"""The scheme that most routers share: pick a prefill worker, then one of the decode workers linked to it.
 
-A pool that is empty for the moment does not stop the service: every worker can do both phases, so a healthy one of any
-role serves the request alone. How one of several is picked is all that routers differ in.
+If a pool is empty, a worker of any role does both phases. Subclasses only say how to pick one of several workers.
 """
 
 from abc import abstractmethod
@@ -15,34 +14,28 @@ Workers = Sequence[WorkerView]
 
 
 class Picking(Router):
-    """A router that picks one of several workers for a phase at a time."""
+    """A router that picks one worker for each phase."""
 
     @abstractmethod
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
-        """One of at least one workers, to compute the prompt."""
+        """The worker that computes the prompt; `workers` is not empty."""
 
     @abstractmethod
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
-        """One of at least one workers, to decode."""
+        """The worker that decodes; `workers` is not empty."""
 
     def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
-        """One of at least one workers, to do both phases."""
+        """The worker that does both phases; `workers` is not empty."""
         return self.pick_prefill(ask, workers)
 
-    def role(self, worker: WorkerView) -> Role:
-        """What the worker is for, in this router's eyes."""
-        return worker.role
-
     def choose(self, ask: Ask) -> Placement | None:
-        prefills: list[WorkerView] = []
-        decodes: list[WorkerView] = []
-        mixed: list[WorkerView] = []
-        sides = {Role.PREFILL: prefills, Role.DECODE: decodes, Role.MIXED: mixed}
+        by_role: dict[Role, list[WorkerView]] = {role: [] for role in Role}
         for worker in fitting(ask):
-            sides[self.role(worker)].append(worker)
+            by_role[worker.role].append(worker)
+        prefills, decodes, mixed = by_role[Role.PREFILL], by_role[Role.DECODE], by_role[Role.MIXED]
         if ask.tokens_left == 1 and (prefills or mixed):
             worker = self.pick_prefill(ask, beside(ask, prefills or mixed))
-            return self.placed(ask, worker, worker, "one token is wanted: nothing to hand over")
+            return self.placed(ask, worker, worker, "one token is wanted: no KV handoff")
         while prefills and decodes:
             prefill = self.pick_prefill(ask, beside(ask, prefills))
             if linked := [worker for worker in decodes if ask.view.linked(prefill.name, worker.name)]:
@@ -57,17 +50,17 @@ class Picking(Router):
         return None
 
     def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
-        """The placement on these two, with what else this router knows of it."""
+        """The placement on these two workers, with whatever else this router knows about it."""
         return Placement(prefill.name, decode.name, reason)
 
     @property
     @abstractmethod
     def reason(self) -> str:
-        """Why a pair was taken, in a few words."""
+        """Why the router picks as it does, in a few words."""
 
 
 class Finder:
-    """Workers of a view by name. Remembers where each one stood: that changes with the membership only."""
+    """Finds workers of a view by name. Remembers positions, which change only with the membership."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -92,14 +85,14 @@ def fitting(ask: Ask) -> list[WorkerView]:
 
 
 def roomy(ask: Ask, workers: Sequence[WorkerView]) -> list[WorkerView]:
-    """Of these, those with room for the longest answer it may get; if there are none, those with the most room."""
+    """Those with room for the longest allowed answer; if there are none, those with the most room."""
     longest = max((worker.capacity_tokens for worker in workers), default=0)
     needed = ask.needed_tokens(longest)
     return [worker for worker in workers if worker.capacity_tokens >= needed]
 
 
 def beside(ask: Ask, workers: Workers) -> Workers:
-    """Only the worker that computes this prompt for a sibling, when it is one of these."""
+    """Only the worker that computes this prompt for a sibling, if it is one of these; else all."""
     return [worker for worker in workers if worker.name == ask.beside] or workers if ask.beside else workers
 
 
@@ -114,5 +107,5 @@ def num_sequences(ask: Ask, worker: WorkerView) -> int:
 
 
 def most_room(ask: Ask, worker: WorkerView) -> tuple[int, int, str]:
-    """Sorts by sequences, then free blocks."""
+    """Sort key: fewest sequences, then most free blocks."""
     return num_sequences(ask, worker), -worker.stats.free_blocks, worker.name

@@ -1,7 +1,7 @@
-"""What a router is asked and what it answers, and the port itself. Pure: time, randomness and costs are handed in.
+"""The router port: what a router gets and returns. Pure: time, randomness and costs are arguments.
 
-A router belongs to one dispatcher. It sees the view (what workers said of themselves), what this gateway has sent
-since, and whatever it kept of its own choices; of other gateways it knows what the view shows.
+A router belongs to one dispatcher. It sees the view (workers' statistics), what this gateway has sent since, and its
+own earlier choices; it knows other gateways only through the view.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +29,10 @@ NOTHING_SENT = Sent()
 class Ask:
     """A request to place, at `now_s` of the dispatcher's clock.
 
-    Workers in `avoid` failed or refused this request before; they are left out. `alone`: where no pair is ready, a
-    prefill or decode worker may do both phases. `beside` names the worker that computes the same prompt for a sibling:
-    it comes first, since there the prompt is computed once. It came `waited_s` ago, and
-    may have waited for its turn since (`is_queued`).
+    Workers in `avoid` failed or refused this request before. `alone`: where no pair is ready, a prefill or decode
+    worker may do both phases. `beside` is the worker that computes the same prompt for a sibling; it is preferred,
+    because the prompt is then computed once. The request arrived `waited_s` ago; `is_queued`: it is in the admission
+    queue.
     """
 
     view: ClusterView
@@ -50,7 +50,7 @@ class Ask:
 
     @property
     def tokens_left(self) -> int | None:
-        """How long the answer may still get; None: as long as there is room."""
+        """Output tokens that are still allowed; None: no limit."""
         most = self.request.sampling.max_tokens
         return None if most is None else most - len(self.request.generated)
 
@@ -61,11 +61,11 @@ class Ask:
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """`prefill` and `decode` name workers; the same name twice: one worker does both, and nothing moves.
+    """The chosen workers. The same name twice: one worker does both phases and no KV moves.
 
-    The prefill worker is believed to have the prompt's first `cached_tokens`, or will once it has fetched them from the
-    `prefix_owner`. With `cut_tokens` it computes only that many tokens of the prompt, the decode worker the rest (0:
-    nothing is cut). Predictions: None is no opinion.
+    The prefill worker has the prompt's first `cached_tokens` as far as known, or fetches them from the `prefix_owner`.
+    With `cut_tokens` it computes only that many tokens of the prompt and the decode worker the rest (0: no cut).
+    Predictions are None where there is no opinion.
     """
 
     prefill: str
@@ -84,15 +84,15 @@ class Placement(Struct, frozen=True, gc=False):
         return self.prefill == self.decode
 
     def after(self, waited_s: float) -> "Placement":
-        """With the first token counted from the request's arrival, so long ago, as clients see it."""
+        """With the TTFT counted from the request's arrival, `waited_s` ago."""
         if self.predicted_ttft_s is None:
             return self
         return structs.replace(self, predicted_ttft_s=waited_s + self.predicted_ttft_s)
 
     def cut(self, request: Request) -> int:
-        """Behind which token this request's prompt is cut; 0 where it is not.
+        """How many tokens of this request's prompt the prefill worker computes; 0: no cut.
 
-        Siblings share their prompt's work on one worker, and a prompt's own log probabilities come from one.
+        Siblings share their prompt's work on one worker, and prompt log probabilities come from one worker.
         """
         whole = self.colocated or request.group or (request.sampling.prompt_logprobs is not None)
         return 0 if whole or not 0 < self.cut_tokens < request.num_tokens else self.cut_tokens
@@ -108,10 +108,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """The request is better placed later: in `start_s`, as is expected, and `need_s` after that it has its first token.
+    """The request should wait: it is expected to start in `start_s` and to have its first token `need_s` later.
 
-    Other requests that wait are not counted: of these, one gets in every `apart_s` for each worker that decodes, and no
-    sooner than prompts are computed.
+    Queued requests ahead of it are not counted; one of them starts every `apart_s` for each decode worker, and not
+    faster than prompts are computed.
     """
 
     reason: str
@@ -121,9 +121,9 @@ class Later:
 
 
 class Router(ABC):
-    """Chooses workers. `links_all`: it may pair any two workers, so that all must be linked, whatever their roles.
+    """Chooses workers. `links_all`: it may pair any two workers, whatever their roles, so all pairs need links.
 
-    `wants_caches`: it looks into the index of prefixes, which workers must then be asked for.
+    `wants_caches`: it reads the prefix index, so the dispatcher must poll workers for cache events.
     """
 
     links_all: ClassVar[bool] = False
@@ -131,7 +131,7 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, ask: Ask) -> Placement | None:
-        """A placement that fits the request; None when no worker is ready for it. Asking commits to nothing."""
+        """A placement for the request; None when no worker is ready for it. Changes nothing."""
 
-    def began(self, ask: Ask, placement: Placement) -> None:  # noqa: B027  (most routers have nothing to keep)
-        """The request goes there: a router that learns from its own choices notes it."""
+    def began(self, ask: Ask, placement: Placement) -> None:  # noqa: B027  (most routers are stateless)
+        """The request was sent there; a stateful router records it."""

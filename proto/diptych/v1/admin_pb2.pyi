@@ -302,20 +302,18 @@ class ClassScore(_message.Message):
     def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Kept, _Mapping]] = ..., time_per_output_token: _Optional[_Union[Kept, _Mapping]] = ..., both: _Optional[_Union[Kept, _Mapping]] = ..., first_token_errors: _Optional[_Union[Errors, _Mapping]] = ..., output_token_errors: _Optional[_Union[Errors, _Mapping]] = ...) -> None: ...
 
 class Calibration(_message.Message):
-    __slots__ = ("answers", "within_p50", "within_p90", "bucket_share", "error_tokens", "asked_error_tokens")
+    __slots__ = ("answers", "within_p50", "within_p90", "error_tokens", "asked_error_tokens")
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     WITHIN_P50_FIELD_NUMBER: _ClassVar[int]
     WITHIN_P90_FIELD_NUMBER: _ClassVar[int]
-    BUCKET_SHARE_FIELD_NUMBER: _ClassVar[int]
     ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ASKED_ERROR_TOKENS_FIELD_NUMBER: _ClassVar[int]
     answers: int
     within_p50: float
     within_p90: float
-    bucket_share: float
     error_tokens: float
     asked_error_tokens: float
-    def __init__(self, answers: _Optional[int] = ..., within_p50: _Optional[float] = ..., within_p90: _Optional[float] = ..., bucket_share: _Optional[float] = ..., error_tokens: _Optional[float] = ..., asked_error_tokens: _Optional[float] = ...) -> None: ...
+    def __init__(self, answers: _Optional[int] = ..., within_p50: _Optional[float] = ..., within_p90: _Optional[float] = ..., error_tokens: _Optional[float] = ..., asked_error_tokens: _Optional[float] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "context_length", "vocab_size")

@@ -155,7 +155,7 @@ class FakeDispatcher:
         return replace(self.view, workers=tuple(replace(worker, audit="clean") for worker in self.view.workers))
 
     def slo_attainment(self) -> GatewayAttainment:
-        return replace(self._promises.attainment(Calibration(7, 0.5, 0.875, 0.75, 12.0, 90.0)), queued=self.queued)
+        return replace(self._promises.attainment(Calibration(7, 0.5, 0.875, 12.0, 90.0)), queued=self.queued)
 
     def turned_away(self, class_name: str, cause: str) -> None:
         self._promises.ended(Ended("refused", class_name, cause))

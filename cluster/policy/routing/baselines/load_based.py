@@ -1,4 +1,4 @@
-"""Routers that look at loads only, or at nothing: least-loaded, random, round-robin, power of two, DistServe."""
+"""Routers that use load only, or nothing: least-loaded, random, round-robin, power of two, DistServe."""
 
 from cluster.policy.routing.picking import Picking, Workers, most_room, num_sequences, queued_tokens
 from cluster.policy.routing.router import Ask, Placement
@@ -40,10 +40,10 @@ class LeastLoaded(Picking):
 
 
 class DistServe(LeastLoaded):
-    """The shortest prefill queue, counted in requests, first come first served; then the least-loaded decode worker.
+    """The shortest prefill queue, counted in requests; then the least-loaded decode worker.
 
-    Zhong et al., OSDI 2024, section 4.3. There the decode worker is chosen when the prompt is done; here it is when the
-    request comes, since it reserves its blocks first.
+    Zhong et al., OSDI 2024, section 4.3. There the decode worker is chosen when the prompt is done; here when the
+    request arrives, because the decode worker reserves blocks first.
     """
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
@@ -55,7 +55,7 @@ class DistServe(LeastLoaded):
 
 
 class Random(Picking):
-    """Any worker, all alike."""
+    """Any worker, uniformly."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
@@ -72,7 +72,7 @@ class Random(Picking):
 
 
 class RoundRobin(Picking):
-    """One after the other: of those that fit, the one whose last turn, in this phase, is longest ago."""
+    """Of the workers that fit, the one used longest ago in this phase."""
 
     def __init__(self) -> None:
         self._turns = 0
@@ -115,7 +115,7 @@ class PowerOfTwo(LeastLoaded):
 
 
 def _two_of(draws: Draws, workers: Workers) -> Workers:
-    """Two different ones at random, or the only one."""
+    """Two different workers at random, or the only one."""
     if len(workers) < 2:
         return workers
     first, second = draws.below(len(workers)), draws.below(len(workers) - 1)

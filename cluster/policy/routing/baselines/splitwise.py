@@ -1,19 +1,19 @@
-"""Splitwise: pools of prompt, token and mixed machines; both machines of a request are chosen when it comes.
+"""Splitwise: pools of prompt, token and mixed machines; both machines of a request are chosen at its arrival.
 
-Patel et al., ISCA 2024, section 4.3, with the order of overflow that its released simulator has:
+Patel et al., ISCA 2024, section 4.3, with the overflow order of its released simulator:
 
     prompt   home pool, unless its queue is long ──> mixed pool, unless long ──> a token machine   } becomes mixed
     tokens   home pool, unless its memory is full ─> mixed pool, unless full ─> a prompt machine   }
     neither  both phases on the machine with the fewest pending tokens
 
-A machine keeps its home and is mixed for as long as it has work of the other phase.
+A machine keeps its home pool, and counts as mixed while it has work of the other phase.
 """
 
 from typing import ClassVar
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.estimate.lengths import Lengths
+from cluster.policy.estimate.lengths import asked_length
 from cluster.policy.routing.baselines.load_based import LeastLoaded
 from cluster.policy.routing.picking import fitting, queued_tokens, roomy
 from cluster.policy.routing.router import Ask, Placement
@@ -24,17 +24,13 @@ QUEUE_TOKENS = 8192  # the released simulator's prompt_max_pending_batch_tokens
 
 
 class Splitwise(LeastLoaded):
-    """Any two workers may be paired. Where the pair is not linked, or a phase has no home, least-loaded decides."""
+    """May pair any two workers. Falls back to least-loaded where the pair has no link or a phase has no pool."""
 
     links_all: ClassVar[bool] = True
 
-    def __init__(
-        self, latency: LatencyPredictor, active: ActiveRequests, lengths: Lengths, queue_tokens: int = QUEUE_TOKENS
-    ) -> None:
+    def __init__(self, latency: LatencyPredictor, active: ActiveRequests) -> None:
         self._latency = latency
         self._active = active
-        self._lengths = lengths
-        self._queue_tokens = queue_tokens
 
     def choose(self, ask: Ask) -> Placement | None:
         homes: dict[Role, list[WorkerView]] = {role: [] for role in Role}
@@ -51,38 +47,38 @@ class Splitwise(LeastLoaded):
             decode = min(roomy(ask, prompts), key=self._memory)
         if prefill is None or decode is None:
             least = min(roomy(ask, fitting(ask)), key=lambda worker: _pending(ask, worker))
-            return self.placed(ask, least, least, "all machines are full: the one with the fewest pending tokens")
+            return self.placed(ask, least, least, "all machines are full: fewest pending tokens")
         if prefill is not decode and not ask.view.linked(prefill.name, decode.name):
             return super().choose(ask)
         usual = prefill.role is not Role.DECODE and decode.role is not Role.PREFILL
         return self.placed(ask, prefill, decode, self.reason if usual else "overflow into the other pool")
 
     def _pool(self, worker: WorkerView) -> Role:
-        """Its home, or mixed while it has work of the other phase, as far as we sent it."""
+        """Its home pool, or mixed while it has work of the other phase from this gateway."""
         away = worker.role is Role.PREFILL and self._active.decoding(worker.name)
         away = away or (worker.role is Role.DECODE and self._active.prefilling(worker.name))
         return Role.MIXED if away else worker.role
 
     def _shortest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
-        """The one with the fewest pending tokens, if its queue is not long."""
+        """The worker with the fewest pending tokens, if its queue is not long."""
         if not workers:
             return None
         best = min(workers, key=lambda worker: _pending(ask, worker))
         pending, _ = _pending(ask, best)
-        is_long = pending > 0 and pending + ask.request.num_tokens > self._queue_tokens
+        is_long = pending > 0 and pending + ask.request.num_tokens > QUEUE_TOKENS
         return None if is_long else best
 
     def _roomiest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
-        """The one with the least memory assigned, if the request and its answer fit there."""
+        """The worker with the least memory assigned, if the request and its answer fit there."""
         if not workers:
             return None
         best = min(workers, key=self._memory)
         used_tokens, _ = self._memory(best)
-        wanted = ask.request.num_tokens + self._lengths(ask.request)
+        wanted = ask.request.num_tokens + asked_length(ask.request)
         return None if used_tokens + wanted >= self._latency.kv_tokens(best) else best
 
     def _memory(self, worker: WorkerView) -> tuple[int, str]:
-        """Tokens of KV that are there, or will be when our requests there have all their answers."""
+        """Tokens of KV there, or once our requests there have their whole answers."""
         assigned = sum(work.num_tokens for work in self._active.decoding(worker.name))
         used = self._latency.kv_tokens(worker) - self._latency.free_tokens(worker)
         return max(assigned, used), worker.name

@@ -119,7 +119,7 @@ class Shortlist:
             resent = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
             reported.update(self.row[name] for name in resent if name in self.row)
             self._sent = now
-        noted = {self.row[name] for name in self._active.news() if name in self.row} | self._due(ask.now_s)
+        noted = {self.row[name] for name in self._active.changed() if name in self.row} | self._due(ask.now_s)
         if not known:
             noted = reported
         reported |= noted
