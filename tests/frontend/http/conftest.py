@@ -1,9 +1,27 @@
+import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+import uvicorn.server
 
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
+
+
+class OftenAwake:
+    """asyncio for uvicorn, which looks ten times a second whether it should exit, and waits as long again."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s / 20)
+
+
+@pytest.fixture(autouse=True)
+def servers_close_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.server, "asyncio", OftenAwake())
 
 
 @pytest.fixture

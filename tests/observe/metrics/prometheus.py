@@ -101,14 +101,22 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def prometheus(targets: list[str], rules: Path, folder: Path, **scrape: Any) -> AsyncIterator[Prometheus]:
-    """Scrapes these on the loopback, with data in `folder`, and is ended by its process id. `scrape`: how else."""
+async def prometheus(
+    targets: list[str], rules: Path, folder: Path, **jobs: dict[str, Any]
+) -> AsyncIterator[Prometheus]:
+    """Scrapes these on the loopback, with data in `folder`, and is ended by its process id.
+
+    `jobs`: how each scrapes the targets, by its name; without any, there is a plain one.
+    """
     path = program("prometheus")
     config = folder / "prometheus.yaml"
     document = {
         "global": {"scrape_interval": SCRAPE, "evaluation_interval": SCRAPE},
         "rule_files": [str(rules)],
-        "scrape_configs": [{"job_name": "diptych", "static_configs": [{"targets": targets}]} | scrape],
+        "scrape_configs": [
+            {"job_name": name, "static_configs": [{"targets": targets}]} | scrape
+            for name, scrape in (jobs or {"diptych": {}}).items()
+        ],
     }
     config.write_text(yaml.safe_dump(document))
     with socket.socket() as free:

@@ -124,11 +124,12 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        for protocol, _ in WAYS:
-            spans = spans_to(f"http://127.0.0.1:{silent.getsockname()[1]}", otlp_protocol=protocol)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        each_way = [spans_to(endpoint, otlp_protocol=protocol) for protocol, _ in WAYS]
+        for spans in each_way:
             spans.ended(trail(), request(), None)
-            async with asyncio.timeout(30):
-                await spans.close()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(spans.close() for spans in each_way))
 
 
 async def test_what_cannot_be_written_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
