@@ -41,7 +41,7 @@ class _RankActor:
     """The process of one rank. It lives for one gang and is never restarted: a new leader makes new ranks."""
 
     async def run(self, order: RankOrder, logs: LogSpec) -> None:
-        begin_logs(logs, f"{order.config.name}, rank {order.seat.rank}")
+        begin_logs(logs, f"{order.config.name}, rank {order.rendezvous.rank}")
         try:
             await serve_rank(replace(order, config=on_this_node(order.config)))
         finally:
@@ -61,7 +61,7 @@ class RayRanks:
         assert group is not None, "a leader is always placed in a group"
         ends: list[Awaitable[Any]] = []
         for order in orders:
-            options = rank_options(self._order, group, order.seat.rank)
+            options = rank_options(self._order, group, order.rendezvous.rank)
             actor: Any = ray.remote(_RankActor).options(max_restarts=0, **options).remote()
             self._actors.append(actor)
             # Each node has its own address: the rank settles it there.

@@ -15,7 +15,7 @@ from typing import Any
 from workers.executor import opening, rank, rank_server
 from workers.executor.order import RankOrder
 from workers.model.folder import ModelFolder
-from workers.ops.collective import Lines
+from workers.ops.collective import PointToPoint
 from workers.ops.shared_sum import SharedSum
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -37,7 +37,7 @@ class Fate:
 def run_rank(order: RankOrder, folder: ModelFolder, fate: Fate | None, leader_silent_s: float) -> None:
     """A rank's process."""
     rank_server.LEADER_SILENT_S = leader_silent_s
-    if fate is not None and fate.rank == order.seat.rank:
+    if fate is not None and fate.rank == order.rendezvous.rank:
         _doom(fate)
     try:
         asyncio.run(rank_server.serve_rank(order, lambda _: folder))
@@ -76,7 +76,7 @@ def _doom(fate: Fate) -> None:
             before(rank, "compute")
         case "in a step":
             before(rank, "compute", note)
-            for owner, name in ((SharedSum, "__call__"), (Lines, "receive"), (Lines, "send")):
+            for owner, name in ((SharedSum, "__call__"), (PointToPoint, "receive"), (PointToPoint, "send")):
                 before(owner, name, lambda *_: computing == [STEP])
         case "in a pull":
             before(rank.Rank, "pull")

@@ -1,4 +1,4 @@
-"""Sums, gatherings and activations between ranks; what those learn who wait for one that is gone or late."""
+"""Sums, gathers and activations between ranks, and the errors of ranks that wait for one that is gone or late."""
 
 import os
 import subprocess
@@ -22,12 +22,12 @@ from workers.ops.native.library import library
 
 CPU = torch.device("cpu")
 SIZES = [1, 7, 576, shared_sum.SLOT_BYTES // 4 + 3, 3 * shared_sum.SLOT_BYTES // 4]
-WAYS = ["SharedSum", "ExchangedSum"]
+METHODS = ["shared memory", "point to point"]
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "ExchangedSum":
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "point to point":
         monkeypatch.setattr(collective, "open_shared_sum", lambda *_: None)
     elif library() is None:
         pytest.skip("needs the native kernels: install g++")
@@ -42,14 +42,18 @@ def of_group(tensor: int, act: Callable[[TensorGroup], object], timeout_s: float
     return on_all_ranks(ParallelConfig(tensor), rank, timeout_s)
 
 
+def shares_memory(group: TensorGroup) -> bool:
+    return group._shared_sum is not None
+
+
 def summand(rank: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(rank))
 
 
 @pytest.mark.parametrize("tensor", [2, 3, 5])
-def test_sums_are_in_the_order_of_ranks_on_every_rank(way: str, tensor: int) -> None:
+def test_sums_are_in_the_order_of_ranks_on_every_rank(method: str, tensor: int) -> None:
     def act(group: TensorGroup) -> list[Tensor]:
-        assert group.way == way
+        assert shares_memory(group) == (method == "shared memory")
         return [group.all_reduce(summand(group.rank, size)) for size in SIZES * 2]
 
     answers = of_group(tensor, act)
@@ -73,7 +77,7 @@ def test_uneven_widths_are_gathered_on_the_first_rank(rows: int) -> None:
     assert torch.equal(first, torch.tensor([0.0] * 3 + [1.0] + [2.0] * 6).expand(rows, 10))
 
 
-def test_seconds_are_counted_and_taken(way: str) -> None:
+def test_seconds_are_counted_and_taken(method: str) -> None:
     def act(group: TensorGroup) -> tuple[float, float]:
         group.all_reduce(torch.ones(4))
         return group.take_comm_s(), group.take_comm_s()
@@ -86,7 +90,7 @@ def test_stages_pass_activations_on_in_order() -> None:
     def act(rank: int, _: TensorGroup | None, link: StageLink | None) -> float:
         assert link is not None
         last = 0.0
-        for step in range(20):  # more than may be under way
+        for step in range(20):  # more than may be under method
             x = torch.full((step + 1, 4), float(step)) if rank == 0 else link.receive((step + 1, 4), torch.float32, CPU)
             last = x[-1, -1].item()
             if rank < 2:
@@ -99,7 +103,7 @@ def test_stages_pass_activations_on_in_order() -> None:
 
 
 @pytest.mark.parametrize("tensor", [2, 3])
-def test_a_rank_that_fails_is_lost_to_those_that_wait_for_it(way: str, tensor: int) -> None:
+def test_a_rank_that_fails_is_lost_to_those_that_wait_for_it(method: str, tensor: int) -> None:
     def act(group: TensorGroup) -> str:
         group.all_reduce(torch.ones(3))
         if group.rank == 1:
@@ -130,7 +134,7 @@ def test_the_loss_of_a_stage_reaches_all_stages_after_it() -> None:
     assert all(word in str(each) for word, each in zip(words, answers[1:], strict=True))
 
 
-def test_a_rank_that_stays_away_is_late_and_not_gone(way: str) -> None:
+def test_a_rank_that_does_not_answer_is_reported_as_late(method: str) -> None:
     given_up = threading.Event()
 
     def act(group: TensorGroup) -> str:
@@ -156,16 +160,20 @@ def test_an_address_of_another_machine_is_refused() -> None:
         open_groups(HashStore(), ParallelConfig(2), 0, CPU, "192.0.2.1", 5.0)
 
 
-def test_without_room_in_shared_memory_sums_are_exchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_shared_memory_sums_go_point_to_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_sum, "FOLDER", tmp_path / "missing")
-    assert of_group(2, lambda group: (group.way, group.all_reduce(torch.ones(1)).item())) == [("ExchangedSum", 2.0)] * 2
+    assert (
+        of_group(2, lambda group: (shares_memory(group), group.all_reduce(torch.ones(1)).item())) == [(False, 2.0)] * 2
+    )
 
 
 @pytest.mark.skipif(library() is None, reason="needs the native kernels: install g++")
-def test_the_shared_file_has_no_name_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_shared_file_is_unlinked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shared_sum, "FOLDER", tmp_path)
-    files = of_group(2, lambda group: (group.way, os.listdir(tmp_path), group.all_reduce(torch.ones(1)).item()))
-    assert [file[0] for file in files if isinstance(file, tuple)] == ["SharedSum"] * 2
+    files = of_group(
+        2, lambda group: (shares_memory(group), os.listdir(tmp_path), group.all_reduce(torch.ones(1)).item())
+    )
+    assert [file[0] for file in files if isinstance(file, tuple)] == [True] * 2
     assert os.listdir(tmp_path) == []
 
 
@@ -176,7 +184,7 @@ from workers.config import ParallelConfig
 from workers.ops.collective import open_groups
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=datetime.timedelta(seconds=60))
 group, _ = open_groups(store, ParallelConfig(2), 1, torch.device("cpu"), "127.0.0.1", 60.0)
-print(group.way, group.all_reduce(torch.ones(2)).tolist(), flush=True)
+print(group.all_reduce(torch.ones(2)).tolist(), flush=True)
 sys.stdin.read()
 """
 
@@ -189,7 +197,7 @@ def test_the_death_of_a_process_is_noticed() -> None:
             group, _ = open_groups(store, ParallelConfig(2), 0, CPU, "127.0.0.1", 60.0)
             assert group is not None and other.stdout is not None
             assert group.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
-            assert other.stdout.readline() == f"{group.way} [2.0, 2.0]\n"
+            assert other.stdout.readline() == "[2.0, 2.0]\n"
             other.kill()
             with pytest.raises(RankLost, match=r"rank 1 \(stage 0, tensor 1\) is gone"):
                 group.all_reduce(torch.ones(2))
@@ -199,8 +207,8 @@ def test_the_death_of_a_process_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("what", ["sum", "activations"])
-def test_closing_lets_go_whoever_waits_there(way: str, what: str) -> None:
-    """The peer is connected and silent, as one that is stopped: neither its end nor the bound would help."""
+def test_close_wakes_a_thread_that_waits(method: str, what: str) -> None:
+    """The peer is connected but silent, like a stopped process: neither its exit nor the timeout would help."""
     given_up = threading.Event()
 
     def act(rank: int, group: TensorGroup | None, link: StageLink | None) -> str:

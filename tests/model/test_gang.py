@@ -31,7 +31,7 @@ from workers.executor import rank as rank_module
 from workers.executor import remote_rank
 from workers.executor.gang import GangExecutor, open_gang
 from workers.executor.kv_pool import KVPool
-from workers.executor.order import RankOrder, Seat
+from workers.executor.order import RankOrder, Rendezvous
 from workers.executor.rank import ModelPart, Rank, RankStep
 from workers.executor.rank_server import RankTasks, serve_rank
 from workers.executor.solo import open_solo
@@ -153,7 +153,7 @@ async def test_a_lost_rank_fails_the_gang(nine_heads: ModelFolder, busy: bool) -
 
 
 async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolder) -> None:
-    """A stranger who connects first takes no seat: the real rank gets it."""
+    """A stranger who connects first is refused: the real rank joins."""
 
     class Intruded(RankTasks):
         def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
@@ -400,7 +400,7 @@ async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -
         await stream.close()
 
     server = await asyncio.start_server(lie, "127.0.0.1", 0)
-    order = RankOrder(config(2, 1), "w-1", Seat(1, "127.0.0.1", 1), *server.sockets[0].getsockname())
+    order = RankOrder(config(2, 1), "w-1", Rendezvous(1, "127.0.0.1", 1), *server.sockets[0].getsockname())
     async with asyncio.timeout(SOON_S):
         with pytest.raises(PeerRefused, match=r"the leader at .* don't share one secret"):
             await serve_rank(order, lambda _: nine_heads)

@@ -50,12 +50,11 @@ def kernels() -> Attention:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a gang made of a run: each step's logits, each rank's shard and pool, how many ranks had logits."""
+    """The result of a run on a gang: each step's logits, each rank's shard and pool."""
 
     logits: list[Tensor]
     shards: list[ModelShard]
     pools: list[Tensor]
-    ways: set[str]
 
 
 def outcome(
@@ -73,20 +72,20 @@ def outcome(
 
     def rank(
         number: int, group: TensorGroup | None, link: StageLink | None
-    ) -> tuple[list[Tensor | None], ModelShard, Tensor, str]:
+    ) -> tuple[list[Tensor | None], ModelShard, Tensor]:
         shard = shard_of(config, parallel, number)
         model = load_decoder(folder, CPU, torch.float32, kernels(), weight_format, deterministic, shard, group)
         pool = pool_of(config, shard, num_blocks)
         logits = run_stage(model, link, pool, prompts, tables, steps)
-        return logits, shard, pool.blocks, group.way if group else ""
+        return logits, shard, pool.blocks
 
     ranks = on_all_ranks(parallel, rank)
     speaker = (parallel.pipeline - 1) * parallel.tensor
-    for number, (logits, _, _, _) in enumerate(ranks):
+    for number, (logits, _, _) in enumerate(ranks):
         assert all((each is not None) == (number == speaker) for each in logits)
     spoken = [each for each in ranks[speaker][0] if each is not None]
     assert len(spoken) == len(steps)
-    return Outcome(spoken, [rank[1] for rank in ranks], [rank[2] for rank in ranks], {rank[3] for rank in ranks})
+    return Outcome(spoken, [rank[1] for rank in ranks], [rank[2] for rank in ranks])
 
 
 def pool_of(config: ModelConfig, shard: ModelShard, num_blocks: int) -> KVPool:

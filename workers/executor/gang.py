@@ -1,19 +1,19 @@
-"""The executor with several ranks: tensor and pipeline parallel, one process (or task) for each rank.
+"""The executor with several ranks: tensor and pipeline parallel, one process (or task) per rank.
 
-The leader lives in the worker's process, holds rank 0, and sends every plan to all ranks at once; each computes its
-plans in the order in which they came, and the stages of a pipeline wait for one another's activations, not for us.
+The leader runs in the worker's process, holds rank 0, and sends each plan to all ranks at once. Each rank computes its
+plans in the order in which they arrive; the stages of a pipeline wait for each other's activations, not for the leader.
 
     Engine ──plan──> GangExecutor ──> rank 0 (here)
                           └─ Execute ──> ranks 1 .. n-1 (`rank_server`, wherever the launcher put them)
 
-A rank that is lost takes the gang down: `failure` tells, every call fails, and the ranks that live end when their
-connection to the leader does. Knows ranks and frames; does not know what runs them (`RankLauncher`) nor the schedule.
+A lost rank fails the gang: `failure` returns the error, every call raises, and the other ranks exit when their
+connection to the leader closes. Knows ranks and frames; does not know what runs them (`RankLauncher`) or the schedule.
 """
 
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +35,7 @@ from workers.errors import ModelError, RankLost
 from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
-from workers.executor.order import RankLauncher, RankOrder, Seat
+from workers.executor.order import RankLauncher, RankOrder, Rendezvous
 from workers.executor.rank import Rank, RankStep
 from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
 from workers.model.config import read_model_config
@@ -44,25 +44,30 @@ from workers.model.shard import shard_of
 
 logger = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 120.0  # for a rank's process to start and call; a busy machine imports for a minute
-GREET_TIMEOUT_S = 10.0  # for a caller to say who it is
-CAUSE_TIMEOUT_S = 1.0  # for the rank that its neighbors miss to report its own error
+JOIN_TIMEOUT_S = 120.0  # for a rank's process to start and connect; imports take a minute on a busy machine
+GREET_TIMEOUT_S = 10.0  # for the handshake of a connection
+CAUSE_TIMEOUT_S = 1.0  # for a failed rank to report its own error after its neighbors reported it lost
 
 
 class GangExecutor:
     """`Executor` over the ranks of one gang. Close it, or processes, memory and sockets stay."""
 
     def __init__(
-        self, facts: ModelFacts, config: WorkerConfig, own: Rank, others: tuple[RemoteRank, ...], meeting: "_Meeting"
+        self,
+        facts: ModelFacts,
+        config: WorkerConfig,
+        own: Rank,
+        others: tuple[RemoteRank, ...],
+        connections: "_Connections",
     ) -> None:
         self.facts = facts
         self.depth = config.parallel.pipeline
         self._tensor = config.parallel.tensor
         self._own = own
         self._others = others
-        self._meeting = meeting
+        self._connections = connections
         self._steps: set[asyncio.Future[RankStep]] = set()
-        meeting.failure.add_done_callback(lambda _: own.abort())
+        connections.failure.add_done_callback(lambda _: own.abort())
         self._bubble = BubbleMeter(config.parallel.pipeline)
 
     @property
@@ -70,9 +75,9 @@ class GangExecutor:
         return self._bubble.share
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        """As the port says. A rank that fails fails the step, and with it the gang."""
-        if self._meeting.failure.done():
-            raise self._meeting.failure.result()
+        """As in the port. A rank that fails also fails the step and the gang."""
+        if self._connections.failure.done():
+            raise self._connections.failure.result()
         begun_s = asyncio.get_running_loop().time()
         own = asyncio.ensure_future(self._own.execute(plan))
         self._steps.add(own)
@@ -80,25 +85,27 @@ class GangExecutor:
         own.add_done_callback(observe)
         sent = [other.execute(plan) for other in self._others]
         try:
-            steps = await self._all([asyncio.shield(own), *sent])  # a caller who goes leaves no rank alone in a step
+            steps = await asyncio.gather(
+                asyncio.shield(own), *sent
+            )  # a cancelled caller must not leave ranks alone in a step
         except Exception as error:
             cause = error
             try:
                 cause = await self._cause(error, {own, *sent})
-            finally:  # also when the caller goes meanwhile
-                self._meeting.lost(cause)
+            finally:  # also when the caller is cancelled
+                self._connections.lost(cause)
             raise cause from None
         stages = [steps[start : start + self._tensor] for start in range(0, len(steps), self._tensor)]
         busy = [max(step.seconds - step.wait_s for step in stage) for stage in stages]
         self._bubble.add(begun_s, asyncio.get_running_loop().time(), busy)
-        drawn = stages[-1][0]
+        sampled = stages[-1][0]
         return StepResult(
             number=plan.number,
-            tokens=drawn.tokens,
-            logprobs=drawn.logprobs,
+            tokens=sampled.tokens,
+            logprobs=sampled.logprobs,
             digests=tuple(step.digests for step in steps),
             seconds=sum(busy),
-            prompt_logprobs=drawn.prompt_logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
         )
 
     @property
@@ -110,38 +117,37 @@ class GangExecutor:
         return (self._own.shard(), *(shard for shard in others if shard is not None))
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
-        reports = await self._all([self._own.connect(peer), *(other.connect(peer) for other in self._others)])
-        return slowest(reports)
+        return slowest(await asyncio.gather(self._own.connect(peer), *(other.connect(peer) for other in self._others)))
 
     def pull(self, order: PullOrder) -> Read:
-        """Every rank reads its own pieces; done when all are, settled when all are."""
+        """Every rank reads its own pieces; the read is done, or settled, when all of theirs are."""
         loop = asyncio.get_running_loop()
         reads = [self._own.pull(order), *(other.pull(order) for other in self._others)]
         joined = Read(loop.create_future(), loop.create_future())
         joined.done.add_done_callback(observe)
-        done = asyncio.ensure_future(self._all([read.done for read in reads]))
+        done = asyncio.gather(*(read.done for read in reads))
         done.add_done_callback(lambda ended: _pass_on(ended, joined.done))
         settled = asyncio.ensure_future(asyncio.wait([read.settled for read in reads]))
         settled.add_done_callback(lambda _: None if joined.settled.done() else joined.settled.set_result(None))
         return joined
 
     async def forget(self, incarnation: str) -> None:
-        await self._all([self._own.forget(incarnation), *(other.forget(incarnation) for other in self._others)])
+        await asyncio.gather(self._own.forget(incarnation), *(other.forget(incarnation) for other in self._others))
 
     async def failure(self) -> Exception:
-        return await asyncio.shield(self._meeting.failure)
+        return await asyncio.shield(self._connections.failure)
 
     async def close(self) -> None:
-        """As the port says; of a gang that is lost, nothing is waited for."""
+        """As in the port; does not wait for a lost gang."""
         if self._steps:
             await asyncio.wait(self._steps, timeout=CLOSE_TIMEOUT_S)
-        await self._meeting.close()
+        await self._connections.close()
         self._own.abort()
         await self._own.close()
 
     async def _cause(self, error: Exception, calls: "set[asyncio.Future[RankStep]]") -> Exception:
-        """A rank that fails leaves its gang first, so its neighbors' errors may arrive before its own."""
-        loop, failure = asyncio.get_running_loop(), self._meeting.failure
+        """The failed rank's own error. It leaves the gang when it fails, so its neighbors' errors may arrive first."""
+        loop, failure = asyncio.get_running_loop(), self._connections.failure
         deadline_s = loop.time() + CAUSE_TIMEOUT_S
         waits: set[asyncio.Future[Any]] = {*calls, failure}
         while isinstance(error, RankLost) and waits != {failure} and (left_s := deadline_s - loop.time()) > 0:
@@ -149,17 +155,13 @@ class GangExecutor:
             if failure in done:
                 return error if failure.cancelled() else failure.result()
             for call in done:
-                said = None if call.cancelled() else call.exception()
-                error = said if isinstance(said, Exception) and not isinstance(said, RankLost) else error
+                raised = None if call.cancelled() else call.exception()
+                error = raised if isinstance(raised, Exception) and not isinstance(raised, RankLost) else error
         return error
 
-    async def _all(self, calls: "Sequence[Awaitable[Any]]") -> list[Any]:
-        """All answers, or the first error at once."""
-        return list(await asyncio.gather(*calls))
 
-
-class _Meeting:
-    """The gang's door: ranks call here at start, and hang up at the end. Owns their connections and their launcher."""
+class _Connections:
+    """Listens for the ranks of one gang. Owns their connections and their launcher."""
 
     def __init__(self, config: WorkerConfig, incarnation: str, launcher: RankLauncher) -> None:
         loop = asyncio.get_running_loop()
@@ -181,23 +183,23 @@ class _Meeting:
         self._closing = False
         self._ends: list[asyncio.Future[Any]] = []
 
-    async def gather(self) -> Seat:
-        """Launch the other ranks and wait until all have called; answers our own seat. Raises `RankLost`."""
+    async def open(self) -> Rendezvous:
+        """Launch the other ranks and wait until all have joined; returns rank 0's rendezvous. Raises `RankLost`."""
         try:
-            return await self._gather()
+            return await self._launch()
         finally:
             await self._listener.stop_accepting()
 
-    async def _gather(self) -> Seat:
+    async def _launch(self) -> Rendezvous:
         host = self._config.transfer.host
         port = await self._listener.start(host)
         self._store = open_store(host)
-        seats = [Seat(rank, host, self._store.port) for rank in range(self._config.parallel.world_size)]
-        orders = [RankOrder(self._config, self._incarnation, seat, host, port) for seat in seats[1:]]
+        rendezvous = [Rendezvous(rank, host, self._store.port) for rank in range(self._config.parallel.world_size)]
+        orders = [RankOrder(self._config, self._incarnation, each, host, port) for each in rendezvous[1:]]
         for order, ended in zip(orders, self._launcher.launch(orders), strict=True):
             end = asyncio.ensure_future(ended)
             self._ends.append(end)
-            end.add_done_callback(lambda end, rank=order.seat.rank: self._ended(rank, end))  # type: ignore[misc]
+            end.add_done_callback(lambda end, rank=order.rendezvous.rank: self._ended(rank, end))  # type: ignore[misc]
         joined: asyncio.Future[Any] = asyncio.ensure_future(self._joined.wait())
         waits: set[asyncio.Future[Any]] = {joined, self.failure}
         await asyncio.wait(waits, timeout=JOIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -205,15 +207,15 @@ class _Meeting:
         if self.failure.done():
             raise self.failure.result()
         if not self._joined.is_set():
-            missing = sorted({order.seat.rank for order in orders} - self.remotes.keys())
+            missing = sorted({order.rendezvous.rank for order in orders} - self.remotes.keys())
             raise RankLost(f"{self._config.name}: ranks {missing} did not join within {JOIN_TIMEOUT_S:.0f} s")
-        return seats[0]
+        return rendezvous[0]
 
     async def close(self, error: Exception | None = None) -> None:
-        """End the ranks; with an error, or once the gang is lost, without asking them to."""
+        """End the ranks. With an error, or after the gang failed, disconnect them instead of asking them to close."""
         self._closing = True
         if error is not None:
-            self._break_up(error)
+            self._disconnect(error)
         problems = await asyncio.gather(*(remote.close() for remote in self.remotes.values()))
         for problem in filter(None, problems):
             logger.warning("worker %s: %s", self._config.name, problem)
@@ -226,15 +228,15 @@ class _Meeting:
             self.failure.cancel()
 
     def lost(self, error: Exception) -> None:
-        """End the gang, even if parts still work, and release all waiters."""
+        """Fail the gang, even if some ranks still work, and wake all waiters."""
         if not self._closing and not self.failure.done():
-            # As text: a log record that somebody keeps would keep the error's frames, and the gang's memory with them.
+            # As text: a kept log record would keep the error's frames, and with them the gang's memory.
             logger.error("worker %s: %s", self._config.name, str(error))
             self.failure.set_result(error)
-            self._break_up(error)
+            self._disconnect(error)
 
-    def _break_up(self, error: Exception) -> None:
-        """Release ranks that wait for one another: without the store none meets, without a leader each one ends."""
+    def _disconnect(self, error: Exception) -> None:
+        """Without the store no ranks can meet, and without its leader each rank exits."""
         for remote in self.remotes.values():
             remote.disconnect(error)
         self._store = None
@@ -247,7 +249,7 @@ class _Meeting:
     def _admit(self, target: str) -> bytes:
         missing = set(range(1, self._config.parallel.world_size)) - self.remotes.keys()
         if target not in {rank_name(self._incarnation, rank) for rank in missing}:
-            raise PeerRefused(f"{target} is not one of the ranks that are missing")
+            raise PeerRefused(f"{target} is not a missing rank of this gang")
         return b""
 
     async def _serve(self, target: str, stream: FrameStream) -> None:
@@ -259,7 +261,7 @@ class _Meeting:
 
 
 def open_store(host: str) -> TCPStore:
-    """Where the ranks' process groups find each other: listens on `host` only, at a free port."""
+    """The store where the ranks' process groups find each other; listens on `host` only, at a free port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -279,32 +281,32 @@ async def open_gang(
     launcher: RankLauncher,
     shared: SharedMemory | None = None,
 ) -> GangExecutor:
-    """Start every rank and load its part of the model. On any error what was started is taken down.
+    """Start every rank and load its part of the model. On any error, end what was started.
 
-    Raises `ModelError` for a model that cannot be split so, or does not load; `RankLost` when a rank does not come.
+    Raises `ModelError` if the model cannot be split this way or does not load, and `RankLost` if a rank does not join.
     """
     shape = read_model_config(folder.path)
     for rank in range(config.parallel.world_size):
         shard_of(shape, config.parallel, rank)  # refuses before any process starts
-    meeting = _Meeting(config, incarnation, launcher)
+    connections = _Connections(config, incarnation, launcher)
     opening: asyncio.Future[tuple[ModelFacts, Rank]] | None = None
     try:
-        seat = await meeting.gather()
-        others = tuple(meeting.remotes[rank] for rank in sorted(meeting.remotes))
-        opening = asyncio.ensure_future(open_rank(config, folder, incarnation, shared, seat))
+        rendezvous = await connections.open()
+        others = tuple(connections.remotes[rank] for rank in sorted(connections.remotes))
+        opening = asyncio.ensure_future(open_rank(config, folder, incarnation, shared, rendezvous))
         opened = asyncio.gather(opening, *(_named(other.rank, other.open()) for other in others))
         opened.add_done_callback(observe)
-        waits: set[asyncio.Future[Any]] = {opened, meeting.failure}
+        waits: set[asyncio.Future[Any]] = {opened, connections.failure}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if meeting.failure.done():
-            raise meeting.failure.result()
+        if connections.failure.done():
+            raise connections.failure.result()
         opened.result()
         facts, own = opening.result()
-        executor = GangExecutor(facts, config, own, others, meeting)
+        executor = GangExecutor(facts, config, own, others, connections)
         for plan in warm_up(config.engine.block_size):
             await executor.execute(plan)
     except BaseException as error:
-        await meeting.close(RankLost(f"the gang was given up while it opened: {error}"))
+        await connections.close(RankLost(f"the gang failed to open: {error}"))
         if opening is not None:
             await _abandon(config.name, opening)
         raise
@@ -312,7 +314,7 @@ async def open_gang(
 
 
 async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:
-    """Say which rank could not open."""
+    """Adds the rank to the error."""
     try:
         await opening
     except ModelError as error:
@@ -320,7 +322,7 @@ async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:
 
 
 async def _abandon(name: str, opening: "asyncio.Future[tuple[ModelFacts, Rank]]") -> None:
-    """Close our own rank. A load that is under way cannot be stopped: its rank is closed when it has ended."""
+    """Close rank 0. A load cannot be interrupted: then the rank is closed after it has loaded."""
 
     async def end() -> None:
         await asyncio.wait([opening])
@@ -332,11 +334,11 @@ async def _abandon(name: str, opening: "asyncio.Future[tuple[ModelFacts, Rank]]"
     ending = asyncio.ensure_future(end())
     _, running = await asyncio.wait([ending], timeout=CLOSE_TIMEOUT_S)
     if running:
-        logger.warning("worker %s: its own rank still loads, and will be closed when it has loaded", name)
+        logger.warning("worker %s: rank 0 is still loading and is closed afterwards", name)
 
 
 def _pass_on(ended: "asyncio.Future[list[ReadStats]]", done: "asyncio.Future[ReadStats]") -> None:
-    """The ranks' stats as one."""
+    """Resolve `done` with the sum of the ranks' stats."""
     if done.done():
         return
     if ended.cancelled():

@@ -1,7 +1,7 @@
-"""What the leader of a gang and its other ranks send each other, over one connection for each rank.
+"""The messages between the leader of a gang and its other ranks, over one connection per rank.
 
-    leader calls rank   Open -> its shard              first, once all ranks have joined
-                        Execute -> its step            many at once, computed in the order in which they were sent
+    leader calls rank   Open -> its shard              first, after all ranks have joined
+                        Execute -> its step            several in flight, computed in the order in which they are sent
                         Connect -> link report         Pull -> read statistics         in any order
                         Forget, Close -> nothing
     rank -> leader      Settled, Moved, Alive          leader -> rank   Alive
@@ -46,13 +46,13 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """No byte of this read can land any more."""
+    """No more bytes of this read can arrive."""
 
     read: int
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """The rank's pool has a new address: one of its transports was rebuilt."""
+    """The rank's pool has a new address, because one of its transports was rebuilt."""
 
     shard: ShardAddress
 
@@ -68,6 +68,6 @@ GANG_PROTOCOL = RpcProtocol(
     errors=(kvtransfer.errors, workers.errors),
     other_error=workers.errors.WorkerError,
     lost_error=workers.errors.RankLost,
-    max_frame_bytes=256 << 20,  # digests of a long prompt, log probabilities of a whole one
+    max_frame_bytes=256 << 20,  # digests or log probabilities of a long prompt
     max_calls=1 << 16,
 )

@@ -23,7 +23,7 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks
-from workers.executor.order import Seat
+from workers.executor.order import Rendezvous
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.threads import ComputeThread
 from workers.model.config import ModelConfig, read_model_config
@@ -49,23 +49,23 @@ async def open_rank(
     folder: ModelFolder,
     incarnation: str,
     shared: SharedMemory | None = None,
-    seat: Seat | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> tuple[ModelFacts, Rank]:
     """Load the model, allocate its KV and open its transports, off the event loop. Close the rank, or all that stays.
 
-    `shared` joins workers of one process for the "memory" backend; `seat` is None for a worker of one rank, whose
+    `shared` joins workers of one process for the "memory" backend; `rendezvous` is None for a worker of one rank, whose
     facts are the same as those of any rank. Raises `ModelError` (model or memory), `TransportUnavailable` (no backend
     works), `RankLost` (another rank did not come).
     """
-    rank = seat.rank if seat else 0
+    rank = rendezvous.rank if rendezvous else 0
     device = choose_device(config.engine.device, rank)
     # The event loop's own few torch calls need no team of threads, which would spin beside the one that computes.
     torch.set_num_threads(1)
-    name = config.name if seat is None else f"{config.name}/rank-{rank}"
+    name = config.name if rendezvous is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
     groups: ModelPart | None = None
     try:
-        facts, part, pool = await thread.run(lambda: _load(config, folder, device, seat))
+        facts, part, pool = await thread.run(lambda: _load(config, folder, device, rendezvous))
         groups = part
         transports = open_transports(
             pool.region,
@@ -88,13 +88,13 @@ async def open_rank(
 
 
 def _load(
-    config: WorkerConfig, folder: ModelFolder, device: torch.device, seat: Seat | None
+    config: WorkerConfig, folder: ModelFolder, device: torch.device, rendezvous: Rendezvous | None
 ) -> tuple[ModelFacts, ModelPart, KVPool]:
     """`engine.dtype` is the KV's; weights follow it on a GPU and are `engine.weights` on a CPU."""
     shape = read_model_config(folder.path)
-    shard = shard_of(shape, config.parallel, seat.rank if seat else 0)
-    store = _join_store(seat)
-    group, link = _meet(config, device, seat, store)
+    shard = shard_of(shape, config.parallel, rendezvous.rank if rendezvous else 0)
+    store = _join_store(rendezvous)
+    group, link = _meet(config, device, rendezvous, store)
     try:
         return _load_shard(config, folder, shape, device, shard, group, link, store)
     except BaseException as error:
@@ -106,21 +106,23 @@ def _load(
         raise
 
 
-def _join_store(seat: Seat | None) -> TCPStore | None:
+def _join_store(rendezvous: Rendezvous | None) -> TCPStore | None:
     """Where the ranks of a gang find each other; None for a worker of one rank."""
-    if seat is None:
+    if rendezvous is None:
         return None
-    return TCPStore(seat.store_host, seat.store_port, is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
+    return TCPStore(
+        rendezvous.store_host, rendezvous.store_port, is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
+    )
 
 
 def _meet(
-    config: WorkerConfig, device: torch.device, seat: Seat | None, store: TCPStore | None
+    config: WorkerConfig, device: torch.device, rendezvous: Rendezvous | None, store: TCPStore | None
 ) -> tuple[TensorGroup | None, StageLink | None]:
     """The other ranks of our stage, and our neighbours among the stages."""
-    if seat is None or store is None:
+    if rendezvous is None or store is None:
         return None, None
     host = config.transfer.host
-    return open_groups(store, config.parallel, seat.rank, device, host, COLLECTIVE_TIMEOUT_S)
+    return open_groups(store, config.parallel, rendezvous.rank, device, host, COLLECTIVE_TIMEOUT_S)
 
 
 def _load_shard(

@@ -1,6 +1,6 @@
-"""What one rank of a gang needs before it starts, and the port to whatever starts it.
+"""What one rank of a gang needs before it starts, and the port to what starts it.
 
-Plain values; knows no torch, so that any process may hold them.
+Plain values; knows no torch, so that any process can hold them.
 """
 
 from collections.abc import Awaitable, Sequence
@@ -11,8 +11,8 @@ from workers.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A rank's place in its gang: its number, and the store through which the ranks' process groups meet."""
+class Rendezvous:
+    """A rank's number in its gang, and the store where the ranks' process groups find each other."""
 
     rank: int
     store_host: str
@@ -21,22 +21,22 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """All that a rank needs to start: its worker's configuration, its seat, and where its leader listens."""
+    """All that a rank needs to start: its worker's configuration, its rendezvous, and its leader's address."""
 
     config: WorkerConfig
     incarnation: str
-    seat: Seat
+    rendezvous: Rendezvous
     leader_host: str
     leader_port: int
 
 
 class RankLauncher(Protocol):
-    """Whatever runs `rank_server.serve_rank` somewhere: one call of `launch` for each gang."""
+    """Runs `rank_server.serve_rank` somewhere. Each gang has its own launcher and calls `launch` once."""
 
     def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
-        """Start the ranks; each awaitable ends when its rank has ended, whatever ended it."""
+        """Start the ranks; each awaitable ends when its rank has ended, for whatever reason."""
         ...
 
     async def end(self) -> None:
-        """End what still runs, without asking."""
+        """Kill the ranks that are still running."""
         ...

@@ -1,6 +1,6 @@
-"""One rank of a gang on its own: connects to its leader, opens, and serves the leader's calls until that disconnects.
+"""One rank of a gang: connects to its leader, loads its part, and serves the leader's calls until it disconnects.
 
-Runs in whatever process or task a `RankLauncher` made for it. Knows one rank and one connection; knows no schedule.
+Runs in the process or task that a `RankLauncher` started. Knows one rank and one connection; knows no schedule.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from workers.model.folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # to reach the leader
-END_TIMEOUT_S = 3.0  # for the reads in flight to settle; a process may end without that
-LEADER_SILENT_S = 30.0  # a leader sends something every second, but its machine may stop it for a while
+END_TIMEOUT_S = 3.0  # for the reads in flight to settle; the process may exit before that
+LEADER_SILENT_S = 30.0  # a leader sends a message every second, but its machine may stall
 
 
 async def serve_rank(order: RankOrder, find: Callable[[str], ModelFolder], shared: SharedMemory | None = None) -> None:
-    """Until the leader disconnects. Then the rank is closed, except what cannot be stopped and ends without it: a model
-    that is loading, reads that may still land.
+    """Serve until the leader disconnects, then close the rank. A load or read that does not end in time is left to the
+    end of the process.
 
     `find` returns the folder of a model's name on this machine. Raises `PeerRefused` when the leader has another secret
     or doesn't expect this rank; an error at opening goes to the leader.
@@ -43,19 +43,19 @@ async def serve_rank(order: RankOrder, find: Callable[[str], ModelFolder], share
             await _join(stream, order)
         await _Service(stream, order, find, shared).run()
     except (*BROKEN, TimeoutError) as error:
-        logger.info("rank %d of %s ends: its leader disconnected (%s)", order.seat.rank, order.config.name, error)
+        logger.info("rank %d of %s ends: its leader disconnected (%s)", order.rendezvous.rank, order.config.name, error)
     finally:
         await stream.close()
 
 
 async def _join(stream: FrameStream, order: RankOrder) -> None:
     secret, leader = order.config.secret.encode(), f"the leader at {order.leader_host}:{order.leader_port}"
-    target = rank_name(order.incarnation, order.seat.rank)
+    target = rank_name(order.incarnation, order.rendezvous.rank)
     await greet(stream, CallerHandshake(wire.GANG_PROTOCOL.name, secret, target, leader))
 
 
 class _Service:
-    """The rank's end of the connection."""
+    """The rank's side of the connection."""
 
     def __init__(
         self, stream: FrameStream, order: RankOrder, find: Callable[[str], ModelFolder], shared: SharedMemory | None
@@ -79,7 +79,7 @@ class _Service:
             await self._connection.close()
 
     async def _on_call(self, request: msgspec.Struct) -> Any:
-        """Plans begin in the order of their calls, which start in the order in which they came."""
+        """Calls start in the order in which they arrive, so plans do too."""
         match request:
             case wire.Open():
                 return await self._open()
@@ -106,9 +106,9 @@ class _Service:
         order = self._order
         try:
             folder = await asyncio.to_thread(self._find, order.config.model)
-            _, rank = await open_rank(order.config, folder, order.incarnation, self._shared, order.seat)
+            _, rank = await open_rank(order.config, folder, order.incarnation, self._shared, order.rendezvous)
         except Exception:
-            logger.exception("rank %d of %s cannot open", order.seat.rank, order.config.name)
+            logger.exception("rank %d of %s cannot open", order.rendezvous.rank, order.config.name)
             raise
         return rank
 
@@ -119,12 +119,12 @@ class _Service:
 
     @property
     def _rank(self) -> Rank:
-        """Raises when the leader did not wait until it is open."""
+        """Raises if the leader did not wait for `Open`."""
         assert self._opening is not None, "a call before Open"
         return self._opening.result()
 
     def _status(self) -> wire.Moved | wire.Alive:
-        """Sent every second. A transport that was rebuilt has a new address."""
+        """Sent every second. A rebuilt transport has a new address."""
         if self._shard is None or self._ending is not None:
             return wire.Alive()
         if (shard := self._rank.shard()) == self._shard:
@@ -133,7 +133,7 @@ class _Service:
         return wire.Moved(shard)
 
     async def _end(self, whole: bool) -> None:
-        """`whole`: the other ranks live until this one has closed, so no rank waits for a lost one."""
+        """`whole`: the other ranks are alive until this one has closed, so it need not abort its collectives."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._close(whole))
         await asyncio.shield(self._ending)
@@ -145,7 +145,9 @@ class _Service:
         _, running = await asyncio.wait([closing], timeout=END_TIMEOUT_S)
         if running:
             logger.warning(
-                "rank %d of %s ends before its reads or its loading do", self._order.seat.rank, self._order.config.name
+                "rank %d of %s exits before its reads or its load have ended",
+                self._order.rendezvous.rank,
+                self._order.config.name,
             )
 
 
@@ -160,7 +162,7 @@ async def _close_rank(opening: "asyncio.Task[Rank]", whole: bool) -> None:
 
 
 class RankTasks:
-    """`RankLauncher` in this process: every rank a task of this loop with a compute thread of its own."""
+    """`RankLauncher` in this process: each rank is a task of this loop with its own compute thread."""
 
     def __init__(self, find: Callable[[str], ModelFolder], shared: SharedMemory | None = None) -> None:
         self._find = find
@@ -172,7 +174,7 @@ class RankTasks:
         return self._tasks
 
     async def end(self) -> None:
-        """They end by themselves when their leader has disconnected; one that does not is cancelled after a while."""
+        """Ranks exit when their leader disconnects; one that does not is cancelled after a timeout."""
         if not self._tasks:
             return
         _, running = await asyncio.wait(self._tasks, timeout=2 * END_TIMEOUT_S)

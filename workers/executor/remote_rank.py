@@ -1,4 +1,4 @@
-"""The leader's end of one rank's connection.
+"""The leader's side of the connection to one rank.
 
 Knows calls and messages; knows no gang and no schedule.
 """
@@ -16,18 +16,18 @@ from workers.executor import gang_wire as wire
 from workers.executor.rank import RankStep
 
 OPEN_TIMEOUT_S = 600.0  # for a rank to fetch and load its part of the model
-OPEN_SILENT_S = 30.0  # while it does: loading may hold its event loop up
-SILENT_S = 5.0  # a rank sends something every second
+OPEN_SILENT_S = 30.0  # while it loads, which may block its event loop
+SILENT_S = 5.0  # a rank sends a message every second
 CLOSE_TIMEOUT_S = 5.0
 
 
 class RemoteRank:
-    """`run` it until the connection ends: then calls fail with `RankLost`, and `lost` is called once. Close it."""
+    """`run` it until the connection ends; then calls raise `RankLost` and `lost` is called once. Close it."""
 
     def __init__(self, rank: int, stream: FrameStream, lost: Callable[[Exception], None]) -> None:
         self.rank = rank
-        self.shard: ShardAddress | None = None  # from `open` on
-        self.ticks = 0  # as of its last message
+        self.shard: ShardAddress | None = None  # None before `open`
+        self.ticks = 0  # from its last message
         self._lost = lost
         self._num_reads = 0
         self._settling: dict[int, asyncio.Future[None]] = {}
@@ -40,12 +40,12 @@ class RemoteRank:
         await self._connection.run()
 
     async def open(self) -> None:
-        """Let the rank load; returns when it has. Raises what it raised there."""
+        """Make the rank load its part; returns when it has. Raises the rank's own error."""
         try:
             shard = await self._connection.call(wire.Open(), OPEN_TIMEOUT_S)
         except TimeoutError:
-            raise RankLost(f"rank {self.rank} has not loaded its part within {OPEN_TIMEOUT_S:.0f} s") from None
-        self.shard = self.shard or shard  # `Moved` may have come right behind it
+            raise RankLost(f"rank {self.rank} did not load its part within {OPEN_TIMEOUT_S:.0f} s") from None
+        self.shard = self.shard or shard  # `Moved` may have arrived right after it
         self._connection.patience_s = SILENT_S
 
     def execute(self, plan: StepPlan) -> "asyncio.Future[RankStep]":
@@ -59,7 +59,7 @@ class RemoteRank:
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_reads += 1
         done = self._connection.begin(wire.Pull(self._num_reads, order))
-        if done.done():  # it was not sent
+        if done.done():  # the connection is lost
             settled.set_result(None)
         else:
             self._settling[self._num_reads] = settled
@@ -69,18 +69,18 @@ class RemoteRank:
         await self._connection.begin(wire.Forget(incarnation))
 
     def disconnect(self, error: Exception) -> None:
-        """All calls fail with `error`; the rank ends by itself when it notices."""
+        """All calls raise `error`; the rank exits when it notices."""
         self._connection.disconnect(error)
         self._settle()
 
     async def close(self) -> str:
-        """Let the rank close in its own time, then disconnect. Returns what went wrong with that, or ""."""
+        """Ask the rank to close, then disconnect. Returns what went wrong, or ""."""
         problem = ""
         if self._connection.error is None:
             try:
                 await self._connection.call(wire.Close(), CLOSE_TIMEOUT_S)
             except TimeoutError:
-                problem = f"rank {self.rank} has not closed within {CLOSE_TIMEOUT_S:.0f} s"
+                problem = f"rank {self.rank} did not close within {CLOSE_TIMEOUT_S:.0f} s"
             except Exception as error:
                 problem = str(error)
         await self._connection.close()
@@ -101,7 +101,7 @@ class RemoteRank:
         self._lost(error)
 
     def _settle(self) -> None:
-        """A pool that has gone with its process gets no byte any more: its reads have settled."""
+        """No more bytes can arrive in the pool of a process that has exited: its reads have settled."""
         for settled in self._settling.values():
             settled.set_result(None)
         self._settling.clear()

@@ -1,7 +1,7 @@
-"""Sums over ranks of one host through memory that they share; `native/shared_sum.cpp` says how.
+"""Sums over ranks of one host through shared memory; `native/shared_sum.cpp` explains the algorithm.
 
-Knows how ranks find the memory, and learn of each other's death: each holds a lock on a byte of its own in the file,
-and the kernel lets go of it however the rank ends.
+Knows how ranks find the memory and detect a dead rank: each holds a lock on its own byte of the file, which the kernel
+releases however the rank ends.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ from workers.ops.native.library import Pointer, Size, function, pointer
 
 FOLDER = Path("/dev/shm")
 PLACE_BYTES = 64  # the C++ source's `Place`
-SLOT_BYTES = 256 << 10  # a larger sum takes several turns; the slots of a few ranks stay in the caches
-PATIENCE_S = 0.05  # between looks at whether a rank that does not come is still there
+SLOT_BYTES = 256 << 10  # a larger sum takes several turns; the slots of a few ranks fit the caches
+CHECK_S = 0.05  # between checks whether a late rank is still alive
 _LOCK = "hhqqi4x"  # struct flock on 64-bit Linux: type, whence, start, length, pid
 
 
 class SharedSum:
-    """float32 on CPUs; x is overwritten. The file may have lost its name: the memory lives while somebody maps it."""
+    """float32 on CPUs; overwrites x. The file may already be unlinked: the memory lives as long as it is mapped."""
 
     def __init__(self, file: int, rank: int, names: Sequence[str], timeout_s: float) -> None:
         """Owns the descriptor `file` of `file_bytes(len(names))` zeroed bytes."""
@@ -61,27 +61,27 @@ class SharedSum:
         while True:
             self._kernel(
                 pointer(self._memory), self._rank, len(self._names), SLOT_BYTES // 4, address, count, self._turn,
-                announce, int(min(PATIENCE_S, self._timeout_s) * 1e6), ctypes.addressof(self._missing),
+                announce, int(min(CHECK_S, self._timeout_s) * 1e6), ctypes.addressof(self._missing),
             )  # fmt: skip
             if self._missing.value < 0:
                 return
             announce, missing = 0, self._missing.value
-            if not self._is_here(missing):
+            if not self._is_alive(missing):
                 raise RankLost(f"{self._names[missing]} is gone: it no longer holds its lock on the shared memory")
             if time.monotonic() - begun > self._timeout_s:
                 raise RankLost(f"{self._names[missing]} did not answer within {self._timeout_s:g} s")
 
-    def _is_here(self, rank: int) -> bool:
+    def _is_alive(self, rank: int) -> bool:
         try:
             found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
         except (OSError, ValueError):
-            raise RankLost(f"{self._names[self._rank]} has closed its sum with the others") from None
+            raise RankLost(f"{self._names[self._rank]} has closed its shared sum") from None
         return bool(struct.unpack(_LOCK, found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """From any thread: whoever waits for this rank learns of it, and so does whoever waits here.
+        """From any thread: ranks that wait for this one, and a thread that waits here, raise `RankLost`.
 
-        The memory goes with the object's last use.
+        The memory is freed with the object.
         """
         file, self._file = self._file, -1
         if file >= 0:
@@ -91,28 +91,28 @@ class SharedSum:
 
 
 def open_shared_sum(store: Store, rank: int, names: Sequence[str], timeout_s: float) -> SharedSum | None:
-    """The sum of the ranks `names`, all of which call this; None on all of them where one cannot take part.
+    """The sum over the ranks `names`, all of which call this; None on all of them if one cannot take part.
 
-    Rank 0 makes the file, the others open it, and it loses its name before anybody adds. Raises `RuntimeError` when a
-    rank does not come within `timeout_s`.
+    Rank 0 creates the file, the others open it, and rank 0 unlinks it before the first sum. Raises `RuntimeError` if a
+    rank does not call within `timeout_s`.
     """
 
-    def all_say(topic: str, word: str) -> list[str]:
-        store.set(f"{topic}-{rank}", word)
+    def exchange(topic: str, value: str) -> list[str]:
+        store.set(f"{topic}-{rank}", value)
         keys = [f"{topic}-{each}" for each in range(len(names))]
         store.wait(keys, timedelta(seconds=timeout_s))
         return [store.get(key).decode() for key in keys]
 
-    hosts = set(all_say("host", _host() if _kernel() is not None else ""))
+    hosts = set(exchange("host", _host() if _kernel() is not None else ""))
     if len(hosts) > 1 or hosts == {""}:
         return None
     path = _make(file_bytes(len(names))) if rank == 0 else None
     shared: SharedSum | None = None
     try:
-        name = all_say("file", str(path or ""))[0]
+        name = exchange("file", str(path or ""))[0]
         with suppress(OSError):
             shared = SharedSum(os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), rank, names, timeout_s)
-        if "no" not in all_say("open", "yes" if shared else "no"):
+        if "no" not in exchange("open", "yes" if shared else "no"):
             return shared
     except BaseException:
         if shared is not None:
@@ -131,14 +131,16 @@ def file_bytes(ranks: int) -> int:
 
 
 def _make(num_bytes: int) -> Path | None:
-    """A new file whose every byte there is room for; None where there is not."""
+    """A new file with all its memory reserved; None if there is no room."""
     path = FOLDER / f"diptych-{secrets.token_hex(8)}"
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, num_bytes)  # a full /dev/shm says so here, and does not kill whoever writes
+        os.posix_fallocate(
+            file, 0, num_bytes
+        )  # a full /dev/shm fails here; otherwise it would kill the process that writes
     except OSError:
         path.unlink()
         return None
