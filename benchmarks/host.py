@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.ending import told_to_end
 from benchmarks.instant import InstantDispatcher
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.grpc.server import open_grpc_server
+from cluster.frontend.servers import open_servers
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
 from cluster.spec_file import parse_spec
@@ -32,16 +32,14 @@ async def host(way: str, specs: list[ClusterSpec]) -> None:
 
 
 async def _open(spec: ClusterSpec, way: str, clusters: AsyncExitStack) -> str:
-    serving = await serve(
-        spec, make_server=open_grpc_server, runtime=way, progress=lambda line: print(line, flush=True)
-    )
+    serving = await serve(spec, make_server=open_servers, runtime=way, progress=lambda line: print(line, flush=True))
     clusters.push_async_callback(serving.close)
     return serving.endpoint
 
 
 async def _open_bare(spec: ClusterSpec, clusters: AsyncExitStack) -> str:
     model = ModelView(spec.model, CONTEXT, VOCABULARY)
-    door = open_grpc_server(GatewayContext("door", spec, model, InstantDispatcher(model)))
+    door = open_servers(GatewayContext("door", spec, model, InstantDispatcher(model)))
     clusters.push_async_callback(door.close, 0.0)
     return await door.open()
 

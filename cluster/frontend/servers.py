@@ -10,17 +10,16 @@ from cluster.frontend.grpc.server import GrpcServer, model_tokenizer
 from cluster.frontend.http import check_extra
 from cluster.frontend.text import Tokenizer
 
-if TYPE_CHECKING:  # what stands behind it is an extra
+if TYPE_CHECKING:  # needs the extra `http`
     from cluster.frontend.http.server import HttpServer
 
 
 class Servers:
-    """A `Server` of both kinds. Owned by its gateway process."""
+    """The `Server` of a gateway process, which owns it. Arguments and errors as of `GrpcServer`."""
 
     def __init__(
         self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
     ) -> None:
-        """As `GrpcServer`."""
         if context.spec.gateway.http_port is not None:
             check_extra()
         self._context = context
@@ -30,11 +29,10 @@ class Servers:
 
     @property
     def http_url(self) -> str:
-        """Where HTTP is answered, once open; empty without it."""
         return self._http_url
 
     async def open(self) -> str:
-        """Listen; answer the gRPC endpoint. Errors as `GrpcServer.open`, for either port."""
+        """Listen; return the gRPC endpoint. Errors as `GrpcServer.open`, for either port."""
         endpoint = await self._grpc.open()
         if self._context.spec.gateway.http_port is not None:
             try:
@@ -52,7 +50,7 @@ class Servers:
         self._http = http
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end for `grace_s`, then cut them. Safe to call twice, or unopened."""
+        """Safe to call twice, or unopened."""
         if self._http is None:
             await self._grpc.close(grace_s)
             return

@@ -161,14 +161,14 @@ def test_a_gateway_that_goes_away_is_one_line_until_it_is_back_or_the_deadline()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_grpc_server(port: int) -> tuple[GrpcServer, str]:
+    async def open_server(port: int) -> tuple[GrpcServer, str]:
         server = GrpcServer(gateway_context(FakeDispatcher(), grpc_port=port), ByteTokenizer)
         return server, await server.open()
 
     def wait(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(10)
 
-    server, address = wait(open_grpc_server(0))
+    server, address = wait(open_server(0))
 
     def away_and_back(shown: str) -> str:
         nonlocal server
@@ -177,7 +177,7 @@ def test_a_gateway_that_goes_away_is_one_line_until_it_is_back_or_the_deadline()
             wait(server.close(0))
         elif len(told) == 1 and "trying again: nothing answers at" in shown:
             told.append(len(shown))
-            server, _ = wait(open_grpc_server(int(address.rpartition(":")[2])))
+            server, _ = wait(open_server(int(address.rpartition(":")[2])))
         elif (
             len(told) == 2 and "trying again" not in shown[shown.rindex("test  model bytes") :] and len(shown) > told[1]
         ):

@@ -24,7 +24,6 @@ from cluster.control.autoscaler import loop
 from cluster.control.autoscaler.kubernetes import ApiServer, ScaleError, api_server
 from cluster.control.autoscaler.loop import Autoscaler, probed
 from cluster.control.autoscaler.pods import Pods, Scaled
-from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -131,7 +130,7 @@ async def gateway(port: int = 0) -> AsyncIterator[tuple[AsyncClient, str]]:
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=0.05, shared=shared, cost=FAST))
     spec = elastic()
     spec = replace(spec, gateway=replace(spec.gateway, grpc_port=port))
-    serving = await serve(spec, runtime=runtime, make_server=lambda context: GrpcServer(context, ByteTokenizer))
+    serving = await serve(spec, runtime=runtime, make_server=lambda context: Servers(context, ByteTokenizer))
     try:
         async with AsyncClient(serving.endpoint) as client:
             yield client, serving.endpoint

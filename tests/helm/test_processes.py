@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.frontend.grpc.server import open_grpc_server
+from cluster.frontend.servers import open_servers
 from cluster.serving import serve
 from cluster.spec_file import parse_spec
 from diptych.client import AsyncClient
@@ -145,7 +145,7 @@ def alone(prompts: Sequence[str], tokens: int) -> list[tuple[int, ...]]:
     spec = parse_spec({"model": MODEL, "pools": [pool], "gateway": {"grpc_port": 0}})
 
     async def asked() -> list[tuple[int, ...]]:
-        serving = await serve(spec, runtime="local", make_server=open_grpc_server)
+        serving = await serve(spec, runtime="local", make_server=open_servers)
         try:
             async with AsyncClient(serving.endpoint) as client:
                 calls = (client.complete(each, max_tokens=tokens, temperature=0.0) for each in prompts)

@@ -1,4 +1,4 @@
-"""The gRPC server: a server with the inference, admin, health and reflection services over one gateway.
+"""The gRPC server: inference, admin, health and reflection services over one gateway.
 
 Knows ports and server options; knows no request.
 """
@@ -8,19 +8,18 @@ import errno
 import os
 import socket
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from cluster.frontend.auth import Guard
+from cluster.frontend.auth import Guard, Tls
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
-from cluster.frontend.grpc.guarding import KeyInterceptor, credentials
 from cluster.frontend.grpc.health import HealthService
+from cluster.frontend.grpc.interceptors import KeyInterceptor, ResponseInterceptor
 from cluster.frontend.grpc.reflecting import add_reflection
 from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
-from cluster.frontend.grpc.watching import WatchInterceptor
 from cluster.frontend.preprocessing import Processes
 from cluster.frontend.text import Tokenizer
 from diptych.v1 import admin_pb2_grpc
@@ -28,14 +27,14 @@ from diptych.view import ModelView
 from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
 
 OPENING_S = 10.0  # for TLS and the first frame of HTTP/2
-IDLE_S = 300.0  # a connection without a call; clients connect again by themselves
+IDLE_S = 300.0  # of a connection without a call; clients reconnect by themselves
 MOST_CONNECTIONS = 4096
-CUT_S = 0.5  # for the last words of requests that are cut
+CUT_S = 0.5  # for the final statuses of requests that are cut off
 
 
 class GrpcServer:
-    """A `Server`. Owned by its gateway process; `load_tokenizer` runs in a thread while the server opens, and in the
-    process that reads large inputs, so it pickles. `eager`: that process starts with the server.
+    """Owned by its gateway process, which calls `load_tokenizer` in a thread; the process that reads large inputs calls
+    it too, so it must pickle. `eager`: that process starts with the server, and not with the first large input.
 
     Raises `SpecError` when a file of certificates or keys cannot be used.
     """
@@ -44,7 +43,7 @@ class GrpcServer:
         self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
     ) -> None:
         self._eager = eager
-        self.guard = Guard(context.spec.gateway)  # another server may share it
+        self.guard = Guard(context.spec.gateway)  # shared with the HTTP server
         self._context = context
         self._load_tokenizer = load_tokenizer
         self._server: grpc.aio.Server | None = None
@@ -53,23 +52,18 @@ class GrpcServer:
         self._gateway: Gateway | None = None
 
     @property
-    def http_url(self) -> str:
-        """It answers no HTTP of its own; `cluster.frontend.servers` puts another server beside it."""
-        return ""
-
-    @property
     def gateway(self) -> Gateway:
-        """Of an open server: another server may share it."""
-        assert self._gateway is not None, "the server makes its gateway when it opens"
+        """Of an open server; shared with the HTTP server."""
+        assert self._gateway is not None, "open() makes the gateway"
         return self._gateway
 
     async def open(self) -> str:
-        """Listen; answer "host:port". Raises OSError when the port cannot be had, ModelError without a tokenizer."""
+        """Listen; return "host:port". Raises OSError if the port is not available, ModelError without a tokenizer."""
         spec = self._context.spec.gateway
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         preprocessing = Processes(self._load_tokenizer)
         gateway = self._gateway = Gateway(self._context, tokenizer, preprocessing)
-        interceptors: list[grpc.aio.ServerInterceptor] = [WatchInterceptor(gateway.responses)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [ResponseInterceptor(gateway)]
         if self.guard.has_keys:
             interceptors.append(KeyInterceptor(self.guard))
         server = grpc.aio.server(interceptors=interceptors, options=_options(spec.max_requests))
@@ -78,7 +72,7 @@ class GrpcServer:
         self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
-        port = _bind(server, spec.host, spec.grpc_port, credentials(self.guard))
+        port = _bind(server, spec.host, spec.grpc_port, _credentials(self.guard))
         await server.start()
         if self._eager:
             preprocessing.start()
@@ -86,7 +80,7 @@ class GrpcServer:
         return _address(spec.host, port)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and let running ones end for `grace_s`; `close` cuts what is left."""
+        """Refuse new requests and give running ones `grace_s` to finish; `close` cancels the rest."""
         server, self._server = self._server, None
         if server is not None:
             assert self._health is not None
@@ -96,7 +90,7 @@ class GrpcServer:
             await asyncio.wait([self._stopping], timeout=grace_s)
 
     async def close(self, grace_s: float) -> None:
-        """As `drain`, then the gateway closes, and who was cut hears it. Safe to call twice, or unopened."""
+        """As `drain`, then close the gateway, which ends what still runs. Safe to call twice, or unopened."""
         await self.drain(grace_s)
         if self._gateway is not None:
             await self._gateway.close()
@@ -104,24 +98,45 @@ class GrpcServer:
             await self._stopping
 
 
-def open_grpc_server(context: GatewayContext) -> GrpcServer:
-    """The `ServerFactory`: a server with the served model's own tokenizer. Module-level, so that it pickles by name."""
-    return GrpcServer(context, partial(model_tokenizer, context.model), eager=True)
-
-
 def model_tokenizer(model: ModelView) -> Tokenizer:
-    """The served model's own."""
+    """The served model's tokenizer."""
     from workers.model.store import resolve
     from workers.model.tokenizer import ModelTokenizer
 
     return ModelTokenizer(resolve(model.name).path, model.context_length)
 
 
+def _credentials(guard: Guard) -> grpc.ServerCredentials | None:
+    """TLS from the guard's files, as they are at each new connection. None: without TLS."""
+    first = guard.tls
+    if first is None:
+        return None
+    current = first
+
+    def renewed() -> Any:
+        """None: unchanged."""
+        nonlocal current
+        latest = guard.tls
+        if latest is None or latest is current:
+            return None
+        current = latest
+        return _certificates(latest)
+
+    requires_client = first.client_ca is not None
+    return grpc.dynamic_ssl_server_credentials(
+        _certificates(first), renewed, require_client_authentication=requires_client
+    )
+
+
+def _certificates(tls: Tls) -> Any:
+    return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], tls.client_ca)
+
+
 def _options(max_requests: int) -> list[tuple[str, int]]:
     return [
         *SERVER_SIZES,
         *KEEPALIVE,
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # else a client's keepalive counts as an attack
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # else a client's keepalive counts as abuse
         ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
         ("grpc.server_handshake_timeout_ms", round(OPENING_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
@@ -145,7 +160,7 @@ def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serve
 
 
 def _why_not(host: str, port: int) -> tuple[int, str]:
-    """grpc does not tell why a bind failed; the same bind on a plain socket does."""
+    """grpc does not say why a bind failed; the same bind on a plain socket does."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,6 +1,7 @@
-"""The two gRPC services over a gateway: messages in, messages out, errors as statuses.
+"""The inference and admin services over a gateway: messages in, messages out. Errors become statuses in
+`cluster.frontend.grpc.interceptors`.
 
-A handler is a plain coroutine that writes, not a generator: a client that goes away cancels it wherever it waits, and
+A handler is a plain coroutine that writes, not a generator: a client that disconnects cancels it wherever it waits, and
 the request's iterator is closed before the handler ends.
 """
 
@@ -9,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
@@ -18,8 +19,15 @@ from cluster.events import Completed
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import GatewayContext, Operator
 from cluster.frontend.gateway import Gateway, servable
-from cluster.frontend.grpc.large import read_batch, read_request, request_from, requests_from
-from cluster.frontend.grpc.messages import prompt_from, sampling_from, slo_from
+from cluster.frontend.grpc.messages import (
+    prompt_from,
+    read_batch,
+    read_request,
+    request_from,
+    requests_from,
+    sampling_from,
+    slo_from,
+)
 from cluster.frontend.grpc.sending import Context, OutputNotTaken, Sender, abort
 from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.preprocessing import LARGE_BYTES
@@ -37,74 +45,66 @@ from diptych.view import Role
 from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES
 from workers.errors import InvalidRequest
 
-BATCH_AT_ONCE = 64  # answers of one batch in flight; the rest wait for these, so one batch cannot fill the gateway
+BATCH_AT_ONCE = 64  # answers of one batch in flight; the others wait, so that one batch cannot fill the gateway
 LONGEST_NAME = 256
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Owned by the server."""
+    """Requests arrive as bytes: large ones are decoded outside the event loop. Owned by the server."""
 
     def __init__(self, gateway: Gateway, guard: Guard) -> None:
         self._gateway = gateway
         self._guard = guard
 
     async def Generate(self, raw: bytes, context: Context) -> None:
-        """`raw` is a `GenerateRequest`, which is read here: a large one beside the event loop."""
         request_id = ""
         sender = Sender(context)
-        self._heed(context)
+        self._set_trace_headers(context)
         try:
             request, prompt = await self._read(raw, context)
             request_id = request.request_id
             async with aclosing(responses(self._gateway, request, prompt, deadline_of(context))) as messages:
                 async for message in messages:
                     await sender.send(message)
-        except Exception as error:
-            await self._abort(context, error, request_id)
+        except Exception as error:  # here and not in the interceptor, since its log line has the request's id
+            await abort(context, status_of(error, servable(self._gateway.view), request_id))
 
     async def GenerateBatch(self, raw: bytes, context: Context) -> None:
-        """`raw` is a `GenerateBatchRequest`."""
-        try:
-            if len(raw) <= LARGE_BYTES:
-                requests = requests_from(raw)
-            else:
-                requests = await self._gateway.preprocessing.call(len(raw), read_batch, raw)
-            self._heed(context)
-            await self._batch(requests, context, deadline_of(context))
-        except ExceptionGroup as errors:
-            await self._abort(context, errors.exceptions[0])
-        except Exception as error:
-            await self._abort(context, error)
+        if len(raw) <= LARGE_BYTES:
+            requests = requests_from(raw)
+        else:
+            requests = await self._gateway.preprocessing.call(len(raw), read_batch, raw)
+        self._set_trace_headers(context)
+        await self._batch(requests, context, deadline_of(context))
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
+        return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
 
     async def _read(self, raw: bytes, context: Context) -> tuple[inference_pb2.GenerateRequest, GenerationInput]:
-        """A request, named, and its prompt. Raises `InvalidRequest`, and what a large one's prompt is refused with."""
+        """A request with an id and the tenant of the call's key, and its prompt.
+
+        Raises `InvalidRequest`, the preprocessing errors of a large prompt, `KeyRefused` and `TenantRefused`.
+        """
         if len(raw) <= LARGE_BYTES:
             request = request_from(raw)
             prompt: GenerationInput = prompt_from(request)
         else:
             call = self._gateway.preprocessing.call
-            without, prompt = await call(len(raw), read_request, raw, self._gateway.bounds)
-            request = request_from(without)
-        _name(request)
-        self._set_tenant(request, context)
-        return request, prompt
-
-    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
-        return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
-
-    def _set_tenant(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        """The one for whom the call's key speaks. Raises `KeyRefused`, `TenantRefused`."""
+            without_prompt, prompt = await call(len(raw), read_request, raw, self._gateway.bounds)
+            request = request_from(without_prompt)
+        request.request_id = request.request_id or made_id()  # now, so that errors are logged under it
         metadata: Any = context.invocation_metadata() or ()
         request.tenant = self._guard.tenant(dict(metadata).get("authorization"), request.tenant)
+        return request, prompt
 
-    def _heed(self, context: Context) -> None:
+    def _set_trace_headers(self, context: Context) -> None:
         if self._gateway.traces:
             set_trace_headers(context.invocation_metadata() or ())
 
     async def _batch(self, requests: Sequence[bytes], context: Context, deadline_s: float | None) -> None:
         places = asyncio.Semaphore(BATCH_AT_ONCE)
-        choosing = asyncio.Lock()  # one is read and takes its places at a time: halves of two would wait for ever
-        writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas join in its outbox
+        choosing = asyncio.Lock()  # one request takes all its places at a time: two with half of theirs would deadlock
+        writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas are joined in its collector
         sender = Sender(context)
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -128,7 +128,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         await write(index, response=message)
                 self._gateway.responses.count("grpc", "Generate", "OK")
             except OutputNotTaken:
-                raise  # which ends the whole batch
+                raise  # ends the whole batch
             except Exception as error:
                 status = status_of(error, servable(self._gateway.view), request_id)
                 self._gateway.responses.count("grpc", "Generate", code_name(status.code))
@@ -141,12 +141,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             for index, request in enumerate(requests):
                 group.create_task(one(index, request))
 
-    async def _abort(self, context: Context, error: Exception, request_id: str = "") -> None:
-        await abort(context, status_of(error, servable(self._gateway.view), request_id))
-
 
 def add_inference_service(service: InferenceService, server: grpc.aio.Server) -> None:
-    """As the generated function; but requests reach their handlers as bytes."""
+    """Like the generated function, but generate requests reach their handlers as bytes."""
     methods = {
         "Generate": grpc.unary_stream_rpc_method_handler(
             service.Generate, response_serializer=inference_pb2.GenerateResponse.SerializeToString
@@ -188,58 +185,43 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def GetTrace(self, request: admin_pb2.GetTraceRequest, context: Context) -> None:
         offset_ns = time.time_ns() - now_ns()
         sender = Sender(context)
-        try:
-            begin_ns, end_ns = _stretch(request, now_ns(), offset_ns)
-            window = self._context.dispatcher.remembered(begin_ns, end_ns).shifted(offset_ns)
-            for page in trace_pages(window, self._context.name):
-                await sender.send(page)
-        except (InvalidRequest, OutputNotTaken) as error:
-            await self._abort(context, error)
+        begin_ns, end_ns = _interval(request, now_ns(), offset_ns)
+        window = self._context.dispatcher.remembered(begin_ns, end_ns).shifted(offset_ns)
+        for page in trace_pages(window, self._context.name):
+            await sender.send(page)
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context
     ) -> admin_pb2.MeasureStepsResponse:
-        try:
-            _check_name("worker", request.worker)
-            timings = await self._context.dispatcher.measure(request.worker, SHAPE.decode(request), request.repeats)
-        except Exception as error:
-            await self._abort(context, error)
+        worker = _checked_name("worker", request.worker)
+        timings = await self._context.dispatcher.measure(worker, SHAPE.decode(request), request.repeats)
         message: admin_pb2.MeasureStepsResponse = TIMINGS.encode(timings)
         return message
 
     async def FlipWorker(self, request: admin_pb2.FlipWorkerRequest, context: Context) -> admin_pb2.FlipWorkerResponse:
-        try:
-            role: Role | None = OPTIONAL_ROLE.decode(request.role)
-            if role is None:
-                raise InvalidRequest("role", "is missing; give POOL_ROLE_PREFILL, POOL_ROLE_DECODE or POOL_ROLE_MIXED")
-            _check_name("worker", request.worker)
-            revision = await self._operator().flip(request.worker, role, request.expected_revision)
-        except Exception as error:
-            await self._abort(context, error)
+        role: Role | None = OPTIONAL_ROLE.decode(request.role)
+        if role is None:
+            raise InvalidRequest("role", "is missing; give POOL_ROLE_PREFILL, POOL_ROLE_DECODE or POOL_ROLE_MIXED")
+        worker = _checked_name("worker", request.worker)
+        revision = await self._operator().flip(worker, role, request.expected_revision)
         return admin_pb2.FlipWorkerResponse(revision=revision)
 
     async def DrainWorker(
         self, request: admin_pb2.DrainWorkerRequest, context: Context
     ) -> admin_pb2.DrainWorkerResponse:
-        try:
-            deadline_s = seconds(request.deadline) if request.HasField("deadline") else 0.0
-            if request.HasField("deadline") and not 0.0 < deadline_s <= LONGEST_DRAIN_S:
-                rule = f"it must be above 0 and at most {LONGEST_DRAIN_S:.0f}"
-                raise InvalidRequest("deadline", f"is {deadline_s:g} s; {rule}")
-            _check_name("worker", request.worker)
-            revision = await self._operator().drain(request.worker, request.expected_revision, deadline_s)
-        except Exception as error:
-            await self._abort(context, error)
+        deadline_s = seconds(request.deadline) if request.HasField("deadline") else 0.0
+        if request.HasField("deadline") and not 0.0 < deadline_s <= LONGEST_DRAIN_S:
+            rule = f"it must be above 0 and at most {LONGEST_DRAIN_S:.0f}"
+            raise InvalidRequest("deadline", f"is {deadline_s:g} s; {rule}")
+        worker = _checked_name("worker", request.worker)
+        revision = await self._operator().drain(worker, request.expected_revision, deadline_s)
         return admin_pb2.DrainWorkerResponse(revision=revision)
 
     async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
-        try:
-            _check_name("pool", request.pool)
-            if request.replicas > MOST_REPLICAS:
-                raise InvalidRequest("replicas", f"is {request.replicas}; a pool has at most {MOST_REPLICAS} workers")
-            revision = await self._operator().scale(request.pool, request.replicas, request.expected_revision)
-        except Exception as error:
-            await self._abort(context, error)
+        pool = _checked_name("pool", request.pool)
+        if request.replicas > MOST_REPLICAS:
+            raise InvalidRequest("replicas", f"is {request.replicas}; a pool has at most {MOST_REPLICAS} workers")
+        revision = await self._operator().scale(pool, request.replicas, request.expected_revision)
         return admin_pb2.ScalePoolResponse(revision=revision)
 
     def _operator(self) -> Operator:
@@ -247,23 +229,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise ControllerAway("this gateway has no controller; ask another one")
         return self._context.operator
 
-    async def _abort(self, context: Context, error: Exception) -> NoReturn:
-        await abort(context, status_of(error, servable(self._gateway.view)))
 
-
-def _name(request: inference_pb2.GenerateRequest) -> None:
-    """An id for a request without one: what goes wrong with it is logged under its id, wherever that is."""
-    request.request_id = request.request_id or made_id()
-
-
-def _check_name(field: str, name: str) -> None:
-    """Whether it could name anything: errors repeat it, and carry it to other processes."""
+def _checked_name(field: str, name: str) -> str:
+    """Bounds the names that errors repeat and other processes receive."""
     if len(name) > LONGEST_NAME:
         raise InvalidRequest(field, f"has {len(name)} characters; no name here has more than {LONGEST_NAME}")
+    return name
 
 
-def _stretch(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:
-    """From when to when, on our clock."""
+def _interval(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int) -> tuple[int, int]:
+    """Begin and end on this gateway's clock; the request's clock is `offset_ns` ahead."""
     if request.HasField("last"):
         if (last_ns := request.last.ToNanoseconds()) < 0:
             raise InvalidRequest("last", f"is {last_ns / 1e9:g} s; give 0 or more")
@@ -271,18 +246,18 @@ def _stretch(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: int
     end_ns = request.end_unix_ns - offset_ns if request.end_unix_ns else current_ns
     begin_ns = request.begin_unix_ns - offset_ns
     if begin_ns > end_ns:
-        raise InvalidRequest("begin_unix_ns", "lies behind the end; give a time that lies before it")
+        raise InvalidRequest("begin_unix_ns", "is after the end; give an earlier time")
     return begin_ns, end_ns
 
 
 async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
-    """What Prometheus reads of this gateway."""
+    """This gateway's metrics in Prometheus' text format."""
     operator = context.operator
     decided = None if operator is None else await operator.decision_counts()
-    told, compat = context.dispatcher.slo_attainment(), context.spec.metrics.compat
-    named = partial(exposition, active=gateway.active, compat=compat, responses=gateway.responses.rows())
-    made = partial(named, told, context.name, gateway.view, decided)
-    return await asyncio.to_thread(made)  # some 15 ms for a thousand series, which tokens need not wait for
+    attainment, compat = context.dispatcher.slo_attainment(), context.spec.metrics.compat
+    build = partial(exposition, active=gateway.active, compat=compat, responses=gateway.responses.rows())
+    # A thousand series take some 15 ms, which no token should wait for.
+    return await asyncio.to_thread(build, attainment, context.name, gateway.view, decided)
 
 
 async def responses(
@@ -315,14 +290,14 @@ async def responses(
             message = event_message(event)
             if whole and isinstance(event, Completed):
                 message.completed.outputs.extend(map(DELTA.encode, TextDelta.join_each(deltas)))
-                if message.ByteSize() > MAX_MESSAGE_BYTES:
-                    rule = (
-                        f"more than one message can carry ({MAX_MESSAGE_BYTES >> 20} MiB); ask for RESPONSE_MODE_DELTAS"
-                    )
-                    raise InvalidRequest(
-                        "response_mode", f"the whole output has {message.ByteSize() >> 20} MiB, {rule}"
-                    )
+                _check_size(message)
             yield message
+
+
+def _check_size(message: inference_pb2.GenerateResponse) -> None:
+    if (num_bytes := message.ByteSize()) > MAX_MESSAGE_BYTES:
+        rule = f"more than one message can carry ({MAX_MESSAGE_BYTES >> 20} MiB); ask for RESPONSE_MODE_DELTAS"
+        raise InvalidRequest("response_mode", f"the whole output has {num_bytes >> 20} MiB, {rule}")
 
 
 def _is_whole(request: inference_pb2.GenerateRequest) -> bool:
@@ -333,7 +308,7 @@ def _is_whole(request: inference_pb2.GenerateRequest) -> bool:
 
 
 def deadline_of(context: Context) -> float | None:
-    """Seconds until this request must end; a little before the call's own deadline, so that the answer which names
-    the phase still reaches the client. None: the client set no deadline."""
+    """Seconds until this request must end: a little before the call's own deadline, so that the status which names the
+    phase still reaches the client. None: the client set no deadline."""
     left_s = context.time_remaining()
     return None if left_s is None else left_s - min(0.05, 0.1 * left_s)

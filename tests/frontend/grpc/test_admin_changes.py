@@ -170,11 +170,11 @@ def served() -> Iterator[tuple[str, FakeOperator]]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_grpc_server() -> tuple[GrpcServer, str]:
+    async def open_server() -> tuple[GrpcServer, str]:
         server = GrpcServer(replace(gateway_context(changed_view()), operator=operator), ByteTokenizer)
         return server, await server.open()
 
-    server, endpoint = asyncio.run_coroutine_threadsafe(open_grpc_server(), loop).result(10)
+    server, endpoint = asyncio.run_coroutine_threadsafe(open_server(), loop).result(10)
     yield endpoint, operator
     asyncio.run_coroutine_threadsafe(server.close(0), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)

@@ -14,7 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.events import Completed
 from cluster.frontend.grpc.reflecting import V1
-from cluster.frontend.grpc.server import GrpcServer, open_grpc_server
+from cluster.frontend.grpc.server import GrpcServer
+from cluster.frontend.servers import open_servers
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.retry import Retry
@@ -142,4 +143,4 @@ async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) ->
 
 
 def test_the_factory_travels_by_name() -> None:
-    assert pickle.loads(pickle.dumps(open_grpc_server)) is open_grpc_server
+    assert pickle.loads(pickle.dumps(open_servers)) is open_servers

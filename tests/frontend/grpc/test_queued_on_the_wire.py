@@ -75,11 +75,11 @@ def endpoint() -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_grpc_server() -> tuple[GrpcServer, str]:
+    async def open_server() -> tuple[GrpcServer, str]:
         server = GrpcServer(gateway_context(Lobby()), ByteTokenizer)
         return server, await server.open()
 
-    server, address = asyncio.run_coroutine_threadsafe(open_grpc_server(), loop).result(10)
+    server, address = asyncio.run_coroutine_threadsafe(open_server(), loop).result(10)
     yield address
     asyncio.run_coroutine_threadsafe(server.close(0), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)

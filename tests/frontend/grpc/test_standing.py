@@ -112,7 +112,7 @@ def served() -> Iterator[tuple[str, FakeDispatcher]]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def open_grpc_server() -> tuple[GrpcServer, str, FakeDispatcher]:
+    async def open_server() -> tuple[GrpcServer, str, FakeDispatcher]:
         dispatcher = FakeDispatcher()
         fast = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.1, ttft_slo_s=2.0, tpot_slo_s=0.05)
         dispatcher._promises.ended(fast)
@@ -121,7 +121,7 @@ def served() -> Iterator[tuple[str, FakeDispatcher]]:
         server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
         return server, await server.open(), dispatcher
 
-    server, address, dispatcher = asyncio.run_coroutine_threadsafe(open_grpc_server(), loop).result(10)
+    server, address, dispatcher = asyncio.run_coroutine_threadsafe(open_server(), loop).result(10)
     yield address, dispatcher
     asyncio.run_coroutine_threadsafe(server.close(0), loop).result(10)
     loop.call_soon_threadsafe(loop.stop)

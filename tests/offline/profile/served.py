@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from cluster.frontend.grpc.server import GrpcServer
+from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
@@ -63,7 +63,7 @@ async def served(
     spec: ClusterSpec, cost: LinearCost = COST, modelled: Modelled | None = None
 ) -> AsyncIterator[tuple[AsyncClient, LocalRuntime]]:
     runtime = LocalRuntime(lambda order: modelled_worker(order, cost, modelled or Modelled()))
-    serving = await serve(spec, runtime=runtime, make_server=lambda context: GrpcServer(context, AnyTokenizer))
+    serving = await serve(spec, runtime=runtime, make_server=lambda context: Servers(context, AnyTokenizer))
     try:
         async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(10.0)

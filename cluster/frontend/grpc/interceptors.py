@@ -1,0 +1,118 @@
+"""What every call of our own gRPC services goes through: the API key, errors as statuses, and the response counter."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health
+from grpc_status import rpc_status
+
+from cluster.frontend.auth import Guard, KeyRefused
+from cluster.frontend.gateway import Gateway, servable
+from cluster.frontend.grpc.sending import abort
+from cluster.frontend.grpc.statuses import code_name, status_of
+from diptych.wire import ADMIN, INFERENCE
+from workers.errors import InvalidRequest
+
+HEALTH = f"/{health.SERVICE_NAME}/"  # open to all: probes and load balancers have no key
+KINDS = ("unary_unary", "unary_stream", "stream_stream")
+Details = grpc.HandlerCallDetails
+Handler = Any  # grpc's own type takes no parameters at run time
+Behavior = Callable[[Any, Any], Awaitable[Any]]
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """Requires an API key in the metadata of every call except those of the health service."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
+    ) -> Handler:
+        details: Any = handler_call_details
+        if not details.method.startswith(HEALTH):
+            try:
+                self._guard.check(dict(details.invocation_metadata).get("authorization"))
+            except KeyRefused as error:
+                return _refusal(error)
+        return await continuation(handler_call_details)
+
+
+def _refusal(error: KeyRefused) -> Handler:
+    """On the wire all calls are streams, so this handler serves every kind."""
+
+    async def refuse(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort_with_status(rpc_status.to_status(status_of(error, ready=True)))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class Undecodable:
+    """Stands for a request message that could not be decoded."""
+
+
+class ResponseInterceptor(grpc.aio.ServerInterceptor):
+    """Turns errors into statuses and counts responses by code. Outermost, so that the refusals of others count too."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        details: Any = handler_call_details
+        service, _, method = details.method.strip("/").partition("/")
+        if handler is None or service not in (INFERENCE, ADMIN):
+            return handler
+        kind = next(each for each in KINDS if getattr(handler, each) is not None)
+        counted = self._counted(method, getattr(handler, kind), counts_ok=service == INFERENCE)
+        return handler._replace(**{kind: counted, "request_deserializer": _tolerant(handler.request_deserializer)})
+
+    def _counted(self, method: str, inner: Behavior, *, counts_ok: bool) -> Behavior:
+        async def behave(request: Any, context: Any) -> Any:
+            code = grpc.StatusCode.UNKNOWN.name
+            try:
+                answer = await self._answer(inner, request, context)
+                code = grpc.StatusCode.OK.name
+                return answer
+            except grpc.aio.AbortError:
+                status = context.code()
+                code = status.name if isinstance(status, grpc.StatusCode) else code_name(status)
+                raise
+            except asyncio.CancelledError:  # the client left, or its deadline passed
+                code = grpc.StatusCode.CANCELLED.name
+                raise
+            finally:
+                if counts_ok or code != grpc.StatusCode.OK.name:  # status queries are no load
+                    self._gateway.responses.count("grpc", method, code)
+
+        return behave
+
+    async def _answer(self, inner: Behavior, request: Any, context: Any) -> Any:
+        try:
+            if isinstance(request, Undecodable):
+                why = "cannot be read; it is cut off, or written by another schema than diptych.v1"
+                raise InvalidRequest("message", why)
+            return await inner(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            await abort(context, status_of(cause, servable(self._gateway.view)))
+
+
+def _tolerant(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Passes undecodable messages on; grpc's own answer would be the name of a Python class."""
+    if decode is None:
+        return None
+
+    def decoded(raw: bytes) -> Any:
+        try:
+            return decode(raw)
+        except Exception:
+            return Undecodable()
+
+    return decoded
