@@ -1,7 +1,7 @@
-"""Clusters that live as long as a command: up, and surely down again, also on Ctrl-C and SIGTERM.
+"""Runs a command's work and its cluster, and stops both on Ctrl-C or SIGTERM.
 
-The first signal cancels the command's work; its `finally`s run, and requests may end for a while. The second one cuts
-these, or, where there are none yet, ends the processes of this one at once. Later ones are ignored.
+The first signal cancels the work; its `finally`s run, and running requests get some time to finish. The second signal
+cuts those requests; before a cluster serves, it kills all child processes at once. Later signals are ignored.
 """
 
 import asyncio
@@ -10,34 +10,34 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:  # what stands behind these is heavy
+if TYPE_CHECKING:
     from cluster.serving import Serving
     from cluster.spec import ClusterSpec
 
-
+T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """The signals of one task: the first one cancels it, the second one cuts what `closed` waits for.
+    """Signal handlers of one task: the first signal cancels it, the second one cuts what `closed` waits for.
 
-    Python's own handlers rather than the loop's: they hold until the process is gone, so no late signal breaks into the
-    end of Ray or of the interpreter. A newer one takes the signals over.
+    Uses Python's handlers rather than the loop's: they hold until the process ends, so a late signal cannot interrupt
+    the shutdown of Ray or of the interpreter. A newer `Interrupts` replaces the handlers.
     """
 
     def __init__(self, *, serves: bool = False) -> None:
-        """Listens for the running task. `serves`: it ends by `closed`; else there is nothing to cut."""
+        """Handles signals for the running task. `serves`: it will call `closed`; else a second signal kills."""
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._cut = asyncio.Event()
         self._serves = serves
-        self._heard = 0
+        self._received = 0
         for number in SIGNALS:
-            signal.signal(number, self._hear)
+            signal.signal(number, self._on_signal)
 
     async def closed(self, close: Coroutine[Any, Any, None], cut: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `close` to its end; a second signal runs `cut` beside it."""
@@ -48,11 +48,11 @@ class Interrupts:
         else:
             await asyncio.gather(closing, cut())
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard += 1
-        if self._loop.is_closed() or self._heard > 2:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._received += 1
+        if self._loop.is_closed() or self._received > 2:
             return
-        if self._heard == 1:
+        if self._received == 1:
             self._loop.call_soon_threadsafe(self._task.cancel)
         elif self._serves:
             self._loop.call_soon_threadsafe(self._cut.set)
@@ -61,8 +61,8 @@ class Interrupts:
 
 
 def _end_at_once() -> None:
-    """Kill what this process started, and go: Ray's start, for one, cannot be broken off in any other way."""
-    with suppress(ImportError):  # without it there is no Ray either
+    """Kill all child processes and exit. Nothing else can interrupt the start of Ray."""
+    with suppress(ImportError):  # without psutil there is no Ray either
         import psutil
 
         for child in psutil.Process().children(recursive=True):
@@ -77,9 +77,9 @@ def _end_at_once() -> None:
 async def running_cluster(
     spec: "ClusterSpec", runtime: str, progress: Callable[[str], None], *, gateways: bool = True, grace_s: float = 0.0
 ) -> AsyncIterator["Serving"]:
-    """A cluster with its doors open, if it has `gateways`; closed at the end, whatever the end is.
+    """A running cluster, with its gateways unless `gateways` is false; always closed at the end.
 
-    What runs then may go on for `grace_s`, unless there is a second signal.
+    Requests that still run then get `grace_s` to finish, unless a second signal comes.
     """
     from cluster.frontend.servers import open_servers
     from cluster.serving import serve
@@ -97,19 +97,20 @@ def closing_words(grace_s: float) -> str:
     return f"closing: running requests may end within {grace_s:g} s; Ctrl-C cuts them" if grace_s else "closing"
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end. Ctrl-C and SIGTERM cancel the work, and its `finally`s run. Raises KeyboardInterrupt then."""
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Ctrl-C and SIGTERM cancel it, so its `finally`s run; KeyboardInterrupt is raised then."""
 
-    async def guarded() -> None:
+    async def guarded() -> T:
         Interrupts()
-        await work
+        return await work
 
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        asyncio.run(guarded())
+        result = asyncio.run(guarded())
     except asyncio.CancelledError:
-        for number in SIGNALS:  # the interpreter puts back others than this one before it is gone
+        for number in SIGNALS:  # handlers that the interpreter restores at exit would end it with a traceback
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt from None
     for number, handler in before.items():
         signal.signal(number, handler)
+    return result

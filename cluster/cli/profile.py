@@ -15,7 +15,6 @@ from cluster.cli.serve import check_pools
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.spec import ClusterSpec
     from workers.profiles.measured import ClusterProfile
 
 
@@ -64,14 +63,12 @@ def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
 
     spec = private(load_spec(file))
     check_pools(spec, file, runtime)
-    found: list[ClusterProfile] = []
 
-    async def measured(spec: "ClusterSpec") -> None:
+    async def measured() -> "ClusterProfile":
         async with running_cluster(spec, runtime, say) as serving:
-            found.append(await _measure(serving.endpoint, Access(api_key=""), rounds))
+            return await _measure(serving.endpoint, Access(api_key=""), rounds)
 
-    run(measured(spec))
-    return found[0]
+    return run(measured())
 
 
 async def _measure(endpoint: str, access: Access, rounds: int) -> "ClusterProfile":

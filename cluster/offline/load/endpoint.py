@@ -1,5 +1,6 @@
-"""What a load is sent to: the port, and how one names it. Knows no protocol."""
+"""What a load is sent to: the port, how an address names it, and how it is opened. Knows no protocol."""
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,7 @@ from diptych.access import Access
 
 
 class EndpointError(Exception):
-    """There is nothing to measure at an endpoint; the message says why and what to do."""
+    """An endpoint cannot be measured; the message says why and what to do."""
 
 
 class Endpoint(Protocol):
@@ -28,11 +29,11 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An endpoint as it is named: `grpc://HOST:PORT` or `HOST:PORT` is ours, `http://HOST:PORT[/v1]` any OpenAI server;
+    """An address: `grpc://HOST:PORT` or `HOST:PORT` is a Diptych gateway, `http://HOST:PORT[/v1]` any OpenAI server;
     with TLS, `grpcs://` and `https://`.
 
-    `model` (empty: the only one it has), `api_key` and `tokenizer`, a folder, are for HTTP. gRPC passes over this key,
-    since it may stand in the environment for another server.
+    `model` (empty: the only one), `api_key` and `tokenizer` (a folder) are for HTTP. gRPC ignores `api_key`, because
+    the environment may have it for another server. Raises `EndpointError` for options that do not fit the address.
     """
 
     address: str
@@ -43,7 +44,7 @@ class Target:
 
     @property
     def bearer(self) -> str:
-        """The key for HTTP: of a file, of this server, or that of our gateways. Empty: none."""
+        """The key for HTTP: from --key-file, else --api-key, else DIPTYCH_API_KEY. Empty: none."""
         return self.access.api_key or self.api_key or self.access.key
 
     @property
@@ -60,3 +61,14 @@ class Target:
             raise EndpointError(f"{self.address} is gRPC; --model and --tokenizer go with http:// endpoints")
         if self.access.has_files and scheme == "http":
             raise EndpointError(f"{self.address} is without TLS; write https://, or leave --ca and --cert out")
+
+
+def open_endpoint(target: Target) -> AbstractAsyncContextManager[Endpoint]:
+    """Connects and asks for the model. Raises `EndpointError` and `DiptychError`."""
+    if target.is_http:
+        from cluster.offline.load.through_http import open_http
+
+        return open_http(target)
+    from cluster.offline.load.through_grpc import open_grpc
+
+    return open_grpc(target.address, target.access)
