@@ -1,6 +1,6 @@
-"""The `diptych` command. Every command loads what it needs when it runs, so `--help` is instant.
+"""The `diptych` command. Each command imports heavy modules only when it runs, so `--help` is instant.
 
-Knows how errors look to a person: one clear line and an exit code above 0; the traceback only with --debug.
+Prints errors as one line with a nonzero exit code; --debug shows the traceback.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
 
 
 class DiptychGroup(click.Group):
-    """Turns what a command raises into one line, and lists commands by what they are for."""
+    """Lists commands in groups and turns exceptions into one-line errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -65,7 +65,7 @@ class DiptychGroup(click.Group):
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one line. Errors that are neither ours nor the system's get their type's name."""
+    """The error as one line; errors that are not Diptych's or the operating system's name their type."""
     if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return " ".join(named.split())

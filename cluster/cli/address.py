@@ -1,6 +1,6 @@
-"""Where a gateway is and how to authenticate: options of the commands that talk to one, and of those that open one.
+"""Options for a gateway's address and for TLS and API keys, on the client and on the server side.
 
-A key is never an argument: it would show in the shell's history and in the process list.
+A key is never an argument, because it would show in the shell's history and in the process list.
 """
 
 import os
@@ -53,13 +53,13 @@ FILES = (
 
 
 def filed(command: Callable[..., None]) -> Callable[..., None]:
-    """Options for what guards a gateway. The command gets those given as `files`, by their names in a cluster file."""
+    """Adds the TLS and API key options of a gateway. The command gets `files`: cluster file key -> absolute path."""
     names = [option.removeprefix("--").replace("-", "_") for option, _ in FILES]
 
     @wraps(command)
     def with_files(*args: Any, **options: Any) -> None:
         given = {name: options.pop(name) for name in names}
-        # Links are not followed: one that is turned to another file is a renewal.
+        # Symbolic links stay: pointing one at another file renews the certificate.
         files = {name: os.path.abspath(path) for name, path in given.items() if path is not None}
         command(*args, files=files, **options)
 
@@ -69,35 +69,31 @@ def filed(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def accessed(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of `ACCESS`; the command gets them as `access`."""
-
-    @wraps(command)
-    def with_access(*args: Any, access: Callable[[], Access], **options: Any) -> None:
-        command(*args, access=access(), **options)
-
-    return _accessed(with_access)
+    """Adds the options of `ACCESS`; the command gets them as `access`."""
+    return _accessed(command, rereads=False)
 
 
 def addressed(command: Callable[..., None]) -> Callable[..., None]:
-    """The same and `endpoint`."""
-    with_endpoint: Callable[..., None] = ENDPOINT(accessed(command))
+    """Adds the options of `ACCESS` and `--endpoint`."""
+    with_endpoint: Callable[..., None] = ENDPOINT(_accessed(command, rereads=False))
     return with_endpoint
 
 
 def addressed_for_long(command: Callable[..., None]) -> Callable[..., None]:
-    """For commands that stay while keys are renewed: `access` is a function that reads the key again."""
-    with_endpoint: Callable[..., None] = ENDPOINT(_accessed(command))
+    """Like `addressed` for long-running commands: `access` is a function that reads a renewed key."""
+    with_endpoint: Callable[..., None] = ENDPOINT(_accessed(command, rereads=True))
     return with_endpoint
 
 
-def _accessed(command: Callable[..., None]) -> Callable[..., None]:
+def _accessed(command: Callable[..., None], rereads: bool) -> Callable[..., None]:
     @wraps(command)
     def with_options(
         *args: Any, ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None, **options: Any
     ) -> None:
         if (cert is None) != (cert_key is None):
             raise click.UsageError("--cert and --cert-key come together; give both")
-        command(*args, access=partial(_access, ca, cert, cert_key, key_file), **options)
+        access = partial(_access, ca, cert, cert_key, key_file)
+        command(*args, access=access if rereads else access(), **options)
 
     for option in reversed(ACCESS):
         with_options = option(with_options)
@@ -105,10 +101,8 @@ def _accessed(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _access(ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None) -> Access:
-    return Access(ca, cert, cert_key, None if key_file is None else _first_key(key_file))
-
-
-def _first_key(path: str) -> str:
+    if key_file is None:
+        return Access(ca, cert, cert_key)
     from cluster.frontend.auth import read_keys
 
-    return next(iter(read_keys(path)))
+    return Access(ca, cert, cert_key, next(iter(read_keys(key_file))))

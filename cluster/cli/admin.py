@@ -1,4 +1,4 @@
-"""`diptych flip`, `drain` and `scale`: a running cluster changes its shape."""
+"""`diptych flip`, `drain` and `scale`: change a running cluster."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -92,8 +92,8 @@ def _change(endpoint: str, access: Access, ask: Callable[["AsyncClient"], Awaita
     return asyncio.run(change())
 
 
-def _print(as_json: bool, revision: int, words: str, **facts: Any) -> None:
+def _print(as_json: bool, revision: int, text: str, **facts: Any) -> None:
     if as_json:
         print_json({**facts, "revision": revision})
     else:
-        click.echo(f"{words} (revision {revision})")
+        click.echo(f"{text} (revision {revision})")

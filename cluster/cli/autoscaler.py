@@ -1,6 +1,7 @@
-"""`diptych autoscaler`: the pods of each pool follow its target number of workers."""
+"""`diptych autoscaler`: sets the replicas of each pool's StatefulSet to the pool's target."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,7 @@ from cluster.cli.lifetime import run
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from cluster.control.autoscaler.kubernetes import ApiServer
-    from cluster.control.autoscaler.pods import Pods
+    from cluster.control.autoscaler.loop import Autoscaler
 
 SECONDS = click.FloatRange(min=0, min_open=True)
 
@@ -66,6 +66,7 @@ def autoscaler(
     from dataclasses import replace
 
     from cluster.control.autoscaler.kubernetes import ACCOUNT, ScaleError, api_server
+    from cluster.control.autoscaler.loop import Autoscaler
     from cluster.control.autoscaler.pods import Pods, scaled
     from cluster.runtime.logs import begin
     from cluster.spec_file import load_spec
@@ -80,26 +81,13 @@ def autoscaler(
         raise click.ClickException(str(error)) from None
     begin(replace(spec.logs, format=log_format or spec.logs.format), "autoscaler")
     try:
-        run(_autoscaler(Pods(pools, window_s), server, endpoint, access, prefix, period_s, health_port))
+        run(_run(Autoscaler(Pods(pools, window_s), server, endpoint, access, prefix, period_s), health_port))
     except KeyboardInterrupt:
         click.echo("closed")  # the ordinary end
 
 
-async def _autoscaler(
-    pods: "Pods",
-    server: "ApiServer",
-    endpoint: str,
-    access: Callable[[], Access],
-    prefix: str,
-    period_s: float,
-    health_port: int | None,
-) -> None:
-    from contextlib import AsyncExitStack
+async def _run(autoscaler: "Autoscaler", health_port: int | None) -> None:
+    from cluster.control.autoscaler.loop import probed
 
-    from cluster.control.autoscaler.loop import Autoscaler, probed
-
-    running = Autoscaler(pods, server, endpoint, access, prefix, period_s)
-    async with AsyncExitStack() as stack:
-        if health_port is not None:
-            await stack.enter_async_context(probed(running, health_port))
-        await running.run()
+    async with nullcontext() if health_port is None else probed(autoscaler, health_port):
+        await autoscaler.run()

@@ -1,4 +1,4 @@
-"""Compared runs, real or simulated, on a terminal and in a folder."""
+"""Prints compared runs, real or simulated, and writes their report folder."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def positive_slo(ttft_s: float | None, tpot_s: float | None) -> "SLO":
-    """The SLO of the command line, checked."""
+    """The SLO of --ttft and --tpot. Raises `click.UsageError` unless they are above 0."""
     from workers.request import SLO
 
     for name, value in (("--ttft", ttft_s), ("--tpot", tpot_s)):
@@ -42,7 +42,7 @@ def print_comparison(compared: "Sequence[Compared]", as_json: bool) -> None:
 
 
 def _file_name(name: str) -> str:
-    """A file name inside the folder, whatever the system is called."""
+    """The system's name as a safe file name."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "system"
 
 
@@ -64,9 +64,9 @@ def write_report(
     notes: Sequence[str] = (),
     more: "More | None" = None,
 ) -> None:
-    """Write figures as JSON, every picture, one page with all of them, and a trace of each run that has one.
+    """Write figures.json, each picture as PNG, report.html with all of them, and a Perfetto trace of each run.
 
-    `document`: the JSON, when it is more than the systems' figures. `notes` and `more` go into the page.
+    `document` replaces the systems' figures in the JSON. `notes` and `more` go into the page.
     """
     import json
 

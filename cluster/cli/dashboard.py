@@ -4,45 +4,42 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from cluster.cli.rates import Looks, Rates, WorkerRates
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cluster.cli.rates import Rates, Snapshots, WorkerRates
 from cluster.cli.screen import size, view_json
 from cluster.cli.shape import decision_json, decision_words
 from cluster.observe.history import Happening, Traffic
 from cluster.policy.slo_attainment import Kept
+from diptych.client import ClusterStatus
 from diptych.view import ClusterView, Taken, WorkerState, WorkerView
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
-    from diptych.client import ClusterStatus
-
 WIDE = 120  # columns; narrower screens leave details out
-FOOTER_LINES, MOST_SLO_LINES = 6, 3
-NARROW_REST = 67  # columns that a narrow table needs beside the names of workers
+MAX_FOOTER_LINES, MAX_SLO_LINES = 6, 3
+NARROW_REST = 67  # width of a narrow table without the worker names
 COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 UNKNOWN = "-"
-TIED = "\u00a0"  # a space where no line breaks
+TIED = "\u00a0"  # a no-break space
 
 
-def screen(looks: Looks, width: int, height: int | None = None, *, trouble: str = "", once: bool = False) -> Any:
+def screen(
+    snapshots: Snapshots, width: int, height: int | None = None, *, trouble: str = "", once: bool = False
+) -> Group:
     """Header, a row for each pool and its workers, and the latest events. `height`: lines of the terminal; workers that
-    do not fit are counted instead. `trouble`: why there is no newer answer."""
-    from rich.console import Group
-
-    status, rates = looks.latest.status, looks.rates(since_beginning=once)
+    do not fit are counted instead. `trouble`: why the snapshot is old."""
+    status, rates = snapshots.latest.status, snapshots.rates(since_beginning=once)
     head = [*_header(status, rates, width, trouble)]
     foot = [*_footer(status, width)]
     room = None if height is None else max(3, height - len(head) - len(foot) - 3)
     return Group(*head, "", _table(status, rates, width, room), "", *foot)
 
 
-def _header(status: "ClusterStatus", rates: Rates, width: int, trouble: str) -> "Iterator[Text]":
-    from rich.text import Text
-
-    view, uptime = status.view, span(status.recent.uptime_s)
+def _header(status: ClusterStatus, rates: Rates, width: int, trouble: str) -> Iterator[Text]:
+    view, uptime = status.view, duration_text(status.recent.uptime_s)
     model = view.model.name if view.model else "not loaded yet"
     named = f"{view.name}  model {model}  revision {view.revision}  {status.gateway} up {uptime}"
     yield Text(named, style="bold", no_wrap=True, overflow="ellipsis")
@@ -50,29 +47,24 @@ def _header(status: "ClusterStatus", rates: Rates, width: int, trouble: str) -> 
     load = f"{status.active_requests} of {status.max_requests} in flight, {status.standing.queued} queued"
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
     when = "since the gateway started" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
-    kept = [f"{score.name}{TIED}{words}" for score in rates.kept if (words := _kept_words(score.ttft, score.tpot))]
+    kept = [f"{score.name}{TIED}{text}" for score in rates.kept if (text := _attainment_text(score.ttft, score.tpot))]
     attained = f"SLO attainment, {when}: {'; '.join(kept) or 'no request yet'}"
-    for line in wrap(attained, width, subsequent_indent="  ")[:MOST_SLO_LINES]:
+    for line in wrap(attained, width, subsequent_indent="  ")[:MAX_SLO_LINES]:
         yield _line(line.replace(TIED, " "))
     if trouble:
         yield Text(trouble, style="bold red", no_wrap=True, overflow="ellipsis")
 
 
-def _line(text: str) -> "Text":
-    from rich.text import Text
-
+def _line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def _kept_words(ttft: Kept, tpot: Kept) -> str:
-    shares = (f"{name} {kept.share:.0%} of {kept.settled}" for name, kept in (("TTFT", ttft), ("TPOT", tpot))
-            if kept.share is not None)  # fmt: skip
-    return " ".join(shares).replace(" ", TIED)
+def _attainment_text(ttft: Kept, tpot: Kept) -> str:
+    known = [(name, kept) for name, kept in (("TTFT", ttft), ("TPOT", tpot)) if kept.share is not None]
+    return TIED.join(f"{name}{TIED}{kept.share:.0%}{TIED}of{TIED}{kept.settled}" for name, kept in known)
 
 
-def _table(status: "ClusterStatus", rates: Rates, width: int, room: int | None) -> "Table":
-    from rich.table import Table
-
+def _table(status: ClusterStatus, rates: Rates, width: int, room: int | None) -> Table:
     wide = width >= WIDE
     table = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0), header_style="bold underline")
     headers = ["worker", "role", "state", ">run", ">wait", "KV", ">used", ">hits", ">in", ">out", ">KV/s", ">tok/s"]
@@ -120,33 +112,31 @@ def _fitting(
     return shown, left
 
 
-def _pool_cells(name: str, view: ClusterView, rates: Rates, wide: bool) -> list["str | Text"]:
+def _pool_cells(name: str, view: ClusterView, rates: Rates, wide: bool) -> list[str | Text]:
     """Sums over the pool's workers."""
-    staff = [worker for worker in view.workers if worker.pool == name]
+    members = [worker for worker in view.workers if worker.pool == name]
     pool = next((pool for pool in view.pools if pool.name == name), None)
-    ready = sum(worker.state is WorkerState.READY for worker in staff)
-    of = [rates.workers.get(worker.name, WorkerRates()) for worker in staff]
-    used, total = sum(map(_used, staff)), sum(worker.stats.total_blocks for worker in staff)
+    ready = sum(worker.state is WorkerState.READY for worker in members)
+    of = [rates.workers.get(worker.name, WorkerRates()) for worker in members]
+    used, total = sum(map(_used, members)), sum(worker.stats.total_blocks for worker in members)
     cells: list[str | Text] = [
         name,
         pool.role.value if pool is not None else "",
-        f"{ready} of {pool.wanted if pool is not None else len(staff)}",
-        str(sum(worker.stats.running for worker in staff)),
-        str(sum(worker.stats.waiting for worker in staff)),
+        f"{ready} of {pool.wanted if pool is not None else len(members)}",
+        str(sum(worker.stats.running for worker in members)),
+        str(sum(worker.stats.waiting for worker in members)),
         _bar(used, total, 12 if wide else 6),
         _blocks(used, total, wide),
         "",
-        str(sum(worker.stats.reserved for worker in staff)),
-        str(sum(worker.stats.leases for worker in staff)),
+        str(sum(worker.stats.reserved for worker in members)),
+        str(sum(worker.stats.leases for worker in members)),
         _size_rate(_total(each.bytes_s for each in of)),
         _rate(_total(each.tokens_s for each in of)),
     ]
     return [*cells, *([_rate(_total(each.steps_s for each in of)), ""] if wide else [])]
 
 
-def _cells(worker: WorkerView, rate: WorkerRates, told: Traffic, wide: bool) -> list["str | Text"]:
-    from rich.text import Text
-
+def _cells(worker: WorkerView, rate: WorkerRates, traffic: Traffic, wide: bool) -> list[str | Text]:
     stats, state = worker.stats, worker.state.value
     cells: list[str | Text] = [
         f" {worker.name}",
@@ -164,7 +154,7 @@ def _cells(worker: WorkerView, rate: WorkerRates, told: Traffic, wide: bool) -> 
     ]
     if not wide:
         return cells
-    change = f"{told.change}, {span(told.changed_ns / 1e9)} ago" if told.change else ""
+    change = f"{traffic.change}, {duration_text(traffic.changed_ns / 1e9)} ago" if traffic.change else ""
     return [*cells, _rate(rate.steps_s), Text(worker.trouble or change)]
 
 
@@ -178,10 +168,8 @@ def _blocks(used: int, total: int, wide: bool) -> str:
     return f"{used / total:.0%}" if total else UNKNOWN
 
 
-def _bar(used: int, total: int, cells: int) -> "Text":
-    """Filled by the share of blocks in use; any use shows."""
-    from rich.text import Text
-
+def _bar(used: int, total: int, cells: int) -> Text:
+    """Shows the share of blocks in use, with at least one cell if any block is."""
     share = used / total if total else 0.0
     full = min(cells, max(1, round(share * cells))) if used else 0
     style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
@@ -203,7 +191,7 @@ def _size_rate(value: float | None) -> str:
     return UNKNOWN if value is None else "0" if not value else size(value)
 
 
-def span(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """3 s, 4m05s, 2h07m, 3d04h."""
     whole = int(seconds)
     if whole < 60:
@@ -215,14 +203,14 @@ def span(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _footer(status: "ClusterStatus", width: int) -> "Iterator[Text]":
-    """The latest decisions and events, newest first; before them troubles that have no column."""
+def _footer(status: ClusterStatus, width: int) -> Iterator[Text]:
+    """Worker problems that have no column, then the latest decisions and events, newest first."""
     troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
-    for worker in troubled[:FOOTER_LINES]:
+    for worker in troubled[:MAX_FOOTER_LINES]:
         yield _line(f"{worker.name}: {worker.trouble}")
     entries = [*map(_decided, status.decisions), *_events(status.recent.happenings)]
-    for age_s, words in sorted(entries, key=lambda entry: entry[0])[:FOOTER_LINES]:
-        yield _line(f"{span(age_s):>7} ago  {words}")
+    for age_s, words in sorted(entries, key=lambda entry: entry[0])[:MAX_FOOTER_LINES]:
+        yield _line(f"{duration_text(age_s):>7} ago  {words}")
 
 
 def _decided(taken: Taken) -> tuple[float, str]:
@@ -230,18 +218,18 @@ def _decided(taken: Taken) -> tuple[float, str]:
 
 
 def _events(events: tuple[tuple[float, Happening], ...]) -> Iterator[tuple[float, str]]:
-    """Refusals with one cause are one line: the latest, and how many there were."""
+    """Refusals with the same cause are one line: the latest one and the count."""
     causes = Counter(each.text.partition(":")[0] for _, each in events if each.kind == "refused")
     for age_s, each in reversed(events):
         count = causes.pop(each.text.partition(":")[0], 0) if each.kind == "refused" else 1
         if count:
-            who = " ".join(filter(None, (each.worker, each.request_id)))
+            subject = " ".join(filter(None, (each.worker, each.request_id)))
             more = f" (and {count - 1} more)" if count > 1 else ""
-            yield age_s, f"{each.kind}{more}: {who}{': ' if who else ''}{each.text}"
+            yield age_s, f"{each.kind}{more}: {subject}{': ' if subject else ''}{each.text}"
 
 
-def screen_json(looks: Looks) -> dict[str, Any]:
-    status, rates = looks.latest.status, looks.rates(since_beginning=True)
+def screen_json(snapshots: Snapshots) -> dict[str, Any]:
+    status, rates = snapshots.latest.status, snapshots.rates(since_beginning=True)
     gateway = {
         "name": status.gateway,
         "active": status.active_requests,
@@ -256,7 +244,7 @@ def screen_json(looks: Looks) -> dict[str, Any]:
     return view_json(status.view) | {
         "gateway": gateway,
         "rates": asdict(rates),
-        "traffic": {name: asdict(told) for name, told in status.recent.traffic},
+        "traffic": {name: asdict(traffic) for name, traffic in status.recent.traffic},
         "decisions": [decision_json(taken) for taken in status.decisions],
         "happenings": happenings,
     }

@@ -1,15 +1,15 @@
-"""`diptych demo`: two workers here, a real model, one answer and its route; or a worker killed under streams."""
+"""`diptych demo`: starts two workers, answers one prompt and shows its route; `--kill` kills a worker instead."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from cluster.cli.groups import GroupedCommand
-from cluster.cli.kill_demo import check_can_kill, kill_demo
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
-from cluster.cli.screen import answer_json, console, ledger_table, print_json, route_lines, say, worker_json
+from cluster.cli.screen import answer_json, console, ledger_table, print_json, route_lines, say
 from cluster.cli.serve import check_pools
 
 if TYPE_CHECKING:
@@ -39,12 +39,13 @@ def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_
       diptych demo --prompt "What is a diptych?" --max-tokens 40
       diptych demo --kill
     """
+    from cluster.cli.kill_demo import check_can_kill, kill_demo
     from cluster.spec_file import laptop_spec
 
     if kill:
         check_can_kill(runtime)
     spec = private(laptop_spec().with_model(model))
-    # The default router computes a short prompt where it decodes; the demo shows a handoff.
+    # The default router would run a short prompt on the decode worker; the demo is to show a KV handoff.
     spec = replace(spec, gateway=replace(spec.gateway, routing="least-loaded"))
     check_pools(spec, None, runtime)
     try:
@@ -63,7 +64,7 @@ async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int,
         workers = {worker.name: worker for worker in view.workers}
         if as_json:
             found: dict[str, Any] = answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed)
-            print_json(found | {"workers": [worker_json(worker) for worker in view.workers]})
+            print_json(found | {"workers": msgspec.to_builtins(view.workers)})
             return
         screen = console()
         screen.print("\n[bold]Where it ran[/]")

@@ -1,4 +1,4 @@
-"""`diptych doctor`: what this machine has, what Diptych will use, and why."""
+"""`diptych doctor`: the hardware and libraries of this machine, and what Diptych will use of them."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What would run the model. `devices` are the accelerators that torch can use; `cuda`: what torch is built for."""
+    """What can run a model. `devices`: accelerators that torch can use. `cuda`: the version torch is built for."""
 
     python: str
     cpus: int

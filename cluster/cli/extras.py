@@ -1,4 +1,4 @@
-"""Which extra of the package brings which library: a command whose library is missing says what to install."""
+"""Which extra installs which library, for the error of a command whose library is missing."""
 
 EXTRAS = {
     "simulate": ("aiohttp", "numpy", "xxhash", "jinja2", "psutil"),
@@ -14,7 +14,7 @@ NEED_WORKERS = frozenset({"demo", "serve", "gateway", "leave", "models", "doctor
 
 
 def missing_extra(error: BaseException, command: str) -> str | None:
-    """What to install, when the error is a library of an extra that is not there."""
+    """The error line for a missing library of an extra; None for other errors."""
     library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     extra = "serve" if command in NEED_WORKERS and EXTRA_OF.get(library) == "simulate" else EXTRA_OF.get(library)
     if extra is None:

@@ -1,4 +1,4 @@
-"""`diptych gateway`: one more gateway for a cluster that `diptych serve` runs."""
+"""`diptych gateway`: adds a gateway to a cluster that `diptych serve` started."""
 
 import socket
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import click
 from cluster.cli.address import filed
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.launch import with_files, with_http, with_other_http, with_port
-from cluster.cli.lifetime import Interrupts, closing_words, run
+from cluster.cli.lifetime import GONE, Interrupts, closing_line, run
 from cluster.cli.local_servers import announced
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ async def _gateway(
 
     name = f"gateway-{socket.gethostname()}"
     await join_ray()
-    Interrupts()  # again: Ray takes SIGTERM for itself when it starts
+    Interrupts()  # again, because Ray replaces the SIGTERM handler when it starts
     controller = await await_controller(cluster, wait_s)
     click.echo(f"joining {cluster}")
     spec, model = await described(controller, wait_s)
@@ -94,24 +94,24 @@ async def _gateway(
     joined = await join(name, spec, model, controller, open_servers)
     interrupts = Interrupts(serves=True)
     try:
-        await _tell(joined, spec.gateway.grpc_scheme)
+        await _serve(joined, spec.gateway.grpc_scheme)
     finally:
-        click.echo(closing_words(grace_s))
+        click.echo(closing_line(grace_s))
         await interrupts.closed(joined.close(grace_s), joined.cut)
 
 
 def _changed(port: int | None, http_port: int | None, files: dict[str, str], spec: "ClusterSpec") -> "ClusterSpec":
-    """The cluster's spec with the options of this command."""
+    """The cluster's spec, changed by the options of this command."""
     spec = with_files(spec, files)
     if port is not None:
         spec = with_port(spec, port)
     return with_other_http(spec, click.echo) if http_port is None else with_http(spec, http_port)
 
 
-async def _tell(joined: "JoinedGateway", scheme: str) -> None:
+async def _serve(joined: "JoinedGateway", scheme: str) -> None:
     click.echo(f"ready: {scheme}://{joined.endpoint}")
     if joined.http_url:
         click.echo(f"ready: {joined.http_url}/v1")
     with announced(f"{scheme}://{joined.endpoint}"):
         await joined.wait_orphaned()
-    raise click.ClickException("the cluster is gone: its controller does not answer any more")
+    raise click.ClickException(GONE)

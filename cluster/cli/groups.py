@@ -1,4 +1,4 @@
-"""Help in groups: commands by what they are for, options by what they change."""
+"""Options in groups for `--help`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """Lists options under the headings of their groups, in the order in which the groups first appear."""
+    """Lists options under their groups' headings, in the order of first use."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""The cluster that a command starts: from a file, or from a model's name and a few numbers; its ports and its files."""
+"""The spec of the cluster that a command starts, from a file or from options; checks ports before anything starts."""
 
 import errno
 import os
@@ -18,14 +18,14 @@ HTTP_PORT = 8000
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What `diptych serve` takes instead of a file. None: one replica, one rank."""
+    """Options of `diptych serve` that replace a file. None: one replica, one rank."""
 
     prefill_replicas: int | None = None
     decode_replicas: int | None = None
     tensor_parallel_size: int | None = None
 
     def check_no_file(self, file: str) -> None:
-        """Raises `click.UsageError` when a size is given: a file has its own."""
+        """Raises `click.UsageError` when a size is given, because the file sets it."""
         named = {
             "--prefill-replicas": (self.prefill_replicas, "replicas"),
             "--decode-replicas": (self.decode_replicas, "replicas"),
@@ -79,7 +79,7 @@ def num_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def gpu_share(gpus: int, ranks: int, tensor: int) -> float:
-    """GPUs that Ray sets aside for each rank: 1, or a fraction when single ranks share them; 0 on a machine without.
+    """GPUs that Ray reserves for each rank: 1, or a fraction when workers of one rank share GPUs; 0 without GPUs.
 
     Raises `SpecError` when ranks of one worker would share a GPU.
     """
@@ -95,10 +95,10 @@ def gpu_share(gpus: int, ranks: int, tensor: int) -> float:
 
 
 def with_default_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
-    """HTTP on port 8000 when its extra is installed and nobody asked for another port or for none.
+    """HTTP on port 8000, unless the spec has an HTTP port or the `http` extra is missing.
 
-    Any free port is taken where gRPC takes any, or, with a line, where 8000 is in use. A Ray of others (RAY_ADDRESS)
-    opens gateways on hosts that cannot be asked from here: there HTTP is opened only on request.
+    Takes any free port if gRPC does, or, with a message, if 8000 is in use. With RAY_ADDRESS, gateways may run on
+    other hosts, whose ports cannot be checked from here: HTTP is opened only on request.
     """
     from cluster.frontend.http import missing_packages
 
@@ -115,7 +115,7 @@ def with_default_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "Clust
 
 
 def with_other_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
-    """For one more gateway of a cluster: its HTTP port, or any free one where this machine uses that already."""
+    """The HTTP port of an additional gateway: the cluster's, or any free one if this machine already uses that."""
     port = spec.gateway.http_port
     if not port or is_free(spec.gateway.host, port):
         return spec
@@ -124,8 +124,8 @@ def with_other_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "Cluster
 
 
 def check_servers(spec: "ClusterSpec") -> None:
-    """Raise now if a gateway's port is taken here (OSError), a file of certificates or keys cannot be used (SpecError)
-    or HTTP is not installed, rather than after the model is loaded. In a Ray of others, all this is elsewhere."""
+    """Raise before the model is loaded if a port is in use (OSError), a certificate or key file is not usable
+    (SpecError) or HTTP is not installed. With RAY_ADDRESS, gateways run on other hosts: ports and files are skipped."""
     if spec.gateway.http_port is not None:
         from cluster.frontend.http import check_extra
 
@@ -168,7 +168,7 @@ def with_port(spec: "ClusterSpec", port: int) -> "ClusterSpec":
 
 
 def with_files(spec: "ClusterSpec", files: dict[str, str]) -> "ClusterSpec":
-    """Files of certificates and keys, by their keys in the cluster file. Raises `SpecError`."""
+    """Set certificate and key files; `files`: cluster file key -> path. Raises `SpecError`."""
     from cluster.spec import SpecError
 
     try:
@@ -178,10 +178,10 @@ def with_files(spec: "ClusterSpec", files: dict[str, str]) -> "ClusterSpec":
 
 
 def private(spec: "ClusterSpec") -> "ClusterSpec":
-    """Reachable from this machine alone: any free loopback port, no HTTP, no TLS, no keys."""
-    alone = replace(spec.gateway, host="127.0.0.1", grpc_port=0, http_port=None)
-    open_ = replace(alone, tls_cert_file=None, tls_key_file=None, tls_client_ca_file=None, api_keys_file=None)
-    return replace(spec, gateway=open_)
+    """Reachable from this machine only: any free loopback port, no HTTP, no TLS, no keys."""
+    gateway = replace(spec.gateway, host="127.0.0.1", grpc_port=0, http_port=None)
+    files = {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": None, "api_keys_file": None}
+    return replace(spec, gateway=replace(gateway, **files))  # type: ignore[arg-type]
 
 
 def with_http(spec: "ClusterSpec", port: int | None) -> "ClusterSpec":

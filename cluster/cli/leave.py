@@ -1,4 +1,4 @@
-"""`diptych leave`: empty a Ray node before it goes; its work continues elsewhere."""
+"""`diptych leave`: drains a Ray node; its work continues on other nodes."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import click
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json
 
-LOOK_S = 5.0  # Ray's table is read after every change, and this often without one
-AGAIN_S = 0.5
+RECHECK_S = 5.0  # how often Ray's table is read while the membership does not change
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """`still_there`: workers that the deadline found on the node."""
+    """`still_there`: workers still on the node at the deadline."""
 
     node: str
     gone: tuple[str, ...]
@@ -49,12 +49,12 @@ def leave(node: str | None, deadline_s: float, as_json: bool) -> None:
         facts = {"node": left.node, "left": left.gone, "still_there": left.still_there, "seconds": left.seconds}
         print_json(facts)
     else:
-        click.echo(_words(left))
+        click.echo(_summary(left))
     if left.still_there:
         raise click.exceptions.Exit(1)
 
 
-def _words(left: Left) -> str:
+def _summary(left: Left) -> str:
     node = f"node {left.node[:12]}"
     if left.still_there:
         return f"{node} still has {', '.join(left.still_there)} after {left.seconds:.1f} s"
@@ -72,14 +72,14 @@ async def _leave(named: str | None, deadline_s: float) -> Left:
     await join_ray()
     node = this_node() if named is None else find_node(named)
     if clusters := await served_from(node):
-        whose = f"node {node[:12]} has the controller of {', '.join(clusters)}"
-        raise RuntimeUnavailable(f"{whose}, which would end with it; end `diptych serve` there")
+        owner = f"node {node[:12]} has the controller of {', '.join(clusters)}"
+        raise RuntimeUnavailable(f"{owner}, which would end with it; end `diptych serve` there")
     await drain(node, deadline_s)
     return await _empty(node, deadline_s)
 
 
 async def _empty(node: str, deadline_s: float) -> Left:
-    """Have the controllers of all clusters that are on this node take their workers off it, and wait for that."""
+    """Ask the controllers of all clusters with workers on this node to move them, and wait until they have."""
     from cluster.runtime.errors import WorkerGone
     from cluster.runtime.ray_nodes import find_controller, workers_on
 
@@ -90,12 +90,12 @@ async def _empty(node: str, deadline_s: float) -> Left:
         names = tuple(f"{cluster}/{worker}" for cluster, workers in there.items() for worker in workers)
         seen |= dict.fromkeys(names)
         left_s = deadline_s - (clock() - begun_s)
-        kept = {cluster: controller for cluster in there if (controller := find_controller(cluster)) is not None}
-        if not kept or left_s <= 0:  # workers whose controller is gone end by themselves
+        controllers = {cluster: controller for cluster in there if (controller := find_controller(cluster)) is not None}
+        if not controllers or left_s <= 0:  # workers whose controller is gone exit by themselves
             return Left(node, tuple(name for name in seen if name not in names), names, clock() - begun_s)
-        for cluster, controller in kept.items():
+        for cluster, controller in controllers.items():
             try:
                 revision = await controller.call("vacate", there[cluster], left_s, timeout_s=left_s)
-                await controller.call("members", revision, min(LOOK_S, left_s))
-            except WorkerGone:  # it restarts, or the cluster ends
-                await asyncio.sleep(min(AGAIN_S, left_s))
+                await controller.call("members", revision, min(RECHECK_S, left_s))
+            except WorkerGone:  # the controller restarts, or the cluster ends
+                await asyncio.sleep(min(RETRY_S, left_s))

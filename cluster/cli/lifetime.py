@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GONE = "the cluster is gone: its controller does not answer any more"
 
 
 class Interrupts:
@@ -89,11 +90,11 @@ async def running_cluster(
     try:
         yield serving
     finally:
-        progress(closing_words(grace_s))
+        progress(closing_line(grace_s))
         await interrupts.closed(serving.close(grace_s), serving.cut)
 
 
-def closing_words(grace_s: float) -> str:
+def closing_line(grace_s: float) -> str:
     return f"closing: running requests may end within {grace_s:g} s; Ctrl-C cuts them" if grace_s else "closing"
 
 

@@ -1,7 +1,7 @@
-"""The gateways that run on this machine, a file for each, by which other commands of the same user find the last one.
+"""One file for each gateway that runs on this machine, so that other commands of the same user find the latest one.
 
-A file whose process is gone, or whose gateway does not accept connections, was left behind by a killed process and is
-removed when it is seen.
+A killed process leaves its file behind: a file whose process is gone, or whose gateway does not accept connections, is
+removed by the next reader.
 """
 
 import os
@@ -18,7 +18,7 @@ DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
 
 class LocalServer(msgspec.Struct, frozen=True):
-    """`endpoint` is what a client takes: grpc://HOST:PORT, or grpcs:// with TLS."""
+    """`endpoint`: grpc://HOST:PORT, or grpcs:// with TLS."""
 
     endpoint: str
     pid: int
@@ -27,7 +27,7 @@ class LocalServer(msgspec.Struct, frozen=True):
 
 @contextmanager
 def announced(endpoint: str) -> Iterator[None]:
-    """Say that this process serves at `endpoint`, for as long as the block lasts. Serving itself needs no file."""
+    """Record, for as long as the block lasts, that this process serves at `endpoint`. A failed write is ignored."""
     path: Path | None = None
     with suppress(OSError):
         path = write_record(_folder(), LocalServer(endpoint, os.getpid(), time.time()), os.getpid())
@@ -40,10 +40,10 @@ def announced(endpoint: str) -> Iterator[None]:
 
 
 def last_endpoint() -> str:
-    """Of the gateway that started last on this machine and still runs; the default address when there is none."""
+    """The address of the running gateway that started last on this machine; the default address if there is none."""
     try:
         records = list(read_records(_folder(), LocalServer))
-    except ModuleNotFoundError:  # the client is installed without what serving needs
+    except ModuleNotFoundError:  # the package is installed without the `serve` extra
         return DEFAULT_ENDPOINT
     for server, path in sorted(records, key=lambda each: each[0].started_s, reverse=True):
         if is_served(server.endpoint.rpartition("://")[2], server.pid):

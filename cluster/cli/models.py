@@ -1,4 +1,4 @@
-"""`diptych models`: which models can be served, and which are on this machine."""
+"""`diptych models`: lists, downloads and inspects models."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -79,7 +79,7 @@ def inspect(name: str, as_json: bool) -> None:
 
 
 def inspected(summary: "ModelSummary") -> list[tuple[str, str]]:
-    """The main facts for a person; --json has the rest."""
+    """The main facts; --json has all of them."""
     config = summary.config
     windows = sum(layer.window > 0 for layer in config.layers)
     layers = f"{len(config.layers)}{f', {windows} with a sliding window' if windows else ''}"

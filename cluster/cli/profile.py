@@ -1,4 +1,4 @@
-"""`diptych profile`: measure what steps, transfers and calls cost, into a file for simulations and plans."""
+"""`diptych profile`: measures step, transfer and call times, for `diptych simulate` and `diptych plan`."""
 
 import asyncio
 from pathlib import Path

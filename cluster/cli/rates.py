@@ -1,7 +1,6 @@
 """Rates between two snapshots of a cluster. Pure: the caller gives the time.
 
-A gateway's counters restart at 0 with the gateway, a worker's with each incarnation: a rate across a restart is unknown
-(None), and none is ever negative.
+Counters restart at 0 with the gateway or the worker's incarnation: a rate across a restart is None, never negative.
 """
 
 from collections import deque
@@ -12,15 +11,15 @@ from typing import TYPE_CHECKING
 from cluster.observe.history import Traffic
 from cluster.policy.slo_attainment import ClassScore, Kept
 
-if TYPE_CHECKING:  # what stands behind it is heavy
+if TYPE_CHECKING:
     from diptych.client import ClusterStatus
 
 WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """An answer, and when it came. Seconds of any clock that does not go back."""
+class Snapshot:
+    """A status and when it was received, in seconds of a monotonic clock."""
 
     at_s: float
     status: "ClusterStatus"
@@ -28,17 +27,17 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRates:
-    """Per second; `hit_share` of the prompt tokens of the last while."""
+    """Per second. `hit_share`: share of recent prompt tokens found in the prefix cache."""
 
     steps_s: float | None = None
-    tokens_s: float | None = None  # prefilled and generated, without cached ones
+    tokens_s: float | None = None  # computed prompt tokens and output tokens
     bytes_s: float | None = None
     hit_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Between the last two snapshots. `kept`: SLO attainment over the last `kept_s` (None: since the start)."""
+    """Between the last two snapshots. `kept`: SLO attainment over the last `kept_s` seconds (None: since the start)."""
 
     requests_s: float | None = None
     tokens_s: float | None = None
@@ -48,31 +47,31 @@ class Rates:
     workers: Mapping[str, WorkerRates] = field(default_factory=dict)
 
 
-class Looks:
-    """The snapshots of the last minute. It starts over when the gateway restarts."""
+class Snapshots:
+    """The snapshots of the last minute; cleared when the gateway restarts."""
 
     def __init__(self) -> None:
-        self._looks: deque[Look] = deque()
+        self._snapshots: deque[Snapshot] = deque()
 
-    def add(self, look: Look) -> None:
-        if self._looks and not _continues(self._looks[-1], look):
-            self._looks.clear()
-        self._looks.append(look)
-        while look.at_s - self._looks[0].at_s > WINDOW_S:
-            self._looks.popleft()
+    def add(self, snapshot: Snapshot) -> None:
+        if self._snapshots and not _continues(self._snapshots[-1], snapshot):
+            self._snapshots.clear()
+        self._snapshots.append(snapshot)
+        while snapshot.at_s - self._snapshots[0].at_s > WINDOW_S:
+            self._snapshots.popleft()
 
     @property
-    def latest(self) -> Look:
-        return self._looks[-1]
+    def latest(self) -> Snapshot:
+        return self._snapshots[-1]
 
     def rates(self, *, since_beginning: bool = False) -> Rates:
         """`since_beginning`: SLO attainment since the gateway started."""
-        before = self._looks[-2] if len(self._looks) > 1 else None
-        oldest = None if since_beginning or before is None else self._looks[0]
+        before = self._snapshots[-2] if len(self._snapshots) > 1 else None
+        oldest = None if since_beginning or before is None else self._snapshots[0]
         return rates(before, self.latest, oldest)
 
 
-def rates(before: Look | None, now: Look, oldest: Look | None = None) -> Rates:
+def rates(before: Snapshot | None, now: Snapshot, oldest: Snapshot | None = None) -> Rates:
     """`before`: the previous snapshot. `oldest`: the start of the window for what needs more than a second."""
     status = now.status
     then = before.status if before is not None and _continues(before, now) and now.at_s > before.at_s else None
@@ -80,20 +79,22 @@ def rates(before: Look | None, now: Look, oldest: Look | None = None) -> Rates:
     if before is None or then is None:
         return Rates(kept=status.standing.classes, workers=_workers(None, None, status, 0.0))
     seconds = now.at_s - before.at_s
-    outcomes = _grown(_sum(then.standing.outcomes), _sum(status.standing.outcomes), seconds)
-    drew = dict(then.recent.traffic)
-    tokens = sum(told.output_tokens - drew.get(name, Traffic()).output_tokens for name, told in status.recent.traffic)
+    outcomes = _rate(_sum(then.standing.outcomes), _sum(status.standing.outcomes), seconds)
+    previous = dict(then.recent.traffic)
+    tokens = sum(
+        traffic.output_tokens - previous.get(name, Traffic()).output_tokens for name, traffic in status.recent.traffic
+    )
     return Rates(
         requests_s=outcomes,
-        tokens_s=_grown(0, tokens, seconds),
-        refused_s=_grown(_sum(then.standing.refused), _sum(status.standing.refused), seconds),
+        tokens_s=_rate(0, tokens, seconds),
+        refused_s=_rate(_sum(then.standing.refused), _sum(status.standing.refused), seconds),
         kept_s=None if first is None or oldest is None else now.at_s - oldest.at_s,
         kept=status.standing.classes if first is None else tuple(_since(first, status)),
         workers=_workers(then, first, status, seconds),
     )
 
 
-def _continues(before: Look, now: Look) -> bool:
+def _continues(before: Snapshot, now: Snapshot) -> bool:
     """Whether the same gateway, with the same counters, gave both answers."""
     one, other = before.status, now.status
     return one.gateway == other.gateway and one.recent.uptime_s <= other.recent.uptime_s
@@ -108,15 +109,15 @@ def _workers(
     traffic_now = dict(now.recent.traffic)
     found = {}
     for worker in now.view.workers:
-        told = traffic_now.get(worker.name, Traffic())
+        traffic = traffic_now.get(worker.name, Traffic())
         was = traffic_then.get(worker.name, Traffic())
         steps = tokens = moved = None
         if (same := before.get(worker.name)) is not None and same.incarnation == worker.incarnation:
-            steps = _grown(same.stats.steps, worker.stats.steps, seconds)
+            steps = _rate(same.stats.steps, worker.stats.steps, seconds)
         if then is not None:
-            tokens = _grown(_computed(was), _computed(told), seconds)
-            moved = _grown(was.transfer_bytes, told.transfer_bytes, seconds)
-        hits = _hits(traffic_first.get(worker.name, Traffic()), told)
+            tokens = _rate(_computed(was), _computed(traffic), seconds)
+            moved = _rate(was.transfer_bytes, traffic.transfer_bytes, seconds)
+        hits = _hits(traffic_first.get(worker.name, Traffic()), traffic)
         found[worker.name] = WorkerRates(steps, tokens, moved, hits)
     return found
 
@@ -126,7 +127,7 @@ def _computed(traffic: Traffic) -> int:
 
 
 def _hits(first: Traffic, now: Traffic) -> float | None:
-    """Of the last while; of all time, if no prompt came in it."""
+    """Since `first`; of all time if no prompt has come since."""
     prompts = now.prompt_tokens - first.prompt_tokens
     if prompts > 0:
         return max(0, now.cached_tokens - first.cached_tokens) / prompts
@@ -134,7 +135,7 @@ def _hits(first: Traffic, now: Traffic) -> float | None:
 
 
 def _since(first: "ClusterStatus", now: "ClusterStatus") -> Iterator[ClassScore]:
-    """Each class since then; classes without a request in that time are left out."""
+    """Each class since `first`, without classes that had no request since."""
     before = {score.name: score for score in first.standing.classes}
     for score in now.standing.classes:
         was = before.get(score.name, ClassScore(score.name, 0, Kept(), Kept(), Kept()))
@@ -150,5 +151,5 @@ def _sum(counts: tuple[tuple[str, int], ...]) -> int:
     return sum(count for _, count in counts)
 
 
-def _grown(before: int, now: int, seconds: float) -> float | None:
+def _rate(before: int, now: int, seconds: float) -> float | None:
     return (now - before) / seconds if now >= before else None

@@ -1,4 +1,4 @@
-"""Answers, KV handoffs, ledgers and workers on a terminal and as JSON. Knows no cluster and no connection."""
+"""Prints answers, KV handoffs, ledgers and workers on a terminal or as JSON. Opens no connection."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # rich costs a tenth of a second that --help must not pay
     from rich.console import Console
     from rich.table import Table
 
-PIPE_WIDTH = 200  # a pipe gets whole rows
+PIPE_WIDTH = 200  # so that rows are not wrapped in a pipe
 LINE_S = 3.0  # between lines of progress where there is no terminal
 
 PullProgress = Callable[[str, int, int | None], None]
@@ -34,7 +34,7 @@ def console(stderr: bool = False) -> "Console":
 
 
 def say(line: str) -> None:
-    """A line on standard error, beside the output that a program may read."""
+    """Print a line on stderr; stdout is for output that a program may read."""
     click.echo(line, err=True)
 
 
@@ -44,8 +44,8 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[PullProgress]:
-    """A callback (what, done, total) that draws bars on a terminal. Elsewhere it prints each part once, and then how
-    far the part is, every few seconds and at its end."""
+    """A callback (what, done, total) that draws a bar for each `what` on a terminal. Elsewhere it prints a line at the
+    beginning and the end of each, and every few seconds between."""
     if not sys.stderr.isatty():
         yield ProgressLines().update
         return
@@ -108,26 +108,13 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, complete
     }
 
 
-def worker_json(worker: WorkerView) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(worker)
-    return built
-
-
 def view_json(view: ClusterView) -> dict[str, Any]:
-    return {
-        "name": view.name,
-        "revision": view.revision,
-        "model": None if view.model is None else asdict(view.model),
-        "workers": [worker_json(worker) for worker in view.workers],
-        "links": [asdict(link) for link in view.links],
-        "pools": [msgspec.to_builtins(pool) for pool in view.pools],
-        "served_gateways": [msgspec.to_builtins(each) for each in view.served_gateways],
-        "failures": [asdict(each) for each in view.failures],
-    }
+    shown = ("name", "revision", "model", "workers", "links", "pools", "served_gateways", "failures")
+    return {name: msgspec.to_builtins(getattr(view, name)) for name in shown}
 
 
 def ledger_table(ledger: LatencyLedger) -> "Table":
-    """One row for each phase; the columns add up to TTFT, to what came after, and to the total."""
+    """One row for each phase; the columns add up to TTFT, to the time after it, and to the total."""
     first, rest = dict(ledger.first), dict(ledger.rest)
     table = plain_table("phase", ">to first token", ">after it", ">total")
     for phase in PHASES:
@@ -144,14 +131,14 @@ def _ms(ns: int | None) -> str:
 
 
 def queued_line(event: Queued) -> str:
-    """Why there is no token yet, and when the first is expected."""
+    """The reason for waiting, and when the first token is expected."""
     ahead = f"behind {event.position} others" if event.position else "next in line"
     start, first = f"{event.predicted_start_s:.1f} s", f"{event.predicted_ttft_s:.1f} s"
     return f"queued {ahead} ({event.reason}); expected to start in {start}, with a TTFT of {first}"
 
 
 def route_lines(accepted: Accepted, completed: Completed, workers: dict[str, WorkerView]) -> list[str]:
-    """Where a request ran, in a few lines."""
+    """Where a request ran, how its KV got there, and its token counts."""
 
     def named(name: str) -> str:
         worker = workers.get(name)
@@ -217,7 +204,7 @@ def workers_table(view: ClusterView) -> "Table":
 
 
 def _role(worker: WorkerView, view: ClusterView) -> str:
-    """With its pool's role when they differ."""
+    """The worker's role, and its pool's if that differs."""
     pool = next((pool for pool in view.pools if pool.name == worker.pool), None)
     if pool is None or pool.role is worker.role:
         return worker.role.value
@@ -242,7 +229,7 @@ def links_table(view: ClusterView) -> "Table":
 
 
 def trouble_lines(view: ClusterView) -> list[str]:
-    """What is or was wrong, apart from the workers; nothing when all is well."""
+    """Problems of pools, gateways and background tasks; workers have a column of their own."""
     lines = [
         f"pool {pool.name} has no ready worker: other pools serve its requests"
         for pool in view.pools
@@ -264,8 +251,8 @@ def trouble_lines(view: ClusterView) -> list[str]:
 
 
 def _is_empty(pool: PoolView, view: ClusterView) -> bool:
-    staff = (worker for worker in view.workers if worker.pool == pool.name)
-    return pool.wanted > 0 and not any(worker.state is WorkerState.READY for worker in staff)
+    members = (worker for worker in view.workers if worker.pool == pool.name)
+    return pool.wanted > 0 and not any(worker.state is WorkerState.READY for worker in members)
 
 
 def size(num_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""`diptych serve`: a cluster from a YAML file or a model's name, until Ctrl-C."""
+"""`diptych serve`: runs a cluster from a YAML file or a model's name until Ctrl-C."""
 
 import os
 from dataclasses import replace
@@ -18,7 +18,7 @@ from cluster.cli.launch import (
     with_http,
     with_port,
 )
-from cluster.cli.lifetime import run, running_cluster
+from cluster.cli.lifetime import GONE, run, running_cluster
 from cluster.cli.local_servers import announced
 from cluster.cli.screen import progress_bar
 
@@ -121,7 +121,7 @@ def serve(
 
 
 def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
-    """Fetch the model and check the pools against it before any worker starts. Raises `SpecError`."""
+    """Fetch the model and check the pools against it before workers start. Raises `SpecError`."""
     from cluster.precheck import check_devices, check_model, check_readers
     from cluster.spec import SpecError
     from cluster.spec_file import located
@@ -138,7 +138,7 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
 
 
 def fetch_model(spec: "ClusterSpec") -> Path:
-    """Have the model here before workers start, with progress; on other hosts, workers fetch it themselves."""
+    """Download the model to this host, with progress; workers on other hosts download it themselves."""
     from workers.model.store import resolve
 
     with progress_bar() as progress:
@@ -161,4 +161,4 @@ async def _serve(spec: "ClusterSpec", runtime: str, grace_s: float, *, gateways:
 
 async def _until_gone(serving: "Serving") -> None:
     await serving.wait_closed()
-    raise click.ClickException("the cluster is gone: its controller does not answer any more")
+    raise click.ClickException(GONE)

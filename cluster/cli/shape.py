@@ -1,4 +1,4 @@
-"""Pools and the decisions about them on a terminal and as JSON."""
+"""Prints pools and scaling decisions on a terminal or as JSON."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def pools_table(view: ClusterView) -> "Table":
-    """Minimum and maximum are the elastic policy's; a pool of fixed size has none."""
+    """Only elastic pools have a minimum and a maximum."""
     table = plain_table("pool", "role", ">ready", ">target", ">min", ">max")
     for pool in view.pools:
         workers = (worker for worker in view.workers if worker.pool == pool.name)

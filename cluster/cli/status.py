@@ -1,27 +1,26 @@
 """`diptych status`: a snapshot of a running cluster."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from cluster.cli.address import addressed
 from cluster.cli.groups import GroupedCommand
-from cluster.cli.screen import console, links_table, print_json, trouble_lines, view_json, workers_table
+from cluster.cli.screen import console, links_table, plain_table, print_json, trouble_lines, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
 from diptych.access import Access
-
-if TYPE_CHECKING:
-    from diptych.client import ClusterStatus
-    from diptych.view import ClusterView
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-from cluster.cli.screen import plain_table
 from diptych.slo import Calibration, Errors, Kept, SLOAttainment
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from diptych.client import AsyncClient
+    from diptych.view import ClusterView
+
+T = TypeVar("T")
 
 
 @click.command(cls=GroupedCommand)
@@ -40,9 +39,9 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
       diptych status --endpoint grpcs://llm.example.com:443 --key-file ~/.diptych-key
     """
     if metrics:
-        click.echo(asyncio.run(_metrics(endpoint, access, wait_s)), nl=False)
+        click.echo(asyncio.run(_ask(endpoint, access, wait_s, lambda client: client.metrics())), nl=False)
         return
-    found = asyncio.run(_status(endpoint, access, wait_s, audit))
+    found = asyncio.run(_ask(endpoint, access, wait_s, lambda client: client.status(audit=audit)))
     view = found.view
     if as_json:
         gateway = {
@@ -52,8 +51,8 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
             "queued": found.standing.queued,
         }
         decisions = [decision_json(taken) for taken in found.decisions]
-        promises = standing_json(found.standing)
-        print_json(view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": promises})
+        attainment = standing_json(found.standing)
+        print_json(view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": attainment})
         _exit_unless_clean(view, audit)
         return
     screen = console()
@@ -87,26 +86,19 @@ def _exit_unless_clean(view: "ClusterView", audit: bool) -> None:
         raise click.ClickException(f"the audit did not pass at {', '.join(unclean)}")
 
 
-async def _status(endpoint: str, access: Access, wait_s: float | None, audit: bool) -> "ClusterStatus":
+async def _ask(
+    endpoint: str, access: Access, wait_s: float | None, question: "Callable[[AsyncClient], Awaitable[T]]"
+) -> T:
     from diptych.client import AsyncClient
 
     async with AsyncClient(endpoint, access=access) as client:
         if wait_s is not None:
             await client.wait_ready(wait_s)
-        return await client.status(audit=audit)
-
-
-async def _metrics(endpoint: str, access: Access, wait_s: float | None) -> str:
-    from diptych.client import AsyncClient
-
-    async with AsyncClient(endpoint, access=access) as client:
-        if wait_s is not None:
-            await client.wait_ready(wait_s)
-        return await client.metrics()
+        return await question(client)
 
 
 def attainment_table(standing: SLOAttainment) -> "Table":
-    """One row for each SLO class. Errors are of predictions: above 0 % means slower than predicted."""
+    """One row for each SLO class. Errors are those of predictions; positive: slower than predicted."""
     from rich.markup import escape
 
     shares = [">TTFT attainment", ">TPOT attainment", ">SLO attainment"]
@@ -119,14 +111,14 @@ def attainment_table(standing: SLOAttainment) -> "Table":
 
 
 def calibration_line(found: Calibration) -> str:
-    """How well output lengths were predicted."""
+    """The accuracy of predicted output lengths."""
     within = f"{found.within_p50:.0%} within the predicted p50, {found.within_p90:.0%} within p90"
     error = f"mean error {found.error_tokens:.0f} tokens ({found.asked_error_tokens:.0f} when taken as max_tokens)"
     return f"output lengths: {found.answers} scored, {within}, {error}"
 
 
 def refusals_line(standing: SLOAttainment) -> str:
-    """Why requests were rejected; empty when none was."""
+    """Why requests were rejected; empty if none was."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in standing.refused if count)
     return f"rejected: {reasons}" if reasons else ""
 

@@ -1,4 +1,4 @@
-"""`diptych generate` and `diptych chat`: a running cluster over gRPC."""
+"""`diptych generate` and `diptych chat`: send prompts to a running cluster over gRPC."""
 
 import asyncio
 import sys
@@ -96,7 +96,7 @@ async def _generate(client: "AsyncClient", prompt: str, request: dict[str, Any],
 
 
 def _show_whole(answer: "Answer") -> None:
-    """The text; several answers are numbered, each with a header line."""
+    """Print the text; several answers each get a header line with their number."""
     ends = answer.completed.answers
     if len(answer.outputs) == 1:
         click.echo(answer.text)

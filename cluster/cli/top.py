@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import addressed
-from cluster.cli.dashboard import screen, screen_json
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.lifetime import run
-from cluster.cli.rates import Look, Looks
+from cluster.cli.rates import Snapshot, Snapshots
 from cluster.cli.screen import console, print_json
 from diptych.access import Access
 from diptych.errors import DiptychError
@@ -60,40 +59,42 @@ def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: b
         else:
             run(_watch(endpoint, access, interval_s, deadline_s))
     except KeyboardInterrupt:
-        return  # the ordinary end
+        return  # the usual way to stop
 
 
 async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool) -> None:
+    from cluster.cli.dashboard import screen, screen_json
     from diptych.client import AsyncClient
 
-    looks = Looks()
+    snapshots = Snapshots()
     async with AsyncClient(endpoint, access=access) as client:
-        await _look(client, looks)
+        await _add_snapshot(client, snapshots)
         await asyncio.sleep(interval_s)
-        await _look(client, looks)
+        await _add_snapshot(client, snapshots)
     if as_json:
-        print_json(screen_json(looks))
+        print_json(screen_json(snapshots))
         return
     shown = console()
-    shown.print(screen(looks, shown.width, once=True))
+    shown.print(screen(snapshots, shown.width, once=True))
 
 
 async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: float | None) -> None:
     from rich.live import Live
 
+    from cluster.cli.dashboard import screen
     from diptych.client import AsyncClient
 
-    looks, shown = Looks(), console()
+    snapshots, shown = Snapshots(), console()
     async with AsyncClient(endpoint, access=access) as client:
-        await _look(client, looks)
+        await _add_snapshot(client, snapshots)
         with Live(console=shown, screen=True, auto_refresh=False) as live:
             silent_since_s: float | None = None
             trouble = ""
             while True:
-                live.update(screen(looks, shown.width, shown.height, trouble=trouble), refresh=True)
+                live.update(screen(snapshots, shown.width, shown.height, trouble=trouble), refresh=True)
                 await asyncio.sleep(interval_s)
                 try:
-                    await _look(client, looks)
+                    await _add_snapshot(client, snapshots)
                     silent_since_s, trouble = None, ""
                 except DiptychError as error:
                     silent_since_s = silent_since_s or time.monotonic()
@@ -103,6 +104,6 @@ async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: f
                     trouble = f"no answer for {silent_s:.0f} s, trying again: {error}"
 
 
-async def _look(client: "AsyncClient", looks: Looks) -> None:
+async def _add_snapshot(client: "AsyncClient", snapshots: Snapshots) -> None:
     status = await client.status()
-    looks.add(Look(time.monotonic(), status))
+    snapshots.add(Snapshot(time.monotonic(), status))

@@ -1,4 +1,4 @@
-"""`diptych trace`: what a running cluster did recently, for ui.perfetto.dev."""
+"""`diptych trace`: writes recent requests and events of a running cluster for ui.perfetto.dev."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def _lasting(ctx: click.Context, option: click.Parameter, given: str | None) -> float | None:
+def _duration(ctx: click.Context, option: click.Parameter, given: str | None) -> float | None:
     """60, 60s, 5m or 1h, as seconds."""
     if given is None:
         return None
@@ -58,7 +58,7 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     "--last",
     "last_s",
     metavar="TIME",
-    callback=_lasting,
+    callback=_duration,
     help="Window up to now: 60s, 5m or 1h. [default: 60s]",
 )
 @click.option(
@@ -129,17 +129,17 @@ def _write(windows: dict[str, "Window"], out: Path) -> None:
     if cut:
         about["complete_from"] = {gateway: whole.isoformat() for gateway, whole in cut.items()}
     write_events(events(windows), about, out)
-    trails = [trail for window in windows.values() for trail in window.trails]
-    under_way = sum(not trail.outcome for trail in trails)
+    traces = [trace for window in windows.values() for trace in window.trails]
+    running = sum(not trace.outcome for trace in traces)
     num_events = sum(len(window.happenings) for window in windows.values())
-    say(f"{out}: {len(trails)} requests, {under_way} of them in progress, {num_events} events")
+    say(f"{out}: {len(traces)} requests, {running} of them in progress, {num_events} events")
     for gateway, whole in cut.items():
         say(f"{gateway}: complete only from {whole.astimezone():%H:%M:%S} on; older requests are no longer in memory")
-    if not trails:
-        say("no request of that time is in memory; gateway.trace_s and gateway.trace_requests set how much is kept")
+    if not traces:
+        say("no request of this window is in memory; gateway.trace_s and gateway.trace_requests set how much is kept")
     say("open it in ui.perfetto.dev")
 
 
 def _second(unix_ns: int) -> datetime:
-    """The first that lies behind it."""
+    """The first whole second after it."""
     return datetime.fromtimestamp(unix_ns // 10**9 + 1, UTC)

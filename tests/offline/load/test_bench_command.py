@@ -150,7 +150,10 @@ def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | Non
         (("--workload", "x", "--concurrency", "4", "--rates", "1"), "--concurrency has no rate"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--goodput"), "--goodput needs an SLO"),
         (("--workload", "burst:count=2,lengths=8/8", "--goodput", "--ttft", "1"), "has none; say rate=1"),
-        (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--attainment", "1.5"), "'--attainment': 1.5 is not in the range"),
+        (
+            ("--workload", "poisson:rate=1,count=2,lengths=8/8", "--attainment", "1.5"),
+            "1.5 is not in the range",
+        ),
         ((*CLOSED, "--seeds", "3"), "--seeds goes with --goodput or --compare"),
         ((*CLOSED, "--endpoint", "ftp://there"), "ftp:// is no endpoint"),
         ((*CLOSED, "--model", "mine"), "is gRPC; --model and --tokenizer go with http:// endpoints"),
