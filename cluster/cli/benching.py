@@ -23,7 +23,7 @@ from cluster.offline.load.about import About, about
 from cluster.offline.load.endpoint import Endpoint, Target, open_endpoint
 from cluster.offline.load.searching import GoodputQuery, search
 from cluster.offline.load.sending import LoadOptions
-from cluster.offline.load.trials import Plan, beside, configuration_of, kind_of, run_trials
+from cluster.offline.load.trials import Plan, configuration_of, external, kind_of, run_trials
 from cluster.offline.report.compared import Compared
 from cluster.offline.report.html import More, Picture
 from cluster.offline.report.table import probes, terminal
@@ -165,7 +165,7 @@ def _counter(bar: PullProgress, what: str, total: int) -> Callable[[], None]:
 
 def compare_configurations(options: BenchOptions, given: Sequence[str], runtime: str) -> None:
     """The same load on several configurations, which are started here one after another."""
-    made = [beside(each, options.at(kind_of(each)[1])) if "://" in each else configuration_of(each) for each in given]
+    made = [external(each, options.at(kind_of(each)[1])) if "://" in each else configuration_of(each) for each in given]
     if len({each.name for each in made}) != len(made):
         raise click.UsageError(f"two of {', '.join(each.name for each in made)} have the same name; rename one")
     plan = Plan(options.workload, options.all_rates or (None,), options.all_seeds, runtime, options.access)

@@ -1,21 +1,21 @@
-"""When, where, by which command and with which seeds a measurement was made; part of every report."""
+"""Describes a measurement: date, command, seeds, machine and versions. Part of every report."""
 
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from cluster.offline.load import machine
 
 SECRET = ("--api-key",)
-BUSY = 0.5  # of the cores
+BUSY = 0.5  # load average per core
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """`load_before`: of the last 1, 5 and 15 minutes when it began. `endpoints`: in words."""
+    """`load_before`: load averages of 1, 5 and 15 minutes at the start. `endpoints`: their descriptions."""
 
     date: str
     command: str
@@ -30,9 +30,10 @@ class About:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """As lines for a reader."""
+        """For the report."""
         load = "/".join(f"{each:.2f}" for each in self.load_before)
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        busy = "The machine was busy with other work when this started: do not quote these figures."
         return (
             f"Command: {self.command}",
             *(f"Endpoint: {each}" for each in self.endpoints),
@@ -40,27 +41,19 @@ class About:
             f"Started {self.date}; {self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB, {self.system}; "
             f"load before {load} (1, 5 and 15 minutes)",
             f"Versions: {versions}",
-            *(
-                ["The machine was busy with other work when this started: do not quote these figures."]
-                if self.is_busy
-                else []
-            ),
+            *([busy] if self.is_busy else []),
         )
 
     @property
     def is_busy(self) -> bool:
-        """Whether the machine was busy with other work at the start."""
         return self.load_before[0] > BUSY * self.cores
 
     def as_json(self) -> dict[str, Any]:
-        import msgspec
-
-        built: dict[str, Any] = msgspec.to_builtins(self)
-        return built
+        return asdict(self)
 
 
 def about(endpoints: Sequence[str], seeds: Sequence[int]) -> About:
-    """Of this process, now."""
+    """The current process and machine."""
     return About(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(sys.argv),
@@ -76,7 +69,7 @@ def about(endpoints: Sequence[str], seeds: Sequence[int]) -> About:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """As it could be typed again, without secrets."""
+    """The command, ready to paste into a shell, without secrets."""
     shown, hide = ["diptych"], False
     for each in arguments[1:]:
         name, equals, _ = each.partition("=")

@@ -16,7 +16,7 @@ class EndpointError(Exception):
 
 
 class Endpoint(Protocol):
-    """`vocab_size`: prompts are of token ids below it. `description`: what it is and where."""
+    """`vocab_size`: token ids of prompts are below it. `description`: what it is and where."""
 
     name: str
     description: str

@@ -1,4 +1,4 @@
-"""Where a run took place, and with which versions. Knows the operating system; knows no measurement."""
+"""The machine and the versions of a measurement."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ PACKAGES = ("diptych", "torch", "ray", "grpcio", "numpy", "nixl-cu12", "nixl-cu1
 
 
 def cpu_name() -> str:
-    """The processor as Linux calls it, else as Python does."""
+    """The processor's name in /proc/cpuinfo, else Python's."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -29,7 +29,7 @@ def memory_bytes() -> int:
 
 
 def load() -> tuple[float, float, float]:
-    """Of the last 1, 5 and 15 minutes."""
+    """Load averages of 1, 5 and 15 minutes."""
     return os.getloadavg()
 
 
@@ -44,5 +44,5 @@ def versions() -> dict[str, str]:
 
 
 def allowed_cores() -> list[int]:
-    """Their numbers, in order."""
+    """The numbers of the cores that this process may use, sorted."""
     return sorted(os.sched_getaffinity(0))

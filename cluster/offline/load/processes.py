@@ -1,4 +1,4 @@
-"""Child processes of a measurement: started, watched, ended by their ids. Every wait has an end."""
+"""Starts and stops child processes of a measurement. Every wait has a timeout."""
 
 import contextlib
 import os
@@ -15,19 +15,19 @@ import psutil
 
 
 class ProcessFailed(Exception):
-    """A child ended, or did not say in time what it should."""
+    """A child exited, or did not print the expected line in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a child wrote, and when (`time.perf_counter` of this process)."""
+    """A line of a child's output, and when it was read (`time.perf_counter`)."""
 
     text: str
     at_s: float
 
 
 class Child:
-    """A program and all that it starts. A thread reads its output; owned by the code that stops it."""
+    """A program and its descendants. A thread reads its output; the creator calls `end` or uses `with`."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         self.started_s = time.perf_counter()
@@ -44,7 +44,7 @@ class Child:
         )
         self._command = command
         self._queue: queue.Queue[Line | None] = queue.Queue()
-        self._passed: list[Line] = []
+        self._seen: list[Line] = []
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
@@ -58,7 +58,7 @@ class Child:
         self._queue.put(None)
 
     def write_line(self, text: str) -> None:
-        """Into its input. Raises `ProcessFailed` when nobody reads there any more."""
+        """Write to its stdin. Raises `ProcessFailed` if the pipe is closed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(text + "\n")
@@ -67,23 +67,23 @@ class Child:
             raise ProcessFailed(f"{self._name} no longer reads its input ({error}){self._last}") from error
 
     def wait_line(self, part: str, timeout_s: float) -> Line:
-        """The next line that has `part` in it. Raises `ProcessFailed` when the child ends or time runs out."""
+        """The next line that contains `part`. Raises `ProcessFailed` when the child exits or time runs out."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
                 line = self._queue.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                raise ProcessFailed(f"{self._name} did not say {part!r} in {timeout_s:g} s{self._last}") from None
+                raise ProcessFailed(f"{self._name} did not print {part!r} in {timeout_s:g} s{self._last}") from None
             if line is None:
-                raise ProcessFailed(f"{self._name} ended before it said {part!r}{self._last}")
-            self._passed.append(line)
+                raise ProcessFailed(f"{self._name} ended before it printed {part!r}{self._last}")
+            self._seen.append(line)
             if part in line.text:
                 return line
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """The lines that `wait_line` has passed."""
-        return tuple(self._passed)
+        """The lines that `wait_line` has read."""
+        return tuple(self._seen)
 
     @property
     def running(self) -> bool:
@@ -95,18 +95,18 @@ class Child:
 
     @property
     def _last(self) -> str:
-        text = " | ".join(line.text for line in self._passed[-6:])
+        text = " | ".join(line.text for line in self._seen[-6:])
         return f"; its last lines: {text}" if text else ""
 
     def family(self) -> list[psutil.Process]:
-        """The process and its descendants, those alive."""
+        """The process and its descendants that are alive."""
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.pid)
             return [root, *root.children(recursive=True)]
         return []
 
     def end(self, timeout_s: float = 30.0) -> None:
-        """The end of its input and SIGTERM; SIGKILL to what is left of the family after `timeout_s`. Twice is safe."""
+        """Close its stdin and send SIGTERM; after `timeout_s`, SIGKILL the rest of the family. May be called twice."""
         family = self.family()
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -1,7 +1,8 @@
-"""The goodput of a running endpoint: `cluster.offline.scoring.goodput`'s search, with real runs for probes.
+"""Searches the goodput of a running endpoint: each probe of `cluster.offline.scoring.goodput` is a real run.
 
-A probe is the whole workload, its times stretched to the rate, so that bursts stay bursts, and again with other draws
-until it is long enough for a queue to grow; each probe has prompts of its own.
+A probe sends the whole workload with its arrival times scaled to the rate, so bursts stay bursts. It is repeated with
+other seeds until it is long enough for a queue to grow. Each probe has its own prompts, so no prefix cache hit carries
+over.
 """
 
 from collections.abc import Callable
@@ -16,17 +17,17 @@ from cluster.offline.workload.changes import WorkloadPhase, at_rate, concatenate
 from cluster.offline.workload.load import load_workload
 from workers.request import SLO
 
-MOST_REQUESTS = 5000  # of one probe
-SEEDS_APART = 7_919  # so that what a probe adds is not what the next seed begins with
-REACH = 64.0  # rates that are tried lie within so many times the first one, both ways
+MAX_REQUESTS = 5000  # of one probe
+SEED_STRIDE = 7_919  # so that repetitions of one seed do not use the next seed's workload
+REACH = 64.0  # rates are at most this factor above or below the first one
 
 Drive = Callable[[Workload, int], Run]  # with this seed
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputQuery:
-    """`target`: the share of requests that keep the promise. `tolerance`: the rate that broke over the one that held,
-    less 1, at which a seed's search ends."""
+    """`target`: share of requests that must meet the SLO. A seed's search ends when the lowest rate that failed is
+    less than 1 + `tolerance` times the highest that passed."""
 
     source: str
     slo: SLO
@@ -35,19 +36,19 @@ class GoodputQuery:
     tolerance: float
 
     def at(self, rate: float | None, seed: int, turn: int) -> Workload:
-        """What is sent at a rate; None: at the source's own."""
+        """The workload at a rate (None: the source's own). `turn` numbers the runs of a seed."""
         made = load_workload(self.source, seed=seed)
         return with_distinct_prompts(made if rate is None else at_rate(made, rate), run_number(seed, turn))
 
     def probe(self, rate: float, seed: int, turn: int) -> Workload:
-        """The same, as long as a probe must be, but of at most some `MOST_REQUESTS`."""
+        """The same, repeated until it is as long as a probe must be or has about `MAX_REQUESTS`."""
         once = self.at(rate, seed, turn)
         count = len(once.arrivals)
         tokens = sum(each.output_tokens for each in once.arrivals) / count
-        wanted = min(MOST_REQUESTS, ceil(rate * probe_span_s(self.slo, tokens)))
+        wanted = min(MAX_REQUESTS, ceil(rate * probe_span_s(self.slo, tokens)))
         if count >= wanted:
             return once
-        again = [load_workload(self.source, seed=seed + SEEDS_APART * number) for number in range(ceil(wanted / count))]
+        again = [load_workload(self.source, seed=seed + SEED_STRIDE * number) for number in range(ceil(wanted / count))]
         parts = [with_distinct_prompts(at_rate(each, rate), number) for number, each in enumerate(again)]
         whole = concatenated([WorkloadPhase(each) for each in parts])
         return with_distinct_prompts(replace(whole, name=once.name), run_number(seed, turn))
@@ -62,7 +63,7 @@ class GoodputQuery:
 
 
 def search(wanted: GoodputQuery, drive: Drive, gpus: int, on_probe: Callable[[str], object]) -> Goodput:
-    """As many runs as it takes, one after another. `on_probe` gets a line for each probe."""
+    """Run probes one after another until the goodput is known. `on_probe` gets a line for each."""
     turn = 0
 
     def attain(rate: float, seed: int) -> Attainment:

@@ -1,8 +1,7 @@
-"""A workload sent to a server: each request at its arrival time (open loop), or a fixed number in flight (closed loop).
+"""Sends a workload to a server: requests at their arrival times (open loop), or N in flight at a time (closed loop).
 
-Time to first token counts from the moment the workload names, also when the sender was late (no coordinated omission).
-With `concurrency` its times do not count: each request is sent when another has ended, and counts from then.
-Knows a way to ask and the clock; knows no server.
+TTFT counts from the workload's arrival time, even if the sender was late (no coordinated omission). With `concurrency`,
+arrival times are ignored: a request is sent when another has ended, and counts from then. Knows no protocol.
 """
 
 import asyncio
@@ -21,17 +20,17 @@ from workers.request import SLO, Request
 
 ResponseEvent = Queued | Accepted | Delta | TextDelta | TokenChunk | Completed | CountedAnswer
 Ask = Callable[[Request], AsyncGenerator[ResponseEvent, None]]
-Ended = Callable[[], object]  # called whenever a request has ended
+Ended = Callable[[], object]  # called each time a request has ended
 
-NO_ROOM = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # a door's ways of saying no
+REJECTIONS = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")  # gRPC codes of a refused request
 
 
 def nothing() -> None:
-    """Nobody looks."""
+    """An `Ended` that does nothing."""
 
 
 class RequestFailed(Exception):
-    """One request came to nothing. `reason`: words that all have who failed alike."""
+    """One request failed. `reason`: the category under which failures are counted."""
 
     def __init__(self, reason: str, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -41,29 +40,30 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a workload is sent. One more request than `most_in_flight` is refused here, and one that takes longer than
-    `deadline_s` is given up. `seed` is the requests' own.
-    `concurrency`: keep this many in flight and ignore arrival times."""
+    """How a workload is sent. The client rejects requests beyond `max_in_flight` and cancels one after `deadline_s`.
+
+    `seed` is the sampling seed. `concurrency`: keep this many in flight and ignore arrival times.
+    """
 
     vocab_size: int
     deadline_s: float = 300.0
-    most_in_flight: int = 256
+    max_in_flight: int = 256
     seed: int = 0
     slo: SLO = field(default_factory=SLO)
     system: str = ""
     concurrency: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.deadline_s > 0.0 or self.most_in_flight < 1:
-            raise ValueError(f"deadline_s is {self.deadline_s} and most_in_flight {self.most_in_flight}; both above 0")
+        if not self.deadline_s > 0.0 or self.max_in_flight < 1:
+            raise ValueError(f"deadline_s is {self.deadline_s} and max_in_flight {self.max_in_flight}; both above 0")
         if self.concurrency is not None and self.concurrency < 1:
             raise ValueError(f"concurrency is {self.concurrency}; it is at least 1")
 
 
 async def drive(ask: Ask, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
-    """Send all of it and wait for the last answer; cancelling ends every request. What nobody foresaw is raised.
+    """Send all requests and wait for the last answer; cancelling cancels every request. Unexpected errors are raised.
 
-    The run counts one GPU and no workers: who asks may know better.
+    The run has one GPU and no workers; the caller replaces them if it knows better.
     """
     sender = _Sender(ask, workload, load, ended)
     try:
@@ -88,13 +88,13 @@ class _Sender:
         return asyncio.get_running_loop().time() - self._begin_s
 
     async def run(self) -> None:
-        """Each request at its time."""
+        """Open loop: each request at its arrival time."""
         async with asyncio.TaskGroup() as group:
             for watch in self._watches:
                 made = self._request(watch)
                 await asyncio.sleep(watch.arrival.at_s - self._now_s())
                 self._late_s = max(self._late_s, self._now_s() - watch.arrival.at_s)
-                if self._in_flight >= self._load.most_in_flight:
+                if self._in_flight >= self._load.max_in_flight:
                     detail = f"{self._in_flight} requests were in flight already"
                     watch.end(RequestOutcome.REJECTED, detail, "not sent: too many in flight")
                     self._ended()
@@ -103,7 +103,7 @@ class _Sender:
                 group.create_task(self._one(watch, made))
 
     async def run_closed(self, concurrency: int) -> None:
-        """So many at once: who ends makes room for the next."""
+        """Closed loop: a request starts when another has ended."""
         waiting = iter(self._watches)
 
         async def one_after_another() -> None:
@@ -132,7 +132,7 @@ class _Sender:
             watch.end(RequestOutcome.REJECTED, str(error), "rejected")
         except DiptychError as error:
             watch.end(
-                RequestOutcome.REJECTED if error.code in NO_ROOM else RequestOutcome.FAILED, str(error), error.code
+                RequestOutcome.REJECTED if error.code in REJECTIONS else RequestOutcome.FAILED, str(error), error.code
             )
         except ClusterError as error:
             watch.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
@@ -143,7 +143,7 @@ class _Sender:
             self._ended()
 
     def result(self) -> Run:
-        wall_s = self._now_s() - self._workload.arrivals[0].at_s  # of one clock with the rest
+        wall_s = self._now_s() - self._workload.arrivals[0].at_s
         served = tuple(watch.served() for watch in self._watches)
         ends = [each.token_s[-1] for each in served if len(each.token_s)]
         concurrency = self._load.concurrency
@@ -163,12 +163,10 @@ class _Sender:
         )
 
     def _counting(self, served: tuple[Served, ...]) -> tuple[str, ...]:
-        """What a reader must know about the tokens' counts and times."""
+        """Notes about token counts and times that are not exact."""
         finished = [watch for watch in self._watches if watch.ending is RequestOutcome.FINISHED]
-        untimed, uncounted = (
-            sum(watch.untimed for watch in finished),
-            sum(not watch.is_counted for watch in finished),
-        )
+        untimed = sum(watch.untimed for watch in finished)
+        uncounted = sum(not watch.is_counted for watch in finished)
         asked = sum(watch.arrival.prompt_tokens for watch in finished)
         counted = sum(served[watch.index].prompt_tokens for watch in finished)
         notes = []

@@ -1,4 +1,4 @@
-"""Our own gRPC door as an endpoint, with its workers' own counts. Knows the client; knows no clock."""
+"""A Diptych gateway's gRPC server as an endpoint; worker statistics come from the cluster."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,11 +17,11 @@ from workers.request import Request
 
 
 def through(client: AsyncClient, deadline_s: float, keep_ids: bool = False) -> Ask:
-    """A cluster's gRPC door. `keep_ids`: requests have the workload's ids there too; of one load at a time only."""
+    """Sends requests to a gateway. `keep_ids`: use the workload's request ids; only for one load at a time."""
 
     def ask(request: Request) -> AsyncGenerator[Queued | Accepted | TextDelta | Completed, None]:
         sampling = request.sampling
-        assert sampling.max_tokens is not None and sampling.seed is not None, "a workload says both"
+        assert sampling.max_tokens is not None and sampling.seed is not None, "a workload sets both"
         return client.generate(
             request.prompt,
             request_id=request.id if keep_ids else "",
@@ -38,7 +38,7 @@ def through(client: AsyncClient, deadline_s: float, keep_ids: bool = False) -> A
 
 
 async def drive_cluster(client: AsyncClient, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
-    """`drive` through a cluster's door, with its workers' own counts. Raises `DiptychError` when nobody answers."""
+    """`drive` through a gateway, with worker statistics. Raises `DiptychError` if the gateway does not answer."""
     before = (await client.status()).view
     run = await drive(through(client, load.deadline_s), workload, load, ended)
     after = (await client.status()).view
@@ -47,7 +47,7 @@ async def drive_cluster(client: AsyncClient, workload: Workload, load: LoadOptio
 
 
 class GrpcEndpoint:
-    """One running cluster. Its client belongs to who opened it."""
+    """A running cluster. `open_grpc` owns the client."""
 
     def __init__(self, client: AsyncClient, address: str, name: str, model: str, vocab_size: int) -> None:
         self._client = client
@@ -61,7 +61,7 @@ class GrpcEndpoint:
 
 @asynccontextmanager
 async def open_grpc(address: str, access: Access) -> AsyncIterator[GrpcEndpoint]:
-    """Raises `DiptychError` when nobody answers, `EndpointError` when its model is not loaded yet."""
+    """Raises `DiptychError` if the gateway does not answer, `EndpointError` if its model is not loaded yet."""
     async with AsyncClient(address, access=access) as client:
         view = (await client.status()).view
         if view.model is None:
@@ -70,7 +70,7 @@ async def open_grpc(address: str, access: Access) -> AsyncIterator[GrpcEndpoint]
 
 
 def workers_between(before: ClusterView, after: ClusterView) -> tuple[WorkerRecord, ...]:
-    """What the workers' own counts tell of a run; of one that restarted meanwhile, since then."""
+    """Differences of worker statistics over a run; of a worker that restarted, since its restart."""
     was = {worker.incarnation: worker.stats for worker in before.workers}
     records = []
     for worker in after.workers:

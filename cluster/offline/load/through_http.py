@@ -1,10 +1,10 @@
-"""Any OpenAI server as an endpoint: streamed `/v1/completions`, with the server's own count of tokens.
+"""Any OpenAI server as an endpoint: streamed `/v1/completions`, with the server's own token counts.
 
-What a server takes is found out before the load, by one short request after another, the richest first:
+Before the load, short requests find out which request form the server accepts, in this order:
 
     token ids + ignore_eos and usage in every chunk  >  text + the same  >  token ids alone  >  text alone
 
-Each chunk has the time at which it came; how many tokens it holds is known where its usage says so. Knows no cluster.
+Each chunk is timed on arrival; its number of tokens is known if the chunk has usage.
 """
 
 import json
@@ -27,10 +27,10 @@ from workers.request import Request, SamplingParams
 SAFE_VOCAB_SIZE = 256  # ids that every vocabulary has
 CONNECT_S = 10.0
 LINE_BYTES = 1 << 20  # a chunk's longest line
-TRIAL = Request("trial", tuple(range(3, 11)), SamplingParams(temperature=0.0, seed=0, max_tokens=2, ignore_eos=True))
+PROBE = Request("trial", tuple(range(3, 11)), SamplingParams(temperature=0.0, seed=0, max_tokens=2, ignore_eos=True))
 REFUSED = (429, 503)
-UNLIKED = (400, 422)  # the body is not as the server wants it
-# Prompts as plain text: words that most vocabularies have as one token each.
+BAD_FORM = (400, 422)  # the server does not accept this form of request
+# Words for prompts as text: most vocabularies have each as one token.
 _TEXT = """
 time year people way day man thing woman life child world school state family student group country problem hand part
 place case week company system program question work government number night point home water room mother area money
@@ -41,8 +41,8 @@ WORDS = tuple(_TEXT.split())
 VOCAB_SIZE = FIRST_TOKEN + len(WORDS)
 
 
-class Tokens(Protocol):
-    """What a tokenizer must do here."""
+class TextTokenizer(Protocol):
+    """The tokenizer methods used here."""
 
     def encode(self, text: str) -> Sequence[int]: ...
 
@@ -51,7 +51,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How requests are written. `extended`: with what vLLM and others added to OpenAI's."""
+    """The form of requests. `extended`: with vLLM's extensions (`ignore_eos`, `continuous_usage_stats`)."""
 
     token_ids: bool
     extended: bool
@@ -65,10 +65,16 @@ FORMS = tuple(Form(token_ids, extended) for extended in (True, False) for token_
 
 
 class HttpEndpoint:
-    """One server and model. The session belongs to who opened it."""
+    """A server and one of its models. `open_http` owns the session."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, base: str, model: str, form: Form, tokenizer: Tokens | None, ids: int
+        self,
+        session: aiohttp.ClientSession,
+        base: str,
+        model: str,
+        form: Form,
+        tokenizer: TextTokenizer | None,
+        vocab_size: int,
     ) -> None:
         self._session = session
         self._base = base
@@ -76,7 +82,7 @@ class HttpEndpoint:
         self._form = form
         self._tokenizer = tokenizer
         self.name = model
-        self.vocab_size = ids if form.token_ids else VOCAB_SIZE
+        self.vocab_size = vocab_size if form.token_ids else VOCAB_SIZE
         self.description = f"{model} at {base}, {form}"
 
     async def drive(self, workload: Workload, load: LoadOptions, ended: Ended = nothing) -> Run:
@@ -84,7 +90,7 @@ class HttpEndpoint:
         return replace(run, notes=(*run.notes, f"{self.description}; counted as one rank, the server does not say"))
 
     async def ask(self, request: Request) -> AsyncGenerator[TokenChunk | CountedAnswer, None]:
-        """Raises `RequestFailed` for whatever keeps the answer from coming whole."""
+        """Raises `RequestFailed` unless the answer is complete."""
         try:
             async with self._session.post(f"{self._base}/completions", json=self._body(request)) as response:
                 if response.status != 200:
@@ -94,7 +100,7 @@ class HttpEndpoint:
                 async for event in _events(response):
                     yield event
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise RequestFailed("no connection", _unreached(error)) from error
+            raise RequestFailed("no connection", _connection_error(error)) from error
         except (aiohttp.ClientError, ValueError) as error:
             raise RequestFailed("stream cut", f"{type(error).__name__}: {error}") from error
 
@@ -118,7 +124,7 @@ class HttpEndpoint:
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[TokenChunk | CountedAnswer, None]:
     """One `TokenChunk` for each piece of the answer, then the server's count. Raises `RequestFailed`, ValueError."""
-    told, done, finished = 0, False, False
+    streamed, done, finished = 0, False, False
     usage: dict[str, Any] = {}
     async for line in response.content:
         if not line.startswith(b"data:"):
@@ -129,22 +135,22 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[TokenChunk
             break
         piece = json.loads(data)
         if "error" in piece:
-            raise RequestFailed("error in the stream", _said(piece))
+            raise RequestFailed("error in the stream", _error_message(piece))
         usage = piece.get("usage") or usage
         choice: dict[str, Any] = next(iter(piece.get("choices") or ()), {})
         finished = finished or choice.get("finish_reason") is not None
         counted = (piece.get("usage") or {}).get("completion_tokens") if choice else None
-        new = int(bool(choice.get("text"))) if counted is None else counted - told
+        new = int(bool(choice.get("text"))) if counted is None else counted - streamed
         if new > 0:
-            told += new
+            streamed += new
             yield TokenChunk(new)
     if not (done or finished):
-        raise RequestFailed("stream cut", f"the stream ended after {told} tokens, without its end")
+        raise RequestFailed("stream cut", f"the stream ended after {streamed} tokens, without its end")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     yield CountedAnswer(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
 
-def _unreached(error: aiohttp.ClientError) -> str:
+def _connection_error(error: aiohttp.ClientError) -> str:
     number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
     return os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
 
@@ -152,13 +158,13 @@ def _unreached(error: aiohttp.ClientError) -> str:
 async def _message(response: aiohttp.ClientResponse) -> str:
     text = (await response.text(errors="replace")).strip()
     try:
-        return _said(json.loads(text))
+        return _error_message(json.loads(text))
     except ValueError:
         return " ".join(text[:200].split()) or str(response.reason)
 
 
-def _said(body: Any) -> str:
-    """The message of an error's body, as OpenAI and others write it."""
+def _error_message(body: Any) -> str:
+    """The message in an error body of OpenAI's or FastAPI's form."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     return " ".join(str(message or error)[:400].split())
@@ -166,7 +172,7 @@ def _said(body: Any) -> str:
 
 @asynccontextmanager
 async def open_http(target: Target) -> AsyncIterator[HttpEndpoint]:
-    """Asks which model there is and tries short requests. Raises `EndpointError`."""
+    """Finds the model and the accepted request form. Raises `EndpointError`."""
     base = target.address.rstrip("/")
     if base.count("/") == 2:
         base += "/v1"
@@ -179,8 +185,8 @@ async def open_http(target: Target) -> AsyncIterator[HttpEndpoint]:
         read_bufsize=LINE_BYTES,
     ) as session:
         model = target.model or await _only_model(session, base)
-        ids = tokenizer.vocab_size if tokenizer is not None else SAFE_VOCAB_SIZE
-        yield await _first_that_is_taken(session, base, model, tokenizer, ids)
+        vocab_size = tokenizer.vocab_size if tokenizer is not None else SAFE_VOCAB_SIZE
+        yield await _first_accepted_form(session, base, model, tokenizer, vocab_size)
 
 
 def _tokenizer(target: Target) -> Any:
@@ -191,24 +197,24 @@ def _tokenizer(target: Target) -> Any:
     return ModelTokenizer(target.tokenizer)
 
 
-async def _first_that_is_taken(
-    session: aiohttp.ClientSession, base: str, model: str, tokenizer: Tokens | None, ids: int
+async def _first_accepted_form(
+    session: aiohttp.ClientSession, base: str, model: str, tokenizer: TextTokenizer | None, vocab_size: int
 ) -> HttpEndpoint:
-    unliked: RequestFailed | None = None
+    rejected: RequestFailed | None = None
     for form in FORMS:
-        endpoint = HttpEndpoint(session, base, model, form, tokenizer, ids)
+        endpoint = HttpEndpoint(session, base, model, form, tokenizer, vocab_size)
         try:
-            async for _ in endpoint.ask(TRIAL):
+            async for _ in endpoint.ask(PROBE):
                 pass
             return endpoint
         except RequestFailed as error:
-            if error.reason not in map("HTTP {}".format, UNLIKED):
-                raise EndpointError(f"{base}: a short request for model {model} fails: {_hinted(error)}") from error
-            unliked = unliked or error
-    raise EndpointError(f"{base}: a short request for model {model} is refused: {_hinted(unliked)}")
+            if error.reason not in map("HTTP {}".format, BAD_FORM):
+                raise EndpointError(f"{base}: a short request for model {model} fails: {_with_hint(error)}") from error
+            rejected = rejected or error
+    raise EndpointError(f"{base}: a short request for model {model} is refused: {_with_hint(rejected)}")
 
 
-def _hinted(error: RequestFailed | None) -> str:
+def _with_hint(error: RequestFailed | None) -> str:
     assert error is not None
     hints = {
         "HTTP 401": "; give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY",
@@ -223,10 +229,10 @@ async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
         async with session.get(f"{base}/models") as response:
             if response.status != 200:
                 failed = RequestFailed(f"HTTP {response.status}", await _message(response))
-                raise EndpointError(f"{base}/models: {_hinted(failed)}")
+                raise EndpointError(f"{base}/models: {_with_hint(failed)}")
             names = [str(each["id"]) for each in (await response.json(content_type=None))["data"]]
     except aiohttp.ClientError as error:
-        raise EndpointError(f"nobody answers at {base} ({_unreached(error)}); is the server up?") from error
+        raise EndpointError(f"nothing answers at {base} ({_connection_error(error)}); is the server up?") from error
     except (ValueError, LookupError, TypeError) as error:
         raise EndpointError(f"{base}/models is no list of models; is this an OpenAI server?") from error
     if len(names) != 1:
@@ -234,8 +240,8 @@ async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
     return names[0]
 
 
-def text_of(prompt: Sequence[int], tokenizer: Tokens | None = None) -> str:
-    """A word for each token id below `VOCAB_SIZE`; with a tokenizer, cut to as many of its tokens."""
+def text_of(prompt: Sequence[int], tokenizer: TextTokenizer | None = None) -> str:
+    """A word for each token id below `VOCAB_SIZE`; with a tokenizer, cut to the prompt's number of tokens."""
     text = " ".join(WORDS[token - FIRST_TOKEN] for token in prompt)
     if tokenizer is None:
         return text

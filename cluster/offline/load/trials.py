@@ -1,9 +1,9 @@
-"""Configurations in turn under the same load: each started on this machine, sent its runs, and taken down again.
+"""Runs the same load on several configurations in turn; each is started on this machine and stopped again.
 
-    for each seed           the order of configurations turns by one, so each has every place once in so many seeds
-        for each of them    start, a few requests that do not count, a run for each rate, end
+    for each seed                  the order rotates by one, so each configuration gets every position
+        for each configuration     start, warm up, one run for each rate, stop
 
-Knows how a configuration is started and sent a load; `cluster.offline.scoring.trials` compares the runs.
+`cluster.offline.scoring.trials` compares the runs.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from diptych.access import Access
 START_S = 300.0
 READY = "ready: grpc"  # or grpcs
 WARM_UP = 2  # requests
-KINDS = {"colocated=": True, "split=": False}  # before an endpoint's address
+KINDS = {"colocated=": True, "split=": False}  # prefixes of an endpoint's address
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What is compared. `is_colocated`: its workers do both phases; None: unknown. `description`: for the report.
+    """One side of the comparison. `is_colocated`: its workers do both phases; None: unknown.
 
-    `target` of a server that runs already; without, `path` is the cluster's YAML, which is started here.
+    `target`: a server that already runs; else `path` is the YAML of a cluster to start.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What each configuration is sent. `rates`: requests a second; None: the workload's own times. `access`: to those
-    that are started here and are guarded."""
+    """What each configuration is sent. `rates`: requests/s; None: the workload's own arrival times. `access`: for
+    clusters that are started here."""
 
     source: str
     rates: tuple[float | None, ...]
@@ -60,7 +60,7 @@ class Plan:
     access: Access = field(default_factory=Access)
 
     def workload(self, rate: float | None, seed: int) -> Workload:
-        """The same for every configuration; other prompts at every rate."""
+        """The same for every configuration, with other prompts at every rate."""
         made = load_workload(self.source, seed=seed)
         turn = 1 + self.rates.index(rate)
         return with_distinct_prompts(made if rate is None else at_rate(made, rate), run_number(seed, turn))
@@ -69,29 +69,21 @@ class Plan:
         return with_distinct_prompts(first(load_workload(self.source, seed=seed), WARM_UP), run_number(seed, 0))
 
     def order(self, configurations: Sequence[Configuration], place: int) -> list[Configuration]:
-        """Under the seed at this place."""
-        off = place % len(configurations)
-        return [*configurations[off:], *configurations[:off]]
+        """The configurations in the order for the seed at this index."""
+        first = place % len(configurations)
+        return [*configurations[first:], *configurations[:first]]
 
 
-class Watcher(Protocol):
-    """Told of what goes on."""
+class TrialObserver(Protocol):
+    """Called when a configuration starts, when a run begins (returns what to call after each request), and after it."""
 
-    def starts(self, name: str) -> None:
-        """This configuration is being started."""
-        ...
-
-    def runs(self, name: str, what: str, requests: int) -> Ended:
-        """It is sent its load; what is returned is called whenever a request has ended."""
-        ...
-
-    def ran(self, trial: SeedRun) -> None:
-        """A run has ended."""
-        ...
+    def starts(self, name: str) -> None: ...
+    def runs(self, name: str, what: str, requests: int) -> Ended: ...
+    def ran(self, trial: SeedRun) -> None: ...
 
 
 def configuration_of(path: str) -> Configuration:
-    """Of a cluster's YAML. Raises `SpecError` and OSError."""
+    """A cluster to start from its YAML. Raises `SpecError` and OSError."""
     spec = load_spec(path)
     pools = ", ".join(f"{pool.replicas} {pool.role.value}" for pool in spec.pools)
     is_colocated = all(pool.role is Role.MIXED for pool in spec.pools)
@@ -99,16 +91,16 @@ def configuration_of(path: str) -> Configuration:
 
 
 def kind_of(given: str) -> tuple[bool | None, str]:
-    """Of an endpoint whether it is colocated, where that is said before its address, and the address."""
+    """Splits `colocated=ADDRESS` or `split=ADDRESS` into (is colocated, address); None without a prefix."""
     word = next((word for word in KINDS if given.startswith(word)), "")
     return KINDS.get(word), given.removeprefix(word)
 
 
-def beside(given: str, target: Target) -> Configuration:
-    """A server that others started, and that keeps running."""
+def external(given: str, target: Target) -> Configuration:
+    """A server that already runs and keeps running."""
     is_colocated, address = kind_of(given)
-    kind = {True: "colocated", False: "split", None: "colocated or split, that was not said"}[is_colocated]
-    description = f"{address}, which was running already; {kind}"
+    kind = {True: "colocated", False: "split", None: "not known whether colocated or split"}[is_colocated]
+    description = f"{address}, already running; {kind}"
     return Configuration(address.partition("://")[2], description, is_colocated, target=target)
 
 
@@ -116,25 +108,25 @@ async def run_trials(
     configurations: Sequence[Configuration],
     plan: Plan,
     load: Callable[[Endpoint, int], LoadOptions],
-    watcher: Watcher,
+    observer: TrialObserver,
 ) -> tuple[tuple[SeedRun, ...], dict[str, Run]]:
-    """All runs, and of each configuration the first one with all its records. Raises whatever a start raises."""
+    """All runs, and the first run of each configuration with its records. Raises what starting one raises."""
     trials: list[SeedRun] = []
     firsts: dict[str, Run] = {}
     for place, seed in enumerate(plan.seeds):
         for each in plan.order(configurations, place):
-            watcher.starts(each.name)
+            observer.starts(each.name)
             async with running(each, plan) as endpoint:
                 wanted = load(endpoint, seed)
                 await endpoint.drive(plan.warm_up(seed), replace(wanted, concurrency=WARM_UP), nothing)
                 for rate in plan.rates:
                     workload = plan.workload(rate, seed)
-                    ended = watcher.runs(each.name, f"seed {seed}, {load_name(rate, wanted)}", len(workload.arrivals))
+                    ended = observer.runs(each.name, f"seed {seed}, {load_name(rate, wanted)}", len(workload.arrivals))
                     run = replace(await endpoint.drive(workload, wanted, ended), system=each.name)
                     firsts.setdefault(each.name, run)
                     measured = figures(run, wanted.slo)
                     trials.append(SeedRun(each.name, each.is_colocated, load_name(rate, wanted), seed, measured))
-                    watcher.ran(trials[-1])
+                    observer.ran(trials[-1])
     return tuple(trials), {each.name: firsts[each.name] for each in configurations}
 
 
@@ -146,7 +138,7 @@ def load_name(rate: float | None, load: LoadOptions) -> str:
 
 @asynccontextmanager
 async def running(configuration: Configuration, plan: Plan) -> AsyncIterator[Endpoint]:
-    """Its endpoint, as long as the block lasts. Raises `EndpointError`, with the last that it said."""
+    """The configuration's endpoint for as long as the block lasts. Raises `EndpointError` with its last output."""
     if configuration.target is not None:
         async with open_endpoint(configuration.target) as endpoint:
             yield endpoint

@@ -1,6 +1,6 @@
 """The figures of a run: latencies, SLO attainment, rates, and the use of the machines. Pure.
 
-`DEFINITIONS` has every metric in words, with its source. They differ between papers; these hold wherever we report.
+`DEFINITIONS` defines every metric, with its source, because papers differ.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of `count` samples, all in one unit."""
+    """Percentiles of `count` samples."""
 
     count: int
     mean: float
@@ -59,7 +59,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests, 0 to 1: those that met each target, both, and those that were served at all."""
+    """Shares of all requests, 0 to 1, that met the TTFT target, the TPOT target, both, and that finished."""
 
     ttft: float
     tpot: float
@@ -67,7 +67,7 @@ class Attainment:
     served: float
 
     def broken(self, target: float) -> tuple[str, ...]:
-        """What keeps `both` below the target, the worst first; empty when nothing does."""
+        """Why `both` is below the target, the worst first; empty if it is not."""
         if self.both >= target:
             return ()
         if self.served < target:
@@ -78,7 +78,7 @@ class Attainment:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """The workers of one pool together. Shares are 0 to 1; None: no blocks, no time passed, or nobody saw the steps."""
+    """Sums over the workers of one pool. Shares are 0 to 1; None: unknown, as real clusters record no steps."""
 
     pool: str
     role: str
@@ -95,7 +95,7 @@ class PoolFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run's figures. Latencies are None when no request has one; a share is None when it is not known."""
+    """One run's figures. Latencies are None if no request has one; shares are None if unknown."""
 
     system: str
     workload: str
@@ -128,14 +128,14 @@ class Figures:
     exposed_transfer_share: float | None
     transfer_share: float | None
     cached_share: float | None
-    phases_s: tuple[tuple[str, float], ...]  # a finished request's mean seconds in each phase of its ledger
+    phases_s: tuple[tuple[str, float], ...]  # mean seconds of a finished request in each ledger phase
     pools: tuple[PoolFigures, ...]
     notes: tuple[str, ...]
-    reasons: tuple[tuple[str, int], ...] = ()  # why requests did not finish, and how many, the most frequent first
+    reasons: tuple[tuple[str, int], ...] = ()  # why requests did not finish -> count, the most frequent first
 
     @property
     def unit(self) -> str:
-        """What `gpus` counts: where time is real, processes that compute, on whatever device that is."""
+        """What `gpus` counts: GPUs in virtual time, ranks in real runs, on any device."""
         return UNITS.get(self.clock, "rank")
 
     @property
@@ -143,7 +143,7 @@ class Figures:
         return f"{self.gpus} {self.unit}s"
 
     def as_json(self) -> dict[str, Any]:
-        """Built of what JSON knows; with the definitions of what it names."""
+        """With the definitions of the metrics."""
         import msgspec
 
         figures: dict[str, Any] = msgspec.to_builtins(self)
@@ -151,7 +151,7 @@ class Figures:
 
 
 def slo_text(slo: SLO) -> str:
-    """The SLO in words."""
+    """The SLO, such as `TTFT <= 2 s and TPOT <= 0.1 s`."""
     parts = [
         f"{name} <= {bound:g} s" for name, bound in (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)) if bound is not None
     ]
@@ -159,12 +159,12 @@ def slo_text(slo: SLO) -> str:
 
 
 def attainment(run: Run, slo: SLO) -> Attainment:
-    """Without the other figures, as a search needs it."""
+    """The SLO attainment alone, for a search."""
     return _attained(latencies(run.served), slo)
 
 
 def percentiles(samples: "Floats") -> Percentiles | None:
-    """Of finite samples; None without any."""
+    """Percentiles of finite samples; None if there are none."""
     import numpy as np
 
     if not len(samples):
@@ -233,8 +233,8 @@ def _within(seconds: "Floats", bound: float | None) -> Any:
     return seconds <= (float("inf") if bound is None else bound)
 
 
-def _share(kept: Any) -> float:
-    return float(kept.mean()) if len(kept) else 0.0
+def _share(mask: Any) -> float:
+    return float(mask.mean()) if len(mask) else 0.0
 
 
 def _over(part: float, whole: float) -> float | None:
@@ -242,7 +242,7 @@ def _over(part: float, whole: float) -> float | None:
 
 
 def _offered_rate(served: Sequence[Served]) -> float:
-    """Mean requests a second between the first and the last arrival; 0 when all come at once."""
+    """Mean requests/s between the first and the last arrival; 0 if all come at once."""
     arrivals = [each.arrival_s for each in served]
     return _over(len(arrivals) - 1, max(arrivals) - min(arrivals)) or 0.0 if arrivals else 0.0
 
@@ -271,19 +271,19 @@ def _pools(workers: Sequence[WorkerRecord], seconds: float) -> tuple[PoolFigures
 
 
 def _present(workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
-    """Each worker once: one that was started again has a record for each start."""
+    """Each worker once; a restarted worker has a record for each start."""
     return list({worker.name: worker for worker in workers}.values())
 
 
 def _occupancy(workers: Sequence[WorkerRecord], seconds: float) -> float | None:
-    if not _watched(workers):
+    if not _has_step_times(workers):
         return None
     blocks = sum(worker.kv_blocks for worker in _present(workers))
     return _over(sum(worker.used_block_s for worker in workers), blocks * seconds)
 
 
-def _watched(workers: Sequence[WorkerRecord]) -> bool:
-    """Whether anybody saw the steps: a real cluster's workers only count them."""
+def _has_step_times(workers: Sequence[WorkerRecord]) -> bool:
+    """Whether step times were recorded: a real cluster's workers only count steps."""
     return not any(worker.steps for worker in workers) or any(worker.busy_s for worker in workers)
 
 
@@ -295,7 +295,7 @@ def _pool(name: str, workers: Sequence[WorkerRecord], seconds: float) -> PoolFig
         role=", ".join(dict.fromkeys(worker.role for worker in workers)),
         workers=len(present),
         gpus=sum(worker.gpus for worker in present),
-        busy_share=_over(busy_s, len(present) * seconds) if _watched(workers) else None,
+        busy_share=_over(busy_s, len(present) * seconds) if _has_step_times(workers) else None,
         kv_occupancy=_occupancy(workers, seconds),
         steps=sum(worker.steps for worker in workers),
         prompt_tokens=sum(worker.prompt_tokens for worker in workers),

@@ -1,12 +1,13 @@
-"""Goodput: the largest request rate at which a share of requests, the target, keeps its promises. Pure search.
+"""Goodput: the highest request rate at which the target share of requests meets the SLO. Pure search.
 
-Each seed has a bracket of its own: from `start` the rate doubles until it breaks, or halves until it holds (from a
-start that is near, by `stride` first, whose square comes next), and is then bisected (by geometric means, so all seeds
-and targets probe the same rates and share what is known) until the bracket
-is narrower than the tolerance. A seed's goodput is the greatest rate that held. The interval is Student's t over the
-seeds' goodputs; it says how far seeds differ, not how far the model is from the truth.
+Each seed has its own bracket. From `start`, the rate doubles until the target is missed, or halves until it is met;
+from a start that is close, the first factor is `stride` and each next one its square. Then the bracket is bisected
+until it is narrower than the tolerance. Geometric means make all seeds and targets probe the same rates and share
+results. A seed's goodput is the highest rate that met the target. The confidence interval is Student's t over the
+goodputs of the seeds: it covers the differences between seeds, not the error of the model.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
@@ -16,45 +17,46 @@ from typing import Any
 from cluster.offline.scoring.figures import Attainment, slo_text
 from workers.request import SLO
 
-Attain = Callable[[float, int], Attainment]  # at a rate, with a seed
-Map = Callable[..., Iterable[Any]]  # as the builtin `map`, or as an executor's: results in order
+Attain = Callable[[float, int], Attainment]  # (rate, seed)
+Map = Callable[..., Iterable[Any]]  # the builtin `map` or an executor's: results in order
 
-NEAR = 1.1  # the stride from another seed's goodput
-MOST_STRIDE = 2.0  # by which a rate is multiplied or divided at most while nothing bounds it
+NEAR_STRIDE = 1.1  # from another seed's goodput
+MAX_STRIDE = 2.0  # the largest factor between two rates outside the bracket
 
 # Student's t, two-sided 95 %, by degrees of freedom from 1 on; the last stands for more.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 
 class TimeUp(Exception):
-    """The time for an answer is over; a `Map` raises it. Whoever searches answers with what is known by then."""
+    """The time limit has passed; a `Map` raises it. The search then answers with what is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Where to look, in requests a second of the whole system, and how closely. Raises ValueError when that is nowhere.
+    """The range of a search in requests/s of the whole system. Raises ValueError if the range is empty.
 
-    Nothing below `floor` or above `cap` is tried; `tolerance` is relative: the rate that broke over the one that held.
+    No rate below `floor` or above `cap` is tried. `tolerance`: the lowest rate that missed over the highest that met
+    the target, less 1.
     """
 
     start: float
     floor: float
     cap: float
     tolerance: float = 0.03
-    stride: float = MOST_STRIDE
+    stride: float = MAX_STRIDE
 
     def __post_init__(self) -> None:
         if not 0.0 < self.floor <= self.start <= self.cap < inf:
             raise ValueError(f"rates must be 0 < floor <= start <= cap, got {self.floor}, {self.start}, {self.cap}")
         if not 1e-6 <= self.tolerance < inf:
             raise ValueError(f"tolerance: must be 1e-6 or more, got {self.tolerance}")
-        if not 1.0 < self.stride <= MOST_STRIDE:
-            raise ValueError(f"stride: must be above 1 and at most {MOST_STRIDE:g}, got {self.stride}")
+        if not 1.0 < self.stride <= MAX_STRIDE:
+            raise ValueError(f"stride: must be above 1 and at most {MAX_STRIDE:g}, got {self.stride}")
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one seed attained at one rate."""
+    """The attainment of one seed at one rate."""
 
     rate: float
     seed: int
@@ -63,12 +65,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests a second of the whole system on `gpus` GPUs, or on as many ranks (`unit`), all that were provisioned.
+    """Requests/s of the whole system on `gpus` GPUs or ranks (`unit`), counting all that were provisioned.
 
-    `rate` is the mean of `by_seed`, `low` to `high` its 95 % confidence interval (both the rate itself with one seed).
-    `probes` are all that is known, by rate and seed; `target` is a share, 0 to 1. `seeds` are those of which something
-    is known. Unless `complete` the time was up: a seed's goodput is then at least the rate that held, and below the
-    rate in `broke` (None: none broke yet).
+    `rate` is the mean of `by_seed`, `low` to `high` its 95 % confidence interval (the rate itself with one seed).
+    `probes`: all results, by rate and seed. `target`: a share, 0 to 1. `seeds`: those with at least one result. Unless
+    `complete`, the time limit passed: a seed's goodput is then at least its rate in `by_seed`, and below its rate in
+    `broke` (None: no rate missed the target yet).
     """
 
     slo: SLO
@@ -100,27 +102,26 @@ class Goodput:
 
     @property
     def capped(self) -> bool:
-        """Some seed met the target at the greatest rate tried, so the goodput is at least this."""
+        """A seed met the target at the highest allowed rate, so the goodput is at least this."""
         return self.search.cap in self.by_seed
 
     @property
     def closest(self) -> Probe:
-        """The probe with the greatest attainment; of equals the one at the greatest rate."""
+        """The probe with the highest attainment; among equals, the one at the highest rate."""
         return max(self.probes, key=lambda probe: (probe.attained.both, probe.rate))
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """What broke where each seed first failed, the most frequent first: TTFT, TPOT, or requests not served."""
-        named: dict[str, int] = {}
+        """What each seed missed above its goodput, the most frequent first: TTFT, TPOT, or requests not served."""
+        counts: Counter[str] = Counter()
         for seed, held in zip(self.seeds, self.by_seed, strict=True):
             above = (each.attained for each in self.probes if each.seed == seed and each.rate > held)
-            for name in next(filter(None, (attained.broken(self.target) for attained in above)), ()):
-                named[name] = named.get(name, 0) + 1
-        return tuple(sorted(named, key=lambda name: -named[name]))
+            counts.update(next(filter(None, (attained.broken(self.target) for attained in above)), ()))
+        return tuple(name for name, _ in counts.most_common())
 
     @property
     def curve(self) -> tuple[tuple[float, Attainment], ...]:
-        """The mean attainment at each rate that was probed with all seeds: a mean over some would lean to one side."""
+        """The mean attainment at each rate that all seeds probed; a mean over some seeds would be biased."""
         by_rate: dict[float, list[Attainment]] = {}
         for probe in self.probes:
             if probe.seed in self.seeds:
@@ -129,7 +130,7 @@ class Goodput:
 
     @property
     def summary(self) -> str:
-        """In words, with metric, target, promise, GPUs and how sure it is."""
+        """One sentence with the rate, its confidence interval, target, SLO, GPUs and what limits it."""
         asked = f"at least {100 * self.target:g} % of requests with {slo_text(self.slo)}"
         if self.unattainable:
             near = self.closest
@@ -158,7 +159,6 @@ class Goodput:
         return f"goodput {held} on {self.gpus} {self.unit}s: {asked}; the time was up after {tried}"
 
     def as_json(self) -> dict[str, Any]:
-        """Built of what JSON knows."""
         import msgspec
 
         written: dict[str, Any] = msgspec.to_builtins(self)
@@ -176,22 +176,21 @@ class Goodput:
 
 
 def probe_span_s(slo: SLO, mean_output_tokens: float) -> float:
-    """How long a probe must go on at least, since a queue that grows needs time to break a promise: ten times the wait
-    that is allowed, and two answers."""
+    """The minimum length of a probe, because a growing queue needs time to break an SLO: ten times the TTFT and two
+    answers."""
     return 10 * (slo.ttft_s or 0.0) + 2 * (slo.tpot_s or 0.0) * mean_output_tokens
 
 
 def trying(rate: float, held: float) -> str:
-    """The progress of a search."""
+    """A search's progress."""
     so_far = f"{held:.3g} held so far" if held else "none has held yet"
     return f"trying {rate:.3g} requests/s, {so_far}"
 
 
 class Probes:
-    """All that is known of one system: evaluations by (rate, seed), made through `each` and kept for further targets.
+    """The attainment of one system by (rate, seed), evaluated through `each` and cached for other targets.
 
-    `attain(rate, seed)` must be the same whenever it is called; `each` may be an executor's `map`, so `attain` may
-    have to be picklable.
+    `attain(rate, seed)` must be deterministic. `each` may be an executor's `map`; `attain` must then be picklable.
     """
 
     def __init__(self, attain: Attain, each: Map = map) -> None:
@@ -200,7 +199,7 @@ class Probes:
         self._known: dict[tuple[float, int], Attainment] = {}
 
     def at(self, wanted: Sequence[tuple[float, int]]) -> list[Attainment]:
-        """Evaluate what is not known yet, all at once."""
+        """The attainment of each pair; pairs not known yet are evaluated in one call."""
         new = [pair for pair in dict.fromkeys(wanted) if pair not in self._known]
         if new:
             made = self._each(self._attain, [rate for rate, _ in new], [seed for _, seed in new])
@@ -213,7 +212,7 @@ class Probes:
     @property
     def all(self) -> tuple[Probe, ...]:
         """By rate and seed."""
-        return tuple(Probe(rate, seed, attained) for (rate, seed), attained in sorted(self._known.items(), key=_first))
+        return tuple(Probe(*pair, self._known[pair]) for pair in sorted(self._known))
 
 
 def goodput(
@@ -228,11 +227,11 @@ def goodput(
     led: bool = False,
     on_probe: Callable[[float, float], None] = lambda rate, held: None,
 ) -> Goodput:
-    """Search until every seed's bracket is narrow, or the time is up. Raises ValueError on a target, seeds or GPUs that
-    make no sense.
+    """Search until every seed's bracket is narrow or the time limit passes. Raises ValueError on an invalid target,
+    seeds or GPUs.
 
-    About log2(cap / start) + log2(1 / tolerance) probes a seed; all seeds' next probes go out together. `led`: the
-    first seed is searched alone, the others start from where it ended: fewer probes in all, one after another.
+    Takes about log2(cap / start) + log2(1 / tolerance) probes per seed; the next probes of all seeds run together.
+    `led`: search the first seed alone and start the others at its goodput, which needs fewer probes but more rounds.
     `on_probe(rate, held)` is called before each probe with its rate and the highest rate that held.
     """
     if not 0.0 < target <= 1.0:
@@ -250,7 +249,7 @@ def goodput(
                 on_probe(pairs[0][0], max(each.held for each in brackets.values()))
                 try:
                     probes.at(pairs)
-                finally:  # also of a round that was cut short
+                finally:  # also learn from a round that was cut short
                     for rate, seed in pairs:
                         if (attained := probes.known(rate, seed)) is not None:
                             begun[seed].learn(rate, attained.both >= target)
@@ -267,25 +266,26 @@ def goodput(
 
 
 def _near(search: Search, held: float) -> Search:
-    """From where another seed ended; from the same start when that held nothing."""
-    return replace(search, start=min(max(held, search.floor), search.cap), stride=NEAR) if held else search
+    """Starts at another seed's goodput, unless that is 0."""
+    return replace(search, start=min(max(held, search.floor), search.cap), stride=NEAR_STRIDE) if held else search
 
 
 class _Bracket:
-    """One seed's search: the greatest rate that held (0: none yet) and the least that broke (infinite: none yet)."""
+    """One seed's search: `held`, the highest rate that met the target (0: none yet), and `broke`, the lowest that
+    missed it (infinite: none yet)."""
 
     def __init__(self, search: Search) -> None:
         self._search = search
         self.held = 0.0
         self.broke = inf
-        self._stride = search.stride  # of the next probe outside of the bracket
+        self._stride = search.stride  # of the next probe outside the bracket
 
     @property
     def begun(self) -> bool:
         return self.held > 0.0 or self.broke < inf
 
     def next(self) -> float | None:
-        """The rate to try, None when it is narrow enough."""
+        """The next rate; None if the bracket is narrow enough."""
         search = self._search
         if self.held == 0.0 and self.broke == inf:
             return search.start
@@ -297,7 +297,7 @@ class _Bracket:
 
     def learn(self, rate: float, held: bool) -> None:
         if self.held or self.broke < inf:
-            self._stride = min(MOST_STRIDE, self._stride**2)
+            self._stride = min(MAX_STRIDE, self._stride**2)
         if held:
             self.held = rate
         else:
@@ -305,7 +305,7 @@ class _Bracket:
 
 
 def half_width(samples: Sequence[float]) -> float:
-    """Of the mean's 95 % confidence interval, by Student's t; 0 with one sample, which says nothing about sureness."""
+    """Half the width of the mean's 95 % confidence interval, by Student's t; 0 with one sample (no interval)."""
     if len(samples) < 2:
         return 0.0
     return T95[min(len(samples) - 1, len(T95)) - 1] * stdev(samples) / sqrt(len(samples))
@@ -313,10 +313,6 @@ def half_width(samples: Sequence[float]) -> float:
 
 def _mean(attained: Sequence[Attainment]) -> Attainment:
     return Attainment(*(fmean(getattr(each, name) for each in attained) for name in ("ttft", "tpot", "both", "served")))
-
-
-def _first(item: tuple[tuple[float, int], Attainment]) -> tuple[float, int]:
-    return item[0]
 
 
 def _joined(names: Sequence[str]) -> str:

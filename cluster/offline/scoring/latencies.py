@@ -1,6 +1,6 @@
-"""Every request's latencies as arrays, which all scores start from. Pure; numpy is loaded when it is called.
+"""Latencies of all requests as arrays. Pure; imports numpy when called.
 
-Only a request that finished has latencies. All others have infinite ones, so that they miss every SLO.
+A request that did not finish has infinite latencies, so it misses every SLO.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-WORST = 10  # one gap in so many: Mooncake FAST'25
+WORST = 10  # the worst gaps are one in 10, as in Mooncake (FAST'25)
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Seconds, one row a request in the run's order. `tpot_s` is 0 for answers of one token."""
+    """Seconds, one row per request in the run's order. `tpot_s` is 0 for answers of one token."""
 
     ttft_s: "Floats"
     tpot_s: "Floats"
     e2e_s: "Floats"
-    output_tokens: "NDArray[np.int64]"  # that came
+    output_tokens: "NDArray[np.int64]"  # received
     finished: "NDArray[np.bool_]"
 
 
@@ -45,7 +45,7 @@ def latencies(served: Sequence[Served]) -> Latencies:
 
 
 def gaps(served: Sequence[Served]) -> "list[Floats]":
-    """The seconds between tokens that follow each other, for every request; none for one that did not finish."""
+    """Seconds between consecutive tokens, for each request; empty for one that did not finish."""
     import numpy as np
 
     return [
@@ -54,7 +54,7 @@ def gaps(served: Sequence[Served]) -> "list[Floats]":
 
 
 def worst_mean_s(taken: "Floats") -> float:
-    """The mean of the greatest tenth of these gaps, at least one of them; 0 without gaps."""
+    """The mean of the longest tenth of the gaps, at least one; 0 without gaps."""
     import numpy as np
 
     if not len(taken):

@@ -1,4 +1,4 @@
-"""What a run leaves behind, real or simulated: one record for each request, worker and (when traced) step. Pure."""
+"""Records of a real or simulated run: one for each request, worker and, if traced, step. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ class RequestOutcome(Enum):
     """How a request ended for its client."""
 
     FINISHED = "finished"
-    REJECTED = "rejected"  # admission said no
-    FAILED = "failed"  # deadline, attempts spent, or an error
+    REJECTED = "rejected"  # by admission control
+    FAILED = "failed"  # deadline, no attempts left, or an error
     UNFINISHED = "unfinished"  # the run was cut off
 
 
@@ -20,15 +20,15 @@ class RequestOutcome(Enum):
 class Served:
     """One request as its client saw it. Times are seconds on the run's clock.
 
-    `token_s`: when each output token came. `reason`: why it did not finish, in words that others share. `ledger`: only
-    of finished requests. `transfer_s` sums the hand-offs' elapsed seconds, most of which overlap with prefill; the
-    ledger's `transfer_wait` is what was not hidden.
+    `token_s`: when each output token arrived. `reason`: the category under which failures are counted. `ledger`: only
+    of finished requests. `transfer_s` sums the elapsed seconds of KV handoffs, most of which overlap with prefill; the
+    ledger's `transfer_wait` is the part that does not.
     """
 
     index: int  # in the workload
     arrival_s: float
     prompt_tokens: int
-    output_tokens: int  # that it was to get
+    output_tokens: int  # requested
     token_s: Sequence[float]
     ending: RequestOutcome
     detail: str = ""
@@ -75,7 +75,7 @@ class WorkerRecord:
     kv_blocks: int
     steps: int = 0
     busy_s: float = 0.0
-    prompt_tokens: int = 0  # computed, recomputed ones counted again
+    prompt_tokens: int = 0  # computed; recomputed ones count again
     output_tokens: int = 0
     used_block_s: float = 0.0
     preemptions: int = 0
@@ -84,7 +84,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one worker, when the run was traced. `requests`: the workload's indices whose tokens it computed."""
+    """One step of one worker of a traced run. `requests`: indices in the workload of the requests in the batch."""
 
     worker: str
     begin_s: float
@@ -96,9 +96,9 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything that is known of one run. `gpus` counts all that were provisioned, idle ones too.
+    """One run. `gpus` counts all that were provisioned, idle ones included.
 
-    `model_flops` are those of all tokens computed, `peak_flops` of all GPUs together per second; 0: not known.
+    `model_flops`: for all computed tokens; `peak_flops`: per second of all GPUs together; 0: unknown.
     """
 
     system: str

@@ -1,13 +1,14 @@
-"""The same load on several configurations, seed by seed: means, how sure they are, and who wins what. Pure.
+"""Compares configurations under the same load over several seeds: means, confidence intervals and verdicts. Pure.
 
-A mean has a 95 % confidence interval, Student's t over seeds. Two configurations are compared within each seed, since
-they got the same requests: seconds and tokens by the geometric mean of the seeds' ratios (t over their logarithms),
-shares by the mean of the differences. One is better, or worse, when the interval lies on one side of no difference.
+Confidence intervals are 95 %, Student's t over seeds. Two configurations are compared within each seed, because they
+got the same requests: seconds and tokens by the geometric mean of the seeds' ratios (t over the logarithms), shares by
+the mean difference. One is better or worse if the interval excludes "no difference".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from math import exp, inf, log
 from statistics import fmean
 
@@ -16,19 +17,19 @@ from cluster.offline.scoring.goodput import half_width
 
 
 class TrialVerdict(Enum):
-    """Of one configuration against another."""
+    """How one configuration compares with another."""
 
     BETTER = "better"
     WORSE = "worse"
-    EVEN = "not told apart"  # the interval has no difference in it, or there are too few seeds for one
+    EVEN = "not told apart"  # the interval includes "no difference", or there is only one seed
 
 
-ROUNDING = 1e-9  # of differences and ratios that are none
+ROUNDING = 1e-9  # tolerance for equal values
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure of a run. `factor` and `unit`: as it is shown; shares are 0 to 1."""
+    """One figure of a run. `unit` and `factor` are for display; shares are 0 to 1."""
 
     name: str
     value: Callable[[Figures], float | None]
@@ -38,21 +39,24 @@ class Metric:
     is_share: bool = False
 
 
-def _of(which: Callable[[Figures], Percentiles | None], name: str) -> Callable[[Figures], float | None]:
-    def value(figures: Figures) -> float | None:
-        found = which(figures)
-        return None if found is None else float(getattr(found, name))
+def _latency(name: str, field: str, points: Sequence[str], unit: str, factor: float = 1.0) -> Iterator[Metric]:
+    """Percentiles of a field of `Figures`."""
+    for point in points:
+        yield Metric(f"{name} {point}", partial(_point, field, point), unit, factor)
 
-    return value
+
+def _point(field: str, point: str, figures: Figures) -> float | None:
+    found: Percentiles | None = getattr(figures, field)
+    return None if found is None else float(getattr(found, point))
 
 
 METRICS = (
     Metric("TTFT and TPOT attainment", lambda each: each.attainment.both, "%", 100.0, True, True),
     Metric("TTFT and worst-TBT attainment", lambda each: each.effective_capacity, "%", 100.0, True, True),
-    *(Metric(f"TTFT {name}", _of(lambda each: each.ttft_s, name), "s") for name in ("p50", "p99")),
-    *(Metric(f"TPOT {name}", _of(lambda each: each.tpot_s, name), "ms", 1e3) for name in ("p50", "p99")),
-    *(Metric(f"TBT {name}", _of(lambda each: each.tbt_s, name), "ms", 1e3) for name in ("p50", "p90", "p99", "max")),
-    *(Metric(f"E2E {name}", _of(lambda each: each.e2e_s, name), "s") for name in ("p50", "p99")),
+    *_latency("TTFT", "ttft_s", ("p50", "p99"), "s"),
+    *_latency("TPOT", "tpot_s", ("p50", "p99"), "ms", 1e3),
+    *_latency("TBT", "tbt_s", ("p50", "p90", "p99", "max"), "ms", 1e3),
+    *_latency("E2E", "e2e_s", ("p50", "p99"), "s"),
     Metric("output tokens", lambda each: each.output_tokens_rate, "tokens/s", more_is_better=True),
 )
 
@@ -70,7 +74,7 @@ class SeedRun:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and its 95 % confidence interval; with one seed the mean itself, which says nothing about sureness."""
+    """A mean and its 95 % confidence interval; with one seed `low` and `high` are the mean (no interval)."""
 
     mean: float
     low: float
@@ -80,7 +84,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """One configuration against `other`: how many times as much, or for shares how much more."""
+    """One configuration against `other`: the ratio of a figure, or the difference of a share."""
 
     other: str
     by: Interval
@@ -96,7 +100,7 @@ def interval(samples: Sequence[float]) -> Interval:
 
 
 class Trials:
-    """All runs of one comparison. Raises ValueError on two runs of one configuration, load and seed."""
+    """All runs of one comparison. Raises ValueError if a configuration ran twice under one load and seed."""
 
     def __init__(self, trials: Sequence[SeedRun]) -> None:
         self.all = tuple(trials)
@@ -110,17 +114,13 @@ class Trials:
             raise ValueError("a configuration ran twice under one load and seed")
 
     def samples(self, metric: Metric, configuration: str, load: str) -> dict[int, float]:
-        """By seed, where the run has this figure."""
-        found = {}
-        for seed in self.seeds:
-            figures = self._by.get((configuration, load, seed))
-            value = None if figures is None else metric.value(figures)
-            if value is not None:
-                found[seed] = value
-        return found
+        """The figure by seed, of runs that have it."""
+        runs = ((seed, self._by.get((configuration, load, seed))) for seed in self.seeds)
+        values = ((seed, metric.value(figures)) for seed, figures in runs if figures is not None)
+        return {seed: value for seed, value in values if value is not None}
 
     def mean(self, metric: Metric, configuration: str, load: str) -> Interval | None:
-        """Cut where a figure cannot lie: below 0, shares above 1. None: no run has it."""
+        """The mean; its interval is clipped to possible values (shares: 0 to 1). None: no run has the figure."""
         samples = self.samples(metric, configuration, load)
         if not samples:
             return None
@@ -128,14 +128,14 @@ class Trials:
         return replace(found, low=max(0.0, found.low), high=min(found.high, 1.0 if metric.is_share else inf))
 
     def best(self, metric: Metric, load: str, among: Sequence[str]) -> str | None:
-        """The configuration with the best mean; of equals the first. None: no run of these has this figure."""
+        """The configuration with the best mean; the first among equals. None: no run has the figure."""
         means = {name: found.mean for name in among if (found := self.mean(metric, name, load)) is not None}
         if not means:
             return None
         return (max if metric.more_is_better else min)(means, key=lambda name: means[name])
 
     def against(self, metric: Metric, configuration: str, other: str, load: str) -> Against | None:
-        """Seed by seed. None: there is no seed where both have the figure (for ratios: above 0)."""
+        """Compared seed by seed. None: no seed for which both have the figure (for ratios: above 0)."""
         ours, theirs = (self.samples(metric, name, load) for name in (configuration, other))
         pairs = [(value, theirs[seed]) for seed, value in ours.items() if seed in theirs]
         if metric.is_share:
@@ -151,7 +151,7 @@ class Trials:
         return Against(other, by, _verdict(by, 1.0, metric.more_is_better))
 
     def against_best(self, metric: Metric, configuration: str, load: str) -> Against | None:
-        """Against the colocated configuration that is best at this figure and load."""
+        """Against the colocated configuration that is best by this figure at this load."""
         best = self.best(metric, load, [name for name in self.colocated if name != configuration])
         return None if best is None else self.against(metric, configuration, best, load)
 

@@ -1,4 +1,4 @@
-"""One request as its client sees it, event by event, until it is a record. Pure: its clock is given."""
+"""Collects the events of one request as its client sees them, and makes a record of them. Pure: the clock is given."""
 
 from array import array
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class _Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """A piece of an answer of which only the number of tokens is known."""
+    """A part of an answer; only its number of tokens is known."""
 
     count: int
 
@@ -29,7 +29,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class CountedAnswer:
-    """The end of an answer, with its tokens as the server counts them; None: it does not say."""
+    """The end of an answer, with the server's token counts; None: not reported."""
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
@@ -37,14 +37,14 @@ class CountedAnswer:
 
 
 class RequestWatch:
-    """Owned by whoever sends the request. `clock`: seconds as the workload counts them."""
+    """One request in flight; owned by its sender. `clock`: seconds on the workload's time."""
 
     def __init__(self, index: int, arrival: Arrival, clock: Callable[[], float]) -> None:
         self.index = index
         self.arrival = arrival
         self.ending = RequestOutcome.UNFINISHED
         self.events = 0
-        self.untimed = 0  # tokens of which nobody said in which chunk they came
+        self.untimed = 0  # tokens that the server counted but no chunk reported
         self._clock = clock
         self._detail = ""
         self._token_s = array("d")
@@ -55,13 +55,13 @@ class RequestWatch:
 
     @property
     def where(self) -> str:
-        """How far it is, in words."""
+        """Progress, for error messages."""
         accepted = self._accepted
         return f"{len(self._token_s)} tokens, on {accepted.decode_worker}" if accepted else "not placed"
 
     @property
     def is_counted(self) -> bool:
-        """Whether the server said how many tokens the answer has."""
+        """Whether the server reported the number of output tokens."""
         return self._completed is not None or (self._counted is not None and self._counted.output_tokens is not None)
 
     def see(self, event: Queued | Accepted | Completed | CountedAnswer | _Tokens) -> None:
@@ -81,7 +81,8 @@ class RequestWatch:
                 self._token_s.append(now_s)
 
     def _settle(self, counted: CountedAnswer) -> None:
-        """Tokens that no chunk told of came with the last one at the latest; chunks without a token were none."""
+        """Correct the token times by the server's count: missing tokens get the time of the last chunk, and chunks
+        beyond the count are dropped."""
         self._counted = counted
         have, wanted = len(self._token_s), counted.output_tokens
         if not have:
@@ -94,8 +95,8 @@ class RequestWatch:
         self._token_s.extend([self._token_s[-1]] * self.untimed)
         del self._token_s[wanted - 1 : -1]
 
-    def can_keep(self, slo: SLO) -> bool:
-        """Whether it met its SLO, or still may."""
+    def can_meet(self, slo: SLO) -> bool:
+        """Whether it met its SLO or still can."""
         done = self.ending is not RequestOutcome.UNFINISHED
         so_far = self.served()
         now_s = self._clock()
@@ -106,11 +107,11 @@ class RequestWatch:
             least_s = (slo.ttft_s or 0.0) + (slo.tpot_s or 0.0) * (self.arrival.output_tokens - 1)
             bounded = slo.ttft_s is not None and slo.tpot_s is not None
             return not bounded or now_s - self.arrival.at_s <= least_s
-        kept = so_far.tpot_s is not None and (slo.tpot_s is None or so_far.tpot_s <= slo.tpot_s)
-        return self.ending is RequestOutcome.FINISHED and kept
+        met = so_far.tpot_s is not None and (slo.tpot_s is None or so_far.tpot_s <= slo.tpot_s)
+        return self.ending is RequestOutcome.FINISHED and met
 
     def end(self, ending: RequestOutcome, detail: str, reason: str = "") -> None:
-        """It ended without finishing. `reason`: words that all have who ended alike."""
+        """It ended without finishing. `reason`: the category under which failures are counted."""
         self.ending, self._detail, self._reason = ending, detail, reason
 
     def served(self) -> Served:

@@ -142,7 +142,7 @@ class _Load:
         task.add_done_callback(ended)
 
     def _judge(self, watch: RequestWatch) -> None:
-        if watch.can_keep(self._options.slo):
+        if watch.can_meet(self._options.slo):
             return
         self._missed.add(watch.index)
         assert self._options.max_missed is not None, "only asked when there is a limit"

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from cluster.cli import main
 from cluster.offline.load.endpoint import Target
-from cluster.offline.load.trials import beside, kind_of
+from cluster.offline.load.trials import external, kind_of
 from tests.offline.load.conftest import Served
 from tests.offline.load.made_up import MadeUp
 
@@ -126,14 +126,14 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
-        ("http://here:8000", None, "that was not said"),
+        ("http://here:8000", None, "colocated or split"),
         ("colocated=http://here:8000", True, "; colocated"),
         ("split=http://here:8000", False, "; split"),
     ],
 )
 def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | None, words: str) -> None:
     assert kind_of(given) == (kind, "http://here:8000")
-    made = beside(given, Target("http://here:8000"))
+    made = external(given, Target("http://here:8000"))
     assert (made.name, made.is_colocated) == ("here:8000", kind) and made.description.endswith(words)
 
 
@@ -158,7 +158,10 @@ def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | Non
         ((*CLOSED, "--endpoint", "ftp://there"), "ftp:// is no endpoint"),
         ((*CLOSED, "--model", "mine"), "is gRPC; --model and --tokenizer go with http:// endpoints"),
         ((*CLOSED, "--endpoint", "127.0.0.1:1"), "nothing answers at 127.0.0.1:1"),
-        ((*CLOSED, "--endpoint", "http://127.0.0.1:1"), "nobody answers at http://127.0.0.1:1/v1 (Connection refused)"),
+        (
+            (*CLOSED, "--endpoint", "http://127.0.0.1:1"),
+            "nothing answers at http://127.0.0.1:1/v1 (Connection",
+        ),
         (("--compare", "none.yaml", "other.yaml", *CLOSED), "none.yaml: cannot be read (No such file"),
     ],
 )

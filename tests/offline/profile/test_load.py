@@ -83,7 +83,7 @@ def ended(run: object) -> Iterator[RequestOutcome]:
 
 async def test_one_more_than_may_be_in_flight_is_refused_and_nobody_waits_for_it() -> None:
     ask = Scripted()
-    driving = asyncio.ensure_future(drive(ask, WORKLOAD, LoadOptions(VOCAB, most_in_flight=3, deadline_s=20.0)))
+    driving = asyncio.ensure_future(drive(ask, WORKLOAD, LoadOptions(VOCAB, max_in_flight=3, deadline_s=20.0)))
     async with asyncio.timeout(5.0):
         while len(ask.sent_s) < 3:
             await asyncio.sleep(0.005)
@@ -144,6 +144,6 @@ async def test_requests_are_sent_when_the_workload_says_though_none_is_answered(
 
 
 def test_bounds_that_are_none_are_refused() -> None:
-    for bad in (partial(LoadOptions, VOCAB, deadline_s=0.0), partial(LoadOptions, VOCAB, most_in_flight=0)):
+    for bad in (partial(LoadOptions, VOCAB, deadline_s=0.0), partial(LoadOptions, VOCAB, max_in_flight=0)):
         with pytest.raises(ValueError, match="above 0"):
             bad()
