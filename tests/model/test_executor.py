@@ -10,7 +10,7 @@ from kvtransfer.errors import TransferError
 from kvtransfer.open import SharedMemory, host_identity
 from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
-from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
+from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.executor import Executor
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import ModelError
@@ -178,12 +178,6 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
         executor = await open_solo(config(weights="bfloat16"), tiny, "w-1", SharedMemory())
         await executor.close()
         assert ("this CPU has no instructions for it" in caplog.text) != has_it
-
-
-async def test_one_rank_refuses_to_be_two(tiny: ModelFolder) -> None:
-    two = WorkerConfig("w", "pool", "tiny", parallel=ParallelConfig(tensor=2))
-    with pytest.raises(ValueError, match="gang executor"):
-        await open_solo(two, tiny, "w-1")
 
 
 async def test_kv_may_be_kept_in_half_precision(tiny: ModelFolder) -> None:

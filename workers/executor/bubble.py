@@ -1,4 +1,4 @@
-"""The bubble of a pipeline: which share of its stages' time went by idle while there was something to compute.
+"""The bubble of a pipeline: the share of its stages' time that they idle while a plan is in flight.
 
 Pure: seconds are arguments; it reads no clock.
 
@@ -8,11 +8,11 @@ Source of the name and the measure: Huang et al., GPipe (NeurIPS'19).
 from collections import deque
 from collections.abc import Iterable
 
-WINDOW = 256  # plans; recent enough to follow the load, long enough to smooth a prompt's fill and drain
+WINDOW = 256  # plans: follows the load, but smooths the fill and drain of a prompt
 
 
 class BubbleMeter:
-    """Owned by an executor of `stages` stages. Plans are added in the order in which they ended."""
+    """Owned by an executor of `stages` stages. Plans are added in the order in which they end."""
 
     def __init__(self, stages: int, window: int = WINDOW) -> None:
         self._stages = stages
@@ -21,7 +21,7 @@ class BubbleMeter:
         self._covered_to_s = float("-inf")
 
     def add(self, begin_s: float, end_s: float, busy_s: Iterable[float]) -> None:
-        """A plan was in flight from `begin_s` to `end_s`, and kept each stage busy for so long."""
+        """A plan was in flight from `begin_s` to `end_s`; `busy_s` has each stage's busy seconds."""
         if self._stages == 1:
             return
         covered_s = max(0.0, end_s - max(begin_s, self._covered_to_s))

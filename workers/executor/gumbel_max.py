@@ -1,12 +1,12 @@
-"""Gumbel-max sampling: one token out of weighted ones, by numbers that depend on (seed, position, token) alone.
+"""Gumbel-max sampling with random numbers that depend only on (seed, position, token).
 
-A token's weight is e^((score - largest score) / temperature). Each has a number u of its own in (0, 1), and so an
-exponential variable -log(1 - u); the token with the largest weight / -log(1 - u) is drawn. The numbers are those of
-numpy's Philox4x64 generator keyed by (seed, position). It is counter-based: word t of its stream can be had alone, so
-a few tokens cost a few numbers, and the same ones.
+A token's weight is e^((score - largest score) / temperature). Each token has a uniform number u in (0, 1), and with it
+an exponential variable -log(1 - u); the token with the largest weight / -log(1 - u) is sampled. The numbers come from
+numpy's Philox4x64 generator, keyed by (seed, position). It is counter-based: word t of its stream can be computed
+alone, so sampling from a few tokens needs only their numbers.
 
-A native kernel finds the token of a whole row where the result is clear. Numpy decides close results, and everything
-where there is no kernel: the token is the same.
+A native kernel finds the token of a whole row if the result is clear. Numpy decides close results, and all results
+without the kernel; the token is the same.
 
 Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Maddison et al., A* sampling (2014).
 """
@@ -26,12 +26,12 @@ _MULTIPLIERS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 _WEYL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 _ROUNDS = 10
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
-_LEAST = 2.0**-54  # stands for 0, whose logarithm would be 0
+_LEAST = 2.0**-54  # instead of 0, whose logarithm would be 0
 # log1p may round below its argument; a token this close to the best bound is still computed.
 _SLACK = 1.0 - 1e-12
-# Below this the division leaves the range of float32; the likeliest token has all the mass long before.
+# Below this the division overflows float32; the likeliest token has all the mass long before.
 _MIN_TEMPERATURE = 1e-6
-_UNDECIDED = -1  # in a token's place: too close to call
+_UNDECIDED = -1  # instead of a token: too close to call
 _Word = ctypes.c_uint64
 
 Row = NDArray[np.float32]  # [vocab]
@@ -39,7 +39,7 @@ Row = NDArray[np.float32]  # [vocab]
 
 @dataclass(frozen=True, slots=True)
 class Categorical:
-    """A row of scores to draw from, and the generator's state for this draw."""
+    """A row of scores to sample from, and the generator's key for this draw."""
 
     scores: Row
     temperature: float
@@ -48,7 +48,7 @@ class Categorical:
 
 
 def draw_tokens(rows: Sequence[Categorical]) -> list[int]:
-    """One token from each row; all of one vocabulary."""
+    """One token from each row; all rows have the same vocabulary."""
     return [
         token if token != _UNDECIDED else _exact_token(row)
         for row, token in zip(rows, _clear_tokens(rows), strict=True)
@@ -56,7 +56,7 @@ def draw_tokens(rows: Sequence[Categorical]) -> list[int]:
 
 
 def weights_of(scores: Row, temperature: float) -> Row:
-    """Scores become weights, the largest 1; in place."""
+    """Turn scores into weights in place; the largest becomes 1."""
     with np.errstate(invalid="ignore"):  # a row of nothing but -inf
         scores -= scores.max()
     if temperature != 1.0:
@@ -96,8 +96,8 @@ def uniforms_of(
 def gumbel_max(weights: NDArray[np.float32], numbers: NDArray[np.float64]) -> int:
     """The index of the largest weight / -log(1 - u).
 
-    A logarithm for each token would cost more than all the rest: since u <= -log(1 - u), weight / u bounds what a
-    token can reach, and only those that could beat the best bound's owner are computed.
+    A logarithm per token would cost more than everything else. Since u <= -log(1 - u), weight / u is an upper bound,
+    and the exact value is computed only for tokens whose bound exceeds the value of the token with the best bound.
     """
     bounds = weights / numbers
     best = int(bounds.argmax())
@@ -112,7 +112,7 @@ def _exact_token(row: Categorical) -> int:
 
 
 def _clear_tokens(rows: Sequence[Categorical]) -> list[int]:
-    """Each row's token where it leads by more than two libraries' exponentials differ, else `_UNDECIDED`."""
+    """Each row's token if it leads by more than the rounding differences between math libraries, else `_UNDECIDED`."""
     kernel = _kernel("gumbel_max", *[Pointer] * 6, *[Size] * 3)
     if kernel is None or not rows:
         return [_UNDECIDED] * len(rows)

@@ -1,4 +1,4 @@
-"""A step plan as tensors. Pure: the same plan gives the same tensors, and nothing is remembered between steps."""
+"""Turns a step plan into tensors. Pure: keeps nothing between steps."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -15,14 +15,15 @@ from workers.ops.batch import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one forward pass reads. `rows[i]` of the token axis gives the logits for `draws[i]` of chunk `drawn[i]`."""
+    """The inputs of one forward pass. Row `rows[i]` of the token axis gives the logits for `draws[i]`, which belongs to
+    chunk `sampled_chunks[i]`."""
 
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     batch: RaggedBatch
     rows: Tensor  # [draws] int64
     draws: tuple[Draw, ...]
-    drawn: tuple[int, ...]
+    sampled_chunks: tuple[int, ...]
 
 
 def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepInputs:
@@ -40,7 +41,7 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
     positions = np.arange(starts[-1]) + (firsts - starts[:-1])[chunk_of]  # [tokens]
     blocks = tables[chunk_of, positions // block_size].astype(np.int64)  # [tokens]
     tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, int(starts[-1]))
-    drawn = tuple(index for index, chunk in enumerate(chunks) if chunk.draw is not None)
+    sampled = tuple(index for index, chunk in enumerate(chunks) if chunk.draw is not None)
 
     def tensor(array: NDArray[np.integer[Any]]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -56,9 +57,9 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
             max_query=int(lengths.max()),
             max_context=int(contexts.max()),
         ),
-        rows=tensor(starts[1:][list(drawn)].astype(np.int64) - 1),
+        rows=tensor(starts[1:][list(sampled)].astype(np.int64) - 1),
         draws=tuple(chunk.draw for chunk in chunks if chunk.draw is not None),
-        drawn=drawn,
+        sampled_chunks=sampled,
     )
 
 

@@ -1,6 +1,6 @@
-"""One rank's KV memory: a single tensor of blocks, handed to the transports as a `Region`, and one to swap to.
+"""One rank's KV memory: a tensor of blocks, registered with the transports as a `Region`, and host blocks to swap to.
 
-Knows how much memory this process may take. Knows no sequence: which block is whose is the engine's business.
+Knows how much memory this process may take. Knows no sequence: the engine assigns the blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from workers.ops.completion import Mark, mark_on, wait
 from workers.ops.memory import PAGES
 from workers.ops.narrow import narrowed
 
-# Left for activations, the interpreter's own growth and the rest of the machine.
+# Left for activations, the interpreter and the rest of the machine.
 _SPARE = 0.1
 
 
@@ -27,8 +27,8 @@ _SPARE = 0.1
 class KVPool:
     """`blocks` [block, kv_head, layer, k|v, slot, head_dim] and its `region` are the same memory.
 
-    `host` [host block, ...] keeps the KV of preempted sequences; it is no part of the region, so no peer can reach it.
-    `mark` tells when what was written so far is there for those who read the memory past the device's queue.
+    `host` [host block, ...] holds the KV of preempted sequences; it is not in the region, so peers cannot read it.
+    `mark` gives an event for all writes so far: transfers read the memory outside the device's queue.
     """
 
     blocks: Tensor
@@ -37,20 +37,20 @@ class KVPool:
     mark: Mark
 
     def move(self, plan: StepPlan) -> None:
-        """The copies that a plan wants before its chunks: save, bring back, copy. No block is in two of them."""
+        """Make the plan's copies, which come before its chunks: swap out, swap in, copy. No block is in two of them."""
         for pairs, source, target in (
             (plan.swap_out, self.blocks, self.host),
             (plan.swap_in, self.host, self.blocks),
             (plan.copies, self.blocks, self.blocks),
         ):
             if pairs:
-                taken, given = zip(*pairs, strict=True)
-                target[list(given)] = source[list(taken)].to(target.device)
+                sources, targets = zip(*pairs, strict=True)
+                target[list(targets)] = source[list(sources)].to(target.device)
 
     def scrub(self, blocks: tuple[int, ...]) -> None:
-        """Zero blocks with unverified bytes: a stray NaN would leak through a masked attention weight of 0.
+        """Zero blocks with unverified bytes: a NaN would leak through a masked attention weight of 0.
 
-        Returns when they are zero, for then the next transfer may write there. Called on the compute thread.
+        Returns when they are zero, since the next transfer may write there. Called on the compute thread.
         """
         self.blocks[list(blocks)] = 0
         wait(self.mark())
@@ -58,20 +58,20 @@ class KVPool:
     def place(
         self, staged: memoryview, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
     ) -> None:
-        """Staged KV into our blocks, in our dtype: see `kvtransfer.transport.Place`. Called on a thread of its own.
+        """Copy staged KV into the pool, in its dtype: see `kvtransfer.transport.Place`. Called on a thread of its own.
 
-        Rounds to nearest; what exceeds the range of a narrow dtype becomes its largest number.
+        Rounds to nearest; numbers beyond the range of a narrow dtype saturate.
         """
         if torch.get_num_threads() != 1:
-            torch.set_num_threads(1)  # this thread's; a team of its own would spin beside the one that computes
+            torch.set_num_threads(1)  # of this thread; more would compete with the compute thread
         ours = self.region.layout
         heads = slice(layout.heads[0] - ours.heads[0], layout.heads[1] - ours.heads[0])
         layers = slice(layout.layers[0] - ours.layers[0], layout.layers[1] - ours.layers[0])
         arrived = torch.frombuffer(staged, dtype=getattr(torch, layout.dtype)).view(-1, *layout.shape)
         spans = spans_of(layout.block_size, ours.block_size, blocks, first_token, num_tokens)
-        for source, places in zip(arrived, spans, strict=False):
+        for source, parts in zip(arrived, spans, strict=False):
             start = 0
-            for block, slot, count in places:
+            for block, slot, count in parts:
                 values = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, head_dim]
                 self.blocks[block, heads, layers, :, slot : slot + count] = narrowed(values, self.blocks.dtype)
                 start += count
@@ -80,9 +80,9 @@ class KVPool:
 def allocate_pool(
     layout: KVLayout, num_blocks: int, device: torch.device, host_blocks: int = 0, staging_bytes: int = 0
 ) -> KVPool:
-    """Zeroed memory for `num_blocks` blocks and a staging area (on a host), and for `host_blocks` on the host.
+    """Zeroed memory for `num_blocks` blocks, a staging area (on a CPU), and `host_blocks` blocks of host memory.
 
-    Raises `ModelError`, saying how many would fit, when it does not.
+    Raises `ModelError` with the number of blocks that would fit.
     """
     available_bytes, _ = memory_of(device)
     fitting_blocks = max(0, int(available_bytes * (1 - _SPARE)) - staging_bytes) // layout.block_bytes
@@ -113,7 +113,7 @@ def allocate_pool(
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes that may still be allocated, and bytes in all. On a host the lesser of the machine's and the cgroup's."""
+    """Available and total bytes. On a CPU the smaller of the machine's and the cgroup's."""
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return int(free_bytes), int(total_bytes)

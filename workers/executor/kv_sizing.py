@@ -1,11 +1,11 @@
-"""How many KV blocks a rank takes when `engine.kv_blocks` is left out: bytes in, blocks out. Pure.
+"""How many KV blocks a rank allocates when `engine.kv_blocks` is not set: bytes in, blocks out. Pure.
 
-    GPU    its memory x gpu_memory_utilization, less weights and the largest step, and no more than that share of what
-           is free
-    CPU    the same of the host's memory, divided among the cluster's ranks, and no more than HOST_SHARE of what is
-           free, divided likewise; at most what `max_running` requests of the longest length use
+    GPU    gpu_memory_utilization of its memory, less weights and the largest step, and at most that share of the free
+           memory
+    CPU    the same share of the host's memory, divided among the cluster's ranks, and at most HOST_SHARE of the free
+           memory, divided likewise; no more than `max_running` requests of the longest length use
 
-Each rank of a gang proposes a number; all take the least.
+Each rank of a gang proposes a number; all take the smallest.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from workers.config import EngineConfig
 from workers.errors import ModelError
 
-HOST_SHARE = 0.4  # of a host's free memory: the rest is for activations, staging, page cache and other programs
+HOST_SHARE = 0.4  # of the host's free memory; the rest is for activations, staging, page cache and other programs
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a rank's device once its weights are loaded. `step_bytes`: the most that a step's activations take."""
+    """Bytes of a rank's device after its weights are loaded. `step_bytes`: peak of a step's activations."""
 
     total_bytes: int
     free_bytes: int
@@ -27,14 +27,14 @@ class DeviceMemory:
     step_bytes: int = 0
 
     def kv_bytes(self, utilization: float, part: float, *, is_host: bool) -> int:
-        """What KV blocks may take of it. `part`: of the device that is this rank's, above 0 and at most 1."""
+        """What KV blocks may take. `part`: this rank's share of the device, above 0 and at most 1."""
         of_all = utilization * part * self.total_bytes - self.weight_bytes
         of_free = (HOST_SHARE * part if is_host else utilization) * self.free_bytes
         return max(0, int(min(of_all, of_free)) - self.step_bytes)
 
 
 def blocks_in_use(engine: EngineConfig, context_length: int) -> int:
-    """Blocks of `max_running` requests of the longest length: more would only lengthen the prefix cache."""
+    """Blocks of `max_running` requests of the longest length; more would only enlarge the prefix cache."""
     return engine.max_running * blocks_of_one(engine, context_length)
 
 
@@ -44,7 +44,7 @@ def blocks_of_one(engine: EngineConfig, context_length: int) -> int:
 
 
 def check_blocks(blocks: int, engine: EngineConfig, context_length: int, block_bytes: int, device: str) -> None:
-    """`blocks`: beside those of preflight. Raises `ModelError` when `max_model_len`, or a single block, does not fit.
+    """`blocks`: without those of preflight. Raises `ModelError` if `max_model_len`, or a single block, does not fit.
 
     Without `max_model_len` a smaller pool shortens the longest request, as a small `kv_blocks` does.
     """

@@ -1,8 +1,8 @@
-"""An executor that sleeps instead of computing: seconds by a cost model, tokens by a formula that tests can repeat.
+"""An executor that sleeps instead of computing: a cost model gives the seconds, a formula the tokens.
 
-Knows costs, plans and transports, needs no model and no torch. With the modelled transport it starts no thread and
-touches no memory, so a whole cluster of them runs under a virtual clock; with one that moves bytes it fills its blocks
-with a pattern that follows from the tokens, so that digests and copies mean something.
+Knows costs, plans and transports; needs no model and no torch. With the modelled transport it starts no thread and
+touches no memory, so a whole cluster runs under a virtual clock. With a transport that moves bytes it fills its blocks
+with a pattern computed from the tokens, so that digests and copies can be checked.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from workers.request import TokenLogprobs
 
 
 def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, ...] = ()) -> int:
-    """The token that a modelled worker draws at the absolute `position`: of the request, whatever the attempt.
+    """The token that a modelled worker samples at `position` of the sequence; the same in every attempt of a request.
 
-    Passes over the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
+    Skips the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
     """
     request_id = key.partition("/")[0]
     token = (zlib.crc32(request_id.encode()) + position * 7919) % vocab_size
@@ -45,15 +45,18 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
     return token
 
 
-Observe = Callable[[StepPlan, float, float], None]  # a plan, when its first stage began, when its last one ended
-Pace = Callable[[float], Awaitable[float]]  # waits for a step that takes so long alone; answers how long it took
+Observe = Callable[[StepPlan, float, float], None]  # plan, begin of its first stage, end of its last stage
+Pace = Callable[
+    [float], Awaitable[float]
+]  # waits for a step that takes so many seconds alone; returns the seconds it took
 
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """What a modelled worker stands for: the sizes of a model. The KV is SmolLM2-135M's unless given.
+    """The model sizes of a modelled worker; the defaults are SmolLM2-135M's KV.
 
-    `observe` sees every step. `pace` lets a step take its time where others slow it down: one step at a time.
+    `observe` is called with every step. `pace` may stretch a step, for workers that share a device; steps then run one
+    at a time.
     """
 
     num_layers: int = 30
@@ -69,7 +72,7 @@ class Modelled:
 def modelled_facts(
     block_size: int = 16, model: Modelled | None = None, *, layout: KVLayout | None = None
 ) -> ModelFacts:
-    """A model that needs no weights; its KV takes 16 bytes a token unless `model` or `layout` says otherwise."""
+    """Facts of a model without weights; its KV takes 16 bytes per token unless `model` or `layout` is given."""
     sizes = model or Modelled(num_layers=1, num_kv_heads=1, head_dim=2)
     layout = layout or KVLayout(
         "modelled", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype
@@ -87,7 +90,7 @@ def modelled_facts(
 
 @dataclass(slots=True)
 class _Running:
-    """A plan under way."""
+    """A plan in flight."""
 
     plan: StepPlan
     begin_s: float
@@ -97,9 +100,9 @@ class _Running:
 
 
 class ModelledExecutor:
-    """`Executor` by arithmetic. Without `fill` nothing is written, and digests are zeros, never compared.
+    """`Executor` by arithmetic. Without `fill` it writes nothing, and digests are zeros that are never compared.
 
-    Each of `depth` stages takes its part of a plan's seconds, and works on one plan at a time, in their order.
+    Each of the `depth` stages takes an equal part of a plan's seconds and processes one plan at a time, in order.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class ModelledExecutor:
         self._pattern = _Pattern(region) if fill else None
         heads, layers, *_ = region.layout.shape
         self._no_digests = bytes(8 * heads * layers)
-        self._free_s = [0.0] * depth  # when each stage has done all it was given so far
+        self._free_s = [0.0] * depth  # when each stage becomes free
         self._running: deque[_Running] = deque()
         self._order = asyncio.Lock()
         self._bubble = BubbleMeter(depth)
@@ -143,7 +146,7 @@ class ModelledExecutor:
         end_s = self._through_stages(begin_s, seconds / self.depth)
         step = _Running(plan, begin_s, end_s, seconds, loop.create_future())
         self._running.append(step)
-        loop.call_at(end_s, self._end_oldest)  # plans that end at the same instant still end in their order
+        loop.call_at(end_s, self._end_oldest)  # plans that end at the same time still end in order
         return step.result
 
     async def _paced(self, pace: Pace, plan: StepPlan, begin_s: float, seconds: float) -> StepResult:
@@ -153,7 +156,7 @@ class ModelledExecutor:
 
     def _end_oldest(self) -> None:
         step = self._running.popleft()
-        if step.result.done():  # its caller has left
+        if step.result.done():  # the caller was cancelled
             return
         try:
             step.result.set_result(self._compute(step.plan, step.begin_s, step.end_s, step.seconds))
@@ -184,7 +187,7 @@ class ModelledExecutor:
 
     @property
     def ticks(self) -> int:
-        """Arithmetic does not hang."""
+        """Always grows: arithmetic does not hang."""
         return time.monotonic_ns()
 
     def shards(self) -> tuple[ShardAddress, ...]:
@@ -200,7 +203,7 @@ class ModelledExecutor:
         await self._transports.forget(incarnation)
 
     async def failure(self) -> Exception:
-        """Never: arithmetic does not fail."""
+        """Never returns: arithmetic does not fail."""
         never: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         return await never
 
@@ -208,7 +211,7 @@ class ModelledExecutor:
         await self._transports.close()
 
     def _through_stages(self, now_s: float, stage_s: float) -> float:
-        """Give every stage `stage_s` of work, each after the one before it. Answers when the last is done."""
+        """Add `stage_s` of work to every stage, one after the other. Returns when the last one ends."""
         for stage, free_s in enumerate(self._free_s):
             now_s = self._free_s[stage] = max(now_s, free_s) + stage_s
         return now_s
@@ -229,7 +232,7 @@ def open_modelled(
     observe: Observe | None = None,
     pace: Pace | None = None,
 ) -> ModelledExecutor:
-    """A modelled worker with real transports over a small real pool, or with the modelled one at the cost's speed."""
+    """A modelled executor with real transports over a small real pool, or with the modelled transport."""
     if facts.layout.block_size != config.engine.block_size:
         raise ValueError(
             f"{config.name}: engine.block_size is {config.engine.block_size}, the modelled KV has "
@@ -256,17 +259,17 @@ def open_modelled(
 
 
 class _Pattern:
-    """What stands for K and V: a number from (token, position), another for each head, layer and dimension."""
+    """Fake K and V: each number depends on token, position, head, layer and dimension."""
 
     def __init__(self, region: Region) -> None:
         heads, layers, two, slots, dim = region.layout.shape
         kind = {4: np.uint32, 2: np.uint16, 1: np.uint8}[DTYPE_BYTES[region.layout.dtype]]
         self._blocks = np.frombuffer(region.bytes(), kind).reshape(region.num_blocks, heads, layers, two, slots, dim)
-        self._host: dict[int, NDArray[np.unsignedinteger]] = {}  # host block -> what was saved there
+        self._host: dict[int, NDArray[np.unsignedinteger]] = {}  # host block -> swapped-out block
         self._ramp = np.arange(heads * layers * two * dim).reshape(heads, layers, two, dim)
 
     def move(self, plan: StepPlan) -> None:
-        """Swaps and copies, as a real pool does them."""
+        """Swaps and copies, as in a real pool."""
         self._host |= {host: self._blocks[block].copy() for block, host in plan.swap_out}
         for host, block in plan.swap_in:
             self._blocks[block] = self._host.pop(host)

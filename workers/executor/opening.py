@@ -1,7 +1,6 @@
-"""One rank from a configuration: folder, shard, model, pool, transports, thread.
+"""Builds one rank from a configuration: folder, shard, model, pool, transports, thread.
 
-Composes; knows no schedule and no leader. What is loaded in a gang's rank differs from a worker of one rank only by its
-shard and by the group that it meets.
+Knows no schedule and no leader. A rank of a gang differs from a worker of one rank only by its shard and its groups.
 """
 
 import logging
@@ -38,10 +37,10 @@ from workers.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 80  # enough rows for the linears of large batches
+WARM_UP_TOKENS = 80  # enough rows to use the linears' kernels for large batches
 MEET_TIMEOUT_S = 60.0  # for all ranks of a gang to meet
-LOAD_TIMEOUT_S = 600.0  # for all to have loaded their parts
-COLLECTIVE_TIMEOUT_S = 100.0  # for the others to come to the same point of a step; below the pump's bound of a step
+LOAD_TIMEOUT_S = 600.0  # for all ranks to load their parts
+COLLECTIVE_TIMEOUT_S = 100.0  # for the other ranks to reach the same point of a step; below the pump's step timeout
 
 
 async def open_rank(
@@ -51,15 +50,15 @@ async def open_rank(
     shared: SharedMemory | None = None,
     rendezvous: Rendezvous | None = None,
 ) -> tuple[ModelFacts, Rank]:
-    """Load the model, allocate its KV and open its transports, off the event loop. Close the rank, or all that stays.
+    """Load the model, allocate its KV and open its transports, off the event loop. Close the rank to free them.
 
-    `shared` joins workers of one process for the "memory" backend; `rendezvous` is None for a worker of one rank, whose
-    facts are the same as those of any rank. Raises `ModelError` (model or memory), `TransportUnavailable` (no backend
-    works), `RankLost` (another rank did not come).
+    `shared` connects workers of one process through the "memory" backend; `rendezvous` is None for a worker of one
+    rank. Raises `ModelError` (model or memory), `TransportUnavailable` (no backend works), `RankLost` (another rank did
+    not join).
     """
     rank = rendezvous.rank if rendezvous else 0
     device = choose_device(config.engine.device, rank)
-    # The event loop's own few torch calls need no team of threads, which would spin beside the one that computes.
+    # The event loop's few torch calls need no OpenMP threads, which would compete with the compute thread.
     torch.set_num_threads(1)
     name = config.name if rendezvous is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
@@ -90,7 +89,7 @@ async def open_rank(
 def _load(
     config: WorkerConfig, folder: ModelFolder, device: torch.device, rendezvous: Rendezvous | None
 ) -> tuple[ModelFacts, ModelPart, KVPool]:
-    """`engine.dtype` is the KV's; weights follow it on a GPU and are `engine.weights` on a CPU."""
+    """`engine.dtype` is the KV's dtype; weights have it too on a GPU, and `engine.weights` on a CPU."""
     shape = read_model_config(folder.path)
     shard = shard_of(shape, config.parallel, rendezvous.rank if rendezvous else 0)
     store = _join_store(rendezvous)
@@ -102,12 +101,12 @@ def _load(
             if each is not None:
                 each.close()
         store = None
-        traceback.clear_frames(error.__traceback__)  # a log record that keeps the error would keep the store open
+        traceback.clear_frames(error.__traceback__)  # a kept log record would keep the store open
         raise
 
 
 def _join_store(rendezvous: Rendezvous | None) -> TCPStore | None:
-    """Where the ranks of a gang find each other; None for a worker of one rank."""
+    """The store where the ranks of a gang find each other; None for a worker of one rank."""
     if rendezvous is None:
         return None
     return TCPStore(
@@ -118,7 +117,7 @@ def _join_store(rendezvous: Rendezvous | None) -> TCPStore | None:
 def _meet(
     config: WorkerConfig, device: torch.device, rendezvous: Rendezvous | None, store: TCPStore | None
 ) -> tuple[TensorGroup | None, StageLink | None]:
-    """The other ranks of our stage, and our neighbours among the stages."""
+    """Connect to the other ranks of this stage, and to the neighboring stages."""
     if rendezvous is None or store is None:
         return None, None
     host = config.transfer.host
@@ -171,7 +170,7 @@ def _chosen_blocks(
     device: torch.device,
     store: TCPStore | None,
 ) -> int:
-    """Blocks of a pool without `kv_blocks`: what fits on the rank that has least room. Raises `ModelError`."""
+    """Blocks of a pool without `kv_blocks`: what fits on the rank with the least room. Raises `ModelError`."""
     engine, is_host = config.engine, device.type == "cpu"
     if is_host:
         free_bytes, total_bytes = memory_of(device)
@@ -186,7 +185,7 @@ def _chosen_blocks(
     blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
     if is_host:
         blocks = min(blocks, blocks_in_use(engine, context_length))
-    blocks = _least(store, config.parallel.world_size, blocks)
+    blocks = _fewest(store, config.parallel.world_size, blocks)
     check_blocks(blocks, engine, context_length, layout.block_bytes, str(device))
     tokens, gib = blocks * layout.block_size, blocks * layout.block_bytes / GIB
     logger.info("%s: %d KV blocks (%d tokens, %.2f GiB on %s)", config.name, blocks, tokens, gib, device)
@@ -194,7 +193,7 @@ def _chosen_blocks(
 
 
 def _measured_step(part: ModelPart, layout: KVLayout, device: torch.device, plan: StepPlan) -> int:
-    """The most bytes that this step's activations take on a GPU. All ranks of a gang compute it together."""
+    """Peak bytes of this step's activations on a GPU. All ranks of a gang compute it together."""
     pool = allocate_pool(layout, RESERVED_BLOCKS, device)
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
@@ -206,8 +205,8 @@ def _measured_step(part: ModelPart, layout: KVLayout, device: torch.device, plan
     return step_bytes
 
 
-def _least(store: TCPStore | None, world_size: int, blocks: int) -> int:
-    """The least of what the ranks of a gang propose. Raises `RankLost`."""
+def _fewest(store: TCPStore | None, world_size: int, blocks: int) -> int:
+    """The smallest number of blocks that a rank of the gang proposes. Raises `RankLost`."""
     if store is None:
         return blocks
     try:
@@ -216,13 +215,15 @@ def _least(store: TCPStore | None, world_size: int, blocks: int) -> int:
         store.set(f"kv-blocks/{place}", str(blocks))
         return min(int(store.get(f"kv-blocks/{each}")) for each in range(world_size))
     except RuntimeError as error:
-        raise RankLost(f"not all ranks said how many KV blocks they hold: {str(error).splitlines()[0]}") from error
+        raise RankLost(
+            f"not all ranks reported how many KV blocks they can hold: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> ModelFacts:
     """What the worker must know of the folder's model under this configuration.
 
-    Weights in another format make another model of it: its KV fits only to its like.
+    Each weight format counts as a model of its own, since its KV differs.
     """
     content = content_id(folder)
     layout = KVLayout(
@@ -248,7 +249,7 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, d
 
 
 def choose_device(name: str, rank: int) -> torch.device:
-    """Of `engine.device`; "auto" gives the ranks of one process a GPU each, if it has any."""
+    """The device for `engine.device`; "auto" spreads the ranks of a process over its GPUs, if it has any."""
     if name == "auto":
         visible = torch.cuda.device_count()
         return torch.device("cuda", rank % visible) if visible else torch.device("cpu")
@@ -256,7 +257,7 @@ def choose_device(name: str, rank: int) -> torch.device:
 
 
 def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
-    """As many sequences as run at once with as many tokens as a step may have, each drawing one. For measurements."""
+    """`max_running` sequences that share `max_batch_tokens` tokens, each of them sampling. For measurements."""
     length = min(max(1, engine.max_batch_tokens // engine.max_running), context_length)
     blocks = (SCRATCH_BLOCK,) * -(-length // engine.block_size)
     draw = Draw(SamplingParams(temperature=0.0), seed=0, position=length)
@@ -265,9 +266,9 @@ def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
 
 
 def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:
-    """A prompt chunk and a decode that touch every weight once, so that the first request need not wait for pages.
+    """A prompt chunk and a decode that touch every weight once, so that no request waits for page faults.
 
-    All their KV lands in the scratch block of preflight: what it is does not matter.
+    They write their KV into preflight's scratch block, where its content does not matter.
     """
     draw = Draw(SamplingParams(temperature=0.0), seed=0, position=WARM_UP_TOKENS)
     blocks = (SCRATCH_BLOCK,) * -(-(WARM_UP_TOKENS + 1) // block_size)

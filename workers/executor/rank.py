@@ -1,8 +1,8 @@
 """One rank: weights, KV memory, transports, and the one thread that computes.
 
-Owns the memory and its order of release. Knows one step at a time; knows no queue and no lease. The event loop calls,
-the compute thread works; torch is never entered from two threads, and block digests are taken where the blocks were
-written. In a gang it computes its part of the model, in step with the ranks of its stage and behind the stage before.
+Owns the memory and its order of release. Knows one step at a time; knows no queue and no lease. The event loop calls
+and the compute thread works: only that thread calls torch, and it also digests the blocks it wrote. In a gang the rank
+computes its part of the model, together with the ranks of its stage and after the previous stage.
 """
 
 import asyncio
@@ -29,25 +29,25 @@ from workers.request import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-SLICE_BYTES = 32 << 20  # of logits that stand at once, twice, when a prompt's own tokens are scored
+SLICE_BYTES = 32 << 20  # of logits at a time for prompt logprobs; scoring them takes as much again
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What one rank made of a plan; see `StepResult` for the order."""
+    """One rank's result of a plan; see `StepResult` for the order."""
 
     tokens: tuple[int | None, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
     digests: tuple[bytes, ...]
     seconds: float
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    wait_s: float = 0.0  # of `seconds`: until the stage before had sent its activations
-    comm_s: float = 0.0  # of `seconds`: in sums and gatherings with the ranks of the stage
+    wait_s: float = 0.0  # of `seconds`: until the previous stage had sent its activations
+    comm_s: float = 0.0  # of `seconds`: in sums and gathers with the ranks of the stage
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What a rank computes, and with whom: a whole model alone, or its shard of one in a gang."""
+    """What a rank computes and with which groups: a whole model alone, or its shard in a gang."""
 
     model: Decoder
     group: TensorGroup | None = None  # None: no other rank shares its layers
@@ -60,7 +60,7 @@ class ModelPart:
 
 
 class Rank:
-    """Closed by its executor: transports first, so that no byte lands any more, then the thread, then the memory."""
+    """Closed by its executor: transports first, so that no more bytes arrive, then the thread, then the memory."""
 
     def __init__(self, part: ModelPart, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
         self._part = part
@@ -70,7 +70,7 @@ class Rank:
         self._scrubbing: set[asyncio.Task[None]] = set()
 
     async def execute(self, plan: StepPlan) -> RankStep:
-        """A rank that fails in a step leaves its gang: what it sent in the next one would be taken for this one's."""
+        """A rank that fails in a step leaves its gang: peers would take its next messages for this step's."""
 
         def step() -> RankStep:
             try:
@@ -83,7 +83,7 @@ class Rank:
 
     @property
     def ticks(self) -> int:
-        """Grows while a step gets on. A GPU computes behind our back: there it says nothing, and always grows."""
+        """Grows while a step makes progress. A GPU computes asynchronously: there it always grows."""
         if self._pool.region.device != "cpu":
             return time.monotonic_ns()
         return self._part.model.ticks
@@ -114,7 +114,7 @@ class Rank:
     async def _scrub(self, blocks: tuple[int, ...], settled: "asyncio.Future[None]") -> None:
         try:
             await self._thread.run(lambda: self._pool.scrub(blocks))
-        except Exception:  # of a device that is lost: its next step says so
+        except Exception:  # a lost device fails the next step too
             logger.exception("blocks %s could not be zeroed", blocks)
         finally:
             if not settled.done():
@@ -124,7 +124,7 @@ class Rank:
         await self._transports.forget(incarnation)
 
     def abort(self) -> None:
-        """Give up the ranks that this one may be waiting for: their gang is lost."""
+        """Stop waiting for other ranks: their gang is lost."""
         self._part.close()
 
     async def close(self) -> None:
@@ -138,34 +138,34 @@ class Rank:
 
 @torch.inference_mode()
 def compute(part: ModelPart, pool: KVPool, plan: StepPlan) -> RankStep:
-    """Run the plan on the calling thread: KV of every chunk into the pool, one token for every chunk that draws.
+    """Run the plan on the calling thread: write the KV of all chunks, and sample one token per chunk with a draw.
 
-    Returns when the KV is in the pool for all who may read it, whatever else of the step had to be waited for.
-    Tokens and log probabilities come from the first rank of the last stage; all others answer none.
+    Returns when the KV is in the pool for every reader. Only the first rank of the last stage returns tokens and log
+    probabilities.
     """
     begun = time.perf_counter()
     pool.move(plan)
     part.model.ticks += 1
-    drawn = _Drawn(len(plan.chunks))
+    outputs = _StepOutputs(len(plan.chunks))
     if plan.chunks:
-        _forward(part, pool, plan, drawn)
+        _forward(part, pool, plan, outputs)
     part.model.ticks += 1
     written = pool.mark()
     digests = _digests(pool, plan.digest_blocks)
     wait(written)
     return RankStep(
-        tokens=tuple(drawn.tokens),
-        logprobs=tuple(drawn.logprobs),
+        tokens=tuple(outputs.tokens),
+        logprobs=tuple(outputs.logprobs),
         digests=digests,
         seconds=time.perf_counter() - begun,
-        prompt_logprobs=drawn.prompt_logprobs,
+        prompt_logprobs=outputs.prompt_logprobs,
         wait_s=part.link.take_wait_s() if part.link else 0.0,
         comm_s=part.group.take_comm_s() if part.group else 0.0,
     )
 
 
-class _Drawn:
-    """What came out of a step so far, in the order of its chunks."""
+class _StepOutputs:
+    """The outputs of a step, in the order of its chunks."""
 
     def __init__(self, num_chunks: int) -> None:
         self.tokens: list[int | None] = [None] * num_chunks
@@ -173,36 +173,38 @@ class _Drawn:
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
-def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, drawn: _Drawn) -> None:
+def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutputs) -> None:
     model, link = part.model, part.link
     inputs = step_inputs(plan, pool.region.layout.block_size, model.device)
     if model.embedding is not None:
         x = model.embed(inputs.tokens)
     else:
-        assert link is not None, "a later stage has one before it"
+        assert link is not None, "a later stage has a previous one"
         x = link.receive((len(inputs.tokens), model.config.hidden_size), model.dtype, model.device)
     rows, num_draws = inputs.rows, len(inputs.draws)
     if any(chunk.targets for chunk in plan.chunks):
         rows = torch.cat([rows, _target_rows(plan).to(rows.device)])
     hidden = model.run(x, inputs.positions, rows, inputs.batch, pool.blocks)
     if model.head is None:
-        assert link is not None, "an earlier stage has one behind it"
+        assert link is not None, "an earlier stage has a next one"
         link.send(hidden)
         return
     logits = model.logits(hidden[:num_draws]) if num_draws else None
     if logits is not None:
         finite = _finite_rows(logits)
-        for chunk, token, logprob, real in zip(inputs.drawn, *sample(logits, inputs.draws), finite, strict=True):
+        for chunk, token, logprob, real in zip(
+            inputs.sampled_chunks, *sample(logits, inputs.draws), finite, strict=True
+        ):
             if real:
-                drawn.tokens[chunk], drawn.logprobs[chunk] = token, logprob
+                outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
     if len(hidden) > num_draws:
-        drawn.prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
+        outputs.prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
 
 
 def _finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Which rows of logits [rows, vocab] can be sampled from; the others become zeros, so sampling them is harmless.
+    """Which rows of logits [rows, vocab] are finite; the others become zeros, so that sampling them is harmless.
 
-    One NaN or infinity among them makes their sum one.
+    A NaN or infinity in a row makes the row's sum one too.
     """
     finite = logits.sum(-1, dtype=torch.float32).isfinite()
     rows: list[bool] = finite.tolist()
@@ -212,7 +214,7 @@ def _finite_rows(logits: torch.Tensor) -> list[bool]:
 
 
 def _target_rows(plan: StepPlan) -> torch.Tensor:
-    """The rows [targets] of the token axis that stand before a target."""
+    """The rows [targets] of the token axis that predict a target."""
     lengths = [len(chunk.tokens) for chunk in plan.chunks]
     starts = itertools.accumulate(lengths, initial=0)
     return torch.tensor(
@@ -221,7 +223,7 @@ def _target_rows(plan: StepPlan) -> torch.Tensor:
 
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    """Each chunk's targets scored, from their hidden states [targets, hidden]."""
+    """Log probabilities of each chunk's targets, from hidden states [targets, hidden]."""
     targets = [(target, chunk.num_top) for chunk in plan.chunks for target in chunk.targets]
     slice_rows = max(1, SLICE_BYTES // (4 * model.config.vocab_size))
     scored: list[TokenLogprobs] = []
@@ -229,7 +231,7 @@ def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tu
         part = targets[start : start + slice_rows]
         model.ticks += 1
         logits = model.logits(hidden[start : start + slice_rows])
-        if logits is None:  # the first rank of the stage scores
+        if logits is None:  # only the first rank of the stage has them
             continue
         scored += score(logits, [target for target, _ in part], [num_top for _, num_top in part])
     if not scored:

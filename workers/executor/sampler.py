@@ -1,27 +1,26 @@
-"""From logits to tokens, and to log probabilities.
+"""Samples tokens from logits and computes log probabilities.
 
-A draw depends on its own row, parameters, seed and position: never on its neighbours, on earlier draws, or on where it
-runs. The logits are changed in this order:
+A draw depends only on its own row, parameters, seed and position, not on other rows, earlier draws or the machine. The
+logits change in this order:
 
-    repetition   of tokens in prompt and answer: positive logits are divided, negative ones multiplied
-    frequency    times the token's count in the answer is taken off; presence once, when it is there at all
-    bias         is added
-    bans         end tokens before `min_tokens` go
+    repetition   for tokens in prompt and answer: divides positive logits, multiplies negative ones
+    frequency    subtracted once per occurrence in the answer; presence once if the token occurs at all
+    bias         added
+    bans         end tokens before `min_tokens` become -inf
 
-then divided by the temperature. Each filter is a floor on the probability: a token stays when it is at least as likely
-as
+then they are divided by the temperature. Each filter is a floor on the probability: a token stays if it is at least as
+likely as
 
     top_k   the k-th likeliest token
     top_p   the last token of the smallest set, likeliest first, whose mass reaches top_p (of what top_k left)
     min_p   min_p times the likeliest token
 
-so tokens that tie at a floor stand or fall together. One of the kept tokens is drawn by Gumbel-max
-(`workers.executor.gumbel_max`). Noise in the last digits of the logits, or a doubtful token at a floor, changes the
-result only if it was close; an inverse CDF would shift the borders of all tokens behind it.
+so tokens that tie at a floor stay or go together. Gumbel-max (`workers.executor.gumbel_max`) samples one of the tokens
+that stay. Noise in the last digits of the logits, or a token at a floor, changes the result only if it was close; an
+inverse CDF would shift the ranges of all later tokens.
 
-Rows are filtered one after another, on the host: one row of a vocabulary stays in the core's cache, where a batch of
-them is written to memory and read again at each step; this way takes a third of the time. Rows without filters are
-drawn from side by side on all cores.
+Rows are filtered one after another on the host, in a third of the time that a batch takes: one row of the vocabulary
+fits the core's cache. Rows without filters are sampled in parallel on all cores.
 """
 
 from collections.abc import Sequence
@@ -44,32 +43,32 @@ from workers.executor.gumbel_max import (
 )
 from workers.request import SamplingParams, TokenLogprobs
 
-_NEAR = 1024  # the nucleus is looked for among this many tokens first
-_FEW = 16  # a draw among less than vocabulary / _FEW tokens makes their numbers alone
+_NEAR = 1024  # tokens among which the nucleus is searched first
+_FEW = 16  # a draw among fewer than vocabulary / _FEW tokens computes only their random numbers
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """One token for each row of logits [draws, vocab], and log probabilities for the rows that want them."""
+    """One token per row of logits [draws, vocab], and log probabilities for the rows that request them."""
     assert logits.shape[0] == len(draws)
     if not draws:
         return [], []
     logits = logits.float()
     tokens = _choose(logits, draws)
-    wanted = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    scored_rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     logprobs: list[TokenLogprobs | None] = [None] * len(draws)
-    if wanted:
-        rows = logits if len(wanted) == len(draws) else logits[wanted]
-        tops = [draws[row].params.logprobs or 0 for row in wanted]
-        for row, scored in zip(wanted, score(rows, [tokens[row] for row in wanted], tops), strict=True):
+    if scored_rows:
+        rows = logits if len(scored_rows) == len(draws) else logits[scored_rows]
+        tops = [draws[row].params.logprobs or 0 for row in scored_rows]
+        for row, scored in zip(scored_rows, score(rows, [tokens[row] for row in scored_rows], tops), strict=True):
             logprobs[row] = scored
     return tokens, logprobs
 
 
 def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
-    """The log probability of tokens[i] under logits[i] [vocab], and those of the tops[i] likeliest ones."""
+    """The log probability of tokens[i] under logits[i] [vocab], and those of the tops[i] likeliest tokens."""
     logits = logits.float()
     best = logits.topk(min(max(1, *tops), logits.shape[-1]), dim=-1)
-    largest = best.values[:, :1]  # [rows, 1]; what is taken off it is small, where float32 has digits to spare
+    largest = best.values[:, :1]  # [rows, 1]; subtracted first, since float32 is more exact for small numbers
     rest = (logits - largest).exp_().sum(dim=-1, keepdim=True).log()
     chosen = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - largest - rest
     ids, values = best.indices.tolist(), (best.values - largest - rest).tolist()
@@ -80,8 +79,8 @@ def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """The few tokens of a row that the filters kept."""
+class _Candidates:
+    """The tokens of a row that passed the filters, if they are few."""
 
     row: int
     tokens: NDArray[np.int64]
@@ -91,7 +90,7 @@ class _Kept:
 def _choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     special = [row for row, draw in enumerate(draws) if draw.params.temperature > 0 or draw.adjusts]
     tokens = _likeliest(logits) if len(special) < len(draws) else [0] * len(draws)
-    few: list[_Kept] = []
+    few: list[_Candidates] = []
     whole: dict[int, Categorical] = {}
     scratch = np.empty(logits.shape[-1], np.float32)
     for row, scores in zip(special, _on_host(logits, special), strict=True):
@@ -110,13 +109,13 @@ def _choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         if not floor > 0:
             whole[row] = Categorical(scores, draw.params.temperature, draw.seed, draw.position)
             continue
-        kept = np.flatnonzero(~(scratch < floor))  # so written, a row of NaN keeps a token too
+        kept = np.flatnonzero(~(scratch < floor))  # written so that a row of NaN keeps a token too
         if len(kept) * _FEW < len(scratch):
-            few.append(_Kept(row, kept, scratch[kept]))
+            few.append(_Candidates(row, kept, scratch[kept]))
         else:
             scratch[scratch < floor] = 0.0
             tokens[row] = gumbel_max(scratch, uniforms_of_all(draw.seed, draw.position, len(scratch)))
-    for each, numbers in zip(few, _numbers(few, draws), strict=True):
+    for each, numbers in zip(few, _random_numbers(few, draws), strict=True):
         tokens[each.row] = int(each.tokens[gumbel_max(each.weights, numbers)])
     for row, token in zip(whole, draw_tokens(list(whole.values())), strict=True):
         tokens[row] = token
@@ -166,8 +165,8 @@ def _floor(weights: Row, params: SamplingParams) -> float:
 def _ranked_floor(weights: Row, top_k: int, top_p: float) -> float:
     """The weight of the last token that top-k and top-p keep together.
 
-    At a low temperature most weights are 0, and a partition among so many equals takes ten times as long: it gets the
-    others only.
+    At a low temperature most weights are 0, and a partition with many equal numbers takes ten times as long: so it
+    only gets the others.
     """
     count = min(top_k, len(weights))
     if count == len(weights):
@@ -184,7 +183,7 @@ def _nucleus_floor(weights: Row, top_p: float) -> float:
     """The weight of the last token that top-p keeps."""
     total = float(weights.sum(dtype=np.float64))
     wanted = top_p * total
-    # Together, the tokens below the first cut weights_of less than what top_p leaves out.
+    # Together, the tokens below the first cut weigh less than what top_p leaves out.
     for cut in ((1 - top_p) * total / len(weights), 0.0):
         present = weights[weights > cut]
         for count in (_NEAR, len(present)):
@@ -192,7 +191,7 @@ def _nucleus_floor(weights: Row, top_p: float) -> float:
             mass = ranked.cumsum(dtype=np.float64)
             if len(mass) and mass[-1] >= wanted:
                 return float(ranked[mass.searchsorted(wanted)])
-    return float(weights.min())  # the last digits of the sums are off: all tokens stay
+    return float(weights.min())  # rounding of the sums: all tokens stay
 
 
 def _descending(weights: Row, count: int) -> Row:
@@ -202,8 +201,8 @@ def _descending(weights: Row, count: int) -> Row:
     return ranked[::-1]
 
 
-def _numbers(few: list[_Kept], draws: Sequence[Draw]) -> list[NDArray[np.float64]]:
-    """The numbers of all rows' kept tokens, made in one go."""
+def _random_numbers(few: list[_Candidates], draws: Sequence[Draw]) -> list[NDArray[np.float64]]:
+    """The random numbers of all rows' candidates, computed at once."""
     if not few:
         return []
     lengths = [len(each.tokens) for each in few]

@@ -1,4 +1,4 @@
-"""The executor with one rank: a real model in this process. Adapts the rank to the `Executor` port."""
+"""The executor with one rank: adapts a `Rank` in this process to the `Executor` port."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from workers.model.folder import ModelFolder
 
 
 class SoloExecutor:
-    """`Executor` over one `Rank`. Close it, or its memory and sockets stay."""
+    """`Executor` over one `Rank`. Close it to free its memory and sockets."""
 
     depth = 1
     bubble_share = 0.0
@@ -51,7 +51,7 @@ class SoloExecutor:
         await self._rank.forget(incarnation)
 
     async def failure(self) -> Exception:
-        """Never: what fails here fails in `execute`."""
+        """Never returns: errors come from `execute`."""
         never: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         return await never
 
@@ -63,8 +63,7 @@ async def open_solo(
     config: WorkerConfig, folder: ModelFolder, incarnation: str, shared: SharedMemory | None = None
 ) -> SoloExecutor:
     """See `open_rank` for arguments and errors."""
-    if config.parallel.world_size != 1:
-        raise ValueError(f"{config.name}: one rank cannot hold {config.parallel.world_size}; use the gang executor")
+    assert config.parallel.world_size == 1
     facts, rank = await open_rank(config, folder, incarnation, shared)
     executor = SoloExecutor(facts, rank)
     for plan in warm_up(config.engine.block_size):

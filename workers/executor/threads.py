@@ -1,8 +1,8 @@
-"""Threads and cores of one rank: how many compute, where they run, and that no other worker computes there.
+"""Compute threads and cores of one rank; makes sure that no other worker computes on the same cores.
 
-Every worker of a machine and user claims as many cores as it has threads, by locks on small files that end with the
-process, whatever ends it. Oversubscribed OpenMP threads wait for one another in loops: two workers of two threads on
-two cores run 17 to 50 times slower, so a claim that fails is reported.
+Each worker claims as many cores as it has threads, by locks on small files, which end with the process. The claims are
+per machine and user. Oversubscribed OpenMP threads spin while they wait for each other: two workers of two threads on
+two cores run 17 to 50 times slower, so a failed claim is reported.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores on which this process may run, as many as its cgroup's quota pays for."""
+    """The cores on which this process may run, at most as many as its cgroup's CPU quota."""
     cores = sorted(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        paid = math.ceil(int(quota) / int(period))  # "max", hence ValueError, when unlimited
+        allowed = math.ceil(int(quota) / int(period))  # "max", hence ValueError, when unlimited
     except (OSError, ValueError):
         return tuple(cores)
-    return tuple(cores[: max(1, paid)])
+    return tuple(cores[: max(1, allowed)])
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -55,10 +55,10 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 class CoreClaim:
-    """Cores that this worker has for itself, until `release` or the end of the process."""
+    """Cores reserved for this worker until `release` or the end of the process."""
 
     def __init__(self, candidates: Iterable[int], count: int, folder: Path | None = None) -> None:
-        """Claims up to `count` of the candidates; `cores` tells which."""
+        """Claims up to `count` of the candidates; `cores` has those that were free."""
         folder = folder or Path(tempfile.gettempdir()) / f"diptych-cores-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         self._files: dict[int, IO[str]] = {}
@@ -84,10 +84,10 @@ class CoreClaim:
 
 
 class ComputeThread:
-    """A thread with its own number of torch threads. Calls run one after another, in the order in which they came.
+    """A thread with its own number of torch threads. Runs calls one at a time, in order.
 
-    `cores` as in `engine.cores`: "" lets the system choose where they run. Raises `ModelError` when it names cores that
-    other workers have; unnamed, too few free cores are only warned about.
+    `cores` as in `engine.cores`; "" lets the system place the threads. Raises `ModelError` if other workers have
+    claimed the named cores; without names it only logs a warning when too few cores are free.
     """
 
     def __init__(self, name: str, torch_threads: int, cores: str = "") -> None:
@@ -101,22 +101,22 @@ class ComputeThread:
             if cores:
                 self._claim.release()
                 raise ModelError(f"{what}; {fewer}, or widen engine.cores")
-            logger.warning("%s: workers will slow each other down many times; %s", what, fewer)
+            logger.warning("%s: workers will slow each other down many times over; %s", what, fewer)
         self._cores = claimed if cores else ()
-        # OpenMP counts threads per calling thread: setting it anywhere else would not reach this one.
+        # OpenMP's number of threads is per calling thread, so it must be set on this one.
         self._pool = ThreadPoolExecutor(1, name, initializer=self._settle)
 
     def _settle(self) -> None:
         if self._cores:
-            os.sched_setaffinity(0, self._cores)  # of this thread; OpenMP's threads are its children
+            os.sched_setaffinity(0, self._cores)  # of this thread; OpenMP's threads inherit it
         torch.set_num_threads(self.num_threads)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work`. A caller that is cancelled stops waiting; the work itself ends in its own time."""
+        """The result of `work`. Cancelling the caller does not stop the work."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def close(self) -> None:
-        """Returns when everything that was begun has ended."""
+        """Returns when all calls have ended."""
         await self.run(lambda: None)
         self._pool.shutdown()
         self._claim.release()
