@@ -1,4 +1,4 @@
-"""The chart's Grafana dashboard, out of rows of panels: `python helm/dashboard.py` writes it."""
+"""Writes the chart's Grafana dashboard: `python helm/dashboard.py`."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ OF_CLASS = f'{ALL}, class=~"$class"'
 
 @dataclass(frozen=True)
 class Panel:
-    """`queries`: what a line is called, and its PromQL; `unit` is one of Grafana's."""
+    """`queries`: pairs of legend and PromQL; `unit`: one of Grafana's."""
 
     title: str
     unit: str
@@ -22,7 +22,7 @@ class Panel:
     width: int = 8
     stacked: bool = False
     kind: str = "timeseries"
-    words: str = ""
+    description: str = ""
 
 
 def rate(name: str, labels: str = ALL) -> str:
@@ -30,7 +30,7 @@ def rate(name: str, labels: str = ALL) -> str:
 
 
 def by_worker(name: str, *, of: str = "") -> str:
-    """Every gateway tells of all workers: the largest is as good as any."""
+    """The maximum, since every gateway exports all workers."""
     return f"max by (worker) ({of or f'{name}{{{ALL}}}'})"
 
 
@@ -38,14 +38,14 @@ def worker_rate(name: str) -> str:
     return by_worker("", of=rate(f"diptych_worker_{name}_total"))
 
 
-def grown(name: str, labels: str) -> str:
+def increase(name: str, labels: str) -> str:
     return f"max by ({labels}) (increase({name}{{{ALL}}}[$__rate_interval]))"
 
 
-def kept(kind: str) -> tuple[tuple[str, str], ...]:
-    wanted = f'{OF_CLASS}, kind="{kind}"'
-    yes, settled = rate("diptych_promises_total", f'{wanted}, kept="yes"'), rate("diptych_promises_total", wanted)
-    return (("{{class}}", f"sum by (class) ({yes}) / sum by (class) ({settled})"),)
+def attainment(kind: str) -> tuple[tuple[str, str], ...]:
+    labels = f'{OF_CLASS}, kind="{kind}"'
+    met, all_of_them = rate("diptych_promises_total", f'{labels}, kept="yes"'), rate("diptych_promises_total", labels)
+    return (("{{class}}", f"sum by (class) ({met}) / sum by (class) ({all_of_them})"),)
 
 
 def quantiles(name: str, labels: str = OF_CLASS) -> tuple[tuple[str, str], ...]:
@@ -63,28 +63,36 @@ def sums(name: str, label: str, labels: str = ALL) -> tuple[tuple[str, str], ...
 
 COMPLETED = total("diptych_requests_total", f'{ALL}, outcome="completed"')
 READY = f'diptych_workers{{{ALL}, state="ready"}}'
-TOLD_BY_ROLE = f"max by (worker, role) (diptych_worker_role{{{ALL}}})"
-SEEN_ERRORS = f"sum by (le, kind) ({rate('diptych_prediction_error_ratio_bucket')})"
-ERRORS = tuple((f"{{{{kind}}}} p{share}", f"histogram_quantile(0.{share}, {SEEN_ERRORS})") for share in (10, 50, 90))
+WORKERS_BY_ROLE = f"max by (worker, role) (diptych_worker_role{{{ALL}}})"
+PREDICTION_ERRORS = f"sum by (le, kind) ({rate('diptych_prediction_error_ratio_bucket')})"
+ERRORS = tuple(
+    (f"{{{{kind}}}} p{share}", f"histogram_quantile(0.{share}, {PREDICTION_ERRORS})") for share in (10, 50, 90)
+)
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Now",
         (
-            Panel("Requests", "reqps", (("ended", total("diptych_requests_total")),), 6, kind="stat"),
-            Panel("Tokens", "short", (("a second", total("diptych_generated_tokens_total")),), 6, kind="stat"),
-            Panel("Under way", "short", (("answers", f"sum(diptych_active_requests{{{ALL}}})"),), 6, kind="stat"),
+            Panel("Requests", "reqps", (("finished", total("diptych_requests_total")),), 6, kind="stat"),
+            Panel("Tokens", "short", (("per second", total("diptych_generated_tokens_total")),), 6, kind="stat"),
+            Panel(
+                "Active requests", "short", (("requests", f"sum(diptych_active_requests{{{ALL}}})"),), 6, kind="stat"
+            ),
             Panel("Workers ready", "short", (("{{role}}", f"max by (role) ({READY})"),), 6, kind="stat"),
         ),
     ),
     (
-        "Promises",
+        "SLO attainment",
         (
-            Panel("TTFT kept", "percentunit", kept("ttft")),
-            Panel("TPOT kept", "percentunit", kept("tpot")),
-            Panel("Both kept", "percentunit", kept("both")),
+            Panel("TTFT", "percentunit", attainment("ttft")),
+            Panel("TPOT", "percentunit", attainment("tpot")),
+            Panel("Both", "percentunit", attainment("both")),
             Panel(
-                "Prediction error", "none", ERRORS, 12, words="Seen over predicted: 1 is right, above it took longer."
+                "Prediction error",
+                "none",
+                ERRORS,
+                12,
+                description="Actual over predicted time; above 1 is slower.",
             ),
             Panel("Refused", "reqps", sums("diptych_refused_total", "reason"), 12, stacked=True),
         ),
@@ -97,15 +105,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Time per output token", "s", quantiles("diptych_time_per_output_token_seconds"), 6),
             Panel("Whole request", "s", quantiles("diptych_request_seconds", f'{OF_CLASS}, outcome="completed"'), 6),
             Panel(
-                "Where the time of an answer goes",
+                "Time of a request by phase",
                 "s",
                 (("{{part}}", f"sum by (part) ({rate('diptych_ledger_seconds_sum')}) / scalar({COMPLETED})"),),
                 12,
                 stacked=True,
-                words="Parts of the ledger, the mean over all answers: together they are the mean request.",
+                description="Phases of the ledger, averaged over all requests; they add up to the mean request time.",
             ),
             Panel(
-                "Parts of the ledger, p90",
+                "Phases of the ledger, p90",
                 "s",
                 (
                     (
@@ -114,7 +122,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                 ),
                 12,
-                words="Of the answers that had the part.",
+                description="Over the requests that had the phase.",
             ),
         ),
     ),
@@ -127,7 +135,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     ("prompt", total("diptych_prompt_tokens_total")),
-                    ("of it cached", total("diptych_cached_prompt_tokens_total")),
+                    ("cached prompt", total("diptych_cached_prompt_tokens_total")),
                     ("generated", total("diptych_generated_tokens_total")),
                 ),
             ),
@@ -135,15 +143,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Queues",
                 "short",
                 (
-                    ("in gateways", f"sum(diptych_queued_requests{{{ALL}}})"),
-                    ("at {{worker}}", by_worker("diptych_worker_waiting_requests")),
+                    ("gateways", f"sum(diptych_queued_requests{{{ALL}}})"),
+                    ("{{worker}}", by_worker("diptych_worker_waiting_requests")),
                 ),
             ),
             Panel(
                 "Responses",
                 "reqps",
                 sums("diptych_responses_total", "code", f'{ALL}, method!="other"'),
-                words="Of the doors, by HTTP's and gRPC's codes: refusals too.",
+                description="By HTTP and gRPC status code, including refusals.",
                 stacked=True,
             ),
             Panel("Prompt length", "short", quantiles("diptych_request_prompt_tokens")),
@@ -173,9 +181,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         f"{worker_rate('prefix_found_tokens')} / {worker_rate('prefix_sought_tokens')}",
                     ),
                 ),
-                words="Share of the tokens looked up that were there.",
+                description="Hit rate: share of looked-up tokens found.",
             ),
-            Panel("A step", "s", (("{{worker}}", by_worker("diptych_worker_step_seconds")),)),
+            Panel("Step time", "s", (("{{worker}}", by_worker("diptych_worker_step_seconds")),)),
             Panel("Preemptions", "ops", (("{{worker}}", worker_rate("preemptions")),)),
             Panel("Restarts", "short", (("{{worker}}", by_worker("diptych_worker_restarts_total")),)),
         ),
@@ -192,19 +200,19 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ("{{pool}} wanted", f"max by (pool) (diptych_pool_wanted_workers{{{ALL}}})"),
                 ),
             ),
-            Panel("Roles", "short", (("{{worker}} {{role}}", TOLD_BY_ROLE),), stacked=True),
+            Panel("Roles", "short", (("{{worker}} {{role}}", WORKERS_BY_ROLE),), stacked=True),
             Panel(
-                "Flips",
+                "Role changes",
                 "short",
-                (("{{from}} to {{to}}", grown("diptych_role_changes_total", "from, to")),),
+                (("{{from}} to {{to}}", increase("diptych_role_changes_total", "from, to")),),
             ),
             Panel(
-                "Decisions of the elastic policy",
+                "Elastic decisions",
                 "short",
-                (("{{kind}} {{outcome}}", grown("diptych_elastic_decisions_total", "kind, outcome")),),
+                (("{{kind}} {{outcome}}", increase("diptych_elastic_decisions_total", "kind, outcome")),),
             ),
             Panel(
-                "Moves",
+                "Migrations",
                 "ops",
                 (("{{reason}} {{outcome}}", f"sum by (reason, outcome) ({rate('diptych_moves_total')})"),),
             ),
@@ -214,7 +222,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Transfers",
         (
             Panel("Fetched", "Bps", (("{{worker}}", worker_rate("transfer_bytes")),), stacked=True),
-            Panel("A hand-off", "s", quantiles("diptych_transfer_seconds", ALL)),
+            Panel("KV handoff", "s", quantiles("diptych_transfer_seconds", ALL)),
             Panel(
                 "Failures",
                 "ops",
@@ -224,8 +232,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ("{{worker}} leases expired", worker_rate("expired_leases")),
                 ),
             ),
-            Panel("Size of a hand-off", "bytes", quantiles("diptych_transfer_bytes", ALL)),
-            Panel("Ranges of a hand-off", "short", quantiles("diptych_transfer_descriptors", ALL)),
+            Panel("KV handoff size", "bytes", quantiles("diptych_transfer_bytes", ALL)),
+            Panel("KV handoff ranges", "short", quantiles("diptych_transfer_descriptors", ALL)),
             Panel("Leases held", "short", (("{{worker}}", by_worker("diptych_worker_leases")),)),
         ),
     ),
@@ -290,12 +298,12 @@ def _panels() -> list[dict[str, Any]]:
             if x + panel.width > WIDTH:
                 x, y = 0, y + HEIGHT
             place = {"h": HEIGHT, "w": panel.width, "x": x, "y": y}
-            found.append({"id": len(found) + 1, "gridPos": place, **_drawn(panel)})
+            found.append({"id": len(found) + 1, "gridPos": place, **_panel(panel)})
             x += panel.width
     return found
 
 
-def _drawn(panel: Panel) -> dict[str, Any]:
+def _panel(panel: Panel) -> dict[str, Any]:
     letters = "ABCDEFGH"
     targets = [
         {"refId": letter, "datasource": SOURCE, "expr": query, "legendFormat": legend, "range": True}
@@ -313,7 +321,7 @@ def _drawn(panel: Panel) -> dict[str, Any]:
     return {
         "type": panel.kind,
         "title": panel.title,
-        "description": panel.words,
+        "description": panel.description,
         "datasource": SOURCE,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": options,
@@ -321,9 +329,9 @@ def _drawn(panel: Panel) -> dict[str, Any]:
     }
 
 
-def written() -> str:
+def dashboard_json() -> str:
     return json.dumps(dashboard(), indent=2) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written())
+    PAGE.write_text(dashboard_json())

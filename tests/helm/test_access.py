@@ -163,19 +163,20 @@ MONITOR = "metrics.serviceMonitor.enabled=true"
 WRONG = {
     "a file in the block": (
         ("--set", "cluster.gateway.tls_cert_file=/tls.crt"),
-        "cluster.gateway.tls_cert_file: the chart mounts the file and names it; write gateway.tls.secret",
+        "cluster.gateway.tls_cert_file: the chart mounts the file and sets this path; write gateway.tls.secret",
     ),
     "keys in the block": (
         ("--set", "cluster.gateway.api_keys_file=/keys"),
-        "cluster.gateway.api_keys_file: the chart mounts the file and names it; write gateway.auth.existingSecret",
+        "cluster.gateway.api_keys_file: the chart mounts the file and sets this path; "
+        "write gateway.auth.existingSecret",
     ),
     "authorities without a certificate": (
         with_http(CLIENTS),
-        "gateway.tls.clientCASecret: clients show a certificate to a server that has one; write gateway.tls.secret too",
+        "gateway.tls.clientCASecret: client certificates need TLS; set gateway.tls.secret too",
     ),
     "a smoke test without a certificate": (
         with_http(TLS, CLIENTS),
-        "smokeTest.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with "
+        "smokeTest.clientSecret: the gateway requires a client certificate; name a kubernetes.io/tls Secret with "
         "one, or write smokeTest.enabled: false",
     ),
     "an autoscaler without a certificate": (
@@ -183,12 +184,12 @@ WRONG = {
             *with_http(TLS, CLIENTS, "poolAutoscaling.enabled=true", "smokeTest.enabled=false"),
             *("--set-json", 'cluster.pools=[{"name": "both", "role": "mixed", "replicas": {"min": 1, "max": 3}}]'),
         ),
-        "poolAutoscaling.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret "
+        "poolAutoscaling.clientSecret: the gateway requires a client certificate; name a kubernetes.io/tls Secret "
         "with one",
     ),
     "Prometheus without a certificate": (
         with_http(TLS, CLIENTS, MONITOR, "smokeTest.enabled=false"),
-        "metrics.serviceMonitor.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls "
+        "metrics.serviceMonitor.clientSecret: the gateway requires a client certificate; name a kubernetes.io/tls "
         "Secret with one for Prometheus",
     ),
     "Prometheus without a key": (
@@ -198,11 +199,11 @@ WRONG = {
     ),
     "a route without HTTP": (
         ("--set", "httpRoute.enabled=true", "--set-json", 'httpRoute.parentRefs=[{"name": "public"}]'),
-        "httpRoute: there is no HTTP to lead to; write cluster.gateway.http_port: 8000",
+        "httpRoute: the gateway has no HTTP port; write cluster.gateway.http_port: 8000",
     ),
     "an Ingress without HTTP": (
         ("--set", "httpIngress.enabled=true"),
-        "httpIngress: there is no HTTP to lead to; write cluster.gateway.http_port: 8000",
+        "httpIngress: the gateway has no HTTP port; write cluster.gateway.http_port: 8000",
     ),
     "a route without a Gateway": (
         with_http("httpRoute.enabled=true"),

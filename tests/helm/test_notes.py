@@ -1,4 +1,4 @@
-"""What helm prints after an install: three ways to ask, as the release is guarded and wherever its Ray is."""
+"""The chart's notes: three ways to call the gateway, with the release's TLS files and keys, in every mode."""
 
 import shlex
 from functools import cache
@@ -9,7 +9,7 @@ from cluster.cli import main
 from tests.helm.chart import CHART, values
 from tests.helm.programs import run
 
-# name: whether it has TLS, a CA of its own, clients with certificates, keys
+# values file: (TLS, own CA, client certificates, API keys)
 GUARDS = {
     "native": (False, False, False, False),
     "native-guarded": (True, True, False, True),
@@ -33,35 +33,35 @@ def notes(name: str, *options: str) -> str:
 
 
 def commands(name: str) -> list[list[str]]:
-    """As words, in their order."""
+    """Each command as a list of words, in order."""
     return [shlex.split(line) for line in notes(name).splitlines() if line.startswith("  ")]
 
 
-def asked(name: str) -> list[list[str]]:
-    """What `diptych` is given by each of the commands that call it."""
+def diptych_arguments(name: str) -> list[list[str]]:
+    """The arguments of each `diptych` command."""
     return [words[words.index("diptych") + 1 :] for words in commands(name) if "diptych" in words]
 
 
 @EACH
-def test_there_are_three_ways_to_ask(name: str) -> None:
+def test_three_commands_name_their_endpoints(name: str) -> None:
     full = "true" if name == "native-odd-names" else "release-diptych"
     tls, *_ = GUARDS[name]
     inside = f"grpcs://{full}.llm.svc:50051" if tls else f"{full}.llm:50051"
     outside = "grpcs://localhost:50051" if tls else "127.0.0.1:50051"
-    given = [(each[0], each[each.index("--endpoint") + 1]) for each in asked(name)]
+    given = [(each[0], each[each.index("--endpoint") + 1]) for each in diptych_arguments(name)]
     assert given == [("generate", inside), ("status", outside), ("status", inside)]
     assert f"kubectl -n llm port-forward svc/{full} 50051:50051".split() in commands(name)
 
 
 @EACH
-def test_each_is_given_the_files_that_it_needs(name: str) -> None:
-    _, own_authority, certificates, keys = GUARDS[name]
-    needed = {"--ca": own_authority, "--cert": certificates, "--cert-key": certificates, "--key-file": keys}
-    for command, *words in asked(name):
+def test_commands_name_the_files_that_they_need(name: str) -> None:
+    _, own_ca, certificates, keys = GUARDS[name]
+    needed = {"--ca": own_ca, "--cert": certificates, "--cert-key": certificates, "--key-file": keys}
+    for command, *words in diptych_arguments(name):
         assert {option: option in words for option in needed} == needed
         known = {option for parameter in main.commands[command].params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known
-    assert (" > ca.crt" in notes(name)) == own_authority
+    assert (" > ca.crt" in notes(name)) == own_ca
     job = next(words for words in commands(name) if words[:3] == ["ray", "job", "submit"])
     assert ("--working-dir" in job) == any(needed.values()), "a job has no other files"
 
@@ -75,7 +75,7 @@ def test_each_is_given_the_files_that_it_needs(name: str) -> None:
         ("external-ipv6", "http://[fd00::1]:8265"),
     ],
 )
-def test_a_job_goes_to_the_dashboard_of_the_ray_that_serves(name: str, address: str) -> None:
+def test_a_job_is_submitted_to_the_serving_ray(name: str, address: str) -> None:
     job = next(words for words in commands(name) if words[:3] == ["ray", "job", "submit"])
     assert job[3:5] == ["--address", address]
     forwarded = [words[4] for words in commands(name) if words[-1] == "8265:8265"]
@@ -83,8 +83,8 @@ def test_a_job_goes_to_the_dashboard_of_the_ray_that_serves(name: str, address: 
     assert forwarded == heads.get(name, [])
 
 
-def test_pools_that_ask_for_no_memory_are_named() -> None:
-    assert "Pods of prefill, decode ask for no memory" in notes("native")
-    assert "Pods of a100 ask for no memory" in notes("native-gpu")
-    assert "ask for no memory" not in notes("native", "--set", "podDefaults.resources.requests.memory=8Gi")
-    assert "ask for no memory" not in notes("external")
+def test_pools_without_a_memory_request_are_named() -> None:
+    assert "Pods of prefill, decode request no memory" in notes("native")
+    assert "Pods of a100 request no memory" in notes("native-gpu")
+    assert "request no memory" not in notes("native", "--set", "podDefaults.resources.requests.memory=8Gi")
+    assert "request no memory" not in notes("external")

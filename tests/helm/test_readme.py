@@ -27,7 +27,7 @@ from workers.costs import LinearCost
 from workers.request import SLO
 
 sys.path.insert(0, str(CHART.parent))
-from table import table, written
+from table import table, with_table
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 CLUSTER, POOL = SCHEMA["properties"]["cluster"], SCHEMA["definitions"]["pool"]
@@ -51,7 +51,7 @@ BLOCKS = [
 
 def test_the_table_of_values_is_up_to_date() -> None:
     page, values = (CHART / "README.md").read_text(), (CHART / "values.yaml").read_text()
-    assert page == written(page, values), "run: python helm/table.py"
+    assert page == with_table(page, values), "run: python helm/table.py"
 
 
 def test_the_table_has_a_row_for_every_key() -> None:

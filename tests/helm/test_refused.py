@@ -1,4 +1,4 @@
-"""Wrong values are refused in one line that names the place."""
+"""Wrong values are refused in one line that names the key."""
 
 import pytest
 
@@ -13,12 +13,12 @@ PREFILL = '{"name": "prefill", "role": "prefill"}'
 DECODE = '{"name": "decode", "role": "decode"}'
 ELASTIC = '{"name": "both", "role": "mixed", "replicas": {"min": 1, "max": 3}}'
 WRONG = {
-    "a misspelt key": (("--set", "cluster.modle=x"), "- at '/cluster': additional properties 'modle' not allowed"),
-    "a misspelt key of a pool": (
+    "a misspelled key": (("--set", "cluster.modle=x"), "- at '/cluster': additional properties 'modle' not allowed"),
+    "a misspelled key of a pool": (
         pools('{"name": "both", "role": "mixed", "replica": 2}'),
         "- at '/cluster/pools/0': additional properties 'replica' not allowed",
     ),
-    "a misspelt setting of pods": (
+    "a misspelled pod setting": (
         ("--set", "pools.decode.nodeselector.a=b"),
         "- at '/pools/decode': additional properties 'nodeselector' not allowed",
     ),
@@ -31,38 +31,41 @@ WRONG = {
         ("--set", "cluster.elastic.mode=act,cluster.elastic.floors.decode=3"),
         "cluster.elastic.floors.decode is 3, the pools have 2 workers; lower the floor",
     ),
-    "settings of a pool that is not": (
+    "settings of an unknown pool": (
         ("--set", "pools.prefil.shmSize=1Gi"),
-        "pools.prefil: cluster.pools has no such pool, there are prefill, decode",
+        "pools.prefil: cluster.pools has no such pool, only prefill, decode",
     ),
     "no decode pool": (
         pools(PREFILL),
         "cluster.pools: there is no decode pool (and no mixed one), so no request could finish",
     ),
-    "two pools of a name": (pools(PREFILL, DECODE, DECODE), "cluster.pools: two are called decode; names must differ"),
-    "a pool of the chart's own name": (
+    "two pools with one name": (
+        pools(PREFILL, DECODE, DECODE),
+        "cluster.pools: two are called decode; names must differ",
+    ),
+    "a pool named like the head": (
         pools('{"name": "head", "role": "mixed"}'),
-        "cluster.pools: head is what the chart calls pods of its own; give the pool another name",
+        "cluster.pools: the chart's own pods use the name head; give the pool another name",
     ),
-    "no worker": (
+    "no workers": (
         pools('{"name": "both", "role": "mixed", "replicas": 0}'),
-        "cluster.pools: there is no worker in any of them; give one at least 1 replica",
+        "cluster.pools: no pool has a worker; give one at least 1 replica",
     ),
-    "bounds the wrong way round": (
+    "min above max": (
         pools('{"name": "both", "role": "mixed", "replicas": {"min": 3, "max": 1}}'),
         "cluster.pools: both has replicas.min above replicas.max",
     ),
-    "a door that nobody reaches": (
+    "an unreachable gateway": (
         ("--set", "cluster.gateway.host=127.0.0.1"),
-        "cluster.gateway.host: nobody outside of the pod would reach the gateway; write 0.0.0.0",
+        "cluster.gateway.host: the gateway would be unreachable from outside the pod; write 0.0.0.0",
     ),
-    "a monitor without a door to scrape": (
+    "a ServiceMonitor without HTTP": (
         ("--set", "metrics.serviceMonitor.enabled=true"),
-        "metrics.serviceMonitor: gateways tell their metrics over HTTP; write cluster.gateway.http_port: 8000",
+        "metrics.serviceMonitor: gateways serve metrics over HTTP; write cluster.gateway.http_port: 8000",
     ),
-    "a port that nobody knows": (
+    "a random port": (
         ("--set", "cluster.gateway.grpc_port=0"),
-        "cluster.gateway.grpc_port: a Service needs a port that is known; write 50051",
+        "cluster.gateway.grpc_port: a Service needs a fixed port; write 50051",
     ),
     "HTTP where Ray's metrics are": (
         ("--set", "cluster.gateway.http_port=8080"),
@@ -97,27 +100,27 @@ WRONG = {
         "gateway.service.port: is 443, and the Service has 2 port(s) of HTTP from 444 on "
         "(cluster.gateway.http_port); write one that is farther away",
     ),
-    "two claims for models": (
+    "two model claims": (
         ("--set", "model.existingClaim=models,model.pvc.create=true"),
-        "model.pvc.create: model.existingClaim names a claim already; write one of the two",
+        "model.pvc.create: model.existingClaim already names a claim; write one of the two",
     ),
-    "an external Ray without an address": (
+    "external Ray without an address": (
         ("--set", "mode=external"),
         "ray.address: mode is external; write HOST:6379 of the Ray to join",
     ),
-    "an address for clients of Ray": (
+    "a Ray client address": (
         ("--set", "mode=external,ray.address=ray://ray:10001"),
-        "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, with nothing before",
+        "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, without a scheme",
     ),
-    "an address for a Ray of our own": (
+    "an address in mode native": (
         ("--set", "ray.address=ray:6379"),
-        "ray.address: mode is native, which brings a Ray of its own; write mode: external, or leave the address out",
+        "ray.address: mode is native, which starts its own Ray; write mode: external, or leave the address out",
     ),
     "two tokens": (
         ("--set", "ray.auth.existingSecret=one"),
         "ray.auth: give token or existingSecret, not both",
     ),
-    "a token that is not used": (
+    "an unused token": (
         ("--set", "ray.auth.mode=disabled"),
         "ray.auth.mode: is disabled, so neither token nor existingSecret has an effect; leave them out",
     ),
@@ -129,88 +132,88 @@ WRONG = {
         ("--set", "grpcRoute.enabled=true"),
         "grpcRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]",
     ),
-    "a policy that cuts the gateway off from its Ray": (
+    "a network policy without the external Ray": (
         ("--set", "mode=external,ray.address=ray:6379,networkPolicy.enabled=true"),
         "networkPolicy.peers: mode is external; name the pods of that Ray, such as "
         "[{podSelector: {matchLabels: {ray.io/cluster: NAME}}}]",
     ),
-    "a policy that lets everybody in by the way of metrics": (
+    "a network policy that metrics would open": (
         (
             *("-f", str(values("native-monitored")), "--set", "networkPolicy.enabled=true"),
             *("--set-json", 'networkPolicy.clients=[{"podSelector": {}}]'),
         ),
-        "networkPolicy.scrapers: is empty, so with metrics.serviceMonitor everybody could reach the port of HTTP, "
-        "which networkPolicy.clients keeps for some; name Prometheus, such as "
+        "networkPolicy.scrapers: is empty, so metrics.serviceMonitor would open the HTTP port to all, although "
+        "networkPolicy.clients restricts it; name Prometheus, such as "
         "[{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]",
     ),
-    "a drain longer than the grace": (
+    "a drain longer than the grace period": (
         ("--set", "gateway.drainSeconds=110"),
         "gateway.drainSeconds is 110, and 15 s are needed to close; "
         "raise gateway.terminationGracePeriodSeconds above 120",
     ),
-    "a pool whose pods have no time to be emptied": (
+    "a pool with too little time to drain": (
         ("--set", "pools.decode.terminationGracePeriodSeconds=20"),
-        "pools.decode: terminationGracePeriodSeconds is 20, and a pod needs at least 30 to be emptied; raise it",
+        "pools.decode: terminationGracePeriodSeconds is 20, and draining a pod takes at least 30; raise it",
     ),
-    "a pool whose pods have no time at all": (
+    "a pool with no time to drain": (
         ("--set", "pools.decode.terminationGracePeriodSeconds=0"),
-        "pools.decode: terminationGracePeriodSeconds is 0, and a pod needs at least 30 to be emptied; raise it",
+        "pools.decode: terminationGracePeriodSeconds is 0, and draining a pod takes at least 30; raise it",
     ),
-    "pods that have no time at all": (
+    "pods with no time to drain": (
         ("--set", "podDefaults.terminationGracePeriodSeconds=0"),
-        "pools.prefill: terminationGracePeriodSeconds is 0, and a pod needs at least 30 to be emptied; raise it",
+        "pools.prefill: terminationGracePeriodSeconds is 0, and draining a pod takes at least 30; raise it",
     ),
-    "a gateway that has no time at all": (
+    "a gateway with no time to drain": (
         ("--set", "gateway.terminationGracePeriodSeconds=0"),
         "gateway.drainSeconds is 15, and 15 s are needed to close; raise gateway.terminationGracePeriodSeconds above 0",
     ),
-    "an autoscaler of gateways that have no pods": (
+    "gateway autoscaling in mode kuberay": (
         ("--set", "mode=kuberay,gateway.autoscaling.enabled=true"),
         "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write "
         "cluster.gateway.replicas",
     ),
-    "two numbers of gateways": (
+    "replicas beside autoscaling": (
         ("--set", "gateway.autoscaling.enabled=true,cluster.gateway.replicas=2"),
-        "cluster.gateway.replicas: gateway.autoscaling says how many there are; leave it out",
+        "cluster.gateway.replicas: gateway.autoscaling sets the number; leave it out",
     ),
-    "an autoscaler with its bounds the wrong way round": (
+    "minReplicas above maxReplicas": (
         ("--set", "gateway.autoscaling.enabled=true,gateway.autoscaling.minReplicas=5"),
         "gateway.autoscaling: minReplicas is 5, above maxReplicas, which is 4",
     ),
-    "pods of pools that Ray's autoscaler brings": (
+    "pool autoscaling in mode kuberay": (
         ("--set", "mode=kuberay,poolAutoscaling.enabled=true", *pools(ELASTIC)),
-        "poolAutoscaling: mode is kuberay, where Ray's own autoscaler brings the pods of pools with replicas: "
+        "poolAutoscaling: mode is kuberay, where Ray's autoscaler adds the pods of pools with replicas: "
         "{min, max}; leave it out",
     ),
-    "pods of pools that are not the chart's": (
+    "pool autoscaling in mode external": (
         ("--set", "mode=external,ray.address=a:6379,poolAutoscaling.enabled=true", *pools(ELASTIC)),
         "poolAutoscaling: mode is external, where pools have no pods of the chart; leave it out",
     ),
-    "pods of pools that never change": (
+    "pool autoscaling without a scalable pool": (
         ("--set", "poolAutoscaling.enabled=true", *pools(PREFILL, DECODE, ELASTIC.replace("3", "1"))),
-        "poolAutoscaling: no pool may grow or shrink; write replicas: {min: 1, max: 4} in one of cluster.pools",
+        "poolAutoscaling: no pool can scale; write replicas: {min: 1, max: 4} in one of cluster.pools",
     ),
-    "somebody who has never been heard of": (
+    "an unknown autoscaler": (
         ("--set", "poolAutoscaling.by=me"),
         "- at '/poolAutoscaling/by': value must be one of 'diptych', 'others'",
     ),
-    "a pool called as the pod that watches over pools": (
+    "a pool named like the autoscaler": (
         pools('{"name": "autoscaler", "role": "mixed"}'),
-        "cluster.pools: autoscaler is what the chart calls pods of its own; give the pool another name",
+        "cluster.pools: the chart's own pods use the name autoscaler; give the pool another name",
     ),
-    "a label of the chart's own on all pods": (
+    "a selector label on all pods": (
         ("--set", r"podDefaults.podLabels.app\.kubernetes\.io/name=mine"),
-        "podDefaults.podLabels: app.kubernetes.io/name is the chart's, and tells its pods apart; leave it out",
+        "podDefaults.podLabels: the chart selects its pods by app.kubernetes.io/name; leave it out",
     ),
-    "a label of the chart's own on a pool": (
+    "a selector label on a pool": (
         ("--set", "pools.decode.podLabels.diptych/pool=prefill"),
-        "pools.decode.podLabels: diptych/pool is the chart's, and tells its pods apart; leave it out",
+        "pools.decode.podLabels: the chart selects its pods by diptych/pool; leave it out",
     ),
-    "a label of the chart's own on gateways": (
+    "a selector label on gateways": (
         ("--set", r"gateway.podLabels.app\.kubernetes\.io/component=pool"),
-        "gateway.podLabels: app.kubernetes.io/component is the chart's, and tells its pods apart; leave it out",
+        "gateway.podLabels: the chart selects its pods by app.kubernetes.io/component; leave it out",
     ),
-    "a name that is no name": (
+    "an invalid name": (
         ("--set", "fullnameOverride=9lives"),
         "fullnameOverride: 9lives must begin with a letter, and have lower-case letters, digits and dashes",
     ),
@@ -228,19 +231,19 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_values_are_refused_in_one_line(wrong: str) -> None:
-    options, words = WRONG[wrong]
-    assert refusal(*TOKEN, *options).endswith(words)
+    options, message = WRONG[wrong]
+    assert refusal(*TOKEN, *options).endswith(message)
 
 
-def test_a_token_is_asked_for_rather_than_made_up() -> None:
+def test_a_token_is_required() -> None:
     assert "ray.auth: Ray needs a token; give existingSecret" in refusal()
 
 
-def test_the_kubernetes_of_today_is_asked_for() -> None:
-    words = refusal("-f", str(values("native")), "--kube-version", "1.26")
-    assert "requires kubeVersion: >=1.27-0 which is incompatible with Kubernetes v1.26" in words
+def test_an_old_kubernetes_is_refused() -> None:
+    message = refusal("-f", str(values("native")), "--kube-version", "1.26")
+    assert "requires kubeVersion: >=1.27-0 which is incompatible with Kubernetes v1.26" in message
 
 
-def test_ports_of_ray_s_head_are_free_where_gateways_have_pods_of_their_own() -> None:
+def test_gateways_in_their_own_pods_may_use_ports_of_the_head() -> None:
     objects = rendered(values("native"), "--set", "cluster.gateway.http_port=8265,cluster.gateway.replicas=2")
     assert of_kind(objects, "Deployment")

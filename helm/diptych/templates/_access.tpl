@@ -1,6 +1,6 @@
-{{/* TLS, clients' certificates and API keys: which files are mounted where, and who is told of them. */}}
+{{/* TLS, client certificates and API keys: mounted files and the settings that name them. */}}
 
-{{/* What `diptych serve` is told beside its file. */}}
+{{/* Options of `diptych serve` beside its file. */}}
 {{- define "diptych.accessOptions" -}}
 {{- with .Values.gateway -}}
 {{- if .tls.secret }} --tls-cert-file /etc/diptych-tls/tls.crt --tls-key-file /etc/diptych-tls/tls.key{{ end -}}
@@ -9,7 +9,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Settings of the pod in which gateways run, with these files. Whole volumes: single files would not be renewed. */}}
+{{/* Settings of gateway pods with these files. Whole volumes, since single mounted files would not be renewed. */}}
 {{- define "diptych.withAccess" -}}
 {{- $mounts := .settings.extraVolumeMounts -}}
 {{- $volumes := .settings.extraVolumes -}}
@@ -24,7 +24,7 @@
 {{ toYaml (merge (dict "extraVolumeMounts" $mounts "extraVolumes" $volumes) .settings) }}
 {{- end -}}
 
-{{/* How the kubelet asks the gateway. It has gRPC without TLS, HTTPS without a certificate of its own, or a connection. */}}
+{{/* The gateway's probes. The kubelet supports gRPC without TLS, HTTPS without a client certificate, or TCP. */}}
 {{- define "diptych.probe" -}}
 {{- $tls := .root.Values.gateway.tls -}}
 {{- $http := include "diptych.httpPort" .root | int -}}
@@ -37,12 +37,12 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{- end -}}
 {{- end -}}
 
-{{/* The name for which the certificate must be valid. */}}
+{{/* The host name that the certificate must cover. */}}
 {{- define "diptych.host" -}}
 {{ include "diptych.fullname" . }}.{{ .Release.Namespace }}.svc
 {{- end -}}
 
-{{/* Environment, mounts and volumes of pods that ask a gateway. The gateway's own key is not for them. */}}
+{{/* Environment, mounts and volumes of the gateway's clients. They don't get its private key. */}}
 {{- define "diptych.clientEnv" -}}
 - {name: HOME, value: /tmp}
 {{- with .Values.gateway }}
@@ -75,7 +75,7 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{- end }}
 {{- end -}}
 
-{{/* `client`: the Secret with the certificate that this one shows. */}}
+{{/* `client`: the Secret with the client certificate. */}}
 {{- define "diptych.clientVolumes" -}}
 - {name: tmp, emptyDir: {}}
 {{- $client := .client }}
@@ -92,7 +92,7 @@ tcpSocket: {port: {{ $http | default (include "diptych.grpcPort" .root) }}}
 {{- end }}
 {{- end -}}
 
-{{/* What Prometheus needs for an endpoint of a ServiceMonitor. */}}
+{{/* TLS and authorization of a ServiceMonitor's endpoint. */}}
 {{- define "diptych.scrapeAccess" -}}
 {{- $monitor := .Values.metrics.serviceMonitor -}}
 {{- with .Values.gateway -}}
@@ -115,7 +115,7 @@ authorization:
 {{- end -}}
 {{- end -}}
 
-{{/* Behind `--endpoint HOST:PORT`: for people, who have the files under these names. */}}
+{{/* Options after `--endpoint HOST:PORT` in the notes, with local file names. */}}
 {{- define "diptych.askFiles" -}}
 {{- with .Values.gateway -}}
 {{- if and .tls.secret .tls.caKey }} --ca ca.crt{{ end -}}
@@ -128,38 +128,38 @@ authorization:
 {{- $said := dict "tls_cert_file" "tls.secret" "tls_key_file" "tls.secret" "tls_client_ca_file" "tls.clientCASecret" "api_keys_file" "auth.existingSecret" -}}
 {{- range $key, $value := $said -}}
 {{- if dig "gateway" $key "" $.Values.cluster -}}
-{{- fail (printf "cluster.gateway.%s: the chart mounts the file and names it; write gateway.%s" $key $value) -}}
+{{- fail (printf "cluster.gateway.%s: the chart mounts the file and sets this path; write gateway.%s" $key $value) -}}
 {{- end -}}
 {{- end -}}
 {{- $monitor := .Values.metrics.serviceMonitor -}}
 {{- with .Values.gateway -}}
 {{- if and .tls.clientCASecret (not .tls.secret) -}}
-{{- fail "gateway.tls.clientCASecret: clients show a certificate to a server that has one; write gateway.tls.secret too" -}}
+{{- fail "gateway.tls.clientCASecret: client certificates need TLS; set gateway.tls.secret too" -}}
 {{- end -}}
 {{- if and .tls.clientCASecret $.Values.smokeTest.enabled (not $.Values.smokeTest.clientSecret) -}}
-{{- fail "smokeTest.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with one, or write smokeTest.enabled: false" -}}
+{{- fail "smokeTest.clientSecret: the gateway requires a client certificate; name a kubernetes.io/tls Secret with one, or write smokeTest.enabled: false" -}}
 {{- end -}}
 {{- with $.Values.poolAutoscaling -}}
 {{- if and .enabled (eq .by "diptych") $.Values.gateway.tls.clientCASecret (not .clientSecret) -}}
-{{- fail "poolAutoscaling.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with one" -}}
+{{- fail "poolAutoscaling.clientSecret: the gateway requires a client certificate; name a kubernetes.io/tls Secret with one" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .tls.clientCASecret $monitor.enabled (not $monitor.clientSecret) -}}
-{{- fail "metrics.serviceMonitor.clientSecret: the gateway asks for a client's certificate; name a kubernetes.io/tls Secret with one for Prometheus" -}}
+{{- fail "metrics.serviceMonitor.clientSecret: the gateway requires a client certificate; name a kubernetes.io/tls Secret with one for Prometheus" -}}
 {{- end -}}
 {{- if and .auth.existingSecret $monitor.enabled (not $monitor.apiKey.name) -}}
 {{- fail "metrics.serviceMonitor.apiKey.name: /metrics needs an API key; name a Secret with the one that Prometheus sends" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.httpIngress.enabled (not (include "diptych.httpPort" $ | int)) -}}
-{{- fail "httpIngress: there is no HTTP to lead to; write cluster.gateway.http_port: 8000" -}}
+{{- fail "httpIngress: the gateway has no HTTP port; write cluster.gateway.http_port: 8000" -}}
 {{- end -}}
 {{- with .Values.httpRoute -}}
 {{- if and .enabled (not .parentRefs) -}}
 {{- fail "httpRoute.parentRefs: is empty; name the Gateway, such as [{name: public}]" -}}
 {{- end -}}
 {{- if and .enabled (not (include "diptych.httpPort" $ | int)) -}}
-{{- fail "httpRoute: there is no HTTP to lead to; write cluster.gateway.http_port: 8000" -}}
+{{- fail "httpRoute: the gateway has no HTTP port; write cluster.gateway.http_port: 8000" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,23 +1,23 @@
-{{/* What the schema cannot say. Each failure is one line that tells what to write instead. */}}
+{{/* Checks beyond the schema. Each failure is one line that says what to write instead. */}}
 {{- define "diptych.check" -}}
 {{- $cluster := .Values.cluster -}}
 {{- $gateway := get $cluster "gateway" | default dict -}}
 {{- if has (get $gateway "host" | default "127.0.0.1") (list "127.0.0.1" "localhost" "::1") -}}
-{{- fail "cluster.gateway.host: nobody outside of the pod would reach the gateway; write 0.0.0.0" -}}
+{{- fail "cluster.gateway.host: the gateway would be unreachable from outside the pod; write 0.0.0.0" -}}
 {{- end -}}
 {{- if eq (int (get $gateway "grpc_port" | default 0)) 0 -}}
 {{- if hasKey $gateway "grpc_port" -}}
-{{- fail "cluster.gateway.grpc_port: a Service needs a port that is known; write 50051" -}}
+{{- fail "cluster.gateway.grpc_port: a Service needs a fixed port; write 50051" -}}
 {{- end -}}
 {{- end -}}
 {{- if and (eq .Values.mode "external") (not .Values.ray.address) -}}
 {{- fail "ray.address: mode is external; write HOST:6379 of the Ray to join" -}}
 {{- end -}}
 {{- if and (ne .Values.mode "external") .Values.ray.address -}}
-{{- fail (printf "ray.address: mode is %s, which brings a Ray of its own; write mode: external, or leave the address out" .Values.mode) -}}
+{{- fail (printf "ray.address: mode is %s, which starts its own Ray; write mode: external, or leave the address out" .Values.mode) -}}
 {{- end -}}
 {{- if contains "://" .Values.ray.address -}}
-{{- fail "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, with nothing before" -}}
+{{- fail "ray.address: pods join that Ray as nodes; write HOST:6379 of its head, without a scheme" -}}
 {{- end -}}
 {{- with .Values.ray.auth -}}
 {{- if and .token .existingSecret -}}
@@ -34,7 +34,7 @@
 {{- end -}}
 {{- end -}}
 {{- if and .Values.model.existingClaim .Values.model.pvc.create -}}
-{{- fail "model.pvc.create: model.existingClaim names a claim already; write one of the two" -}}
+{{- fail "model.pvc.create: model.existingClaim already names a claim; write one of the two" -}}
 {{- end -}}
 {{- $full := include "diptych.fullname" . -}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" $full) -}}
@@ -45,7 +45,7 @@
 {{- $workers := 0 -}}
 {{- range $cluster.pools -}}
 {{- if has .name (list "head" "gateway" "serve" "autoscaler") -}}
-{{- fail (printf "cluster.pools: %s is what the chart calls pods of its own; give the pool another name" .name) -}}
+{{- fail (printf "cluster.pools: the chart's own pods use the name %s; give the pool another name" .name) -}}
 {{- end -}}
 {{- if gt (len (printf "%s-%s" $full .name)) 52 -}}
 {{- fail (printf "cluster.pools: %s-%s is too long for a StatefulSet (52); shorten fullnameOverride or the pool's name" $full .name) -}}
@@ -65,7 +65,7 @@
 {{- $workers = add $workers (int $replicas) -}}
 {{- end -}}
 {{- if not $workers -}}
-{{- fail "cluster.pools: there is no worker in any of them; give one at least 1 replica" -}}
+{{- fail "cluster.pools: no pool has a worker; give one at least 1 replica" -}}
 {{- end -}}
 {{- if not (has "mixed" $roles) -}}
 {{- range list "prefill" "decode" -}}
@@ -85,12 +85,12 @@
 {{- range .Values.cluster.pools -}}
 {{- $seconds := pluck "terminationGracePeriodSeconds" (get $.Values.pools .name | default dict) $.Values.podDefaults | first -}}
 {{- if and (ne $.Values.mode "external") (lt (int $seconds) 30) -}}
-{{- fail (printf "pools.%s: terminationGracePeriodSeconds is %d, and a pod needs at least 30 to be emptied; raise it" .name (int $seconds)) -}}
+{{- fail (printf "pools.%s: terminationGracePeriodSeconds is %d, and draining a pod takes at least 30; raise it" .name (int $seconds)) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $_ := .Values.pools -}}
 {{- if not (has $name $names) -}}
-{{- fail (printf "pools.%s: cluster.pools has no such pool, there are %s" $name (join ", " $names)) -}}
+{{- fail (printf "pools.%s: cluster.pools has no such pool, only %s" $name (join ", " $names)) -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.networkPolicy.enabled (eq .Values.mode "external") (not .Values.networkPolicy.peers) -}}
@@ -98,11 +98,11 @@
 {{- end -}}
 {{- with .Values.networkPolicy -}}
 {{- if and .enabled .clients $.Values.metrics.serviceMonitor.enabled (not .scrapers) -}}
-{{- fail "networkPolicy.scrapers: is empty, so with metrics.serviceMonitor everybody could reach the port of HTTP, which networkPolicy.clients keeps for some; name Prometheus, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
+{{- fail "networkPolicy.scrapers: is empty, so metrics.serviceMonitor would open the HTTP port to all, although networkPolicy.clients restricts it; name Prometheus, such as [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}]" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.metrics.serviceMonitor.enabled (not (include "diptych.httpPort" . | int)) -}}
-{{- fail "metrics.serviceMonitor: gateways tell their metrics over HTTP; write cluster.gateway.http_port: 8000" -}}
+{{- fail "metrics.serviceMonitor: gateways serve metrics over HTTP; write cluster.gateway.http_port: 8000" -}}
 {{- end -}}
 {{- $grace := pluck "terminationGracePeriodSeconds" .Values.gateway .Values.podDefaults | first -}}
 {{- if gt (add .Values.gateway.drainSeconds 15 | int) (int $grace) -}}
@@ -113,7 +113,7 @@
 {{- fail "gateway.autoscaling: mode is kuberay, where gateways have no pods of their own; write cluster.gateway.replicas" -}}
 {{- end -}}
 {{- if and .enabled (hasKey $gateway "replicas") -}}
-{{- fail "cluster.gateway.replicas: gateway.autoscaling says how many there are; leave it out" -}}
+{{- fail "cluster.gateway.replicas: gateway.autoscaling sets the number; leave it out" -}}
 {{- end -}}
 {{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- fail (printf "gateway.autoscaling: minReplicas is %d, above maxReplicas, which is %d" (int .minReplicas) (int .maxReplicas)) -}}
@@ -121,7 +121,7 @@
 {{- end -}}
 {{- if .Values.poolAutoscaling.enabled -}}
 {{- if eq .Values.mode "kuberay" -}}
-{{- fail "poolAutoscaling: mode is kuberay, where Ray's own autoscaler brings the pods of pools with replicas: {min, max}; leave it out" -}}
+{{- fail "poolAutoscaling: mode is kuberay, where Ray's autoscaler adds the pods of pools with replicas: {min, max}; leave it out" -}}
 {{- end -}}
 {{- if eq .Values.mode "external" -}}
 {{- fail "poolAutoscaling: mode is external, where pools have no pods of the chart; leave it out" -}}
@@ -131,7 +131,7 @@
 {{- $scaled = include "diptych.scaled" (dict "root" $ "pool" .) | default $scaled -}}
 {{- end -}}
 {{- if not $scaled -}}
-{{- fail "poolAutoscaling: no pool may grow or shrink; write replicas: {min: 1, max: 4} in one of cluster.pools" -}}
+{{- fail "poolAutoscaling: no pool can scale; write replicas: {min: 1, max: 4} in one of cluster.pools" -}}
 {{- end -}}
 {{- end -}}
 {{- $settings := dict "podDefaults" .Values.podDefaults "head" .Values.head "serve" .Values.serve "gateway" .Values.gateway "poolAutoscaling" .Values.poolAutoscaling -}}
@@ -141,7 +141,7 @@
 {{- range $place, $own := $settings -}}
 {{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "diptych/pool" -}}
 {{- if hasKey (get $own "podLabels" | default dict) $label -}}
-{{- fail (printf "%s.podLabels: %s is the chart's, and tells its pods apart; leave it out" $place $label) -}}
+{{- fail (printf "%s.podLabels: the chart selects its pods by %s; leave it out" $place $label) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,4 +1,4 @@
-{{/* Before a pod of a pool ends, its node is emptied: work goes on elsewhere. The rest of the grace period is Ray's. */}}
+{{/* Drains the node before a pool's pod ends. Ray gets the rest of the grace period. */}}
 {{- define "diptych.leave" -}}
 {{- $deadline := sub .settings.terminationGracePeriodSeconds 20 | toString -}}
 lifecycle:

@@ -25,7 +25,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* A parent chart's registry stands before ours. */}}
+{{/* A parent chart's registry takes precedence. */}}
 {{- define "diptych.image" -}}
 {{- $global := .Values.global | default dict -}}
 {{- with .Values.image -}}
@@ -39,7 +39,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* Ours, and a parent chart's, which may say just the name. */}}
+{{/* Ours plus the parent chart's, which may be plain names. */}}
 {{- define "diptych.pullSecrets" -}}
 {{- $secrets := .Values.imagePullSecrets -}}
 {{- range get (.Values.global | default dict) "imagePullSecrets" | default list -}}
@@ -51,12 +51,12 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 
-{{/* The claim with models; empty: there is none. */}}
+{{/* The claim with models, or empty. */}}
 {{- define "diptych.modelClaim" -}}
 {{- .Values.model.existingClaim | default (ternary (printf "%s-models" (include "diptych.fullname" .)) "" .Values.model.pvc.create) -}}
 {{- end -}}
 
-{{/* Where Ray's head is, for whoever joins it. */}}
+{{/* Ray's head address, for nodes that join. */}}
 {{- define "diptych.rayAddress" -}}
 {{- if eq .Values.mode "external" -}}
 {{ .Values.ray.address }}
@@ -69,17 +69,17 @@ imagePullSecrets:
 {{ .Values.ray.auth.existingSecret | default (printf "%s-ray" (include "diptych.fullname" .)) }}
 {{- end -}}
 
-{{/* The first gRPC port in the pod, and how many there are: one for each gateway process. */}}
+{{/* The first gRPC port in the pod, and the number of ports: one per gateway process. */}}
 {{- define "diptych.grpcPort" -}}
 {{ dig "gateway" "grpc_port" 50051 .Values.cluster }}
 {{- end -}}
 
-{{/* Of the first gateway; 0: none answers HTTP. */}}
+{{/* HTTP port of the first gateway; 0: no HTTP. */}}
 {{- define "diptych.httpPort" -}}
 {{ dig "gateway" "http_port" 0 .Values.cluster | default 0 }}
 {{- end -}}
 
-{{/* Gateway processes in a pod that has any: with KubeRay all are in the head's, else each is in a pod of its own. */}}
+{{/* Gateway processes per pod: with KubeRay all run in the head's pod, else one per pod. */}}
 {{- define "diptych.gateways" -}}
 {{ ternary (dig "gateway" "replicas" 1 .Values.cluster) 1 (eq .Values.mode "kuberay") }}
 {{- end -}}

@@ -1,9 +1,9 @@
-{{/* What a pod may be given, from the defaults and what one kind of pods says otherwise. */}}
+{{/* A pod's settings: podDefaults overridden by those of its kind. */}}
 {{- define "diptych.settings" -}}
 {{ toYaml (mergeOverwrite (deepCopy .root.Values.podDefaults) (deepCopy (.own | default dict))) }}
 {{- end -}}
 
-{{/* The hub's token is for pods that read the model: workers, `serve`, which fetches it first, and gateways. */}}
+{{/* The hub's token, for pods that read the model: workers, gateways, and `serve`, which downloads it first. */}}
 {{- define "diptych.ownEnv" -}}
 {{- if eq (get . "component") "autoscaler" -}}
 {{ include "diptych.clientEnv" .root }}
@@ -33,7 +33,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Ours, then extraEnv. Of several with one name the last stands: the API server takes each name once. */}}
+{{/* Ours, then extraEnv. The last of equal names wins, since the API server accepts a name only once. */}}
 {{- define "diptych.env" -}}
 {{- $env := list -}}
 {{- $named := dict -}}
@@ -93,7 +93,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* What every container of ours has: image, environment, mounts, security. */}}
+{{/* Common to all our containers: image, environment, mounts, security. */}}
 {{- define "diptych.container" -}}
 image: {{ include "diptych.image" .root | quote }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -114,12 +114,12 @@ securityContext:
   {{- toYaml $security | nindent 2 }}
 {{- end -}}
 
-{{/* Whether a pod has the RDMA device: only pools move KV. */}}
+{{/* Whether a pod gets the RDMA device: only pools move KV. */}}
 {{- define "diptych.rdma" -}}
 {{- if and .settings.rdma.enabled (eq (get . "component") "pool") }}true{{ end -}}
 {{- end -}}
 
-{{/* Requests and limits, with the RDMA device where there is one. `resources` is YAML. */}}
+{{/* Requests and limits, with the RDMA device if enabled. `resources` is YAML. */}}
 {{- define "diptych.resources" -}}
 {{- $resources := fromYaml .resources -}}
 {{- if include "diptych.rdma" . -}}
@@ -131,7 +131,7 @@ resources:
   {{- toYaml $resources | nindent 2 }}
 {{- end -}}
 
-{{/* Where a pod may run, and as whom. */}}
+{{/* Scheduling and security context. */}}
 {{- define "diptych.placement" -}}
 serviceAccountName: {{ get . "account" | default (include "diptych.serviceAccount" .root) | quote }}
 automountServiceAccountToken: {{ .apiToken | default false }}
@@ -149,7 +149,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* What of a pod is not its containers. */}}
+{{/* A pod's fields other than its containers. */}}
 {{- define "diptych.scheduling" -}}
 {{ include "diptych.placement" . }}
 terminationGracePeriodSeconds: {{ int .settings.terminationGracePeriodSeconds }}
@@ -173,7 +173,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* A container that ends when Ray's head answers: asked whole, which costs seconds, once its port is open. */}}
+{{/* A container that ends when Ray's head responds. The full check takes seconds, so it runs once the port is open. */}}
 {{- define "diptych.waitForHead" -}}
 - name: wait-for-head
   command:
@@ -189,7 +189,7 @@ annotations:
     requests: {cpu: 100m, memory: 256Mi}
 {{- end -}}
 
-{{/* What all of Ray's nodes are started with. Ports lie outside the range that Ray's own workers take. */}}
+{{/* Options of every Ray node. Ports are outside the range of Ray's own workers. */}}
 {{- define "diptych.rayStart" -}}
 - --node-ip-address=$(POD_IP)
 - --metrics-export-port=8080
@@ -198,7 +198,7 @@ annotations:
 - --disable-usage-stats
 {{- end -}}
 
-{{/* Ray's node on this pod lives; no token is asked for. */}}
+{{/* Liveness of this pod's Ray node; needs no token. */}}
 {{- define "diptych.rayProbes" -}}
 startupProbe:
   httpGet: {path: {{ .path }}, port: {{ .port }}}

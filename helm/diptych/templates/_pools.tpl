@@ -1,4 +1,4 @@
-{{/* What a pool of the cluster block means in pods, as YAML: how many, and what Ray counts on each.
+{{/* Pods of a pool, as YAML: their number, and Ray's resources on each.
 
 A pod holds one worker with all its ranks, or one rank where the pool spreads them over nodes. */}}
 {{- define "diptych.pool" -}}
@@ -33,13 +33,13 @@ custom: {{ toJson $custom }}
 labels: {{ toJson $labels }}
 {{- end -}}
 
-{{/* Whether somebody else than helm says how many pods this pool has, and may. */}}
+{{/* Whether something other than helm scales this pool. */}}
 {{- define "diptych.scaled" -}}
 {{- $pods := fromYaml (include "diptych.pool" .pool) -}}
 {{- if and .root.Values.poolAutoscaling.enabled (lt (int $pods.minPods) (int $pods.maxPods)) }}true{{ end -}}
 {{- end -}}
 
-{{/* Labels as `ray start --labels` takes them. */}}
+{{/* Labels in the format of `ray start --labels`. */}}
 {{- define "diptych.rayLabels" -}}
 {{- $pairs := list -}}
 {{- range $key, $value := . -}}
@@ -48,7 +48,7 @@ labels: {{ toJson $labels }}
 {{ join "," $pairs }}
 {{- end -}}
 
-{{/* The template of the claim by which a pool's pod gets its GPUs, if it does not get them from a device plugin. */}}
+{{/* The ResourceClaimTemplate for a pool's GPUs, when no device plugin provides them. */}}
 {{- define "diptych.gpuClaim" -}}
 {{- if .pool.gpus }}{{ .settings.gpu.claimTemplate }}{{ end -}}
 {{- end -}}
@@ -60,7 +60,7 @@ resourceClaims:
 {{- end }}
 {{- end -}}
 
-{{/* Container resources of a pool's pod: what the cluster block asks for, unless the settings say otherwise. */}}
+{{/* Container resources of a pool's pod: from the cluster block, unless the settings override them. */}}
 {{- define "diptych.poolResources" -}}
 {{- $asked := dict "requests" dict "limits" dict -}}
 {{- if .pool.cpus -}}

@@ -1,4 +1,4 @@
-{{/* A port in a pod, and of a Service, is one program's: gateways keep away from Ray's, gRPC from HTTP. */}}
+{{/* Ports in a pod and in a Service must not collide: gateways avoid Ray's ports, gRPC avoids HTTP's. */}}
 {{- define "diptych.checkPorts" -}}
 {{- $grpc := include "diptych.grpcPort" . | int -}}
 {{- $http := include "diptych.httpPort" . | int -}}

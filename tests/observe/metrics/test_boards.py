@@ -12,14 +12,14 @@ from tests.observe.metrics.boards import BOARD, FILES, GROUPS, RULES, names, pan
 from tests.observe.metrics.prometheus import promtool
 
 sys.path.insert(0, str(FILES.parents[1]))
-from dashboard import written
+from dashboard import dashboard_json
 
 ALERTS = Path(__file__).resolve().parents[2] / "data" / "monitoring" / "alerts.yaml"
 UNITS = {"s", "short", "none", "percentunit", "reqps", "ops", "Bps", "bytes"}  # of Grafana's
 
 
 def test_the_dashboard_is_what_its_program_writes() -> None:
-    assert (FILES / "dashboard.json").read_text() == written(), "run: python helm/dashboard.py"
+    assert (FILES / "dashboard.json").read_text() == dashboard_json(), "run: python helm/dashboard.py"
 
 
 def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
