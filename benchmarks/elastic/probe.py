@@ -10,7 +10,7 @@ from benchmarks.elastic.scenarios import Scenario
 from cluster.offline.plan.trial import last_deadline_s
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.records import Run
-from cluster.offline.sim.cluster import Surroundings
+from cluster.offline.sim.cluster import Environment
 from cluster.offline.sim.run import RunOptions, simulate
 
 
@@ -34,8 +34,8 @@ class Probe:
         workload, slo = scenario.draw(scale, seed), scenario.slo
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
         until_s = last_deadline_s(workload, slo)
-        around = Surroundings(stale_s=self.view.stale_s)
-        options = RunOptions(seed, slo, trace, until_s, missed, self.contender.name, around)
+        environment = Environment(stale_s=self.view.stale_s)
+        options = RunOptions(seed, slo, trace, until_s, missed, self.contender.name, environment)
         with quietly():
             return simulate(case.spec, case.models, replace(workload, name=scenario.name), options)
 

@@ -17,7 +17,7 @@ from benchmarks.elastic.search import TARGET, Effort, Job, Tell
 from cluster.offline.plan.trial import last_deadline_s
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Map
-from cluster.offline.sim.cluster import Surroundings
+from cluster.offline.sim.cluster import Environment
 from cluster.offline.sim.run import RunOptions, simulate
 from cluster.policy.scaling.evidence import Decision, Report
 from cluster.spec import ElasticSpec, Role
@@ -76,10 +76,10 @@ class Foretold:
         workload = scenario.draw(rate / scenario.rate, seed)
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
         entries = tuple((phase.begin_s - self.ahead_s, self.prefills[phase.name]) for phase in scenario.phases)
-        around = Surroundings(decider=Timetable(entries))
+        environment = Environment(decider=Timetable(entries))
         spec = replace(case.spec, elastic=ElasticSpec(mode="act", period_s=PERIOD_S))
         until_s = last_deadline_s(workload, scenario.slo)
-        options = RunOptions(seed, scenario.slo, until_s=until_s, max_missed=missed, around=around)
+        options = RunOptions(seed, scenario.slo, until_s=until_s, max_missed=missed, environment=environment)
         with quietly():
             run = simulate(spec, case.models, replace(workload, name=scenario.name), options)
         return attainment(run, scenario.slo)

@@ -8,7 +8,7 @@ from benchmarks.sim_vs_real.record import Real, spread
 from benchmarks.sim_vs_real.systems import SYSTEMS
 from cluster.offline.scoring.figures import Figures, Percentiles, figures
 from cluster.offline.scoring.records import Run, Served
-from cluster.offline.sim.fleet import measured_models, surroundings_of
+from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 from workers.profiles.measured import ClusterProfile
 
@@ -52,7 +52,7 @@ def compare(real: Real, profile: ClusterProfile) -> Comparison:
     Neither side is told the promise: an engine that knows it cuts prompts by what it believes steps cost.
     """
     spec = SYSTEMS[real.system]
-    options = RunOptions(seed=real.seed, system=real.system, around=surroundings_of(profile))
+    options = RunOptions(seed=real.seed, system=real.system, environment=environment_of(profile))
     simulated = simulate(spec, measured_models(profile, spec), real.workload, options)
     return compared(real, simulated)
 

@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE
-from cluster.offline.sim.fleet import measured_models, surroundings_of
+from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
@@ -55,7 +55,7 @@ def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int) 
         spec,
         measured_models(profile, spec),
         workload("all at once", count, None, seed),
-        RunOptions(around=surroundings_of(profile)),
+        RunOptions(environment=environment_of(profile)),
     )
     return count / run.seconds
 

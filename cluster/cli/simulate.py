@@ -1,7 +1,7 @@
-"""`diptych simulate`: a workload through the production scheduling code in virtual time, one system or several."""
+"""`diptych simulate`: a workload on one system or several, with the production scheduling code in virtual time."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,32 +15,16 @@ from cluster.cli.searching import cores
 
 if TYPE_CHECKING:
     from cluster.offline.report.compared import Compared
-    from cluster.offline.scoring.goodput import Map
-    from cluster.offline.sim.cluster import Surroundings
-    from cluster.offline.sim.compare import Case, Question
+    from cluster.offline.sim.cluster import Environment
+    from cluster.offline.sim.compare import Case, GoodputOptions
+    from cluster.offline.sim.run import RunOptions
     from cluster.offline.workload.arrivals import Workload
-    from workers.request import SLO
-
+    from workers.config import ParallelConfig
 
 system = grouped("System")
 load = grouped("Load")
 goodput = grouped("SLO and goodput")
 output = grouped("Output")
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateOptions:
-    """The checked options."""
-
-    cases: "Sequence[Case]"
-    workload: "Workload"
-    slo: "SLO"
-    question: "Question | None"
-    rates: tuple[float, ...]
-    requests: int
-    seed: int
-    trace: bool
-    around: "Surroundings | None" = None
 
 
 @click.command(cls=GroupedCommand)
@@ -106,8 +90,8 @@ def simulate(
 
     Needs no GPU and no model.
 
-    Systems for --compare: static, orca, vllm, sarathi, distserve, splitwise, mooncake,
-    mooncake-predictive, ours. All get the same workers.
+    Systems for --compare: static, orca, vllm, sarathi, distserve, splitwise, mooncake, mooncake-predictive,
+    ours. All get the same workers.
 
     \b
     Examples:
@@ -115,7 +99,11 @@ def simulate(
       diptych simulate --compare sarathi,distserve,ours --model llama-2-70b --hardware h100-80gb --tensor 8 \\
           --workers 8 --workload AzureLLMInferenceTrace_conv.csv.gz:first=2000 --ttft 1 --tpot 0.1 --goodput -o out
     """
+    from cluster.offline.sim.cluster import DEFAULT_ENVIRONMENT
+    from cluster.offline.sim.compare import GoodputOptions
+    from cluster.offline.sim.run import RunOptions
     from cluster.offline.workload.load import load_workload
+    from workers.config import ParallelConfig
 
     workload = load_workload(source, seed=seed)
     slo = positive_slo(ttft_s, tpot_s)
@@ -123,91 +111,85 @@ def simulate(
         raise click.UsageError("--goodput needs an SLO: --ttft, --tpot, or both")
     if (path is None) == (compare is None):
         raise click.UsageError("give either a cluster YAML (-f) or systems (--compare), one of them")
-    around: Surroundings | None = None
-    if path is not None:
-        case, around = _from_file(path, hardware, network, profile)
-        cases = [case]
+    environment = DEFAULT_ENVIRONMENT
+    if path is not None and profile is not None:
+        cases, environment = _from_profile(path, profile)
+    elif path is not None:
+        cases = _from_file(path, hardware, network)
     elif profile is not None:
         raise click.UsageError("--profile goes with a cluster YAML (-f): systems to compare run on --hardware")
+    elif model is None or hardware is None:
+        raise click.UsageError("--compare needs --model and --hardware")
     else:
-        if model is None or hardware is None:
-            raise click.UsageError("--compare needs --model and --hardware")
-        fleet = _Fleet(model, hardware, tensor, pipeline, workers, prefills, network, workload)
-        cases = [fleet.case(name.strip()) for name in (compare or "").split(",") if name.strip()]
-    question = _question(workload, slo, targets, requests, seed, seeds, around) if wants_goodput else None
-    wanted = SimulateOptions(cases, workload, slo, question, rates_of(rates), requests, seed, wants_trace, around)
-    compared = _run(wanted, processes or cores())
+        names = [name.strip() for name in (compare or "").split(",") if name.strip()]
+        parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
+        cases = _systems(names, model, hardware, parallel, workers, prefills, network, workload)
+    options = RunOptions(seed=seed, slo=slo, trace=wants_trace, environment=environment)
+    search = None
+    if wants_goodput:
+        search = GoodputOptions(
+            workload, slo, _targets(targets), tuple(range(seed, seed + seeds)), requests, environment=environment
+        )
+    compared = _run(cases, workload, options, rates_of(rates), requests, search, processes or cores())
     print_comparison(compared, as_json)
     if out is not None:
         write_report(compared, out, "Simulation", source)
 
 
-def _from_file(
-    path: str, hardware: str | None, network: str, profile: Path | None
-) -> "tuple[Case, Surroundings | None]":
+def _from_profile(path: str, profile: Path) -> "tuple[list[Case], Environment]":
     from cluster.offline.sim.compare import Case
-    from cluster.offline.sim.fleet import measured_models, models_of, surroundings_of, with_kv_blocks
+    from cluster.offline.sim.fleet import environment_of, measured_models, with_kv_blocks
     from cluster.spec_file import load_spec
     from workers.profiles.measured import load
 
+    spec, measured = with_kv_blocks(load_spec(path)), load(profile)
+    return [Case(spec.name, spec, measured_models(measured, spec))], environment_of(measured)
+
+
+def _from_file(path: str, hardware: str | None, network: str) -> "list[Case]":
+    """`hardware`: of pools that name none."""
+    from cluster.offline.sim.compare import Case
+    from cluster.offline.sim.fleet import models_of, with_kv_blocks
+    from cluster.spec_file import load_spec
+
     spec = load_spec(path)
-    if profile is not None:
-        spec, measured = with_kv_blocks(spec), load(profile)
-        return Case(spec.name, spec, measured_models(measured, spec)), surroundings_of(measured)
     if hardware is not None:
         pools = tuple(pool if pool.hardware or pool.cost else replace(pool, hardware=hardware) for pool in spec.pools)
         spec = replace(spec, pools=pools)
     spec = with_kv_blocks(spec)
-    return Case(spec.name, spec, models_of(spec, link=network)), None
+    return [Case(spec.name, spec, models_of(spec, link=network))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Fleet:
-    model: str
-    hardware: str
-    tensor: int
-    pipeline: int
-    workers: int
-    prefills: int | None
-    network: str
-    workload: "Workload"
-
-    def case(self, name: str) -> "Case":
-        from cluster.offline.sim.compare import Case
-        from cluster.offline.sim.fleet import fleet, pool_model
-        from cluster.offline.sim.systems import arrange, balanced
-        from workers.config import ParallelConfig
-
-        parallel = ParallelConfig(tensor=self.tensor, pipeline=self.pipeline)
-        equal = fleet(self.model, self.hardware, parallel, self.workers)
-        made = pool_model(self.model, self.hardware, parallel, link=self.network)
-        prefills = self.prefills or balanced(self.workers, made.cost, self.workload, equal.engine)
-        spec = arrange(name, equal, prefills)
-        return Case(name, spec, {pool.name: made for pool in spec.pools})
-
-
-def _question(
+def _systems(
+    names: Sequence[str],
+    model: str,
+    hardware: str,
+    parallel: "ParallelConfig",
+    workers: int,
+    prefills: int | None,
+    network: str,
     workload: "Workload",
-    slo: "SLO",
-    targets: Sequence[float],
-    requests: int,
-    seed: int,
-    seeds: int,
-    around: "Surroundings | None",
-) -> "Question":
-    from cluster.offline.sim.cluster import ALONE
-    from cluster.offline.sim.compare import Question
+) -> "list[Case]":
+    from cluster.offline.sim.compare import Case
+    from cluster.offline.sim.fleet import fleet, pool_model
+    from cluster.offline.sim.systems import arrange, balanced
 
+    equal = fleet(model, hardware, parallel, workers)
+    of_pool = pool_model(model, hardware, parallel, link=network)
+    prefills = prefills or balanced(workers, of_pool.cost, workload, equal.engine)
+    specs = [(name, arrange(name, equal, prefills)) for name in names]
+    return [Case(name, spec, {pool.name: of_pool for pool in spec.pools}) for name, spec in specs]
+
+
+def _targets(targets: Sequence[float]) -> tuple[float, ...]:
     for target in targets:
         if not 0.0 < target <= 1.0:
             raise click.UsageError(f"--target is {target}; it is a share, above 0 and at most 1")
-    wanted = tuple(sorted(set(targets))) or (0.9, 0.99)
-    draws = tuple(range(seed, seed + seeds))
-    return Question(workload, slo, wanted, draws, requests, around=around or ALONE)
+    return tuple(sorted(set(targets))) or (0.9, 0.99)
 
 
 def rates_of(text: str | None) -> tuple[float, ...]:
-    """`1,2,4` as rising rates; None: none."""
+    """`1,2,4` as ascending rates; None: none."""
     try:
         rates = tuple(sorted({float(each) for each in (text or "").split(",") if each.strip()}))
     except ValueError:
@@ -217,36 +199,34 @@ def rates_of(text: str | None) -> tuple[float, ...]:
     return rates
 
 
-def _run(wanted: SimulateOptions, processes: int) -> "list[Compared]":
-    from cluster.offline.sim.compare import processes as opened
-
-    with opened(processes) as each, progress_bar() as progress:
-        total = len(wanted.cases) * (1 + bool(wanted.rates) + bool(wanted.question))
-        done = partial(progress, "simulating")
-        done(0, total)
-        return _compared(wanted, each, lambda count: done(count, total))
-
-
-def _compared(wanted: SimulateOptions, each: "Map", done: Callable[[int], None]) -> "list[Compared]":
+def _run(
+    cases: "Sequence[Case]",
+    workload: "Workload",
+    options: "RunOptions",
+    rates: tuple[float, ...],
+    requests: int,
+    search: "GoodputOptions | None",
+    num_processes: int,
+) -> "list[Compared]":
+    """All systems at the workload's rate first, then each at `rates` and its goodput."""
     from cluster.offline.report.compared import Compared
     from cluster.offline.scoring.figures import figures
-    from cluster.offline.sim.cluster import ALONE
-    from cluster.offline.sim.compare import capacity, goodputs, run_all, run_at
-    from cluster.offline.sim.run import RunOptions
+    from cluster.offline.sim.compare import goodputs, processes, run_at, run_case
 
-    options = RunOptions(seed=wanted.seed, slo=wanted.slo, trace=wanted.trace, around=wanted.around or ALONE)
     made: list[Compared] = []
-    for case, run in zip(wanted.cases, run_all(wanted.cases, wanted.workload, [options], each), strict=True):
-        made.append(Compared(case.name, figures(run, wanted.slo), run=run))
-        done(len(made))
-    count = len(made)
-    for number, case in enumerate(wanted.cases):
-        if wanted.rates:
-            runs = run_at(case, wanted.workload, wanted.rates, wanted.requests, options, each)
-            made[number] = replace(made[number], sweep=tuple(figures(run, wanted.slo) for run in runs))
-            done(count := count + 1)
-        if wanted.question is not None:
-            start = capacity(case, wanted.workload) / 4
-            made[number] = replace(made[number], goodputs=goodputs(case, wanted.question, start, each))
-            done(count := count + 1)
+    total = len(cases) * (1 + bool(rates) + (search is not None))
+    with processes(num_processes) as each, progress_bar() as progress:
+        done = 0
+        progress("simulating", done, total)
+        for case, run in zip(cases, each(partial(run_case, workload=workload, options=options), cases), strict=True):
+            made.append(Compared(case.name, figures(run, options.slo), run=run))
+            progress("simulating", done := done + 1, total)
+        for number, case in enumerate(cases):
+            if rates:
+                runs = run_at(case, workload, rates, requests, options, each)
+                made[number] = replace(made[number], sweep=tuple(figures(run, options.slo) for run in runs))
+                progress("simulating", done := done + 1, total)
+            if search is not None:
+                made[number] = replace(made[number], goodputs=goodputs(case, search, each))
+                progress("simulating", done := done + 1, total)
     return made

@@ -31,7 +31,7 @@ from benchmarks.elastic.scenarios import SCENARIOS, Phase, Scenario, Size
 from benchmarks.elastic.search import Best, Effort, Found, jobs_of, ladder, searched, statics
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.sim.clock import run
-from cluster.offline.sim.surroundings import Distant
+from cluster.offline.sim.environment import RemoteWorker
 from cluster.offline.sim.systems import SYSTEMS
 from cluster.spec import SpecError
 from tests.benchmarks.elastic_probes import SMALL, made, pretend
@@ -126,7 +126,7 @@ def test_a_view_says_how_old_and_how_many() -> None:
 def test_statistics_come_late_and_never_younger_than_they_are() -> None:
     async def told() -> list[tuple[float, int]]:
         loop = asyncio.get_running_loop()
-        distant = Distant(object(), 0.0, 1.0)  # type: ignore[arg-type]
+        distant = RemoteWorker(object(), 0.0, 1.0)  # type: ignore[arg-type]
         begun_s, seen = loop.time(), []
         for number in range(40):
             stats = distant._aged(WorkerStats(running=number))

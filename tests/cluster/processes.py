@@ -9,7 +9,7 @@ from typing import Any, cast
 from cluster.control.controller import Controller
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
-from cluster.offline.sim.cluster import PoolModel, SimRuntime, Surroundings, virtual
+from cluster.offline.sim.cluster import Environment, PoolModel, SimRuntime, virtual
 from cluster.runtime.errors import NoAnswer
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalService, LocalWorker
@@ -51,7 +51,7 @@ class Processes(SimRuntime):
     name = "ray"
 
     def __init__(self, spec: ClusterSpec) -> None:
-        super().__init__({pool.name: PoolModel(FAST) for pool in spec.pools}, Surroundings(), trace=False)
+        super().__init__({pool.name: PoolModel(FAST) for pool in spec.pools}, Environment(), trace=False)
         self.services: dict[str, Service] = {}
         self.replaced: list[str] = []
         self.faults: defaultdict[str, list[Exception]] = defaultdict(list)  # of the next starts, by worker

@@ -1,10 +1,10 @@
 """An asyncio event loop in virtual time: when nothing can run now, the clock jumps to the next timer.
 
-Everything that takes its time from the loop runs on it unchanged. Timers of one instant run in the order in which they
-were set, and no real clock, socket or thread is looked at: the same program gives the same run, to the bit. When
-nothing is left that could ever run, the loop says who still waits, instead of waiting with them.
+Code that takes its time from the loop runs unchanged. Timers of one instant run in the order in which they were set,
+and no real clock, socket or thread is used, so the same program gives the same run, to the bit. When nothing can ever
+run again, the loop raises `Deadlock`, which names the waiting tasks.
 
-Source of the idea: simulation by a loop whose selector advances the clock, as in trio's and FoundationDB's tests.
+Source of the idea: loops whose clock jumps, as in trio's and FoundationDB's tests.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from cluster.offline.sim.network import Network
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-SWEPT_AT_LEAST = 100
-MOST_NAMED = 12
+MIN_SWEPT = 100
+MAX_NAMED = 12
 
 
 class Deadlock(RuntimeError):
-    """Nothing can happen any more, and somebody still waits; the message names the waiters."""
+    """Nothing can run any more, but tasks still wait; the message names them."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -58,21 +58,21 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        handle._scheduled = True  # type: ignore[attr-defined]  # or its cancellation would not be told
+        handle._scheduled = True  # type: ignore[attr-defined]  # or its cancellation would not be reported
         self._number += 1
         heapq.heappush(self._timers, (when, self._number, handle))
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Most timers are deadlines that nobody misses: they are swept out when they are half of all."""
+        """Sweep cancelled timers once they are half of all: most timers are deadlines that were met."""
         self._num_cancelled += 1
-        if self._num_cancelled > SWEPT_AT_LEAST and 2 * self._num_cancelled > len(self._timers):
+        if self._num_cancelled > MIN_SWEPT and 2 * self._num_cancelled > len(self._timers):
             self._timers = [each for each in self._timers if not each[2]._cancelled]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
     def _run_once(self) -> None:
-        """One turn: everything that may run now, or else a jump to the next timer."""
+        """Run what is ready; if nothing is, jump to the next timer first."""
         ready, timers = self._ready, self._timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
@@ -94,7 +94,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not handle._cancelled:
                 handle._run()
 
-    # ---- the world outside, which is not there -------------------------------------------------------------------
+    # ---- no world outside ----------------------------------------------------------------------------------------
 
     async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
         return self._network.listen(protocol_factory, port or 0)
@@ -108,13 +108,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_soon(callback, *args, context=context)  # there are no other threads
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError("virtual time has no threads: what would run there takes real time")
+        raise RuntimeError("virtual time has no threads, whose work would take real time")
 
     def _process_events(self, event_list: Any) -> None:
         """Nothing comes from outside."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps who could be woken."""
+        """No thread waits in a selector."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -141,10 +141,10 @@ def _cancel_all(loop: VirtualLoop) -> None:
 
 
 def _waiters(loop: VirtualLoop) -> str:
-    """Where each task stands, innermost line last."""
-    told = sorted(f"{task.get_name()} in {_place(task)}" for task in asyncio.all_tasks(loop))
-    more = f" and {len(told) - MOST_NAMED} more" if len(told) > MOST_NAMED else ""
-    return f"{len(told)} tasks wait: {'; '.join(told[:MOST_NAMED])}{more}"
+    """Each task and the line it waits in."""
+    lines = sorted(f"{task.get_name()} in {_place(task)}" for task in asyncio.all_tasks(loop))
+    more = f" and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
+    return f"{len(lines)} tasks wait: {'; '.join(lines[:MAX_NAMED])}{more}"
 
 
 def _place(task: "asyncio.Task[Any]") -> str:

@@ -1,4 +1,4 @@
-"""A whole cluster in virtual time: the production controller, dispatchers, workers and engines over modelled leaves."""
+"""A whole cluster in virtual time: production controller, dispatchers, workers and engines over modelled executors."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -11,7 +11,7 @@ from cluster.control.scaling_loop import Decider
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.offline.scoring.records import StepRecord, WorkerRecord
-from cluster.offline.sim.surroundings import Distant, Machine, Slowdown
+from cluster.offline.sim.environment import RemoteWorker, SharedMachine, Slowdown
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve
@@ -25,9 +25,9 @@ from workers.server import WorkerServer
 
 @dataclass(frozen=True, slots=True)
 class PoolModel:
-    """What the workers of a pool are in simulation. `kv_token_bytes`: of one token on all ranks of a worker together.
+    """The simulated workers of one pool. `kv_token_bytes`: of one token, on all ranks of a worker together.
 
-    `call_s`: seconds that a call to a worker takes on its way. `shape` and `peak_flops`, of a worker, are for the MFU.
+    `call_s`: network seconds of a call to a worker. `shape` and `peak_flops` of a worker are for the MFU.
     """
 
     cost: CostModel
@@ -43,7 +43,7 @@ class PoolModel:
             raise ValueError(f"kv_token_bytes is {self.kv_token_bytes}; it must be a positive multiple of 4")
 
     def modelled(self, observe: Observe, pace: Pace | None) -> Modelled:
-        # One layer and one head of the same size: whole blocks move, and the arithmetic of re-sharding costs nothing.
+        # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
         return Modelled(
             num_layers=1,
             num_kv_heads=1,
@@ -57,22 +57,22 @@ class PoolModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What lies around the workers. `slowdown`: they share one machine; without it each has its own.
+class Environment:
+    """What surrounds the workers. `slowdown`: they share one machine; without it each has its own.
 
-    `door_s`: what a request pays in the gateway before it is dispatched. `stale_s`: what gateways hear of a worker's
-    state is so old; tokens come in time. `decider`: who decides about roles, if not the elastic rule.
+    `frontend_s`: spent in the gateway before a request is dispatched. `stale_s`: age of the worker statistics that
+    gateways see; tokens are not delayed. `decider`: decides about roles instead of the elastic rule.
     """
 
     slowdown: Slowdown | None = None
-    door_s: float = 0.0
+    frontend_s: float = 0.0
     stale_s: float = 0.0
     decider: Decider | None = None
 
 
 @dataclass(slots=True)
 class Meter:
-    """Sees every step of one worker."""
+    """Counts the steps of one worker."""
 
     name: str
     pool: str
@@ -109,7 +109,7 @@ class Meter:
 
     def settle(self, now_s: float) -> None:
         """Count the blocks used since the last call."""
-        assert self.server is not None, "a meter gets its worker when it is built"
+        assert self.server is not None, "set when the worker is built"
         self.used_block_s += self._used_blocks * (now_s - self._used_since_s)
         pool = self.server.worker().engine.pool
         self._used_blocks, self._used_since_s = pool.num_blocks - pool.num_free, now_s
@@ -144,14 +144,14 @@ def index_of(key: str) -> int:
 
 
 class SimRuntime(LocalRuntime):
-    """`LocalRuntime` whose workers are modelled and metered, and lie as far off as their model says."""
+    """`LocalRuntime` whose workers are modelled and metered, with calls that take time."""
 
-    def __init__(self, models: Mapping[str, PoolModel], around: Surroundings, trace: bool) -> None:
+    def __init__(self, models: Mapping[str, PoolModel], environment: Environment, trace: bool) -> None:
         super().__init__(self._modelled)
         self._models = models
         self._trace = trace
-        self._machine = None if around.slowdown is None else Machine(around.slowdown)
-        self._stale_s = around.stale_s
+        self._machine = None if environment.slowdown is None else SharedMachine(environment.slowdown)
+        self._stale_s = environment.stale_s
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
     def _modelled(self, order: WorkerOrder) -> WorkerServer:
@@ -168,10 +168,10 @@ class SimRuntime(LocalRuntime):
         call_s = self._models[order.config.pool].call_s
         if not call_s and not self._stale_s:
             return worker
-        return cast(WorkerHandle, Distant(worker, call_s, self._stale_s))
+        return cast(WorkerHandle, RemoteWorker(worker, call_s, self._stale_s))
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
-        await super().stop_worker(handle.worker if isinstance(handle, Distant) else handle, grace_s)
+        await super().stop_worker(handle.worker if isinstance(handle, RemoteWorker) else handle, grace_s)
 
 
 @dataclass(slots=True)
@@ -184,38 +184,38 @@ class SimCluster:
 
 
 def virtual(spec: ClusterSpec, models: Mapping[str, PoolModel]) -> ClusterSpec:
-    """The same cluster on modelled leaves: no bytes move, so there are none to digest or to convert.
+    """The same cluster with modelled executors and transfers: no bytes move, so none are digested or converted.
 
-    Engines and routers know what is modelled, as they would know what was measured. Raises `SpecError`.
+    Engines and routers know the modelled costs, as they would know measured ones. Raises `SpecError`.
     """
     missing = [pool.name for pool in spec.pools if pool.name not in models]
     if missing:
-        raise SpecError(f"pools: nothing says what {', '.join(missing)} is made of")
+        raise SpecError(f"pools: no model for {', '.join(missing)}")
     transfer = replace(spec.transfer, backends=("modelled",), digest=False, host="127.0.0.1")
     pools = tuple(replace(pool, cost=models[pool.name].cost) for pool in spec.pools)
-    gateway = replace(spec.gateway, trace_requests=0)  # nobody asks there
+    gateway = replace(spec.gateway, trace_requests=0)  # no one reads the traces
     return replace(spec, pools=pools, executor="modelled", transfer=transfer, gateway=gateway)
 
 
-ALONE = Surroundings()
+DEFAULT_ENVIRONMENT = Environment()
 
 
 @asynccontextmanager
 async def open_cluster(
     spec: ClusterSpec,
     models: Mapping[str, PoolModel],
-    around: Surroundings = ALONE,
+    environment: Environment = DEFAULT_ENVIRONMENT,
     *,
     trace: bool = False,
 ) -> AsyncIterator[SimCluster]:
-    """Every worker started and introduced. `models` by pool name. Raises what production raises."""
-    runtime = SimRuntime(models, around, trace)
+    """A cluster whose workers are ready. `models` by pool name. Raises what production raises."""
+    runtime = SimRuntime(models, environment, trace)
     dispatchers: list[Dispatcher] = []
     serving = await serve(
         virtual(spec, models),
         runtime=runtime,
-        make_server=lambda context: _Door(context, dispatchers),
-        decider=around.decider,
+        make_server=lambda context: _NoServer(context, dispatchers),
+        decider=environment.decider,
     )
     try:
         yield SimCluster(spec, runtime, dispatchers)
@@ -223,8 +223,8 @@ async def open_cluster(
         await serving.close()
 
 
-class _Door:
-    """No server: the load is driven through the dispatcher itself."""
+class _NoServer:
+    """Requests go to the dispatcher directly."""
 
     def __init__(self, context: GatewayContext, dispatchers: list[Dispatcher]) -> None:
         assert isinstance(context.dispatcher, Dispatcher)
@@ -236,4 +236,4 @@ class _Door:
         return "virtual:0"
 
     async def close(self, grace_s: float) -> None:
-        """Nothing listens."""
+        """Nothing to close."""

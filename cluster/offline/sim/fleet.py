@@ -1,8 +1,8 @@
-"""From a model and a GPU to workers that can be simulated: how much KV they hold, what steps and hand-offs cost."""
+"""Workers to simulate, from a model and a GPU or from a profile: how much KV they hold, what their steps cost."""
 
 from dataclasses import replace
 
-from cluster.offline.sim.cluster import PoolModel, Surroundings
+from cluster.offline.sim.cluster import Environment, PoolModel
 from cluster.offline.sim.systems import Fleet
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.config import EngineConfig, ParallelConfig
@@ -24,9 +24,9 @@ def pool_model(
     source: str = BEST,
     link: str | NetworkLink = CROSS,
 ) -> PoolModel:
-    """Workers of this model on `parallel.world_size` GPUs each; KV comes to them over `link` (in a node, or across).
+    """Workers of this model on `parallel.world_size` GPUs each. `link` (in a node, or across) carries their KV.
 
-    Raises `ProfileError` for names that are not known and splits that cannot be.
+    Raises `ProfileError` for unknown names and impossible parallelism.
     """
     shape, sheet = shape_of(model), hardware_of(hardware)
     cost = profile_of(shape, sheet, parallel.tensor, parallel.pipeline, source, link).cost
@@ -40,7 +40,7 @@ def pool_model(
 
 
 def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> Fleet:
-    """Equal workers with as much KV as their memory has room for. Raises `ProfileError`, `DoesNotFit` among them."""
+    """Equal workers with as much KV as their memory has room for. Raises `ProfileError` and `DoesNotFit`."""
     tokens = kv_capacity_tokens(model, hardware, parallel.tensor, parallel.pipeline)
     engine = EngineConfig(
         block_size=BLOCK_SIZE,
@@ -53,7 +53,7 @@ def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> 
 
 
 def with_kv_blocks(spec: ClusterSpec) -> ClusterSpec:
-    """Pools without `kv_blocks` with as many as their `hardware` holds. Raises `SpecError`, `ProfileError`."""
+    """Set a missing `kv_blocks` to what the pool's `hardware` has room for. Raises `SpecError` and `ProfileError`."""
     return replace(spec, pools=tuple(_sized(spec, index, pool) for index, pool in enumerate(spec.pools)))
 
 
@@ -72,10 +72,10 @@ def _sized(spec: ClusterSpec, index: int, pool: PoolSpec) -> PoolSpec:
 
 
 def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> dict[str, PoolModel]:
-    """What the pools of a cluster file are in simulation: their measured `cost`, else their `hardware`'s.
+    """By pool name of a cluster file, from a pool's measured `cost`, else from its `hardware`.
 
-    A measured cost says nothing of how large the KV is: it must be a model whose shape is known. KV moves as
-    fast as the workers with the slowest links, all of a worker's GPUs together, send or take it. Raises `SpecError`.
+    The size of the KV follows from the model, whose shape must be known. All transfers are as fast as the slowest
+    worker, over the links of all its GPUs. Raises `SpecError`.
     """
     ways = {pool.name: link_of(pool.hardware, link) for pool in spec.pools if pool.cost is None and pool.hardware}
     slowest_s = max(
@@ -92,20 +92,17 @@ def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> di
         else:
             raise SpecError(
                 f"pools: {pool.name} has neither cost (measure it with `diptych profile`) nor hardware (a GPU's name): "
-                "nobody can say how long its steps take"
+                "how long its steps take is unknown"
             )
     return made
 
 
-UNKNOWN_TOKEN_BYTES = 4  # where no KV moved, none will
-
-
 def measured_models(profile: ClusterProfile, spec: ClusterSpec) -> dict[str, PoolModel]:
-    """By pool name. Raises `ProfileError` for a pool that was not measured."""
+    """By pool name. Raises `ProfileError` for a pool that the profile lacks."""
     return {
         pool.name: PoolModel(
             profile.cost(pool.name),
-            kv_token_bytes=profile.kv_token_bytes or UNKNOWN_TOKEN_BYTES,
+            kv_token_bytes=profile.kv_token_bytes or 4,  # if no KV moved in the profile, none will here
             context_length=profile.context_length,
             vocab_size=profile.vocab_size,
             call_s=profile.pool(pool.name).call_s,
@@ -114,7 +111,7 @@ def measured_models(profile: ClusterProfile, spec: ClusterSpec) -> dict[str, Poo
     }
 
 
-def surroundings_of(profile: ClusterProfile) -> Surroundings:
-    """All measured workers on one machine, if any two of them were measured there side by side."""
+def environment_of(profile: ClusterProfile) -> Environment:
+    """All measured workers share one machine, if any two of them were measured side by side."""
     slowdown = {(each.pool, each.other): each.ratio for each in profile.neighbours}
-    return Surroundings(slowdown or None, profile.door_s)
+    return Environment(slowdown or None, profile.door_s)

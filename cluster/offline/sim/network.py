@@ -1,11 +1,11 @@
-"""What a virtual loop has instead of sockets: listeners by port, and pairs of pipes. Bytes arrive at once, in order.
+"""The virtual loop's network: listeners by port, and pairs of pipes. Bytes arrive at once, in order.
 
-Behind asyncio's streams nothing can tell the difference, so protocols run with their real frames and handshakes.
+Behind asyncio's streams there is no difference to sockets, so protocols run with their real frames and handshakes.
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 FIRST_PORT = 1024
 
@@ -31,23 +31,23 @@ class Network:
         return listener
 
     def connect(self, factory: Factory, port: int) -> tuple["Pipe", asyncio.Protocol]:
-        """Raises ConnectionRefusedError when nobody listens."""
+        """Raises ConnectionRefusedError when nothing listens."""
         listener = self._listeners.get(port)
         if listener is None:
-            raise ConnectionRefusedError(f"nobody listens on port {port}")
-        ours, theirs = factory(), listener.factory()
-        near, far = Pipe(self._loop, ours), Pipe(self._loop, theirs)
+            raise ConnectionRefusedError(f"nothing listens on port {port}")
+        client, server = factory(), listener.factory()
+        near, far = Pipe(self._loop, client), Pipe(self._loop, server)
         near.peer, far.peer = far, near
-        theirs.connection_made(far)
-        ours.connection_made(near)
-        return near, ours
+        server.connection_made(far)
+        client.connection_made(near)
+        return near, client
 
     def forget(self, port: int) -> None:
         self._listeners.pop(port, None)
 
 
 class VirtualListener:
-    """What `create_server` answers. `sockets[0].getsockname()` tells the port, as of a real server."""
+    """The result of `create_server`. `sockets[0].getsockname()` has the port, as with a real server."""
 
     def __init__(self, network: Network, factory: Factory, port: int) -> None:
         self.factory = factory
@@ -61,18 +61,15 @@ class VirtualListener:
     def getsockname(self) -> tuple[str, int]:
         return "127.0.0.1", self._port
 
-    def is_serving(self) -> bool:
-        return True
-
     def close(self) -> None:
         self._network.forget(self._port)
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for."""
+        """Closed at once."""
 
 
 class Pipe(asyncio.Transport):
-    """One end of a connection."""
+    """One end of a connection. It cannot pause: streams then buffer all that the peer writes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
         super().__init__()
@@ -95,35 +92,14 @@ class Pipe(asyncio.Transport):
         self._closing = True
         self._loop.call_soon(self._protocol.connection_lost, None)
         if self.peer is not None:
-            self._loop.call_soon(self.peer._ended)
+            self._loop.call_soon(self.peer._receive_eof)
 
     def abort(self) -> None:
         self.close()
 
-    def _ended(self) -> None:
+    def _receive_eof(self) -> None:
         if not self._closing and not self._protocol.eof_received():
             self.close()
 
     def is_closing(self) -> bool:
         return self._closing
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing is ever buffered."""
-
-    def pause_reading(self) -> None:
-        """A reader that is full gets the rest all the same; it is bounded by what its peer writes."""
-
-    def resume_reading(self) -> None:
-        """See `pause_reading`."""
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._protocol = cast(asyncio.Protocol, protocol)
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._protocol

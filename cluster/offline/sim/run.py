@@ -1,4 +1,4 @@
-"""A workload through a simulated cluster: what each request saw and what each worker did, as a `Run`.
+"""Run a workload on a simulated cluster: what each request saw and what each worker did, as a `Run`.
 
 The same specification, models, workload and seed give the same run, to the bit.
 """
@@ -14,16 +14,23 @@ from cluster.events import ClusterError, Rejected
 from cluster.offline.scoring.records import RequestOutcome, Run, Served
 from cluster.offline.scoring.watch import RequestWatch
 from cluster.offline.sim.clock import Deadlock, run
-from cluster.offline.sim.cluster import ALONE, PoolModel, SimCluster, Surroundings, open_cluster, request_id
+from cluster.offline.sim.cluster import (
+    DEFAULT_ENVIRONMENT,
+    Environment,
+    PoolModel,
+    SimCluster,
+    open_cluster,
+    request_id,
+)
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.prompts import request
 from cluster.spec import ClusterSpec
 from workers.request import SLO
 from workers.stats import WorkerStats
 
-STALLED_S = 3600.0  # virtual seconds without a token anywhere: nobody waits so long, something is lost
-DUE = 1.0 + 1e-9  # what comes at the very moment is in time
-SETTLE_S = 60.0  # virtual seconds in which workers must have let go of everything
+STALLED_S = 3600.0  # virtual seconds without a token anywhere that mean a lost request
+DUE = 1.0 + 1e-9  # a token at the very deadline is in time
+SETTLE_S = 60.0  # virtual seconds in which workers must release every block
 
 
 class Leaked(RuntimeError):
@@ -32,9 +39,9 @@ class Leaked(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run is made. `trace` keeps every step. `until_s`: the run is cut so long after the first arrival.
+    """`trace`: record every step. `until_s`: end the run this long after the first arrival.
 
-    `max_missed`: it is cut as soon as more requests cannot keep `slo` any more, for who only wants to know whether.
+    `max_missed`: end it as soon as more requests than this can no longer meet `slo`.
     """
 
     seed: int = 0
@@ -43,7 +50,7 @@ class RunOptions:
     until_s: float | None = None
     max_missed: int | None = None
     system: str = ""
-    around: Surroundings = ALONE
+    environment: Environment = DEFAULT_ENVIRONMENT
 
 
 def simulate(
@@ -58,7 +65,7 @@ def simulate(
 
 async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload: Workload, options: RunOptions) -> Run:
     begun = time.perf_counter()
-    async with open_cluster(spec, models, options.around, trace=options.trace) as cluster:
+    async with open_cluster(spec, models, options.environment, trace=options.trace) as cluster:
         load = _Load(cluster, models, workload, options)
         await load.run()
         await _settle(cluster)
@@ -66,7 +73,7 @@ async def _simulate(spec: ClusterSpec, models: Mapping[str, PoolModel], workload
 
 
 class _Load:
-    """Sends every request at its time, whatever became of those before it."""
+    """Sends every request at its arrival time, whether or not earlier ones have ended."""
 
     def __init__(
         self, cluster: SimCluster, models: Mapping[str, PoolModel], workload: Workload, options: RunOptions
@@ -81,7 +88,7 @@ class _Load:
         self._open: set[asyncio.Task[None]] = set()
         self._missed: set[int] = set()
         self._too_many = asyncio.Event()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by what nobody foresaw
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by an unexpected error
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() - self._begin_s
@@ -125,7 +132,7 @@ class _Load:
             self._broken.set_exception(error)
 
     def _judge_in_time(self, watch: RequestWatch, task: "asyncio.Task[None]") -> None:
-        """When it ends, and when its first and last token are due."""
+        """Judge a request when it ends, and when its first and last token are due."""
         slo, loop = self._options.slo, asyncio.get_running_loop()
         due = []
         if slo.ttft_s is not None:
@@ -145,20 +152,19 @@ class _Load:
         if watch.can_meet(self._options.slo):
             return
         self._missed.add(watch.index)
-        assert self._options.max_missed is not None, "only asked when there is a limit"
+        assert self._options.max_missed is not None, "only judged when there is a limit"
         if len(self._missed) > self._options.max_missed:
             self._too_many.set()
 
     async def _one(self, watch: RequestWatch) -> None:
         dispatchers = self._cluster.dispatchers
         dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
-        if self._options.around.door_s:
-            await asyncio.sleep(self._options.around.door_s)
+        if self._options.environment.frontend_s:
+            await asyncio.sleep(self._options.environment.frontend_s)
         try:
-            asked = request(
-                self._workload, watch.index, self._vocab_size, slo=self._options.slo, seed=self._options.seed
-            )
-            await dispatcher.run(asked, watch.see)
+            options = self._options
+            sent = request(self._workload, watch.index, self._vocab_size, slo=options.slo, seed=options.seed)
+            await dispatcher.run(sent, watch.see)
         except Rejected as error:
             watch.end(RequestOutcome.REJECTED, str(error))
         except ClusterError as error:
@@ -205,7 +211,7 @@ class _Load:
         )
 
     def _model_flops(self, served: Sequence[Served]) -> float:
-        """Of all tokens that clients got; what was computed twice counts once, as in the MFU's definition."""
+        """Of all tokens that clients got. Tokens computed twice count once, by the definition of MFU."""
         shape = next(iter(self._models.values())).shape
         if shape is None:
             return 0.0
@@ -218,7 +224,7 @@ class _Load:
 
 
 async def _settle(cluster: SimCluster) -> None:
-    """Prove that nothing is held when nothing is asked."""
+    """Check that no worker holds a block once every request has ended."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + SETTLE_S
     workers = cluster.runtime.workers

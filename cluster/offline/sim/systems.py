@@ -1,6 +1,6 @@
-"""The systems of the field as settings of ours: who batches how, which pools there are, who is sent where.
+"""Published systems as settings of Diptych: batching, pools, routing. See docs/simulator.md for the sources.
 
-Each runs through the same production code; what a paper does beyond its scheduling (kernels, networks) is not here.
+Each runs through the same production code; what a paper does beyond scheduling (kernels, networks) is not modelled.
 """
 
 from collections.abc import Mapping
@@ -14,18 +14,16 @@ from workers.costs import CostModel
 
 MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"  # pool names
 CHUNK = 512  # tokens; of SplitFuse and Sarathi's strict setting
-PROMPT_BATCH = 2048  # tokens of prompts in one batch; above it throughput falls (Splitwise, section V)
+PROMPT_BATCH = 2048  # prompt tokens in one batch; above it throughput falls (Splitwise, section V)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """What a system changes about its workers' engines, and how requests are placed.
+    """Engine settings of the workers, and how requests are placed.
 
-    `mixed` are engine settings of colocated workers; a system without them splits into `prefill` and `decode` workers.
+    `mixed`: of colocated workers; a system without them splits into `prefill` and `decode` workers.
     """
 
-    title: str
-    source: str
     mixed: Mapping[str, Any] | None = None
     prefill: Mapping[str, Any] = field(default_factory=dict)
     decode: Mapping[str, Any] = field(default_factory=dict)
@@ -39,41 +37,28 @@ class System:
         return self.mixed is None
 
 
-_SPLIT_BATCHES: dict[str, Any] = {
-    "prefill": {"batching": "prefill-first", "max_batch_tokens": PROMPT_BATCH},
-    "decode": {"batching": "prefill-first", "max_batch_tokens": PROMPT_BATCH},
+_WHOLE_PROMPTS = {"batching": "prefill-first", "max_batch_tokens": PROMPT_BATCH}
+_CACHED_CHUNKS = {"batching": "chunked", "max_batch_tokens": PROMPT_BATCH, "prefix_caching": True}
+_ADAPTIVE = {
+    "batching": "adaptive",
+    "max_batch_tokens": PROMPT_BATCH,
+    "prompt_order": "deadline",
+    "prompt_window": 256,
 }
-_MOONCAKE: dict[str, Any] = {
-    "prefill": {"batching": "chunked", "max_batch_tokens": PROMPT_BATCH, "prefix_caching": True},
-    "decode": {"batching": "prefill-first", "max_batch_tokens": PROMPT_BATCH},
-}
-_IN_TIME: dict[str, Any] = {"prompt_order": "deadline", "prompt_window": 256}
-
+_MOONCAKE = System(prefill=_CACHED_CHUNKS, decode=_WHOLE_PROMPTS, routing="mooncake")
 
 SYSTEMS: dict[str, System] = {
-    "static": System("static batching", "request-level batches", {"batching": "static"}),
-    "orca": System("Orca", "Yu et al., OSDI'22", {"batching": "orca", "max_batch_tokens": 1 << 20}),
-    "vllm": System("vLLM, prefill first", "Kwon et al., SOSP'23", {"batching": "prefill-first"}),
-    "sarathi": System(
-        "chunked prefill",
-        "Agrawal et al., OSDI'24; Holmes et al., 2024",
-        {"batching": "chunked", "max_batch_tokens": CHUNK},
-    ),
-    "distserve": System("DistServe", "Zhong et al., OSDI'24", **_SPLIT_BATCHES, routing="distserve"),
-    "splitwise": System("Splitwise", "Patel et al., ISCA'24", **_SPLIT_BATCHES, routing="splitwise"),
-    "mooncake": System("Mooncake", "Qin et al., FAST'25", **_MOONCAKE, routing="mooncake"),
-    "mooncake-predictive": System(
-        "Mooncake, predictive early rejection",
-        "Qin et al., 2024 (arXiv 2407.00079)",
-        **_MOONCAKE,
-        routing="mooncake",
-        admission="predictive",
-    ),
+    "static": System(mixed={"batching": "static"}),
+    "orca": System(mixed={"batching": "orca", "max_batch_tokens": 1 << 20}),
+    "vllm": System(mixed={"batching": "prefill-first"}),
+    "sarathi": System(mixed={"batching": "chunked", "max_batch_tokens": CHUNK}),
+    "distserve": System(prefill=_WHOLE_PROMPTS, decode=_WHOLE_PROMPTS, routing="distserve"),
+    "splitwise": System(prefill=_WHOLE_PROMPTS, decode=_WHOLE_PROMPTS, routing="splitwise"),
+    "mooncake": _MOONCAKE,
+    "mooncake-predictive": replace(_MOONCAKE, admission="predictive"),
     "ours": System(
-        "Diptych",
-        "router by both promises, admission that keeps them, roles that follow the load",
-        prefill={"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH, **_IN_TIME},
-        decode={"batching": "adaptive", "max_batch_tokens": PROMPT_BATCH, **_IN_TIME},
+        prefill=_ADAPTIVE,
+        decode=_ADAPTIVE,
         routing="slo",
         admission="slo",
         rebalance=True,
@@ -84,7 +69,7 @@ SYSTEMS: dict[str, System] = {
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What every system gets to arrange: equal workers. `engine`: of one worker, its KV blocks above all."""
+    """Equal workers for every system. `engine`: of one worker; systems change its batching."""
 
     model: str
     workers: int
@@ -103,9 +88,9 @@ def system(name: str) -> System:
 
 
 def arrange(name: str, fleet: Fleet, prefills: int) -> ClusterSpec:
-    """The fleet as this system has it; one that splits makes `prefills` of the workers its prefill pool.
+    """The fleet arranged as this system; one that splits puts `prefills` workers into its prefill pool.
 
-    Raises `SpecError` when the system is not known or nobody is left to decode.
+    Raises `SpecError` for an unknown system, and when a pool would be empty.
     """
     chosen = system(name)
     if chosen.mixed is not None:
@@ -137,17 +122,21 @@ def _pool(name: str, role: Role, replicas: int, fleet: Fleet, settings: Mapping[
     return PoolSpec(name, role, replicas, parallel=fleet.parallel, engine=engine)
 
 
-def balanced(workers: int, cost: CostModel, workload: Workload, engine: EngineConfig) -> int:
-    """How many of the workers prefill so that both phases of the mean request are equally loaded.
+def phase_seconds(cost: CostModel, workload: Workload, engine: EngineConfig) -> tuple[float, float]:
+    """Seconds of one worker for the prefill and for the decode of the mean request.
 
-    A decode step is taken to be as full as KV and slots allow, as under the load at which a split matters.
+    Decode batches are as full as KV and slots allow, as they are at the loads where a split matters.
     """
     count = len(workload.arrivals)
-    prompt = round(sum(each.prompt_tokens for each in workload.arrivals) / count)
+    prompt = sum(each.prompt_tokens for each in workload.arrivals) / count
     output = sum(each.output_tokens for each in workload.arrivals) / count
-    context = prompt + round(output / 2)
+    context = round(prompt + output / 2)
     batch = max(1, min(engine.max_running, engine.kv_blocks * engine.block_size // max(1, context)))
-    prefill_s = cost.prefill_seconds(prompt)
-    decode_s = output * cost.decode_seconds(batch, batch * context) / batch
+    return cost.prefill_seconds(round(prompt)), output * cost.decode_seconds(batch, batch * context) / batch
+
+
+def balanced(workers: int, cost: CostModel, workload: Workload, engine: EngineConfig) -> int:
+    """The number of prefill workers at which both phases of the mean request are equally loaded."""
+    prefill_s, decode_s = phase_seconds(cost, workload, engine)
     share = prefill_s / (prefill_s + decode_s) if prefill_s + decode_s else 0.5
     return min(max(1, round(workers * share)), workers - 1)

@@ -13,7 +13,7 @@ from benchmarks.sim_vs_real.record import Recorded, recorded
 from benchmarks.sim_vs_real.systems import ANSWER, COLOCATED, PROMPTS, SPLIT, SYSTEMS, capacity, promise, workload
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
-from cluster.offline.sim.fleet import measured_models, surroundings_of
+from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 from cluster.spec import ClusterSpec
 from workers.costs import LinearCost
@@ -36,7 +36,7 @@ def profile_of(spec: ClusterSpec, cost: LinearCost = COST, ratio: float = 1.2, c
 
 
 def ran(spec: ClusterSpec, profile: ClusterProfile, rate: float = 0.5, count: int = 12) -> Run:
-    options = RunOptions(system=spec.name, around=surroundings_of(profile))
+    options = RunOptions(system=spec.name, environment=environment_of(profile))
     return simulate(spec, measured_models(profile, spec), workload(spec.name, count, rate, 0), options)
 
 

@@ -1,4 +1,4 @@
-"""The virtual loop keeps asyncio's contract, jumps, and says who waits when nothing can happen any more."""
+"""The virtual loop keeps asyncio's contract, jumps in time, and names the waiting tasks in a deadlock."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ def test_a_cancelled_timer_neither_runs_nor_holds_the_clock() -> None:
     assert run(main()) == 0.5
 
 
-def test_a_timeout_strikes_at_its_time() -> None:
+def test_a_timeout_expires_at_its_time() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.5):

@@ -1,4 +1,4 @@
-"""A run in virtual time: what it says, that it repeats to the bit, and that it finds what is stuck or leaked."""
+"""A run in virtual time: its figures, that it repeats to the bit, and that it reports stuck requests and leaks."""
 
 import asyncio
 import hashlib
@@ -30,12 +30,12 @@ MIXED = "poisson:rate=20,count=60,lengths=mixed"
 
 
 def fingerprint(run: Run) -> str:
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for served in run.served:
-        told.update(repr(list(served.token_s)).encode())
-        told.update(f"{served.ending}{served.prefill_worker}{served.decode_worker}{served.ledger}".encode())
-    told.update(repr(run.workers).encode())
-    return told.hexdigest()
+        digest.update(repr(list(served.token_s)).encode())
+        digest.update(f"{served.ending}{served.prefill_worker}{served.decode_worker}{served.ledger}".encode())
+    digest.update(repr(run.workers).encode())
+    return digest.hexdigest()
 
 
 def repeatable(spec: ClusterSpec) -> str:
@@ -52,7 +52,7 @@ def test_a_lone_request_takes_what_the_cost_model_says() -> None:
     assert run.clock == "virtual" and run.gpus == 1 and run.seconds == pytest.approx(first + later)
 
 
-def test_a_split_request_shows_its_hand_off_in_the_ledger() -> None:
+def test_a_split_request_shows_its_kv_handoff_in_the_ledger() -> None:
     run = simulate(split(), models(split()), steady(1, 1.0, prompt=100, output=10))
     (served,) = run.served
     assert (served.prefill_worker, served.decode_worker) == ("prefill-0", "decode-0")
@@ -112,7 +112,7 @@ def test_any_workload_is_served_whole_and_nothing_leaks(
         assert list(served.token_s) == sorted(served.token_s) and served.token_s[0] > served.arrival_s
 
 
-def test_a_longer_line_waits_longer() -> None:
+def test_a_longer_queue_waits_longer() -> None:
     calm, busy = (simulate(colocated(), models(colocated()), steady(60, gap)) for gap in (1.0, 0.01))
     assert max(each.ttft_s or 0 for each in calm.served) < max(each.ttft_s or 0 for each in busy.served)
     assert len({round(each.ttft_s or 0, 9) for each in calm.served}) == 1
@@ -146,16 +146,16 @@ def test_a_run_that_is_cut_leaves_nothing_behind() -> None:
     assert all(at_s <= 0.5 for each in run.served for at_s in each.token_s)
 
 
-def test_what_nobody_foresaw_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: Worker, request: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
+        raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Worker, "generate", broken)
-    with pytest.raises(ZeroDivisionError, match="a mistake of ours"):
+    with pytest.raises(ZeroDivisionError, match="a bug"):
         simulate(colocated(), models(colocated()), steady(3, 0.1))
 
 
-def test_a_lost_wake_up_names_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_wake_up_names_the_waiting_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def deaf(self: Worker, key: str, first_token: int) -> None:
         """The call arrives, and is forgotten."""
 
@@ -164,7 +164,7 @@ def test_a_lost_wake_up_names_who_waits(monkeypatch: pytest.MonkeyPatch) -> None
         simulate(split(), models(split()), steady(1, 1.0))
 
 
-def test_blocks_that_nobody_gives_back_are_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_not_released_are_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseBook, "drop", lambda self, key: False)
     monkeypatch.setattr(LeaseBook, "release", lambda self, key, epoch: None)
     monkeypatch.setattr(Engine, "expire", lambda self, now_s: None)
@@ -180,7 +180,7 @@ def test_a_pipeline_has_its_stages_and_its_gpus() -> None:
     assert piped.seconds < 0.75 * alone.seconds
 
 
-def test_a_promise_travels_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slo_travels_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[SLO] = []
     generate = Worker.generate
 

@@ -1,4 +1,4 @@
-"""The simulator is the shipped program: other leaves, no other branch."""
+"""The simulator is the production program: other executors and transports, no other branch."""
 
 import ast
 import gc
@@ -16,7 +16,7 @@ ABOVE = (
     "bench",
     "cli",
     "profile",
-)  # rooms that may know of the simulator
+)  # packages that may know the simulator
 WORDS = ("simulat", "virtual")
 # Where an executor or a transport is chosen by its name, and where names are checked.
 CHOOSERS = {"kvtransfer/open.py", "workers/build.py", "workers/executor/modelled.py", "workers/config.py"} | {
@@ -70,10 +70,9 @@ LEAVES = {
     "cluster.offline.sim.cluster.SimRuntime",
     "cluster.offline.sim.cluster.SimCluster",
     "cluster.offline.sim.cluster.PoolModel",
-    "cluster.offline.sim.cluster.Surroundings",
+    "cluster.offline.sim.cluster.Environment",
     "cluster.offline.sim.cluster.Meter",
-    "cluster.offline.sim.cluster.NoPlanner",
-    "cluster.offline.sim.cluster._Door",
+    "cluster.offline.sim.cluster._NoServer",
 }
 PRODUCTION = {
     "cluster.control.controller.Controller",

@@ -1,4 +1,4 @@
-"""`diptych simulate` as a person meets it: tables, files, and one clear line for every mistake."""
+"""The command `diptych simulate`: tables, files, and one line for every mistake."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def simulate(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["simulate", *arguments])
 
 
-def told(*arguments: str) -> list[dict]:
+def simulated(*arguments: str) -> list[dict]:
     result = simulate(*arguments, "--json")
     assert result.exit_code == 0, result.output
     found: list[dict] = json.loads(result.stdout)
@@ -39,14 +39,14 @@ def test_systems_are_compared_in_one_table() -> None:
 def test_a_cluster_file_is_simulated_with_its_gpus_and_its_costs(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(YAML)
-    (found,) = told("-f", str(file), "--workload", LOAD)
+    (found,) = simulated("-f", str(file), "--workload", LOAD)
     assert found["system"] == "diptych"
     assert {pool["pool"] for pool in found["figures"]["pools"]} == {"prefill", "decode"}
 
 
-def test_the_same_command_says_the_same_again(tmp_path: Path) -> None:
+def test_the_same_command_prints_the_same_again(tmp_path: Path) -> None:
     arguments = ("--compare", "ours", *EQUAL, "--workload", LOAD, "--seed", "4")
-    first, second = told(*arguments), told(*arguments)
+    first, second = simulated(*arguments), simulated(*arguments)
     for found in (first, second):
         found[0]["figures"].pop("wall_s", None)
     assert first == second
@@ -54,7 +54,7 @@ def test_the_same_command_says_the_same_again(tmp_path: Path) -> None:
 
 def test_goodput_and_rates_come_with_report_pictures_and_trace(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (found,) = told(
+    (found,) = simulated(
         *("--compare", "sarathi", *EQUAL, "--workload", LOAD, "--ttft", "0.5", "--tpot", "0.2", "--rates", "1,3"),
         *("--goodput", "--target", "0.9", "--seeds", "1", "--requests", "10", "--trace", "-o", str(out)),
     )

@@ -1,4 +1,4 @@
-"""What lies around workers: a machine that they share, and the way to them."""
+"""The environment of simulated workers: a machine that they share, and calls that take time."""
 
 import asyncio
 
@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.offline.sim.clock import run
-from cluster.offline.sim.cluster import PoolModel, Surroundings
+from cluster.offline.sim.cluster import Environment, PoolModel
+from cluster.offline.sim.environment import SharedMachine
 from cluster.offline.sim.run import RunOptions, simulate
-from cluster.offline.sim.surroundings import Machine
 from tests.offline.sim.cases import COST, colocated, models, split, steady
 
 
@@ -17,7 +17,7 @@ def spent(slowdown: dict[tuple[str, str], float], steps: list[tuple[float, str, 
     """Each step's duration and end; steps are (begin, pool, seconds alone)."""
 
     async def main() -> list[tuple[float, float]]:
-        machine = Machine(slowdown)
+        machine = SharedMachine(slowdown)
         loop = asyncio.get_running_loop()
 
         async def one(begin_s: float, pool: str, seconds: float) -> tuple[float, float]:
@@ -53,9 +53,9 @@ def test_no_step_is_faster_than_alone_or_slower_than_always_disturbed(
         assert alone - 1e-9 <= took <= alone * ratio + 1e-9
 
 
-def test_a_cancelled_step_slows_nobody_any_more() -> None:
+def test_a_cancelled_step_slows_no_other_step() -> None:
     async def main() -> float:
-        machine = Machine({("a", "b"): 2.0, ("b", "a"): 2.0})
+        machine = SharedMachine({("a", "b"): 2.0, ("b", "a"): 2.0})
         other = asyncio.create_task(machine.spend("b", 100.0))
         asyncio.get_running_loop().call_later(1.0, other.cancel)
         return await machine.spend("a", 1.0)
@@ -63,10 +63,12 @@ def test_a_cancelled_step_slows_nobody_any_more() -> None:
     assert run(main()) == pytest.approx(1.5)
 
 
-def test_calls_and_the_door_add_to_the_first_token_and_not_to_those_behind_it() -> None:
+def test_calls_and_the_frontend_delay_the_first_token_but_no_later_one() -> None:
     near = simulate(colocated(), models(colocated()), steady(1, 1.0)).served[0]
     far_models = {"mixed": PoolModel(COST, call_s=0.004)}
-    far = simulate(colocated(), far_models, steady(1, 1.0), RunOptions(around=Surroundings(door_s=0.01))).served[0]
+    far = simulate(
+        colocated(), far_models, steady(1, 1.0), RunOptions(environment=Environment(frontend_s=0.01))
+    ).served[0]
     assert far.ttft_s == pytest.approx((near.ttft_s or 0) + 0.01 + 0.004)
     assert far.tpot_s == pytest.approx(near.tpot_s)
 
@@ -75,7 +77,8 @@ def test_a_shared_machine_slows_decode_while_prompts_are_computed() -> None:
     spec, load = split(), steady(30, 0.03, prompt=400, output=20)
     slowdown = {("prefill", "decode"): 1.5, ("decode", "prefill"): 1.5}
     alone, shared = (
-        simulate(spec, models(spec), load, RunOptions(around=Surroundings(slowdown=each))) for each in (None, slowdown)
+        simulate(spec, models(spec), load, RunOptions(environment=Environment(slowdown=each)))
+        for each in (None, slowdown)
     )
     mean = [sum(each.tpot_s or 0 for each in made.served) / 30 for made in (alone, shared)]
     assert 1.2 * mean[0] < mean[1] < 1.6 * mean[0]

@@ -1,6 +1,6 @@
-"""What surrounds simulated workers: machines whose workers slow each other down, and the distance of a worker.
+"""The environment of simulated workers: machines whose workers slow each other down, and calls that take time.
 
-Calls to a distant worker take their time there and back, and its statistics may be old.
+Calls to a remote worker take time in both directions, and its statistics may be old.
 """
 
 import asyncio
@@ -15,28 +15,28 @@ from cluster.runtime.interface import WorkerHandle
 from workers.request import Bundle
 from workers.stats import WorkerStats
 
-Slowdown = Mapping[tuple[str, str], float]  # of a step in a pool, while a worker of another pool computes beside it
+Slowdown = Mapping[tuple[str, str], float]  # (pool, other pool) -> factor on steps of one while the other computes
 
 
 @dataclass(slots=True)
 class _Step:
     pool: str
-    left_s: float  # alone on the machine
+    left_s: float  # if it had the machine to itself
     done: "asyncio.Future[None]"
     rate: float = 1.0
 
 
-class Machine:
-    """Shared by its workers. A step runs at 1 / its worst neighbour's slowdown while that neighbour computes."""
+class SharedMachine:
+    """Shared by its workers. A step runs at 1 / the largest slowdown by any step that runs beside it."""
 
     def __init__(self, slowdown: Slowdown) -> None:
         self._slowdown = slowdown
         self._steps: list[_Step] = []
-        self._told_s = 0.0
+        self._updated_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def spend(self, pool: str, seconds: float) -> float:
-        """Wait for a step that takes so long alone. Answers how long it took beside the others."""
+        """Wait for a step that takes `seconds` alone. Returns how long it took beside the others."""
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         step = _Step(pool, seconds, loop.create_future())
@@ -55,11 +55,11 @@ class Machine:
 
     def _advance(self, now_s: float) -> None:
         for step in self._steps:
-            step.left_s -= (now_s - self._told_s) * step.rate
-        self._told_s = now_s
+            step.left_s -= (now_s - self._updated_s) * step.rate
+        self._updated_s = now_s
 
     def _plan(self, now_s: float) -> None:
-        """Set everybody's rate, and wake up when the first ends."""
+        """Set the rate of every step, and a timer for the first one that ends."""
         for step in self._steps:
             step.rate = 1 / max(
                 (self._slowdown.get((step.pool, other.pool), 1.0) for other in self._steps if other is not step),
@@ -83,20 +83,17 @@ class Machine:
         self._plan(now_s)
 
 
-Verb = Callable[..., Awaitable[Any]]
+class RemoteWorker:
+    """A `WorkerHandle` whose calls take `call_s`, half of it each way, also when they raise.
 
-
-class Distant:
-    """A `WorkerHandle` whose calls take `call_s`, half of it each way. An error takes its time as an answer does.
-
-    Bundles carry the last statistics that any bundle was given at least `stale_s` ago; outputs come in time.
+    Bundles carry statistics that are at least `stale_s` old; outputs are not delayed.
     """
 
     def __init__(self, worker: WorkerHandle, call_s: float, stale_s: float = 0.0) -> None:
         self.worker = worker
         self._half_s = call_s / 2
         self._stale_s = stale_s
-        self._told: deque[tuple[float, WorkerStats]] = deque()
+        self._history: deque[tuple[float, WorkerStats]] = deque()
 
     def at(self, incarnation: str) -> WorkerHandle:
         self.worker.at(incarnation)  # raises if that one is gone
@@ -106,14 +103,14 @@ class Distant:
         bundle: Bundle = await self._call("poll", *args)
         return msgspec.structs.replace(bundle, stats=self._aged(bundle.stats)) if self._stale_s else bundle
 
-    def __getattr__(self, name: str) -> Verb:
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any) -> Any:
             return await self._call(name, *args)
 
         return call
 
     async def _call(self, name: str, *args: Any) -> Any:
-        verb: Verb = getattr(self.worker, name)
+        verb: Callable[..., Awaitable[Any]] = getattr(self.worker, name)
         await asyncio.sleep(self._half_s)
         try:
             return await verb(*args)
@@ -121,9 +118,9 @@ class Distant:
             await asyncio.sleep(self._half_s)
 
     def _aged(self, stats: WorkerStats) -> WorkerStats:
-        """The first is told at once: nothing older is known. Kept are those of the last `stale_s` and one before."""
-        told, now_s = self._told, asyncio.get_running_loop().time()
-        told.append((now_s, stats))
-        while len(told) > 1 and told[1][0] <= now_s - self._stale_s:
-            told.popleft()
-        return told[0][1]
+        """The latest statistics that are `stale_s` old, or the first ones. Older ones are dropped."""
+        history, now_s = self._history, asyncio.get_running_loop().time()
+        history.append((now_s, stats))
+        while len(history) > 1 and history[1][0] <= now_s - self._stale_s:
+            history.popleft()
+        return history[0][1]
