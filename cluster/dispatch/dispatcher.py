@@ -23,7 +23,7 @@ from cluster.observe.request_metrics import RequestMetrics
 from cluster.observe.request_observer import RequestObserver, RequestObservers, SLOObserver
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.prefix_index import Guesses
+from cluster.policy.routing.prefix_index import IndexAccuracy
 from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
 from cluster.runtime.errors import WorkerGone
 from cluster.spec import ClusterSpec
@@ -182,9 +182,9 @@ class Dispatcher:
         return list(itertools.islice(self._runner.traces(), most))
 
     @property
-    def guesses(self) -> Guesses:
+    def guesses(self) -> IndexAccuracy:
         """How often the prefix index was right about what a worker had cached."""
-        return self._policy.index.guesses
+        return self._policy.index.accuracy
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Time steps of a shape on this idle worker. Raises `InvalidRequest`, or `Rejected` if it is busy or lost."""

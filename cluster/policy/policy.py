@@ -23,7 +23,7 @@ from cluster.policy.routing.baselines.load_based import DistServe, Draws, LeastL
 from cluster.policy.routing.baselines.splitwise import Splitwise
 from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
 from cluster.policy.routing.picking import Finder
-from cluster.policy.routing.prefix_index import HOPE_S, PrefixIndex
+from cluster.policy.routing.prefix_index import EXPECT_S, PrefixIndex
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Router
 from cluster.policy.routing.slo.router import SLORouter
 from cluster.policy.scaling.migrations import MigrationPlanner
@@ -241,7 +241,7 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) 
     active = ActiveRequests()
     latency = LatencyPredictor(spec, active)
     lengths = lengths or Learned()
-    index = PrefixIndex(hope_s=HOPE_S + spec.gateway.cache_news_s)
+    index = PrefixIndex(expect_s=EXPECT_S + spec.gateway.cache_news_s)
     parts = Parts(active, latency, Draws(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,

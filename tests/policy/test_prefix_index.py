@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.policy.routing.prefix_index import Guesses, Match, PrefixIndex, chain
+from cluster.policy.routing.prefix_index import IndexAccuracy, Match, PrefixIndex, chain
 from workers.kv_events import KVEvents, NameChanges
 
 WORKERS = [f"w{number}" for number in range(20)]
@@ -81,7 +81,7 @@ def test_many_holders_are_found_as_few_are() -> None:
 
 
 def test_what_was_sent_is_believed_until_news_must_have_come() -> None:
-    index = PrefixIndex(grain=1, hope_s=2.0)
+    index = PrefixIndex(grain=1, expect_s=2.0)
     index.expect("r", "a", "1", [1, 2])
     index.expect("s", "a", "1", [1, 2, 3])
     assert index.matches([1, 2, 3], 1000.0) == {"a": Match(3)}, "however long it takes"
@@ -99,7 +99,7 @@ def test_guesses_are_compared_with_what_was_found() -> None:
         index.expect(key, "w", "1", [], believed)
         index.found(key, found)
     index.found("unknown", 128)
-    assert index.guesses == Guesses(prompts=4, wrong=2, tokens=1023, absent_tokens=512, unknown_tokens=256)
+    assert index.accuracy == IndexAccuracy(prompts=4, wrong=2, tokens=1023, absent_tokens=512, unknown_tokens=256)
 
 
 def test_a_restarted_worker_has_nothing() -> None:
@@ -118,7 +118,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(grain=1, hope_s=2.0)
+        self.index = PrefixIndex(grain=1, expect_s=2.0)
         self.now_s = 0.0
         self.keys = 0
         self.lives: dict[str, int] = {}
@@ -191,7 +191,12 @@ class IndexMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for worker in WORKERS[:4]:
             self.index.forget(worker)
-        left = (self.index._device.holders, self.index._host.holders, self.index._hoped, self.index._hopes)
+        left = (
+            self.index._device.holders,
+            self.index._host.holders,
+            self.index._expected_holders,
+            self.index._expected_counts,
+        )
         assert not any(left), "names of nobody stay"
         assert not self.index._expected and len(self.index._free) == len(self.index._workers)
 

@@ -120,7 +120,7 @@ def test_asking_binds_to_nothing(prompts: list[tuple[int, str, bool]], routing: 
         active, index = policy.active, policy.index
         shelves = [(name, *map(list, (active.prefilling(name), active.decoding(name)))) for name in ("p0", "p1", "d0")]
         sums = [(active.assigned(name), active.worker_load(name)) for name in ("p0", "p1", "d0")]
-        return shelves, sums, dict(index._hopes), dict(index._expected), dict(index._hoped)
+        return shelves, sums, dict(index._expected_counts), dict(index._expected), dict(index._expected_holders)
 
     before = known()
     for wanted in sent:

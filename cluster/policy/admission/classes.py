@@ -1,4 +1,4 @@
-"""What a request's class and tenant mean: its SLO, its priority, whose share it takes. Pure; knows no queue."""
+"""A request's SLO, priority and share, from its class and tenant. Pure; knows no queue."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ from cluster.spec import ClassSpec, GatewaySpec
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request
 
-OTHERS = "*"  # the tenant that all share who are not named
+OTHERS = "*"  # all tenants that are not named, together
 
 
 class Classes:
-    """Of one gateway's specification. Owned by its Policy."""
+    """The classes and tenants of one gateway. Owned by its Policy."""
 
     def __init__(self, gateway: GatewaySpec) -> None:
         self._classes = gateway.classes
@@ -19,7 +19,7 @@ class Classes:
         self._plain = ClassSpec(gateway.slo.ttft_s, gateway.slo.tpot_s)
 
     def of(self, request: Request) -> ClassSpec:
-        """The request's class; the gateway's own SLO where it names none."""
+        """The request's class; without one, the gateway's own SLO."""
         return self._classes.get(request.slo.class_name, self._plain)
 
     def slo_of(self, request: Request) -> SLO:
@@ -32,21 +32,21 @@ class Classes:
         )
 
     def share(self, request: Request) -> tuple[str, float]:
-        """Whose share it takes, and how large that is. Without shares all take one."""
+        """Its tenant and that tenant's share. Without configured shares, all requests are one tenant."""
         if not self._tenants:
             return OTHERS, 1.0
         name = request.tenant if request.tenant in self._tenants else OTHERS
         return name, self._tenants[name]
 
     def rejects(self, request: Request) -> bool:
-        """Whether it would rather be refused than miss its SLO."""
+        """Whether it is refused rather than served late."""
         on_miss = self.of(request).on_miss
         if on_miss is None:
             return request.slo.ttft_s is not None or request.slo.tpot_s is not None
         return on_miss == "reject"
 
     def resolved(self, request: Request) -> Request:
-        """The request with what its class adds. Raises `InvalidRequest` for a class or tenant that is not known."""
+        """The request with its class's settings. Raises `InvalidRequest` for an unknown class or tenant."""
         self._check_tenant(request)
         slo, known = request.slo, self._classes.get(request.slo.class_name)
         if known is None:
@@ -56,16 +56,8 @@ class Classes:
             if not self._is_by_slo:
                 return request
             known = self._plain
-        return replace(
-            request,
-            slo=replace(
-                slo,
-                ttft_s=known.ttft_s if slo.ttft_s is None else slo.ttft_s,
-                tpot_s=known.tpot_s if slo.tpot_s is None else slo.tpot_s,
-                priority=known.priority,
-                promised=self._is_by_slo,
-            ),
-        )
+        resolved = replace(self.slo_of(request), priority=known.priority, promised=self._is_by_slo)
+        return replace(request, slo=resolved)
 
     def _check_tenant(self, request: Request) -> None:
         if not self._tenants or OTHERS in self._tenants or request.tenant in self._tenants:

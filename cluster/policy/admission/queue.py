@@ -1,13 +1,13 @@
-"""The room in which requests wait for their turn in one gateway, and who is next. Pure: it knows no worker.
+"""The queue of requests that wait in one gateway, and their order. Pure; knows no worker.
 
-    has waited for its class's patience      the oldest claim first
+    has waited for its class's `max_wait_s`  the oldest claim first
     then the class's priority                the lowest number first
       between tenants                        start-time fair queueing, by tokens over share
-        of one tenant                        the earliest deadline first; behind, those who can no longer make it
+        of one tenant                        the earliest deadline first, then those that can no longer meet it
 
-Source of the fairness: Goyal, Vin, Cheng, Start-time Fair Queueing (SIGCOMM 1996). There a request is tagged when it
-comes; here when it is the tenant's next, which is the same for a queue in order of arrival, and lets deadlines reorder
-it. Two tenants who both have requests waiting differ in tokens over share by at most a largest request of each.
+Source of the fairness: Goyal, Vin, Cheng, Start-time Fair Queueing (SIGCOMM 1996). There a request is tagged at its
+arrival; here when it is its tenant's next, which is the same for a FIFO queue and lets deadlines reorder requests. Two
+tenants with waiting requests differ in tokens over share by at most the largest request of each.
 """
 
 import heapq
@@ -27,10 +27,10 @@ _SLACK = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedRequest:
-    """One who waits. `tokens` of work, prompt and expected answer; `need_s` from its turn to its first token, at best.
+    """A waiting request. `tokens`: prompt and expected answer. `need_s`: at best, from its turn to its first token.
 
-    From `claim_s` on it goes first. `has_ttft_slo`: the deadline is that of its first token, not only its claim.
-    `rejects`: it would rather be refused than miss it.
+    From `claim_s` on it goes first. `has_ttft_slo`: `deadline_s` is its TTFT SLO, not only its claim. `rejects`: it is
+    refused once it can no longer meet that.
     """
 
     number: int
@@ -48,7 +48,7 @@ class QueuedRequest:
 
     @property
     def latest_s(self) -> float:
-        """A turn after this comes too late for its deadline."""
+        """The latest turn that still meets the deadline."""
         return self.deadline_s - self.need_s if self.has_ttft_slo else self.deadline_s
 
 
@@ -68,9 +68,7 @@ class _Queue:
     tag: float = 0.0
     timely: list[QueuedRequest] = field(default_factory=list)  # by deadline, as is `late`
     late: list[QueuedRequest] = field(default_factory=list)
-    latest: list[tuple[float, int, QueuedRequest]] = field(
-        default_factory=list
-    )  # a heap of those in `timely`, and some gone
+    latest: list[tuple[float, int, QueuedRequest]] = field(default_factory=list)  # a heap over `timely`, and some gone
 
     def __bool__(self) -> bool:
         return bool(self.timely or self.late)
@@ -91,7 +89,7 @@ class _Queue:
         return chain(self.timely, self.late)
 
     def settle(self, now_s: float) -> None:
-        """Put behind who can no longer make it."""
+        """Move requests that can no longer meet their deadline to `late`."""
         while self.latest and self.latest[0][0] < now_s:
             _, _, queued = heapq.heappop(self.latest)
             if _drop(self.timely, queued):
@@ -108,13 +106,13 @@ def _drop(requests: list[QueuedRequest], queued: QueuedRequest) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Level:
-    """All of one priority. `clock` is its virtual time."""
+    """All requests of one priority. `clock` is its virtual time."""
 
     clock: float = 0.0
-    queues: dict[str, _Queue] = field(default_factory=dict)  # by tenant: as many as have shares
+    queues: dict[str, _Queue] = field(default_factory=dict)  # by tenant with a share
 
     def in_order(self, now_s: float) -> Iterator[QueuedRequest]:
-        """Whose turn it would be, one after the other, if all before had been served."""
+        """All requests in service order."""
         heap = [(queue.tag, name, queue.in_order(now_s), queue.share) for name, queue in self.queues.items() if queue]
         heapq.heapify(heap)
         while heap:
@@ -128,9 +126,9 @@ class _Level:
 
 
 class RequestQueue:
-    """Owned by a gateway's AdmissionQueue. Every `enter` has its `take` or its `leave`.
+    """Owned by a gateway's AdmissionQueue. Every `enter` is followed by `take` or `leave`.
 
-    `expected`: how many tokens an answer will have.
+    `expected` predicts the tokens of an answer.
     """
 
     def __init__(self, gateway: GatewaySpec, expected: Callable[[Request], int] = asked_length) -> None:
@@ -138,7 +136,7 @@ class RequestQueue:
         self._classes = Classes(gateway)
         self._most = gateway.max_queued
         self._levels: dict[int, _Level] = {}
-        self._claims: list[QueuedRequest] = []  # all who wait, by claim
+        self._claims: list[QueuedRequest] = []  # all waiting requests, by claim
         self._of_class: Counter[str] = Counter()
         self._number = 0
 
@@ -146,7 +144,7 @@ class RequestQueue:
         return len(self._claims)
 
     def full(self, request: Request) -> str:
-        """Why one more of its class finds no place; empty: it does."""
+        """Why the queue has no place for one more of its class; empty: it has."""
         most, waiting = self._classes.of(request).max_queued, self._of_class[request.slo.class_name]
         if waiting >= most:
             return f"{waiting} of {most} places for class {request.slo.class_name!r} are taken"
@@ -155,7 +153,7 @@ class RequestQueue:
         return ""
 
     def enter(self, request: Request, arrived_s: float, need_s: float) -> QueuedRequest:
-        """Take a place. `need_s`: from its turn to the first token at best. The room must not be `full`."""
+        """Queue a request; the queue must not be `full` for it. `need_s`: at best, from its turn to the first token."""
         assert not (why := self.full(request)), why
         known, slo = self._classes.of(request), request.slo
         tenant, share = self._classes.share(request)
@@ -185,7 +183,7 @@ class RequestQueue:
         return queued
 
     def take(self, queued: QueuedRequest) -> None:
-        """It is served: its tenant pays for it."""
+        """It is served: charge its tenant."""
         level = self._levels[queued.priority]
         queue = level.queues[queued.tenant]
         level.clock = max(level.clock, min(each.tag for each in level.queues.values() if each))
@@ -193,7 +191,7 @@ class RequestQueue:
         queue.tag += queued.tokens / queued.share
 
     def leave(self, queued: QueuedRequest) -> None:
-        """It gave up, or was turned away."""
+        """It left the queue: served, canceled or refused."""
         self._levels[queued.priority].queues[queued.tenant].leave(queued)
         index = bisect_left(self._claims, _by_claim(queued), key=_by_claim)
         assert self._claims[index] is queued, f"{queued.request_id} does not wait here"
@@ -219,7 +217,7 @@ class RequestQueue:
             yield from (queued for queued in level.in_order(now_s) if queued.claim_s > now_s)
 
     def hopeless(self, now_s: float) -> list[QueuedRequest]:
-        """Those who would rather be refused, and whose deadline can no longer be met."""
+        """Requests to refuse, because they can no longer meet their deadline."""
         found = []
         for level in self._levels.values():
             for queue in level.queues.values():
@@ -228,7 +226,7 @@ class RequestQueue:
         return found
 
     def outranks(self, request: Request, now_s: float) -> bool:
-        """Whether its priority alone puts it before all who wait."""
+        """Whether its priority alone puts it before all waiting requests."""
         if not self._claims:
             return True
         best = min(level for level, known in self._levels.items() if any(known.queues.values()))
@@ -238,7 +236,9 @@ class RequestQueue:
         """Prove that every place is counted once, and that the bounds hold. Raises AssertionError."""
         queues = [queue for level in self._levels.values() for queue in level.queues.values()]
         waiting = [queued for queue in queues for queued in (*queue.timely, *queue.late)]
-        assert len({queued.number for queued in waiting}) == len(waiting) == len(self._claims), "one has two places"
-        assert set(waiting) == set(self._claims), "a claim without a place"
+        assert len({queued.number for queued in waiting}) == len(waiting) == len(self._claims), (
+            "a request is queued twice"
+        )
+        assert set(waiting) == set(self._claims), "claims differ from queued requests"
         assert self._of_class == Counter(queued.class_name for queued in waiting), "classes do not add up"
         assert len(waiting) <= self._most, f"{len(waiting)} wait, {self._most} may"

@@ -85,7 +85,7 @@ class Shortlist:
         self._noted_columns = np.zeros((len(Noted._fields), count))
         self._fresh: set[int] = set()  # rows of `_noted` that these columns do not have yet
         self._sent: Mapping[str, Sent] = {}
-        self._lives = -1
+        self._membership_version = -1
         self._turn, self._turned_s = 0, 0.0
         self.rates: list[CostColumns] = []
         self.speed: Floats = np.zeros(0)  # of prompts, pool by pool
@@ -123,8 +123,8 @@ class Shortlist:
         if not known:
             noted = reported
         reported |= noted
-        if self._lives != self._index.lives:
-            self._lives = self._index.lives
+        if self._membership_version != self._index.membership_version:
+            self._membership_version = self._index.membership_version
             self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
             self._groups.clear()
         changed = {*filter(self._note, noted), *filter(self._tell, reported)}
@@ -166,7 +166,7 @@ class Shortlist:
         self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
         self.pool[row] = self._pools[row] = self.rates.index(rates)
         self._reported[row] = ()  # what follows may be another
-        self._lives = -1  # it may be another incarnation
+        self._membership_version = -1  # it may be another incarnation
 
     def _rates_of(self, worker: WorkerView) -> CostColumns:
         """Its pool's; pools that are alike share them."""
