@@ -1,1 +1,1 @@
-"""One gateway's requests: each is placed, sent to its workers, moved or run again, and streamed back."""
+"""One gateway's requests: places each one, sends it to its workers, migrates or retries it, and streams its events."""

@@ -1,10 +1,10 @@
-"""Where requests of one gateway wait until the policy lets them in: the async shell around the request queue.
+"""Requests of one gateway wait here until the policy admits them: the async shell around the request queue.
 
-    turn ── policy.choose ──> Placement, Refusal or None: out at once
-                   └ Later ──> an entry, `Queued` to the client ──> asked again, in order, whenever something changes
+    turn ── policy.choose ──> Placement, Refusal or None: returns at once
+                   └ Later ──> an entry, `Queued` to the client ──> the policy is asked again, in order, on every change
 
-Something has changed when a request ended, a prompt was done, the membership is another, or when the earliest turn that
-was forecast has come. Who gets in goes to its workers before the next one is asked for.
+A change is a request that ended, a prompt that was computed, a new membership, or the earliest predicted start. An
+admitted request is sent to its workers before the policy is asked about the next one.
 """
 
 import asyncio
@@ -19,25 +19,25 @@ from cluster.spec import GatewaySpec, Role
 from diptych.view import ClusterView
 from workers.request import Request
 
-ASKED_AT_ONCE = 4  # requests that do not fit yet and may be passed by one behind them
-HOPE = 1.3  # a wait is predicted only roughly: who may be in time despite such an error may wait
-LOOK_S = 1.0  # other gateways' requests free room without an event: only statistics show it
+ASKED_AT_ONCE = 4  # how many requests at the head may be overtaken while they do not fit
+TOLERANCE = 1.3  # waits are predicted roughly: a request is refused only if it misses its SLO by more than this
+LOOK_S = 1.0  # when other gateways' requests free room, only statistics show it
 
 Answer = Placement | Refusal | None
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """One who waits: how to ask for it, what it needs, and the future that its coroutine awaits."""
+    """A queued request: its entry, how to ask the policy about it, and the future that its coroutine awaits."""
 
     entry: QueuedRequest
     ask: Callable[[], Ask]
     turn: asyncio.Future[Answer]
-    claimed: bool = False  # it got in because it had waited so long
+    claimed: bool = False  # admitted because it had waited for too long
 
 
 class AdmissionQueue:
-    """Owned by a Dispatcher. `recheck_s`: statistics are no newer than that. `change`: the membership's next one."""
+    """Owned by a Dispatcher. `recheck_s`: interval of statistics. `change`: wait for the next membership."""
 
     def __init__(
         self, gateway: GatewaySpec, policy: Policy, recheck_s: float, change: Callable[[], Awaitable[object]]
@@ -52,7 +52,7 @@ class AdmissionQueue:
         self._watching: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Nobody waits any more."""
+        """Stop asking; its requests have ended before."""
         for handle in (self._round_due, self._timer):
             if handle is not None:
                 handle.cancel()
@@ -61,9 +61,9 @@ class AdmissionQueue:
             await asyncio.wait([self._watching])
 
     async def turn(self, request: Request, ask: Callable[[], Ask], emit: Callable[[Event], None]) -> Answer:
-        """Wait for its turn. A placement has begun with the policy; None: nobody is ready for it.
+        """Wait for the policy's answer. A placement is recorded with the policy; None: no worker is ready.
 
-        Raises `Rejected` when there is no place to wait. A caller that goes away gives its place back.
+        Raises `Rejected` when the queue is full. Cancellation takes the request out of the queue.
         """
         answer = self._policy.choose(asked := ask())
         if answer is None or isinstance(answer, Refusal):
@@ -75,7 +75,7 @@ class AdmissionQueue:
             self._round()
             if not waiting.turn.done():
                 queued = self._queued(waiting.entry, asked, answer)
-                if refusal := _in_vain(request, waiting.entry, queued):
+                if refusal := _predicted_miss(request, waiting.entry, queued):
                     self._resolve(waiting).set_result(refusal)
                 else:
                     emit(queued)
@@ -87,11 +87,11 @@ class AdmissionQueue:
             self._settle(waiting)
 
     def changed(self) -> None:
-        """Something may have become free: ask again, soon."""
+        """Room may have become free: ask the policy again soon."""
         if self._waiting and self._round_due is None:
             self._round_due = asyncio.get_running_loop().call_soon(self._round)
 
-    # ---- places ------------------------------------------------------------------------------------------------
+    # ---- entries -----------------------------------------------------------------------------------------------
 
     def _enter(self, request: Request, asked: Ask, answer: Placement | Later, ask: Callable[[], Ask]) -> _Waiting:
         if reason := self.queue.full(request):
@@ -112,20 +112,20 @@ class AdmissionQueue:
             position=position,
             predicted_start_s=start_s,
             predicted_ttft_s=asked.waited_s + start_s + entry.need_s,
-            reason=answer.reason if isinstance(answer, Later) else "others came first",
+            reason=answer.reason if isinstance(answer, Later) else "other requests are ahead",
         )
 
     def _lose(self, waiting: _Waiting, request: Request) -> None:
-        """Its coroutine was cancelled: the place, or the placement that it did not see any more, is free again."""
+        """Its coroutine was cancelled: remove the entry, or end a placement that the coroutine never got."""
         if self._waiting.pop(waiting.entry, None) is not None:
             self.queue.leave(waiting.entry)
         elif waiting.turn.exception() is None and isinstance(waiting.turn.result(), Placement):
             self._policy.ended(request.key, asyncio.get_running_loop().time())
 
     def _settle(self, waiting: _Waiting) -> None:
-        """This one left the queue. The next round comes when its coroutine has gone on to its workers.
+        """A request left the queue; its coroutine has continued. Start the next round.
 
-        Behind one that got in by its claim, whatever the load, not before statistics show it, or something ends.
+        After a request that was admitted despite the load, wait until statistics show it or a request ends.
         """
         if self._waiting:
             if waiting.claimed:
@@ -143,7 +143,7 @@ class AdmissionQueue:
     # ---- rounds ------------------------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        """Ask for those whose turn it is. At most one gets in; the next round comes when it is on its way."""
+        """Ask the policy about the next requests. Admits at most one; `_settle` starts the next round."""
         now_s = asyncio.get_running_loop().time()
         self._round_due = None
         for entry in self.queue.hopeless(now_s):
@@ -161,9 +161,9 @@ class AdmissionQueue:
             self._wake_in(wake_s)
 
     def _ask(self, waiting: _Waiting, *, only_refusals: bool = False) -> Placement | Refusal | Later | None:
-        """The policy's answer; a placement has begun, and with it or a refusal this one leaves the queue."""
+        """The policy's answer. A placement (recorded with the policy) or a refusal takes the entry out."""
         if waiting.turn.done():
-            return None  # cancelled; its coroutine will see that next
+            return None  # cancelled, which its coroutine will notice
         try:
             answer = self._policy.choose(asked := replace(waiting.ask(), is_queued=True))
             if isinstance(answer, Placement) and not only_refusals:
@@ -177,13 +177,13 @@ class AdmissionQueue:
         return answer
 
     def _resolve(self, waiting: _Waiting, *, served: bool = False) -> asyncio.Future[Answer]:
-        """It leaves the queue; its tenant pays for what was served."""
+        """Take it out of the queue. `served`: count it towards its tenant's share."""
         del self._waiting[waiting.entry]
         (self.queue.take if served else self.queue.leave)(waiting.entry)
         return waiting.turn
 
     def _begin(self, asked: Ask, placement: Placement) -> Placement:
-        """Answers the placement as the client sees it: times count from the request's arrival."""
+        """Record the placement. Returns it as the client sees it, with times from the request's arrival."""
         self._policy.began(asked, placement)
         return self._policy.for_client(asked, placement)
 
@@ -204,17 +204,17 @@ def _need_s(answer: Placement | Later) -> float:
     return answer.predicted_ttft_s or 0.0 if answer.prefill_s is None else answer.prefill_s
 
 
-def _in_vain(request: Request, entry: QueuedRequest, queued: Queued) -> Refusal | None:
-    """The refusal of one who would be refused in the end, as is foreseen."""
-    ttft_s, promised_s = queued.predicted_ttft_s, request.slo.ttft_s
-    if not entry.rejects or promised_s is None or ttft_s <= HOPE * promised_s:
+def _predicted_miss(request: Request, entry: QueuedRequest, queued: Queued) -> Refusal | None:
+    """A refusal if the request would miss its TTFT SLO after the predicted wait."""
+    ttft_s, slo_s = queued.predicted_ttft_s, request.slo.ttft_s
+    if not entry.rejects or slo_s is None or ttft_s <= TOLERANCE * slo_s:
         return None
-    reason = f"behind {queued.position} who wait the first token would take {ttft_s:.3g} s"
-    return Refusal(f"{reason}, the SLO is {promised_s:.3g} s ({queued.reason})", ttft_s - promised_s)
+    reason = f"behind {queued.position} queued requests the first token would take {ttft_s:.3g} s"
+    return Refusal(f"{reason}, the SLO is {slo_s:.3g} s ({queued.reason})", ttft_s - slo_s)
 
 
 def _start_s(answer: Placement | Later, ahead: list[QueuedRequest], view: ClusterView) -> float:
-    """When its turn comes, as forecast: its own wait, and that of those before it, dealt out over the workers."""
+    """Predicted wait: its own, plus that of the requests ahead, spread over the workers."""
     prefills = len(view.ready(Role.PREFILL, Role.MIXED)) or len(view.ready(Role.DECODE))
     decodes = len(view.ready(Role.DECODE, Role.MIXED)) or prefills
     start_s, apart_s = (answer.start_s, answer.apart_s) if isinstance(answer, Later) else (0.0, 0.0)

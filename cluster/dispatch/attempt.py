@@ -1,11 +1,11 @@
-"""One attempt at a request on chosen workers: from the reservation to the last token, one coroutine for each way.
+"""One attempt at a request on chosen workers, from the reservation to the last token. One coroutine per way:
 
     colocated   generate(W) ─ tokens ─>
     split       reserve(D) ─> prefill(P) ─ ticket ─> fetch(D) ─ first token ─> decode(D) ─ tokens ─>
     cut         reserve(D) ─> prefill(P, head) ─ ticket ─> fetch(D) ─> D computes the tail ─ tokens ─>
 
 Every failure raises `AttemptFailed` (another attempt may succeed) or the caller's own error; `release` then frees what
-workers still hold. A running decode may move to another worker: `cluster.dispatch.migration`. Knows no policy.
+workers still hold. `cluster.dispatch.migration` moves a running decode to another worker. Knows no policy.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 
-LIVENESS_S = 5.0  # the workers are asked whether they still have the request when nothing came for so long
+LIVENESS_S = 5.0  # after this long without a message, ask the workers whether they still have the request
 
 
 class Phase(StrEnum):
-    """Where a request is. The names are those that traces and deadlines show."""
+    """Phase of a request, by the names in traces and deadline errors."""
 
     QUEUEING = "queueing"
     PREFILL = "prefill"
@@ -46,10 +46,9 @@ class Phase(StrEnum):
 class Attempt:
     """Owned by its request's coroutine. `prefill` and `decode` are the same client when colocated.
 
-    `cut_tokens`: the prefill worker computes only so many, the decode worker the rest of the prompt (0: no cut).
-    `answer`: the tokens so far, which `on_tokens` extends. `on_moved` gets the source and the target of a migration.
-    `prefix_owner` may have the prompt's beginning; the prefill worker then fetches it first, for at most
-    `prefix_fetch_s`.
+    `cut_tokens`: the prefill worker computes this many, the decode worker the rest of the prompt (0: no cut).
+    `answer`: the tokens so far, which `on_tokens` extends. `on_moved` gets source and target of a migration.
+    `prefix_owner` may have the prompt's prefix; the prefill worker first fetches it, for at most `prefix_fetch_s`.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class Attempt:
         prefix_owner: WorkerClient | None = None,
         prefix_fetch_s: float = 0.0,
     ) -> None:
-        unlike = prefill.kv_dtype != decode.kv_dtype
-        if unlike and request.generated:  # the answer's KV must be rounded as before: computed where it decodes
+        dtypes_differ = prefill.kv_dtype != decode.kv_dtype
+        if dtypes_differ and request.generated:  # the decode worker computes the answer's KV, with the same rounding
             request = replace(request, group="")
             cut_tokens = min(cut_tokens or len(request.prompt), len(request.prompt))
         self.request = request
         self._prefill = WorkerCall(request=request, worker=prefill)
-        fetching = replace(request, kv_dtype=prefill.kv_dtype) if unlike else request
+        fetching = replace(request, kv_dtype=prefill.kv_dtype) if dtypes_differ else request
         self.decode = self._prefill if prefill is decode else WorkerCall(request=fetching, worker=decode)
         self._cut_tokens = 0 if prefill is decode else cut_tokens
         self._watch = watch
@@ -85,27 +84,27 @@ class Attempt:
         self.background = background
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
-        # Bounded by the attempt's own tokens. An exception is one that `on_tokens` raised outside of `run`.
+        # Bounded by the attempt's own tokens. An exception: `on_tokens` raised it outside of `run`.
         self._inbox: deque[tuple[WorkerCall, Message | Exception]] = deque()
         self._has_mail = asyncio.Event()
         self._num_messages = 0
-        self._look_s = 0.0  # when liveness is looked at next
-        self._num_messages_then = 0  # at the last look
+        self._next_check_s = 0.0  # when liveness is checked next
+        self._num_messages_then = 0  # at the last check
         self._missing_then: list[WorkerCall] = []
         self._latest: SequenceTiming | None = None
-        self._head: SequenceTiming | None = None  # of a cut prompt's head, until it is booked
+        self._head: SequenceTiming | None = None  # of a cut prompt's head, until its lap
         self.phase = Phase.QUEUEING
         self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
-        self.decode_workers = [decode.name]  # the last one decodes now
-        self.switching = asyncio.Lock()  # held while the decode changes its worker: no message is taken meanwhile
+        self.decode_workers = [decode.name]  # the last one is the current one
+        self.switching = asyncio.Lock()  # held while the decode changes workers; delays messages
         self.migration: asyncio.Task[bool] | None = None
-        self.num_moves = 0  # tried
+        self.num_moves = 0  # including failed ones
 
     # ---- the ways ----------------------------------------------------------------------------------------------
 
     async def reserve(self, timeout_s: float) -> None:
-        """Split and cut only: reserve blocks on the decode worker, within `timeout_s`."""
+        """Reserve blocks and a slot on the decode worker, within `timeout_s`. Not for colocated attempts."""
         decode = self.decode
         tail_tokens = self.request.num_tokens - self._cut_tokens if self._cut_tokens else 0
         decode.hold(self.on_message, prompt_tokens=tail_tokens)
@@ -151,13 +150,13 @@ class Attempt:
             if first.finish is not None:
                 return first.finish
             await decode.call(decode.handle.decode(decode.key, first.tokens[-1:]))
-        prefill.done()  # bytes and first token are both here
+        prefill.done()  # both the KV and the first token have arrived
         self.phase = Phase.DECODE
         return await self._decode_to_end()
 
     async def _run_cut(self) -> FinishReason:
         decode = self.decode
-        if self.cached_tokens >= self._cut_tokens:  # the decode worker has the head already
+        if self.cached_tokens >= self._cut_tokens:  # the decode worker has cached the head
             await decode.call(decode.handle.fetch(decode.key, None, True))
             return await self._answer(await self._receive(TokensOut))
         await self._start_prefill(self._cut_tokens)
@@ -177,7 +176,7 @@ class Attempt:
         await prefill.take(prefill.handle.prefill(prefill.request, self._cut_tokens))
 
     async def _fetch_prefix(self) -> None:
-        """Have the prefill worker fetch the prompt's beginning from its owner. If that fails, it computes more."""
+        """Let the prefill worker fetch the prompt's prefix from its owner. On failure it computes the prefix."""
         owner = self._prefix_owner
         if owner is None:
             return
@@ -186,7 +185,7 @@ class Attempt:
             ticket = await WorkerCall(request=self.request, worker=owner).call(holding)
         except AttemptFailed as failure:
             extra = log_fields(key=self.request.id, worker=failure.worker)
-            logger.warning("request %s: no prefix could be fetched from %s", self.request.id, failure, extra=extra)
+            logger.warning("request %s: could not fetch a prefix from %s", self.request.id, failure, extra=extra)
             return
         if ticket is not None:
             fetching = self._prefill.handle.fetch_prefix(self.request, ticket, self._prefix_fetch_s)
@@ -203,9 +202,9 @@ class Attempt:
             self.phase = Phase.TRANSFER
 
     def _on_head_fetched(self, output: FetchedOut) -> None:
-        """A cut prompt's head lies where it decodes; its tail is computed there."""
+        """The decode worker has a cut prompt's head and computes the tail."""
         self.on_fetched(self.decode, output.report)
-        if self.phase is Phase.TRANSFER:  # the head's timing came before
+        if self.phase is Phase.TRANSFER:  # the head's timing has arrived
             self._watch.lap("transfer_wait")
             self._prefill.done()
         else:
@@ -213,7 +212,7 @@ class Attempt:
         self.phase = Phase.PREFILL
 
     async def _answer(self, first: TokensOut) -> FinishReason:
-        """To the last token, on the worker that drew the first one and goes on with it."""
+        """Decode to the last token on the worker that sampled the first one."""
         self._emit_first(first, Phase.DECODE)
         if first.finish is not None:
             self.decode.done()
@@ -223,7 +222,7 @@ class Attempt:
     async def _decode_to_end(self) -> FinishReason:
         while True:
             output = await self._receive(HeadOut, TokensOut)
-            if isinstance(output, HeadOut):  # of a cut prompt, overtaken by its first token
+            if isinstance(output, HeadOut):  # of a cut prompt; the first token came earlier
                 self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
                 self._prefill.done()
                 continue
@@ -235,19 +234,19 @@ class Attempt:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no worker has begun with its prompt, as far as is known: it may be given up for another attempt."""
+        """Whether no worker is known to have begun its prompt, so that another attempt may replace it."""
         return self.phase is Phase.PREFILL and not self._num_messages
 
     # ---- messages of the workers -------------------------------------------------------------------------------
 
     def on_message(self, call: WorkerCall, message: Message) -> None:
-        """A worker of ours sent something. Tokens in the middle of an answer go out at once, the rest in its turn."""
+        """Take a message. Tokens in the middle of an answer are emitted at once, the rest goes through the inbox."""
         self._num_messages += 1
         in_turn = self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
         if in_turn and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
             try:
                 self._emit(message)
-            except Exception as error:  # ends this attempt, not the client of the worker
+            except Exception as error:  # must end this attempt, not the worker's client
                 self._put(call, error)
         else:
             self._put(call, message)
@@ -264,7 +263,7 @@ class Attempt:
     async def _receive(self, one: type[A], two: type[B], three: type[C], /) -> A | B | C: ...
 
     async def _receive(self, *expected: type[Any]) -> Any:
-        """The next output of our workers, of one of these types. Raises what ends the attempt."""
+        """The next output, of one of these types. Raises the error that ends the attempt."""
         while True:
             await self._wait_for_mail()
             async with self.switching:
@@ -273,7 +272,7 @@ class Attempt:
                 self._has_mail.clear()
             is_ours = call is self._prefill or call is self.decode
             if not is_ours or not (call.is_held or isinstance(message, HeadOut)):
-                continue  # it has done its part, or the request has left there
+                continue  # its part is done, or the decode has migrated
             if isinstance(message, WorkerLost):
                 raise AttemptFailed(call.name, f"the worker was lost ({message.reason})")
             if isinstance(message, Exception):
@@ -287,33 +286,33 @@ class Attempt:
             return message
 
     async def _wait_for_mail(self) -> None:
-        """Looks at liveness every `LIVENESS_S`."""
+        """Check liveness every `LIVENESS_S`."""
         clock = asyncio.get_running_loop()
-        self._look_s = self._look_s or clock.time() + LIVENESS_S
+        self._next_check_s = self._next_check_s or clock.time() + LIVENESS_S
         while not self._inbox:
             try:
-                async with asyncio.timeout_at(self._look_s):
+                async with asyncio.timeout_at(self._next_check_s):
                     await self._has_mail.wait()
             except TimeoutError:
                 await self._check_liveness()
-                self._look_s = clock.time() + LIVENESS_S
+                self._next_check_s = clock.time() + LIVENESS_S
 
     async def _check_liveness(self) -> None:
-        """Fail if a worker that must speak next no longer has the request: then no message would ever come.
+        """Raise `AttemptFailed` if a worker whose message is due no longer has the request.
 
-        It must be missing at two looks with no message between them, since its last messages may be on their way.
+        It must be missing at two checks with no message between them, since its last messages may be on their way.
         """
         missing: list[WorkerCall] = []
         if self._num_messages == self._num_messages_then:
-            speak = [self.decode] if self.phase in (Phase.TRANSFER, Phase.DECODE) else [self._prefill, self.decode]
-            missing = [call for call in dict.fromkeys(speak) if await call.is_missing()]
+            due = [self.decode] if self.phase in (Phase.TRANSFER, Phase.DECODE) else [self._prefill, self.decode]
+            missing = [call for call in dict.fromkeys(due) if await call.is_missing()]
             for call in missing:
                 if call in self._missing_then:
                     raise AttemptFailed(call.name, "the worker no longer has the request")
         self._num_messages_then, self._missing_then = self._num_messages, missing
 
     def _emit_first(self, output: TokensOut, phase: Phase) -> None:
-        """The first token of this attempt; `phase` comes behind it."""
+        """Emit the attempt's first token; `phase` follows."""
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self._lap_prompt(output.timing)
         self._watch.first_token()
@@ -325,14 +324,14 @@ class Attempt:
         self._on_tokens(output)
 
     def on_fetched(self, reader: WorkerCall, report: TransferReport) -> None:
-        """KV of ours has arrived at a worker."""
+        """The request's KV has arrived at a worker."""
         self.transfers.append(report)
         self._on_transfer(reader.name, report)
 
     # ---- laps, and the end -------------------------------------------------------------------------------------
 
     def close_lap(self) -> None:
-        """Book the time since the last lap, divided as the worker measured it."""
+        """End the lap, divided as the worker measured it."""
         timing = self._latest
         if self.phase is Phase.QUEUEING:
             self._watch.lap("reserve")
@@ -347,7 +346,7 @@ class Attempt:
             )
 
     def _lap_prompt(self, timing: SequenceTiming | None) -> None:
-        """A lap of the prompt: what its head and this computation took since the last lap, and the rest."""
+        """End a lap of the prompt, divided into queueing and computing of its head and of this worker."""
         parts = [each for each in (self._head, timing) if each is not None]
         self._head = None
         queued = [("prefill_queue", each.queue_s) for each in parts]
@@ -358,7 +357,7 @@ class Attempt:
         return self.phase is Phase.DECODE and self.decode.is_held and not moves and worker is not self.decode.worker
 
     def moved_to(self, call: WorkerCall) -> None:
-        """From here on another worker decodes."""
+        """Another worker decodes from now on."""
         self.close_lap()
         self._latest = None
         owner, self.decode = self.decode, call
@@ -367,8 +366,8 @@ class Attempt:
         self._on_moved(owner.name, call.name)
 
     def release(self) -> None:
-        """Let all sides drop what they still hold; does not wait."""
+        """Let all workers drop what they still hold; does not wait."""
         if self.migration is not None:
-            self.migration.cancel()  # it releases the worker that it was to move to
+            self.migration.cancel()  # which releases its target
         for call in (self._prefill, self.decode):
             call.release(self.background)

@@ -1,4 +1,4 @@
-"""The workers as one gateway knows them: a client of every ready one, the membership, and the view made of both.
+"""One gateway's view of the workers: a client for every ready one, the membership, and the cluster view of both.
 
 Follows the controller, reconnects to lost workers, and keeps the last membership while the controller is away.
 Knows no request and no policy.
@@ -24,7 +24,6 @@ from cluster.observe.history import History
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import NOTHING_SENT, Sent
 from cluster.runtime.errors import WorkerGone
-from cluster.runtime.interface import WorkerHandle
 from cluster.spec import ClusterSpec, Role
 from diptych.view import ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError
@@ -37,8 +36,9 @@ RECONNECT_S = 1.0
 
 
 class WorkerDiscovery:
-    """Owned by a Dispatcher. `start` before use, `close` after. `caches` learns what workers have cached, `history`
-    which workers changed their role or were lost."""
+    """Owned by a Dispatcher. `start` before use, `close` after. `caches` gets the workers' cache events, `history`
+    role changes and lost workers.
+    """
 
     def __init__(
         self,
@@ -46,9 +46,8 @@ class WorkerDiscovery:
         model: ModelView,
         watch_members: WatchMembers,
         name: str,
-        caches: PrefixIndex | None = None,
-        history: History | None = None,
-        failures: Failures | None = None,
+        caches: PrefixIndex | None,
+        history: History,
     ) -> None:
         self._spec = spec
         self._model = model
@@ -56,7 +55,7 @@ class WorkerDiscovery:
         self._name = name
         self._caches = caches
         self._history = history
-        self.failures = failures or Failures()
+        self.failures = Failures()
         self._membership = Membership(0)
         self._pairs = self._membership.pairs
         self._changed = asyncio.Event()
@@ -66,12 +65,12 @@ class WorkerDiscovery:
         self._role_changes: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> None:
-        """Learn the members, and follow them from now on."""
+        """Connect to the workers, and follow the membership from now on."""
         self.take(await self._watch_members(0, WATCH_S))
         for task, work in (("following the members", self._follow), ("reconnecting to lost workers", self._reconnect)):
             self._following.append(asyncio.ensure_future(supervised(task, work, self.failures)))
         while any(not client.has_answered and client.lost is None for client in self.clients.values()):
-            await self._changed.wait()  # each client gets an answer or is lost within its own bound
+            await self._changed.wait()  # each client gets an answer or is lost within its timeout
 
     async def close(self) -> None:
         for task in self._following:
@@ -83,7 +82,7 @@ class WorkerDiscovery:
         return self._changed.wait()
 
     def role_changes(self) -> tuple[tuple[str, str, int], ...]:
-        """From which role to which, and how often, since this gateway began."""
+        """Role changes since this gateway started: (old role, new role, count)."""
         return tuple((before, after, count) for (before, after), count in sorted(self._role_changes.items()))
 
     @property
@@ -93,7 +92,7 @@ class WorkerDiscovery:
     # ---- the view --------------------------------------------------------------------------------------------
 
     def picture(self) -> ClusterView:
-        """Membership as published, statistics as last received; what has not changed is the same object. Ages are 0."""
+        """The membership with the latest statistics, without ages. Unchanged parts are the same objects."""
         clients = self.clients
         workers = tuple(
             client.seen(member.view) if (client := clients.get(member.view.name)) is not None else member.view
@@ -108,7 +107,7 @@ class WorkerDiscovery:
         return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
 
     def view(self) -> ClusterView:
-        """The picture with ages; a worker whose client is lost counts as dead."""
+        """The picture with ages; a lost worker counts as dead."""
         picture, now_s = self.picture(), asyncio.get_running_loop().time()
         return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
 
@@ -119,7 +118,7 @@ class WorkerDiscovery:
         return structs.replace(worker, age_s=now_s - client.last_poll_s)
 
     def has_ready(self, *roles: Role) -> bool:
-        """Whether a worker of one of these roles can be sent work."""
+        """Whether a connected worker of one of these roles is ready."""
         return any(
             member.view.role in roles
             and member.view.state is WorkerState.READY
@@ -129,7 +128,7 @@ class WorkerDiscovery:
         )
 
     def sent(self) -> dict[str, Sent]:
-        """What went to each worker since its statistics were taken."""
+        """By worker, the work sent to it since its latest statistics."""
         return {name: client.sent for name, client in self.clients.items() if client.sent is not NOTHING_SENT}
 
     async def audit(self) -> ClusterView:
@@ -144,7 +143,7 @@ class WorkerDiscovery:
     # ---- following -------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Keep the membership fresh. Without a controller the last known one stays in force."""
+        """Poll for the next membership. Without a controller the last one stays in force."""
         try:
             self.take(await self._watch_members(self._membership.revision, WATCH_S))
         except WorkerGone as error:
@@ -152,7 +151,7 @@ class WorkerDiscovery:
             await asyncio.sleep(RECONNECT_S)
 
     def take(self, membership: Membership) -> None:
-        self._note_changes(membership)
+        self._record_changes(membership)
         if membership.links is not self._membership.links:
             self._pairs = membership.pairs
         self._membership = membership
@@ -175,7 +174,7 @@ class WorkerDiscovery:
                 self.clients[name] = self._connect(member)
         self._pulse()
 
-    def _note_changes(self, membership: Membership) -> None:
+    def _record_changes(self, membership: Membership) -> None:
         before = {member.view.name: member.view for member in self._membership.members}
         for now in (member.view for member in membership.members):
             old = before.get(now.name)
@@ -183,47 +182,39 @@ class WorkerDiscovery:
                 continue
             if old.role is not now.role:
                 self._role_changes[old.role.value, now.role.value] += 1
-                self._note("flip", now.name, f"{old.role.value} -> {now.role.value}")
+                self._history.happened("flip", now.name, f"{old.role.value} -> {now.role.value}")
             if old.failures < CRASH_LOOP <= now.failures:
-                self._note("crash loop", now.name, now.detail)
-            if (
-                now.state is WorkerState.READY
-                and now.restarts
-                and (old.state, old.incarnation)
-                != (
-                    now.state,
-                    now.incarnation,
-                )
-            ):
-                self._note("back", now.name, now.detail)
+                self._history.happened("crash loop", now.name, now.detail)
+            was_ready = old.state is WorkerState.READY and old.incarnation == now.incarnation
+            if now.state is WorkerState.READY and now.restarts and not was_ready:
+                self._history.happened("back", now.name, now.detail)
 
     def _connect(self, member: Member) -> WorkerClient:
-        """A new client. Its subscriber's name is new too: what an older one left there times out."""
-        assert member.handle is not None, "only ready members are dialled"
-        dtypes = {pool.name: pool.engine.dtype for pool in self._spec.pools}
-        subscriber = f"{self._name}-{uuid.uuid4().hex[:12]}"
-        silence_s, reader = self._spec.health.dead_after_s, self._reader(member.view, member.handle)
+        """A new client, with a new subscriber name: the mailbox of an older client times out on the worker."""
+        view, handle = member.view, member.handle
+        assert handle is not None, "only ready members are dialled"
+        reader: CacheReader | None = None
+        if self._caches is not None:
+            take = partial(self._caches.take, view.name, view.incarnation)
+            reader = CacheReader(handle.at(view.incarnation), take, self._spec.gateway.cache_news_s)
         client = WorkerClient(
-            member.view, member.handle, subscriber, silence_s, self._pulse, reader, dtypes.get(member.view.pool, "")
+            view,
+            handle,
+            subscriber=f"{self._name}-{uuid.uuid4().hex[:12]}",
+            silence_s=self._spec.health.dead_after_s,
+            changed=self._pulse,
+            cache=reader,
+            kv_dtype=next((pool.engine.dtype for pool in self._spec.pools if pool.name == view.pool), ""),
         )
-        client.ended.add_done_callback(lambda _: self._note_end(client.name, client.lost or ""))
+        client.ended.add_done_callback(lambda _: self._on_client_ended(client))
         return client
 
-    def _note_end(self, worker: str, reason: str) -> None:
-        self._note("left" if reason == TAKEN_OUT else "lost", worker, reason)
-
-    def _note(self, kind: str, worker: str, text: str) -> None:
-        if self._history is not None:
-            self._history.happened(kind, worker, text)
-
-    def _reader(self, view: WorkerView, handle: WorkerHandle) -> CacheReader | None:
-        if self._caches is None:
-            return None
-        take = partial(self._caches.take, view.name, view.incarnation)
-        return CacheReader(handle.at(view.incarnation), take, self._spec.gateway.cache_news_s)
+    def _on_client_ended(self, client: WorkerClient) -> None:
+        reason = client.lost or ""
+        self._history.happened("left" if reason == TAKEN_OUT else "lost", client.name, reason)
 
     async def _reconnect(self) -> None:
-        """A worker that the controller holds ready but that we lost gets a new client, once in a while."""
+        """Make a new client for each lost worker that the controller still sees as ready, every `RECONNECT_S`."""
         await asyncio.sleep(RECONNECT_S)
         for member in self._membership.members:
             client, view = self.clients.get(member.view.name), member.view
@@ -244,9 +235,9 @@ class WorkerDiscovery:
 
 
 def _departed(client: WorkerClient, view: WorkerView | None) -> bool:
-    """Whether the controller says that this client's worker is gone.
+    """Whether the membership shows that this client's worker is gone.
 
-    STARTING alone does not: a controller that was itself restarted says so of living workers until it has met them.
+    STARTING does not show it: a restarted controller publishes that for running workers until it has met them.
     """
     if view is None or view.state is WorkerState.DEAD:
         return True
@@ -254,7 +245,7 @@ def _departed(client: WorkerClient, view: WorkerView | None) -> bool:
 
 
 def _reason(client: WorkerClient, view: WorkerView | None) -> str:
-    """What became of this client's worker, as the controller says."""
+    """Why this client's worker is gone, by the membership."""
     if view is None or view.state is not WorkerState.DEAD:
         return TAKEN_OUT if view is None else "it was restarted"
     return view.detail or "it died"

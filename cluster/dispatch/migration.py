@@ -1,8 +1,8 @@
-"""Moves a running decode to another worker, while it goes on:
+"""Migrates a running decode from worker D to worker E; D keeps decoding meanwhile:
 
-    reserve(E) ─> hand_over(D) ─ ticket ─> fetch(E) ─> decode(E, what D drew meanwhile) ─ tokens ─>
+    reserve(E) ─> hand_over(D) ─ ticket ─> fetch(E) ─> decode(E, what D generated meanwhile) ─ tokens ─>
 
-A move that fails leaves the request where it is.
+If a migration fails, the request stays where it is.
 """
 
 import asyncio
@@ -19,34 +19,34 @@ from workers.request import MIXED_KV, FailedOut, FetchedOut
 
 logger = logging.getLogger(__name__)
 
-MOVE_RESERVE_S = 2.0  # a worker without room by then is no place to move to, and others wait for the move's end
+MOVE_RESERVE_S = 2.0  # for a reservation on the target; other migrations wait for the end of this one
 
 
 async def migrate(attempt: Attempt, worker: WorkerClient, timeout_s: float) -> bool:
-    """Have `worker` go on with the decode, which continues meanwhile; False when it stays where it is.
+    """Migrate the decode to `worker`. False: it stays where it is.
 
-    Once all KV has arrived there, the last step is not bounded by `timeout_s` but by the worker's answer.
+    Once all KV has arrived, the last step waits for the worker's answer, whatever `timeout_s`.
     """
     if not attempt.may_move_to(worker):
         return False
     attempt.num_moves += 1
-    unlike = attempt.decode.request.kv_dtype or attempt.decode.worker.kv_dtype != worker.kv_dtype
+    mixes_dtypes = attempt.decode.request.kv_dtype or attempt.decode.worker.kv_dtype != worker.kv_dtype
     request = replace(
         attempt.request,
         generated=tuple(attempt.answer),
         group="",
         fresh=False,
         num_moves=attempt.num_moves,
-        kv_dtype=MIXED_KV if unlike else "",
+        kv_dtype=MIXED_KV if mixes_dtypes else "",
     )
-    moving = _Migration(attempt, WorkerCall(request=request, worker=worker)).run(timeout_s)
-    attempt.migration = task = asyncio.ensure_future(moving)
+    running = _Migration(attempt, WorkerCall(request=request, worker=worker)).run(timeout_s)
+    attempt.migration = task = asyncio.ensure_future(running)
     await asyncio.wait({task})
     return not task.cancelled() and task.result()
 
 
 class _Migration:
-    """One move. Owned by its attempt, which cancels it when it ends."""
+    """Owned by its attempt, which cancels it when the attempt ends."""
 
     def __init__(self, attempt: Attempt, target: WorkerCall) -> None:
         self._attempt = attempt
@@ -59,7 +59,7 @@ class _Migration:
         attempt, target = self._attempt, self._target
         try:
             async with asyncio.timeout(timeout_s):
-                await self._bring(timeout_s)
+                await self._copy_kv(timeout_s)
             async with attempt.switching:
                 await self._switch()
             return True
@@ -72,14 +72,14 @@ class _Migration:
             if attempt.decode is not target:
                 target.release(attempt.background)
 
-    async def _bring(self, timeout_s: float) -> None:
-        """Bring what the owner has computed to the target."""
+    async def _copy_kv(self, timeout_s: float) -> None:
+        """Copy the KV that the owner has computed to the target."""
         owner, target = self._owner, self._target
         target.hold(self._on_message, prompt_tokens=0)
         await target.take(target.handle.reserve(target.request, min(timeout_s, MOVE_RESERVE_S)))
         ticket = await owner.call(owner.handle.hand_over(owner.key, target.request.num_tokens))
         await target.call(target.handle.fetch(target.key, ticket))
-        if ticket is not None:  # None: the target has all of it
+        if ticket is not None:  # None: the target has cached all of it
             self._attempt.on_fetched(target, await self._arrived)
 
     def _on_message(self, call: WorkerCall, message: Message) -> None:
@@ -91,11 +91,11 @@ class _Migration:
             self._arrived.set_exception(AttemptFailed(call.name, message.reason))
 
     async def _switch(self) -> None:
-        """From here on the target decodes. Messages of both workers wait; the owner's count only if this fails."""
+        """Let the target decode. Messages of both workers wait; the owner's are used only if this fails."""
         attempt, target = self._attempt, self._target
         if not self._owner.is_held:
-            raise AttemptFailed(self._owner.name, "it has ended there")
+            raise AttemptFailed(self._owner.name, "the request has ended there")
         target.redirect(attempt.on_message)
-        drawn = tuple(attempt.answer[len(target.request.generated) :])
-        await target.call(target.handle.decode(target.key, drawn))
+        generated = tuple(attempt.answer[len(target.request.generated) :])
+        await target.call(target.handle.decode(target.key, generated))
         attempt.moved_to(target)

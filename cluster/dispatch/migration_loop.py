@@ -1,6 +1,6 @@
-"""Carries out what `cluster.policy.scaling.migrations` and `requeue` find: asks at times, and when members change.
+"""Runs the migrations and requeues that the policies plan, periodically and when the membership changes.
 
-Knows no request and no worker; whoever owns it lends it the verbs.
+The policies are `cluster.policy.scaling.migrations` and `requeue`. Knows requests by their keys only.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ MOST_REPLACED = 16  # prompts per look
 class MigrationLoop:
     """Owned by a Dispatcher. `start` before use, `close` after.
 
-    `contexts` are the tokens so far of each attempt that may be moved; `move` has another worker go on with one.
-    `replace` gives one up whose prompt waits, for another on better workers, if there are any.
+    `contexts` returns the tokens so far of each running decode. `move` migrates one to another worker. `replace`
+    replaces an attempt whose prompt waits by one on better workers, if there are any.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class MigrationLoop:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def counts(self) -> tuple[tuple[str, str, int], ...]:
-        """How many were begun for each reason, by what became of them."""
+        """Moves by reason and outcome: (reason, outcome, count)."""
         return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
     def start(self, failures: Failures) -> None:
         self._following = asyncio.ensure_future(supervised("planning moves", self._follow, failures))
 
     async def close(self) -> None:
-        """End the moves under way: their requests stay where they are."""
+        """Cancel running migrations: their requests stay where they are."""
         tasks = [*self._under_way, *([self._following] if self._following else [])]
         for task in tasks:
             task.cancel()
@@ -65,11 +65,11 @@ class MigrationLoop:
             await asyncio.wait(tasks)
 
     async def _follow(self) -> None:
-        await self._occasion()
+        await self._wait_for_occasion()
         self.look()
 
-    async def _occasion(self) -> None:
-        """Somebody came or left or has another role, what was begun is over, or some time has passed."""
+    async def _wait_for_occasion(self) -> None:
+        """Until the membership changes, all migrations have ended, or `LOOK_S` has passed."""
         self._looking.clear()
         either = {asyncio.ensure_future(self._looking.wait()), asyncio.ensure_future(_wait(self._change()))}
         try:
@@ -79,11 +79,11 @@ class MigrationLoop:
                 each.cancel()
 
     def look(self) -> None:
-        """Begin what should move now."""
+        """Start the migrations and requeues that are planned now."""
         contexts, now_s = self._contexts(), asyncio.get_running_loop().time()
         if contexts:
             for move in self._migration_planner.plan(self._picture(), contexts, now_s):
-                task = asyncio.ensure_future(self._carry_out(move))
+                task = asyncio.ensure_future(self._migrate(move))
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
         left = MOST_REPLACED
@@ -95,12 +95,12 @@ class MigrationLoop:
                 self._counts["anew", "moved"] += 1
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """When the last of a few has moved, it is time for the next ones."""
+        """After the last of a batch, plan the next ones."""
         self._under_way.discard(task)
         if not (self._under_way or task.cancelled()):
             self._looking.set()
 
-    async def _carry_out(self, move: Move) -> None:
+    async def _migrate(self, move: Move) -> None:
         moved = False
         try:
             moved = await self._move(move.key, move.target)
@@ -111,8 +111,8 @@ class MigrationLoop:
             self._counts[move.kind, "moved" if moved else "stayed"] += 1
             outcome = "moved" if moved else "could not move"
             extra = log_fields(key=move.key, source=move.source, target=move.target)
-            words = move.key, outcome, move.source, move.target, move.reason
-            logger.info("%s %s from %s to %s: %s", *words, extra=extra)
+            args = move.key, outcome, move.source, move.target, move.reason
+            logger.info("%s %s from %s to %s: %s", *args, extra=extra)
 
 
 async def _wait(change: Awaitable[object]) -> None:

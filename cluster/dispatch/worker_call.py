@@ -1,10 +1,11 @@
-"""One worker's part in an attempt: its key there, the calls to it, and whether the worker may still hold something.
+"""One worker's part in an attempt: the request's key, the calls, and whether the worker may still hold something.
 
-Knows one worker client, no other call, and no order of calls.
+Knows no order of calls.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -23,9 +24,9 @@ Background = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class AttemptFailed(Exception):
-    """This attempt ended without a finish. `worker`: where it failed. `corrupt`: its KV was.
+    """An attempt failed at `worker`. `corrupt`: its KV was corrupt.
 
-    `refused_s`: the worker is healthy but has no room; come back after this many seconds.
+    `refused_s`: the worker is healthy but has no room; retry after this many seconds.
     """
 
     def __init__(self, worker: str, reason: str, *, corrupt: bool = False, refused_s: float | None = None) -> None:
@@ -40,14 +41,14 @@ class AttemptFailed(Exception):
 
 
 class WorkerCall:
-    """Owned by an Attempt or a migration, which must release it; releasing does not wait."""
+    """Owned by an Attempt or a migration, which must release it."""
 
     def __init__(self, *, request: Request, worker: WorkerClient) -> None:
         self.worker = worker
         self.request = replace(request, reply_to=worker.subscriber)
         self.key = request.key
-        self.is_held = False  # the worker may hold something of ours
-        self.is_taken = False  # the worker confirmed that it does
+        self.is_held = False  # the worker may hold something for this key
+        self.is_taken = False  # the worker confirmed that it has the key
 
     @property
     def name(self) -> str:
@@ -58,25 +59,22 @@ class WorkerCall:
         return self.worker.handle
 
     def hold(self, on_message: "Callable[[WorkerCall, Message], None]", *, prompt_tokens: int) -> None:
-        """Send the worker's messages for this key to `on_message`. `prompt_tokens`: how many it has to compute."""
+        """Subscribe `on_message` to the worker's messages. `prompt_tokens`: how many it has to compute."""
         if not self.is_held:
             self.is_held = True
             self.worker.join(self.key, partial(on_message, self), prompt_tokens)
 
     def redirect(self, on_message: "Callable[[WorkerCall, Message], None]") -> None:
-        """Send further messages to somebody else."""
+        """Replace the subscriber."""
         self.worker.redirect(self.key, partial(on_message, self))
 
     def done(self) -> None:
-        """The worker holds nothing of ours any more; its death no longer matters."""
+        """The worker holds nothing any more; its death no longer matters."""
         self.is_held = self.is_taken = False
         self.worker.leave(self.key)
 
     async def take(self, call: Coroutine[Any, Any, T]) -> T:
-        """The call that gives the worker our key. A worker that refuses holds nothing, so nothing is canceled.
-
-        Raises what `call` does.
-        """
+        """Run the call that gives the worker the key. A worker that refuses holds nothing. Errors: as `call`."""
 
         async def taking() -> T:
             try:
@@ -90,13 +88,13 @@ class WorkerCall:
         return answer
 
     async def is_missing(self) -> bool:
-        """Whether the worker took our key and no longer has it. Raises `AttemptFailed`."""
+        """Whether the worker had the key and no longer has it. Raises `AttemptFailed`."""
         return self.is_held and self.is_taken and not await self.call(self.handle.holds(self.key))
 
     async def call(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call to the worker. It ends at once when the worker is lost.
+        """Run a call to the worker, until the worker is lost.
 
-        Raises `AttemptFailed`, also where the worker has no room, and `Unservable` for the caller's own mistakes.
+        Raises `AttemptFailed`, also if the worker has no room, and `Unservable` for invalid requests.
         """
         calling = asyncio.ensure_future(call)
         either: set[asyncio.Future[Any]] = {calling, self.worker.ended}
@@ -106,7 +104,7 @@ class WorkerCall:
                 raise AttemptFailed(self.name, f"the worker was lost ({self.worker.lost})")
             return calling.result()
         except (WorkerGone, WorkerClosed) as error:
-            self.worker.give_up(f"{type(error).__name__}: {error}")  # now: the next attempt must not go there again
+            self.worker.give_up(f"{type(error).__name__}: {error}")  # at once: the next attempt must not use it
             raise AttemptFailed(self.name, f"{type(error).__name__}: {error}") from None
         except InvalidRequest as error:
             raise Unservable(str(error)) from None
@@ -118,16 +116,14 @@ class WorkerCall:
             calling.cancel()
 
     def release(self, background: Background) -> None:
-        """Let the worker drop what it still holds."""
+        """Let the worker drop what it still holds; does not wait."""
         was_held = self.is_held
         self.done()
         if was_held and self.worker.lost is None:
             background(self._cancel())
 
     async def _cancel(self) -> None:
-        """Best effort: a worker that does not answer has died, or will drop us as a silent subscriber."""
-        try:
+        """Best effort: a worker that does not answer has died, or will drop a silent subscriber."""
+        with suppress(WorkerGone, WorkerError, TimeoutError):
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await self.handle.cancel(self.key)
-        except (WorkerGone, WorkerError, TimeoutError):
-            return

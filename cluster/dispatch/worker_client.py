@@ -1,7 +1,7 @@
-"""A gateway's client of one incarnation of a worker: polls its bundles, routes outputs to attempts, notices its death.
+"""A gateway's client of one incarnation of a worker: polls it, routes outputs to attempts, detects its death.
 
-A worker that is silent for `dead_after_s` of time in which this process ran, or whose process is gone, is lost: every
-attempt on it gets `WorkerLost` at once, and nothing is placed there again. Knows no policy and no request.
+A worker is lost when its process is gone, or when it is silent for `dead_after_s` while this process runs. Each attempt
+on it then gets `WorkerLost` at once, and no further one is placed there. Knows no policy and no request.
 """
 
 import asyncio
@@ -38,23 +38,24 @@ OnMessage = Callable[[Message], None]
 class WorkerClient:
     """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost.
 
-    `cache` learns of changes of what the worker has cached, and stops with the client.
+    `cache` reads the worker's cache events, and is closed with the client. `kv_dtype`: of the worker's pool.
     """
 
     def __init__(
         self,
         view: WorkerView,
         handle: WorkerHandle,
+        *,
         subscriber: str,
         silence_s: float,
         changed: Callable[[], None],
-        cache: CacheReader | None = None,
-        kv_dtype: str = "",
+        cache: CacheReader | None,
+        kv_dtype: str,
     ) -> None:
         self.view = view
         self.handle = handle.at(view.incarnation)
         self.subscriber = subscriber
-        self.kv_dtype = kv_dtype  # of the worker's pool
+        self.kv_dtype = kv_dtype
         self.has_answered = False
         self.stats: WorkerStats = view.stats
         self.sent = NOTHING_SENT
@@ -75,8 +76,8 @@ class WorkerClient:
         return self.view.name
 
     def seen(self, published: WorkerView) -> WorkerView:
-        """The published view with what this client knows of the worker; the same object while nothing changes."""
-        if (last := self._seen) is not None:  # asked of each worker for each request
+        """The published view with this client's statistics and state; the same object while nothing changes."""
+        if (last := self._seen) is not None:  # called for each worker and request
             view, stats, has_answered, lost = last[0]
             if published is view and self.stats is stats and self.has_answered is has_answered and self.lost is lost:
                 return last[1]
@@ -91,14 +92,14 @@ class WorkerClient:
         return seen
 
     def join(self, key: str, on_message: OnMessage, prompt_tokens: int) -> None:
-        """Send outputs for `key` to `on_message` from now on, and `WorkerLost` at the end."""
+        """Send outputs for `key` to `on_message`, and `WorkerLost` if the worker is lost."""
         self._handlers[key] = on_message
         self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
         if self.lost is not None:
             on_message(WorkerLost(self.lost))
 
     def redirect(self, key: str, on_message: OnMessage) -> None:
-        """Send further outputs of a `key` that joined before to somebody else."""
+        """Replace the subscriber of a `key` that joined before."""
         if key in self._handlers:
             self._handlers[key] = on_message
 
@@ -138,7 +139,7 @@ class WorkerClient:
         self.stats = bundle.stats
         self.sent = NOTHING_SENT
         if self._cache is not None:
-            self._cache.on_news(bundle.stats.cache_number)
+            self._cache.on_stats(bundle.stats.cache_number)
         for output in bundle.outputs:
             on_message = self._handlers.get(output.key)
             if on_message is not None:
@@ -149,7 +150,7 @@ class WorkerClient:
         self._listening.cancel()
 
     def give_up(self, reason: str) -> None:
-        """Give the worker up; every attempt on it gets the reason. Only the first reason counts."""
+        """Mark the worker as lost, and send the reason to its attempts. Only the first reason counts."""
         if self.lost is not None:
             return
         logger.warning("worker %s is lost: %s", self.name, reason)

@@ -1,1 +1,1 @@
-"""What is counted and remembered of requests, for metrics, traces and history. Decides nothing."""
+"""Counts and remembers requests, for metrics, traces and history. Decides nothing."""

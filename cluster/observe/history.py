@@ -1,7 +1,6 @@
-"""What a gateway remembers of the last while: how requests went, what happened beside them, how full the workers were.
+"""A gateway's history: finished requests, events of workers, and samples of worker load.
 
-Keeps what is made anyway, bounded by count and by age; counters of what went through each worker never end, for rates.
-Knows no wire and no clock. Never sees a prompt or a token.
+Bounded by count and by age; the traffic counters of each worker only grow, for rates. Never sees a prompt or a token.
 """
 
 from collections import deque
@@ -23,36 +22,36 @@ from kvtransfer.ticket import TransferReport
 from workers.request import Request
 
 MOST_HAPPENINGS = 1024
-MOST_POINTS = 65_536  # of all samples together, one for each worker
+MOST_LOADS = 65_536  # one for each worker and sample
 RECENT = 32
 LONGEST_TEXT = 300
-CHANGES = ("flip", "move", "lost", "back", "crash loop")  # of a worker that is there
+CHANGES = ("flip", "move", "lost", "back", "crash loop")  # events that show as a worker's latest change
 END_NS, AT_NS = attrgetter("end_ns"), attrgetter("at_ns")
 
 
 class History(RequestObserver):
-    """Owned by a Dispatcher. At most `most` ended requests, of the last `age_s` seconds; 0: no requests, no loads."""
+    """Owned by a Dispatcher. Keeps up to `most` finished requests of the last `age_s`; 0: no requests and no loads."""
 
     def __init__(self, most: int, age_s: float, now_ns: Callable[[], int]) -> None:
         self._keeps_traces = most > 0
         self._age_ns = round(age_s * 1e9)
         self._now_ns = now_ns
         self._began_ns = now_ns()
-        self._whole_ns = self._began_ns  # the newest of what was forgotten
+        self._whole_ns = self._began_ns  # time of the newest entry that was dropped
         self._traffic: dict[str, Traffic] = {}
         self._traces: deque[RequestTrace] = deque(maxlen=most)
         self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
-        self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: they come in floods
-        self._loads: deque[Load] = deque(maxlen=MOST_POINTS if most else 0)
+        self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: there may be very many
+        self._loads: deque[Load] = deque(maxlen=MOST_LOADS if most else 0)
 
     def of(self, worker: str) -> Traffic:
-        """This worker's counters, to be counted up."""
+        """This worker's counters, for the caller to increment."""
         known = self._traffic.get(worker)
         if known is None:
             known = self._traffic[worker] = Traffic()
         return known
 
-    # ---- what requests do --------------------------------------------------------------------------------------
+    # ---- events of requests ------------------------------------------------------------------------------------
 
     def on_prefilled(self, worker: str, prompt_tokens: int, cached_tokens: int) -> None:
         traffic = self.of(worker)
@@ -89,35 +88,35 @@ class History(RequestObserver):
     def on_turned_away(self, class_name: str, cause: str) -> None:
         self.happened("refused", "", cause)
 
-    # ---- what is kept ------------------------------------------------------------------------------------------
+    # ---- entries ------------------------------------------------------------------------------------------------
 
     def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
         now_ns = self._now_ns()
         among = self._refusals if kind == "refused" else self._happenings
         self._keep(among, Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id), AT_NS)
         if kind == "left":
-            self._traffic.pop(worker, None)  # names of workers that come and go are without number
+            self._traffic.pop(worker, None)  # the number of names over time is unbounded
         elif kind in CHANGES:
             known = self.of(worker)
             known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
 
     def ended(self, trace: RequestTrace) -> None:
-        """A request is over; its trace is kept for a while."""
+        """Keep the trace of a finished request."""
         self._keep(self._traces, trace, END_NS)
-        self._forget()
+        self._drop_old()
 
     def sample(self, view: ClusterView) -> None:
-        """How full the workers are now."""
+        """Keep the current load of each worker."""
         now_ns = self._now_ns()
         for worker in view.workers:
             stats = worker.stats
             queue = stats.running, stats.waiting, stats.queued_tokens
             load = Load(now_ns, worker.name, *queue, stats.total_blocks - stats.free_blocks)
             self._keep(self._loads, load, AT_NS)
-        self._forget()
+        self._drop_old()
 
     def recent(self, workers: Iterable[str]) -> Recent:
-        """Of these workers."""
+        """Traffic of these workers, and the latest events."""
         now_ns = self._now_ns()
         known = {name: self._traffic[name] for name in workers if name in self._traffic}
         traffic = (
@@ -128,10 +127,10 @@ class History(RequestObserver):
         happenings = tuple(((now_ns - each.at_ns) / 1e9, each) for each in latest)
         return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), happenings)
 
-    def window(self, begin_ns: int, end_ns: int, under_way: Iterable[RequestTrace] = ()) -> Window:
-        """What overlaps with this stretch of time; with what is under way, as far as it was then there."""
-        self._forget()
-        traces = (*self._traces, *under_way)
+    def window(self, begin_ns: int, end_ns: int, running: Iterable[RequestTrace] = ()) -> Window:
+        """Everything that overlaps with this time window, running requests included."""
+        self._drop_old()
+        traces = (*self._traces, *running)
         whole_ns = self._whole_ns if self._keeps_traces else self._now_ns()
         return Window(
             tuple(each for each in traces if each.end_ns >= begin_ns and each.arrived_ns <= end_ns),
@@ -140,19 +139,19 @@ class History(RequestObserver):
             whole_ns if whole_ns > begin_ns else 0,
         )
 
-    def _forget(self) -> None:
+    def _drop_old(self) -> None:
         oldest_ns = self._now_ns() - self._age_ns
-        self._forget_to(oldest_ns, self._traces, END_NS)
+        self._drop_before(oldest_ns, self._traces, END_NS)
         for among in (self._loads, *self._both):
-            self._forget_to(oldest_ns, among, AT_NS)
+            self._drop_before(oldest_ns, among, AT_NS)
 
-    def _forget_to(self, oldest_ns: int, among: deque[Any], when: Callable[[Any], int]) -> None:
-        while among and (gone_ns := when(among[0])) < oldest_ns:
+    def _drop_before(self, oldest_ns: int, among: deque[Any], when: Callable[[Any], int]) -> None:
+        while among and (dropped_ns := when(among[0])) < oldest_ns:
             among.popleft()
-            self._whole_ns = max(self._whole_ns, gone_ns)
+            self._whole_ns = max(self._whole_ns, dropped_ns)
 
     def _keep(self, among: deque[Any], new: object, when: Callable[[Any], int]) -> None:
-        """The oldest is forgotten where there is no more room."""
+        """Append; a full deque drops its oldest entry."""
         if among and len(among) == among.maxlen:
             self._whole_ns = max(self._whole_ns, when(among[0]))
         among.append(new)

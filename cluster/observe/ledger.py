@@ -1,8 +1,8 @@
-"""Where a request's time went: durations that sum to TTFT and to the total, by construction.
+"""The latency ledger: durations of phases that sum to TTFT and to the total, by construction.
 
 The dispatcher laps a `Stopwatch` on one clock: at every instant the request is in exactly one phase. What a worker
-measured on its own clock only *divides* a lap; what is left of the lap is the named remainder for the wire.
-All durations are integer nanoseconds, so sums are exact. The clock is the event loop's, or one that is handed in.
+measured on its own clock only *divides* a lap; the rest of the lap counts as time on the wire. Durations are integer
+nanoseconds, so sums are exact.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from diptych.events import PHASES as PHASES
 from diptych.events import LatencyLedger as LatencyLedger
 
-TRANSFER = "transfer"  # no phase: what it overlaps with is
+TRANSFER = "transfer"  # not a phase: it overlaps with phases
 NOTICED_NS = 1_000
 
 
@@ -38,7 +38,7 @@ class Stopwatch:
     def lap(self, phase: str, parts: tuple[tuple[str, float], ...] = ()) -> None:
         """End the current lap. `parts` are (phase, seconds) measured inside it by other clocks; `phase` gets the rest.
 
-        Should clocks disagree so that the parts exceed the lap, the last parts are cut: nothing is ever negative.
+        If clocks disagree and the parts exceed the lap, the last parts are cut: nothing is ever negative.
         """
         now = self._now_ns()
         left = now - self._mark
@@ -50,13 +50,13 @@ class Stopwatch:
         self._parts[phase] = self._parts.get(phase, 0) + left
 
     def first_token(self) -> None:
-        """Everything lapped so far was time to first token. Only the first call counts."""
+        """All laps so far were time to first token. Only the first call counts."""
         if self._first is None:
             self._first, self._parts = self._parts, {}
             self._first_ns = self._mark - self._started
 
     def ledger(self) -> LatencyLedger:
-        """The books up to the last lap."""
+        """The ledger up to the last lap."""
         first = self._first if self._first is not None else self._parts
         rest = self._parts if self._first is not None else {}
         total = self._mark - self._started
@@ -67,15 +67,15 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From `begin_ns` to `end_ns`, nanoseconds on the run's clock, so that spans that touch do so exactly."""
+    """From `begin_ns` to `end_ns`; in nanoseconds, so that adjacent spans touch exactly."""
 
     name: str
     begin_ns: int
     end_ns: int
 
 
-def booked(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
-    """All parts of a ledger that begins there, one behind the other."""
+def phase_spans(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
+    """All parts of a ledger that starts at `begin_ns`, in order."""
     spans, at = [], begin_ns
     for name, ns in ledger.first + ledger.rest:
         spans.append(Span(name, at, at + ns))
@@ -83,11 +83,11 @@ def booked(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def handed(ledger: LatencyLedger, begin_ns: int, transfer_ns: int) -> Span | None:
-    """The hand-off's elapsed time, ending where the wait for it ended; most of it lies behind the prefill."""
+def transfer_span(ledger: LatencyLedger, begin_ns: int, transfer_ns: int) -> Span | None:
+    """The KV transfer, ending where the wait for it ended; most of it overlaps with the prefill."""
     if transfer_ns <= 0:
         return None
-    waits = [span for span in booked(ledger, begin_ns) if span.name == "transfer_wait" and is_noticed(span)]
+    waits = [span for span in phase_spans(ledger, begin_ns) if span.name == "transfer_wait" and is_noticed(span)]
     end_ns = waits[0].end_ns if waits else begin_ns + ledger.ttft_ns
     return Span(TRANSFER, max(begin_ns, end_ns - transfer_ns), end_ns)
 

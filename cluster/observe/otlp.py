@@ -1,7 +1,7 @@
-"""Spans of requests for an OpenTelemetry collector: one for each request, with a child for each part of its ledger.
+"""OpenTelemetry spans: one per request, with a child for each part of its ledger.
 
-They are made when a request has ended, from its trace, and sent by a thread of the library's, whose queue is bounded:
-what a collector that is slow or away does not take is dropped, and no request waits for it.
+They are made from a request's trace when it has ended, and sent by the library's thread through a bounded queue: if the
+collector is slow or away, spans are dropped, and no request waits.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from cluster.observe.history import RequestTrace
-from cluster.observe.ledger import handed, is_noticed, now_ns
+from cluster.observe.ledger import is_noticed, now_ns, transfer_span
 from cluster.observe.request_metrics import stages
 from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.observe.request_trace import located_parts
@@ -30,15 +30,14 @@ from workers.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
-EXPORT_S = 5.0  # for one batch, trying again included
-FLUSH_S = 2.0  # for all that is left, at the end
+EXPORT_S = 5.0  # for one batch, with retries
+FLUSH_S = 2.0  # for all remaining spans, on close
 REQUEST = "llm_request"
-# Ends that are nobody's fault.
-FINE = ("completed", "cancelled")
+FINE = ("completed", "cancelled")  # outcomes that are no errors
 
 
 class Spans(RequestObserver):
-    """Owned by a gateway. Takes what its dispatcher tells of requests that have ended."""
+    """Owned by a gateway."""
 
     def __init__(self, spec: ClusterSpec, gateway: str) -> None:
         known = {
@@ -61,11 +60,11 @@ class Spans(RequestObserver):
         self.ended(end.trace(), end.request, end.completed.finish if end.completed else None)
 
     def ended(self, trace: RequestTrace, request: Request, finish: FinishReason | None) -> None:
-        """Of a request that this task serves. Never raises: whatever is wrong here, the request has its end."""
+        """Send the spans of the current task's request. Never raises: the request must still end."""
         try:
             self._write(trace, request, finish)
         except Exception:
-            logger.exception("no spans of this request", extra=log_fields(self._gateway, trace.request_id))
+            logger.exception("could not send spans of this request", extra=log_fields(self._gateway, trace.request_id))
 
     def _write(self, trace: RequestTrace, request: Request, finish: FinishReason | None) -> None:
         offset_ns = time.time_ns() - now_ns()
@@ -87,8 +86,8 @@ class Spans(RequestObserver):
         span.end(trace.end_ns + offset_ns)
 
     def _parts(self, parent: Span, trace: RequestTrace, offset_ns: int) -> None:
-        moved = None if trace.moves else handed(trace.ledger, trace.arrived_ns, trace.transfer_ns)
-        spans = [*located_parts(trace, self._gateway), *([(trace.decode_worker, moved)] if moved else [])]
+        transfer = None if trace.moves else transfer_span(trace.ledger, trace.arrived_ns, trace.transfer_ns)
+        spans = [*located_parts(trace, self._gateway), *([(trace.decode_worker, transfer)] if transfer else [])]
         within = set_span_in_context(parent)
         for place, each in spans:
             if is_noticed(each):
@@ -97,17 +96,17 @@ class Spans(RequestObserver):
                 self._tracer.start_span(each.name, within, attributes=attributes, start_time=begin_ns).end(end_ns)
 
     async def close(self) -> None:
-        """Send what is left, as far as there is time for it."""
+        """Send the remaining spans, for at most `FLUSH_S`."""
         flushing = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush))
         await asyncio.wait([flushing], timeout=FLUSH_S)
         if not flushing.done():
-            self._exporter.shutdown()  # what still tries ends
+            self._exporter.shutdown()  # ends its retries
         await asyncio.to_thread(self._provider.shutdown)
 
 
 def exporter(spec: TracingSpec) -> SpanExporter:
-    """For this collector. Headers, certificates and compression come from OpenTelemetry's own variables."""
-    assert spec.otlp_endpoint is not None, "spans are made for a collector"
+    """The exporter. Headers, certificates and compression come from OpenTelemetry's environment variables."""
+    assert spec.otlp_endpoint is not None, "spans need a collector"
     if spec.otlp_protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
 
@@ -123,7 +122,7 @@ def exporter(spec: TracingSpec) -> SpanExporter:
 def _attributes(
     trace: RequestTrace, request: Request, model: str, finish: FinishReason | None
 ) -> dict[str, AttributeValue]:
-    """By OpenTelemetry's names for generative AI; where it has none, those that vLLM gives; else our own."""
+    """Named as in OpenTelemetry's conventions for generative AI, else as in vLLM, else by ourselves."""
     sampling, ledger = request.sampling, trace.ledger
     attributes: dict[str, AttributeValue] = {
         "gen_ai.request.id": trace.request_id,

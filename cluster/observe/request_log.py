@@ -1,4 +1,4 @@
-"""Log lines of each request: where it goes, and how it ended."""
+"""Log lines of each request: its workers, and how it ended."""
 
 import logging
 

@@ -1,6 +1,6 @@
-"""Counts a gateway's requests for metrics: how long they took and what of, how many tokens, how much KV moved.
+"""Counts a gateway's requests for metrics: latencies, phases, tokens, transfers. Knows no metric's name.
 
-Knows no name of a metric. What is counted under is bounded by the specification: its classes, outcomes, ledger parts.
+Labels are bounded by the specification: classes, outcomes, parts of the ledger.
 """
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ QUEUEING = ("admission", "route", "reserve", "prefill_queue")
 
 
 class RequestMetrics(RequestObserver):
-    """Owned by a Dispatcher. `classes` are those of the specification; requests of any other count as `other`.
+    """Owned by a Dispatcher. Requests of a class that is not in `classes` count as `other`.
 
-    These and `transports` are there from the start, with zeros.
+    Series of `classes` and `transports` start with zeros.
     """
 
     def __init__(self, classes: Iterable[str], transports: Iterable[str] = ()) -> None:
@@ -56,7 +56,7 @@ class RequestMetrics(RequestObserver):
         self.ended(Ended("refused", class_name, cause), None, ())
 
     def ended(self, ended: Ended, completed: Completed | None, transfers: Iterable[TransferReport]) -> None:
-        """A request is over, and did or did not complete. Called once for each."""
+        """Count a finished request, once."""
         label = self._label(ended.class_name)
         self._requests.add((*label, ended.outcome), ended.waited_s)
         if ended.ttft_s is not None:
@@ -76,8 +76,7 @@ class RequestMetrics(RequestObserver):
         self._cached_tokens += completed.cached_tokens
         self._prompts.add(label, completed.prompt_tokens)
         self._answers.add(label, completed.completion_tokens)
-        parts = _parts(completed.ledger)
-        for part, seconds in parts.items():
+        for part, seconds in _parts(completed.ledger).items():
             self._parts.add((part,), seconds)
         for stage, seconds in stages(completed.ledger).items():
             self._stages.add((stage,), seconds)

@@ -2,7 +2,7 @@
 
 on_arrived ─> (on_placed ─> on_transfer, on_prefilled, on_first_token, on_moved | on_replaced)... ─> on_end
 
-Tokens take a shorter way: who counts them subscribes once for each attempt, and is called for each output of a worker.
+Tokens take a shorter way: `token_observers` are asked for once per attempt, and called for each output of a worker.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,13 @@ from diptych.history import RequestTrace
 from kvtransfer.ticket import TransferReport
 from workers.request import Request
 
-# Tokens came: how many, and the seconds since the ones before; None: they are the answer's first.
+# Called with the number of new tokens and the seconds since the previous ones, None for the answer's first.
 OnTokens = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """How a request ended: with `completed`, or with an `error`. `trace` is made when it is asked for."""
+    """How a request ended: with `completed`, or with an `error`. `trace` is computed on demand."""
 
     request: Request
     score: Ended
@@ -33,42 +33,42 @@ class RequestEnd:
 
 
 class RequestObserver:
-    """Overrides what it wants to know. Methods are quick, never wait and never raise."""
+    """Override the events of interest. Methods must be fast, must not wait and must not raise."""
 
     def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
-        """A request came. `expected_tokens`: of its answer."""
+        """A request arrived. `expected_tokens`: of its answer."""
 
     def on_placed(self, request: Request, accepted: Accepted) -> None:
-        """An attempt begins on its workers."""
+        """An attempt starts on its workers."""
 
     def on_prefilled(self, worker: str, prompt_tokens: int, cached_tokens: int) -> None:
-        """An attempt's prompt is done on this worker."""
+        """This worker has computed an attempt's prompt."""
 
     def on_first_token(self, request: Request) -> None:
-        """The answer's first token came, once for a request."""
+        """The answer's first token arrived; once per request."""
 
     def token_observers(self, request: Request, worker: str) -> Sequence[OnTokens]:
-        """Who counts the tokens of an attempt that decodes on this worker; asked when it begins and when it moves."""
+        """Callbacks for the tokens of an attempt that decodes on this worker; asked for at its start and migrations."""
         return ()
 
     def on_transfer(self, reader: str, report: TransferReport) -> None:
         """KV has arrived at a worker."""
 
     def on_moved(self, request: Request, source: str, target: str) -> None:
-        """A running decode goes on elsewhere."""
+        """A running decode has migrated."""
 
     def on_replaced(self, request: Request, worker: str, reason: str) -> None:
-        """A prompt that had not begun goes to another worker."""
+        """An attempt that had not begun was replaced by one on another worker."""
 
     def on_end(self, end: RequestEnd) -> None:
-        """A request is over; called once for each."""
+        """A request has ended; once per request."""
 
     def on_turned_away(self, class_name: str, cause: str) -> None:
         """The frontend refused a request, for one of `cluster.policy.slo_attainment.REASONS`."""
 
 
 class SLOObserver(RequestObserver):
-    """Scores each request that ended."""
+    """Scores each finished request."""
 
     def __init__(self, scores: SLOScores) -> None:
         self._scores = scores
@@ -81,7 +81,7 @@ class SLOObserver(RequestObserver):
 
 
 class RequestObservers(RequestObserver):
-    """Calls several, in order."""
+    """Calls several observers, in order."""
 
     def __init__(self, observers: Iterable[RequestObserver]) -> None:
         self._all = tuple(observers)

@@ -1,4 +1,4 @@
-"""When things happened to one request, and how it ended, for `cluster.policy.slo_attainment`. Knows no worker."""
+"""Times of one request, and how it ended, for `cluster.policy.slo_attainment`. Knows no worker."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from workers.request import SLO
 
 @dataclass(slots=True)
 class RequestTiming:
-    """Of one request; owned by its dispatcher coroutine. Seconds of the dispatcher's clock.
+    """Owned by its request's coroutine. In seconds of the dispatcher's clock.
 
-    The prediction that counts is the one of the placement that brought the first token.
+    Keeps the prediction of the placement that led to the first token.
     """
 
     arrived_s: float
@@ -25,13 +25,13 @@ class RequestTiming:
     _last_s: float = 0.0
 
     def placed(self, placement: Placement, now_s: float) -> None:
-        """Workers are chosen; predictions count from the request's arrival."""
+        """Workers are chosen. Predictions count from the request's arrival."""
         if self._first_s is None:
             self._placed_s = now_s
             self._predicted_ttft_s, self._predicted_tpot_s = placement.predicted_ttft_s, placement.predicted_tpot_s
 
     def tokens(self, count: int, now_s: float) -> float | None:
-        """So many more have come; answers the seconds since those before, None for the first ones."""
+        """Count new tokens. Returns the seconds since the previous ones, None for the first ones."""
         self.num_tokens += count
         before_s, self._last_s = self._last_s, now_s
         if self._first_s is None:
@@ -39,8 +39,8 @@ class RequestTiming:
             return None
         return now_s - before_s
 
-    def ended(self, promised: SLO, error: BaseException | None, now_s: float) -> Ended:
-        """How it went. `error` ended it, if it did not complete."""
+    def ended(self, slo: SLO, error: BaseException | None, now_s: float) -> Ended:
+        """The scored outcome. `error`: what ended it, if it did not complete."""
         ttft_s = after_placement_s = tpot_s = predicted_s = None
         if self._first_s is not None:
             ttft_s, after_placement_s = self._first_s - self.arrived_s, self._first_s - self._placed_s
@@ -50,7 +50,7 @@ class RequestTiming:
             predicted_s = self._predicted_ttft_s - (self._placed_s - self.arrived_s)
         return Ended(
             outcome=_outcome(error),
-            class_name=promised.class_name,
+            class_name=slo.class_name,
             refusal=error.cause if isinstance(error, Rejected) else "",
             ttft_s=ttft_s,
             tpot_s=tpot_s,
@@ -58,8 +58,8 @@ class RequestTiming:
             waited_s=now_s - self.arrived_s,
             predicted_ttft_s=predicted_s,
             predicted_tpot_s=self._predicted_tpot_s,
-            ttft_slo_s=promised.ttft_s,
-            tpot_slo_s=promised.tpot_s,
+            ttft_slo_s=slo.ttft_s,
+            tpot_slo_s=slo.tpot_s,
         )
 
 
@@ -73,7 +73,7 @@ def _outcome(error: BaseException | None) -> str:
             return "deadline"
         case Unservable() | InvalidRequest():
             return "invalid"
-        case Exception():  # AttemptsSpent, and what nobody foresaw
+        case Exception():  # AttemptsSpent, and unexpected errors
             return "failed"
         case _:
             return "cancelled"

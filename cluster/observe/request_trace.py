@@ -1,9 +1,9 @@
-"""A request's trace as spans: part by part, and where it was. Pure."""
+"""A request's trace as spans, each with its worker. Pure."""
 
 from collections.abc import Iterator
 
 from cluster.observe.history import RequestTrace
-from cluster.observe.ledger import Span, booked
+from cluster.observe.ledger import Span, phase_spans
 
 AT_PREFILL = ("prefill_queue", "prefill_compute", "prefill_wire", "prefill")
 AT_DECODE = ("transfer_wait", "decode_queue", "decode_compute", "decode_wire", "transfer", "decode")
@@ -11,15 +11,15 @@ UNFINISHED = ", no further part known"
 
 
 def parts(trace: RequestTrace) -> tuple[Span, ...]:
-    """All of a request's time; what the ledger does not know yet, or never did, comes last."""
-    found = booked(trace.ledger, trace.arrived_ns)
+    """All of a request's time; time that is not in the ledger comes last."""
+    found = phase_spans(trace.ledger, trace.arrived_ns)
     if not trace.open_ns:
         return found
     return (*found, Span(trace.phase + UNFINISHED, trace.end_ns - trace.open_ns, trace.end_ns))
 
 
 def located_parts(trace: RequestTrace, gateway: str) -> Iterator[tuple[str, Span]]:
-    """The same, each with the worker or the gateway where it was spent. A decode that moved is cut where it did."""
+    """The parts, each with its worker or the gateway. A decode is split where it migrated."""
     return ((_place(piece, trace, gateway), piece) for span in parts(trace) for piece in _cut(span, trace))
 
 

@@ -1,7 +1,4 @@
-"""The trace that a request belongs to, as its client names it (W3C Trace Context). Goes with the task that serves it.
-
-Knows names of headers; what they hold is read by whoever writes spans (`cluster.observe.otlp`).
-"""
+"""The trace headers of the current task's request (W3C Trace Context); `cluster.observe.otlp` parses them."""
 
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -13,11 +10,11 @@ _headers: ContextVar[Mapping[str, str]] = ContextVar("trace_headers")
 
 
 def set_trace_headers(headers: Iterable[tuple[str, str | bytes]]) -> None:
-    """This task, and those that it starts from now on, serve a request with these headers; names are lower-case."""
+    """Set them for this task and those that it starts. Names are lower-case."""
     found = {name: value for name, value in headers if name in HEADERS and isinstance(value, str)}
     _headers.set(found if sum(map(len, found.values())) <= LONGEST else {})
 
 
 def trace_headers() -> Mapping[str, str]:
-    """Those of `HEADERS` that the request had."""
+    """The request's `HEADERS`."""
     return _headers.get({})

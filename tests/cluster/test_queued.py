@@ -239,7 +239,7 @@ def test_who_would_wait_in_vain_is_refused_on_arrival_with_the_time_to_come_agai
             early = [each.task.exception() for each in seen if each.task.done()]
             assert len(early) > 15
             for error in early:
-                assert isinstance(error, Rejected) and "who wait the first token would take" in str(error)
+                assert isinstance(error, Rejected) and "queued requests the first token would take" in str(error)
                 assert error.retry_after_s > 0.3
             await asyncio.gather(*(each.task for each in seen), return_exceptions=True)
 

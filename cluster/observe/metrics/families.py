@@ -1,4 +1,4 @@
-"""Counts and histograms of ours as families of `prometheus_client`. Knows no metric of either."""
+"""Our counts and histograms as `prometheus_client` metric families. Knows no metric's name."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -10,11 +10,11 @@ from prometheus_client.utils import floatToGoString
 from cluster.policy.estimate.histograms import Histograms
 
 Counts = Iterable[tuple[str, str, int]]
-Rows = Iterable[tuple[tuple[str, ...], float]]  # the values of the labels, and what they have
+Rows = Iterable[tuple[tuple[str, ...], float]]  # label values, and the value
 
 
 def counter(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
-    """`name` without `_total`, which is added."""
+    """`name` without `_total`, which `prometheus_client` adds."""
     return _filled(CounterMetricFamily(name, text, labels=labels), rows)
 
 
@@ -22,11 +22,11 @@ def gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Metric:
     return _filled(GaugeMetricFamily(name, text, labels=labels), rows)
 
 
-def histogram(name: str, text: str, labels: Sequence[str], first: tuple[str, ...], told: Histograms) -> Metric:
-    """`first` are the values of the labels that all rows have."""
+def histogram(name: str, text: str, labels: Sequence[str], first: tuple[str, ...], histograms: Histograms) -> Metric:
+    """`first`: the values of the labels that all rows share."""
     family = HistogramMetricFamily(name, text, labels=labels)
-    bounds = [*map(floatToGoString, told.bounds), "+Inf"]
-    for row in told.rows:
+    bounds = [*map(floatToGoString, histograms.bounds), "+Inf"]
+    for row in histograms.rows:
         buckets = list(zip(bounds, accumulate(row.counts), strict=True))
         family.add_metric((*first, *row.labels), buckets, sum_value=row.total)
     return family

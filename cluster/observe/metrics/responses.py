@@ -1,4 +1,4 @@
-"""How the doors of one gateway answered: a count for each call, by its code; refusals count, too."""
+"""Responses of one gateway's servers, counted by code; refusals count, too."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ GRPC_CODES = (
     *("OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED"),
     *("RESOURCE_EXHAUSTED", "INTERNAL", "UNAVAILABLE", "UNAUTHENTICATED"),
 )
-# Told from the start: of a series that begins with its first event, Prometheus sees no increase.
+# Exported from the start: of a series that starts with its first event, Prometheus sees no increase.
 KNOWN = (
     *(("http", method, str(code)) for method in ("completions", "chat") for code in HTTP_CODES),
     *(("grpc", "Generate", code) for code in GRPC_CODES),
@@ -20,21 +20,21 @@ KNOWN = (
 
 
 class Responses:
-    """Owned by a gateway; its doors count."""
+    """Owned by a gateway; its servers count."""
 
     def __init__(self) -> None:
         self._counts = Counter(dict.fromkeys(KNOWN, 0))
 
-    def count(self, door: str, method: str, code: str) -> None:
-        """`method` and `code` are of a bounded set, whatever clients send."""
-        self._counts[door, method, code] += 1
+    def count(self, server: str, method: str, code: str) -> None:
+        """`method` and `code` must be of a bounded set, whatever clients send."""
+        self._counts[server, method, code] += 1
 
     def rows(self) -> tuple[tuple[tuple[str, str, str], int], ...]:
-        """(door, method, code) and how many, as of now."""
+        """(server, method, code), and the count."""
         return tuple(self._counts.items())
 
 
-def response_families(gateway: str, told: Rows) -> Iterator[Metric]:
+def response_families(gateway: str, responses: Rows) -> Iterator[Metric]:
     labels = ("gateway", "door", "method", "code")
-    rows = (((gateway, *values), count) for values, count in told)
-    yield counter("diptych_responses", "Calls that the doors have answered, refusals too.", labels, rows)
+    rows = (((gateway, *values), count) for values, count in responses)
+    yield counter("diptych_responses", "Calls that the servers have answered, refusals too.", labels, rows)

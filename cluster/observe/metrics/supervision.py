@@ -1,4 +1,4 @@
-"""How the processes around the workers do, as metrics: gateways that hang, background tasks that failed and went on."""
+"""Metrics of the processes around the workers: gateways that hang, background tasks that failed."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ PROCESSES = ("server", "controller", "gateway")
 def supervision_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     first, served = (gateway,), view.served_gateways
     states = Counter(each.state for each in served)
-    census = (((gateway, state.value), states[state]) for state in GatewayState)
-    yield gauge("diptych_gateways", "Gateways that the server started, in a state.", ("gateway", "state"), census)
+    by_state = (((gateway, state.value), states[state]) for state in GatewayState)
+    yield gauge("diptych_gateways", "Gateways that the server started, by state.", ("gateway", "state"), by_state)
     for name, text, count in (
         ("restarts", "How often gateways died or were replaced.", sum(each.restarts for each in served)),
         ("silences", "How often gateways did not answer in time.", sum(each.silences for each in served)),
@@ -24,6 +24,6 @@ def supervision_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     failed = Counter[str]()
     for each in view.failures:
         failed["gateway" if each.process == gateway else each.process] += each.count
-    text = "Exceptions that background tasks met and went on after."
+    text = "Exceptions that background tasks survived."
     failures = (((gateway, process), failed[process]) for process in PROCESSES)
     yield counter("diptych_background_failures", text, ("gateway", "process"), failures)

@@ -1,7 +1,7 @@
-"""The series of vLLM that public dashboards draw, by its names and labels, with what they mean here.
+"""vLLM's series that public dashboards use, by vLLM's names and labels.
 
-The engine of a request is its gateway, that of a worker is itself. Of several gateways only the first in the view tells
-of workers: sums over engines count each once. What waits in a gateway waits at no worker yet.
+The engine of a request is its gateway, that of a worker is the worker. Of several gateways only the first in the view
+exports workers, so that sums over engines count each once. Requests in a gateway's queue wait at no worker yet.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from itertools import chain
 from prometheus_client.metrics_core import Metric
 
 from cluster.observe.metrics.families import Rows, counter, gauge, histogram
-from cluster.observe.metrics.workers import Value, speaking_workers
+from cluster.observe.metrics.workers import Value, live_workers
 from cluster.policy.slo_attainment import GatewayAttainment
 from diptych.view import ClusterView
 from workers.request import FinishReason
@@ -18,9 +18,9 @@ from workers.request import FinishReason
 LABELS = ("model_name", "engine")
 REASONS = {FinishReason.EOS.value: "stop", FinishReason.STOP.value: "stop", FinishReason.LENGTH.value: "length"}
 
-WAITING = "Requests that wait: in the gateway for their turn, at a worker for blocks or a slot."
+WAITING = "Waiting requests: in the gateway's queue, or at a worker for blocks or a slot."
 GAUGES: tuple[tuple[str, str, Value], ...] = (
-    ("num_requests_running", "Sequences that are computed.", lambda worker: worker.stats.running),
+    ("num_requests_running", "Running sequences.", lambda worker: worker.stats.running),
     (
         "kv_cache_usage_perc",
         "Share of the KV blocks in use: 1 is all.",
@@ -29,61 +29,61 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
 )
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
-    ("prefix_cache_hits", "Tokens that the prefix cache had.", lambda worker: worker.stats.found_tokens),
-    ("num_preemptions", "Sequences that gave up their blocks.", lambda worker: worker.stats.preemptions),
+    ("prefix_cache_hits", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
+    ("num_preemptions", "Preempted sequences.", lambda worker: worker.stats.preemptions),
     ("nixl_num_failed_transfers", "Fetches of KV that failed.", lambda worker: worker.stats.pulls.failed),
-    ("nixl_num_kv_expired_reqs", "Leases whose reader went silent.", lambda worker: worker.stats.expired_leases),
+    ("nixl_num_kv_expired_reqs", "Leases that expired.", lambda worker: worker.stats.expired_leases),
 )
 
 
-def vllm_families(standing: GatewayAttainment, gateway: str, view: ClusterView) -> Iterator[Metric]:
-    told, model = standing.tally, "" if view.model is None else view.model.name
+def vllm_families(attainment: GatewayAttainment, gateway: str, view: ClusterView) -> Iterator[Metric]:
+    totals, model = attainment.tally, "" if view.model is None else view.model.name
     own = (model, gateway)
     for name, text, tokens in (
-        ("prompt_tokens", "Prompt tokens.", told.prompt_tokens),
-        ("generation_tokens", "Tokens sent.", told.generated_tokens),
+        ("prompt_tokens", "Prompt tokens.", totals.prompt_tokens),
+        ("generation_tokens", "Tokens sent.", totals.generated_tokens),
     ):
         yield counter(f"vllm:{name}", text, LABELS, [(own, tokens)])
     finishes = dict.fromkeys(REASONS.values(), 0)
-    for reason, count in told.finishes:
+    for reason, count in totals.finishes:
         finishes[REASONS[reason]] += count
     ended = (((*own, reason), count) for reason, count in finishes.items())
     yield counter("vllm:request_success", "Complete answers.", (*LABELS, "finished_reason"), ended)
     for name, text, histograms in (
-        ("time_to_first_token_seconds", "From arrival to the first token.", told.ttft),
-        ("inter_token_latency_seconds", "Between two tokens.", told.gaps),
-        ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", told.gaps),
+        ("time_to_first_token_seconds", "From arrival to the first token.", totals.ttft),
+        ("inter_token_latency_seconds", "Between two tokens.", totals.gaps),
+        ("time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", totals.gaps),
         (
             "e2e_request_latency_seconds",
             "From arrival to the end of complete answers.",
-            told.requests.ending("completed"),
+            totals.requests.ending("completed"),
         ),
-        ("request_queue_time_seconds", "From arrival to the first step of the prompt.", told.stages.summed("queue")),
+        ("request_queue_time_seconds", "From arrival to the first step of the prompt.", totals.stages.summed("queue")),
         (
             "request_prefill_time_seconds",
             "From the first step of the prompt to the first token.",
-            told.stages.summed("prefill"),
+            totals.stages.summed("prefill"),
         ),
-        ("request_decode_time_seconds", "From the first token to the last.", told.stages.summed("decode")),
+        ("request_decode_time_seconds", "From the first token to the last.", totals.stages.summed("decode")),
         (
             "request_inference_time_seconds",
             "From the first step of the prompt to the last token.",
-            told.stages.summed("inference"),
+            totals.stages.summed("inference"),
         ),
-        ("request_prompt_tokens", "Prompt tokens of an answer.", told.prompts),
-        ("request_generation_tokens", "Tokens of an answer.", told.answers),
-        ("request_max_num_generation_tokens", "Tokens of an answer.", told.answers),
-        ("nixl_xfer_time_seconds", "A hand-off of KV.", told.transfer_seconds),
-        ("nixl_bytes_transferred", "Bytes of a hand-off.", told.transfer_bytes),
-        ("nixl_num_descriptors", "Ranges of a hand-off.", told.transfer_ranges),
+        ("request_prompt_tokens", "Prompt tokens of an answer.", totals.prompts),
+        ("request_generation_tokens", "Tokens of an answer.", totals.answers),
+        ("request_max_num_generation_tokens", "Tokens of an answer.", totals.answers),
+        ("nixl_xfer_time_seconds", "A KV handoff.", totals.transfer_seconds),
+        ("nixl_bytes_transferred", "Bytes of a KV handoff.", totals.transfer_bytes),
+        ("nixl_num_descriptors", "Ranges of a KV handoff.", totals.transfer_ranges),
     ):
         yield histogram(f"vllm:{name}", text, LABELS, own, histograms.summed())
-    speaking = speaking_workers(view) if view.gateways[:1] in ((), (gateway,)) else ()
+    live = live_workers(view) if view.gateways[:1] in ((), (gateway,)) else ()
 
     def rows(value: Value) -> Rows:
-        return (((model, worker.name), value(worker)) for worker in speaking)
+        return (((model, worker.name), value(worker)) for worker in live)
 
-    waiting = chain([(own, standing.queued)], rows(lambda worker: worker.stats.waiting))
+    waiting = chain([(own, attainment.queued)], rows(lambda worker: worker.stats.waiting))
     yield gauge("vllm:num_requests_waiting", WAITING, LABELS, waiting)
     for name, text, value in GAUGES:
         yield gauge(f"vllm:{name}", text, LABELS, rows(value))

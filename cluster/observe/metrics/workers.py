@@ -1,6 +1,6 @@
-"""Workers as a gateway sees them, as metrics. Where there are several gateways, each tells of all workers.
+"""Metrics of workers as a gateway sees them. Each of several gateways exports all workers.
 
-Counters of a worker begin anew when it does, as Prometheus expects of counters.
+Counters of a worker restart with it, as Prometheus expects.
 """
 
 from collections import Counter
@@ -17,26 +17,26 @@ Value = Callable[[WorkerView], float]
 LABELS = ("gateway", "worker", "pool")
 
 GAUGES: tuple[tuple[str, str, Value], ...] = (
-    ("running_requests", "Sequences that are computed.", lambda worker: worker.stats.running),
+    ("running_requests", "Running sequences.", lambda worker: worker.stats.running),
     ("waiting_requests", "Sequences that wait for blocks or a slot.", lambda worker: worker.stats.waiting),
-    ("reserved_requests", "Decode slots promised, whose KV is to come.", lambda worker: worker.stats.reserved),
+    ("reserved_requests", "Reserved decode slots whose KV has not arrived.", lambda worker: worker.stats.reserved),
     ("queued_tokens", "Prompt tokens still to compute.", lambda worker: worker.stats.queued_tokens),
     ("kv_blocks", "Blocks of the KV pool.", lambda worker: worker.stats.total_blocks),
     ("kv_used_blocks", "Blocks in use.", lambda worker: worker.stats.total_blocks - worker.stats.free_blocks),
     ("kv_cached_blocks", "Free blocks that hold a prefix.", lambda worker: worker.stats.cached_blocks),
     ("kv_quarantined_blocks", "Blocks that a read may still write.", lambda worker: worker.stats.quarantined_blocks),
-    ("leases", "Prompts kept for a reader.", lambda worker: worker.stats.leases),
+    ("leases", "Prompts held for a reader.", lambda worker: worker.stats.leases),
     ("step_seconds", "Moving average of the latest steps.", lambda worker: worker.stats.step_s),
     ("bubble_ratio", "Idle share of the stages' time.", lambda worker: worker.stats.bubble_share),
-    ("memory_bytes", "Resident memory, when last told.", lambda worker: worker.memory_bytes),
+    ("memory_bytes", "Resident memory, as last reported.", lambda worker: worker.memory_bytes),
 )
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("steps", "Steps.", lambda worker: worker.stats.steps),
-    ("preemptions", "Sequences that gave up their blocks.", lambda worker: worker.stats.preemptions),
+    ("preemptions", "Preempted sequences.", lambda worker: worker.stats.preemptions),
     ("prefix_sought_tokens", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
-    ("prefix_found_tokens", "Tokens that the prefix cache had.", lambda worker: worker.stats.found_tokens),
+    ("prefix_found_tokens", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
     ("non_finite_requests", "Requests whose logits were not finite.", lambda worker: worker.stats.non_finite),
-    ("expired_leases", "Leases whose reader went silent.", lambda worker: worker.stats.expired_leases),
+    ("expired_leases", "Leases that expired.", lambda worker: worker.stats.expired_leases),
     ("transfers", "Fetches of KV that arrived.", lambda worker: worker.stats.pulls.arrived),
     ("failed_transfers", "Fetches of KV that failed.", lambda worker: worker.stats.pulls.failed),
     ("corrupt_transfers", "Of the failed, those with a wrong digest.", lambda worker: worker.stats.pulls.corrupt),
@@ -47,25 +47,25 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 
 
 def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
-    speaking = speaking_workers(view)
+    live = live_workers(view)
 
     def rows(value: Value) -> Rows:
-        return (((gateway, worker.name, worker.pool), value(worker)) for worker in speaking)
+        return (((gateway, worker.name, worker.pool), value(worker)) for worker in live)
 
     roles = (((gateway, worker.name, worker.role.value), 1) for worker in view.workers)
     yield gauge("diptych_worker_role", "1: the worker's role.", ("gateway", "worker", "role"), roles)
     states = ("gateway", "role", "state")
-    yield gauge("diptych_workers", "Workers of a role, in a state.", states, _census(gateway, view))
+    yield gauge("diptych_workers", "Workers by role and state.", states, _census(gateway, view))
     ready = Counter(worker.pool for worker in view.workers if worker.state is WorkerState.READY)
     there = (((gateway, pool.name), ready[pool.name]) for pool in view.pools)
     wanted = (((gateway, pool.name), pool.wanted) for pool in view.pools)
     yield gauge("diptych_pool_workers", "Workers of a pool that are ready.", ("gateway", "pool"), there)
-    yield gauge("diptych_pool_wanted_workers", "How many a pool shall have.", ("gateway", "pool"), wanted)
-    everybody = tuple((gateway, worker.name, worker.pool) for worker in view.workers)
-    failures = zip(everybody, (worker.failures for worker in view.workers), strict=True)
+    yield gauge("diptych_pool_wanted_workers", "Target number of workers of a pool.", ("gateway", "pool"), wanted)
+    all_workers = tuple((gateway, worker.name, worker.pool) for worker in view.workers)
+    failures = zip(all_workers, (worker.failures for worker in view.workers), strict=True)
     text = "Starts in a row that failed or did not last; 0: it runs."
     yield gauge("diptych_worker_failures_in_a_row", text, LABELS, failures)
-    restarts = zip(everybody, (worker.restarts for worker in view.workers), strict=True)
+    restarts = zip(all_workers, (worker.restarts for worker in view.workers), strict=True)
     yield counter("diptych_worker_restarts", "How often the worker was replaced.", LABELS, restarts)
     for name, text, value in GAUGES:
         yield gauge(f"diptych_worker_{name}", text, LABELS, rows(value))
@@ -73,13 +73,13 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
         yield counter(f"diptych_worker_{name}", text, LABELS, rows(value))
 
 
-def speaking_workers(view: ClusterView) -> tuple[WorkerView, ...]:
-    """Those whose statistics are of now."""
+def live_workers(view: ClusterView) -> tuple[WorkerView, ...]:
+    """Workers with current statistics."""
     return tuple(worker for worker in view.workers if worker.state in (WorkerState.READY, WorkerState.DRAINING))
 
 
 def _census(gateway: str, view: ClusterView) -> Rows:
-    """Zeros too: an alert must see that nobody is there."""
+    """Zeros too: an alert must see that there is none."""
     for role, state in product(Role, WorkerState):
         count = sum(worker.role is role and worker.state is state for worker in view.workers)
         yield (gateway, role.value, state.value), count

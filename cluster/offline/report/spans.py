@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from cluster.observe.ledger import Span, booked, handed, is_noticed
+from cluster.observe.ledger import Span, is_noticed, phase_spans, transfer_span
 from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRecord
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def phases(served: Served) -> tuple[Span, ...]:
     """
     if served.ledger is None:
         return ()
-    parts = booked(served.ledger, round(served.arrival_s * 1e9))
+    parts = phase_spans(served.ledger, round(served.arrival_s * 1e9))
     return tuple(filter(is_noticed, parts))
 
 
@@ -37,7 +37,7 @@ def transfer(served: Served) -> Span | None:
     """The hand-off's elapsed time, ending where the wait for it ended; most of it lies behind the prefill."""
     if served.ledger is None:
         return None
-    return handed(served.ledger, round(served.arrival_s * 1e9), round(served.transfer_s * 1e9))
+    return transfer_span(served.ledger, round(served.arrival_s * 1e9), round(served.transfer_s * 1e9))
 
 
 _SAME_S = 1e-9  # times are sums of floats: a step may seem to begin just before the one that it follows ended

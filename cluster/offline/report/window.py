@@ -16,7 +16,7 @@ from itertools import count, groupby
 from typing import Any
 
 from cluster.observe.history import Load, RequestTrace, Window
-from cluster.observe.ledger import Span, handed
+from cluster.observe.ledger import Span, transfer_span
 from cluster.observe.request_trace import located_parts, parts
 from cluster.offline.report.perfetto import REQUESTS, Event, named, track, us
 from cluster.offline.report.spans import laid
@@ -112,7 +112,7 @@ def _stints(trail: RequestTrace, gateway: str) -> Iterator[tuple[str, _Stint]]:
 
 def _transfer(trail: RequestTrace) -> tuple[str, _Stint] | None:
     """The first hand-off; what moves brought has no time of its own."""
-    span = None if trail.moves else handed(trail.ledger, trail.arrived_ns, trail.transfer_ns)
+    span = None if trail.moves else transfer_span(trail.ledger, trail.arrived_ns, trail.transfer_ns)
     if span is None or not trail.decode_worker:
         return None
     return trail.decode_worker, _Stint((span,), {"request": trail.request_id, "bytes": trail.transfer_bytes})

@@ -77,7 +77,7 @@ class Gateway:
 
     def hear(self) -> None:
         assert self.reader is not None
-        self.reader.on_news(self.source.log.number)
+        self.reader.on_stats(self.source.log.number)
 
     def known(self) -> dict[int, Match]:
         """What a lookup finds of each single name."""
