@@ -47,7 +47,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = CacheLog(16, most_gone=4)
+        self.log = CacheLog(16, most_removed=4)
         self.truth: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self.readers = [Reader(), Reader()]
 
@@ -103,7 +103,7 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on() -> None:
 
 
 def test_who_is_too_far_behind_begins_anew() -> None:
-    log, reader = CacheLog(16, most_gone=10), Reader()
+    log, reader = CacheLog(16, most_removed=10), Reader()
     for name in range(20):
         log.add(Tier.DEVICE, name)
     reader.catch_up(log, 100)

@@ -1,11 +1,11 @@
-"""The pool of KV blocks: who holds which, and which hold a prefix worth keeping.
+"""The pool of KV blocks: reference counts, and the prefix cache.
 
     free ──allocate──> held (references > 0) ──free, last reference──> free, or cached when its content has a name
       ^                                                                  │
       └────────────────────── evicted, oldest first ─────────────────────┘
 
-Several owners may hold one block: sequences that share a prefix, a lease that keeps it for a reader, a transfer that
-may still write into it. It is free only when all of them let go. Knows ids and counts; knows no memory and no clock.
+Several owners may hold one block: sequences that share a prefix, a lease for a reader, a transfer that may still write
+into it. A block is free once all of them release it. Knows ids and counts; knows no memory and no clock.
 """
 
 import heapq
@@ -25,12 +25,12 @@ class OutOfBlocks(Exception):
 
 
 def _root(salt: str) -> bytes:
-    """What the first block's name is chained to."""
+    """The parent hash of the first block."""
     return blake2b(salt.encode(), digest_size=16, person=b"salt").digest() if salt else b""
 
 
 def tail_hash(tokens: Sequence[int], block_size: int, full: Sequence[bytes], salt: str = "") -> bytes:
-    """A name for the block of the last tokens, full or not, behind the named full ones of the same salt."""
+    """The hash of the last block, full or not; `full` are the hashes of the full blocks, of the same salt."""
     num_full = len(tokens) // block_size
     rest = tokens[num_full * block_size :]
     if not rest:
@@ -40,9 +40,9 @@ def tail_hash(tokens: Sequence[int], block_size: int, full: Sequence[bytes], sal
 
 
 def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: str = "") -> list[bytes]:
-    """A name for each full block: equal names mean equal tokens from position 0 on, and an equal salt.
+    """A hash for each full block: equal hashes mean equal tokens from position 0 on, and an equal salt.
 
-    `known` are the names of the first blocks, as computed before. `salt` keeps tenants apart (`Request.cache_salt`).
+    `known` are the hashes of the first blocks, computed earlier. `salt` separates tenants (`Request.cache_salt`).
     """
     hashes = list(known)
     name = hashes[-1] if hashes else _root(salt)
@@ -55,7 +55,7 @@ def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes]
 
 
 class Cached(NamedTuple):
-    """A block, the name of what it holds, and what the log calls the prefix that ends with it."""
+    """A cached block, its content hash, and the cache log's name of the prefix that ends with it."""
 
     block: int
     name: bytes
@@ -65,7 +65,7 @@ class Cached(NamedTuple):
 class BlockPool:
     """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
 
-    `host_blocks` of host memory, from id `first_host` on, keep what is forgotten here.
+    `host_blocks` of host memory, from id `first_host` on, keep what is evicted here.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class BlockPool:
         self.num_blocks = num_blocks - reserved
         self._first = reserved
         self._prefix_caching = prefix_caching
-        self._references = [0] * reserved  # of each block that was ever taken: a pool costs what of it is used
+        self._references = [0] * reserved  # of each block ever allocated, so an unused pool costs nothing
         self._end = num_blocks
-        self._clean: list[int] = []  # a heap of those given back: lowest ids first, so that runs are adjacent
+        self._clean: list[int] = []  # heap of freed blocks: lowest ids first, so that runs are adjacent
         self._cached: OrderedDict[int, bytes] = OrderedDict()  # unreferenced but reusable, oldest first
-        self._names: dict[int, bytes] = {}  # block -> content name, referenced or not
-        self._blocks: dict[bytes, int] = {}  # content name -> block
-        self._prefixes: dict[int, int] = {}  # named block -> what the log calls the prefix that ends with it
+        self._names: dict[int, bytes] = {}  # block -> content hash, referenced or not
+        self._blocks: dict[bytes, int] = {}  # content hash -> block
+        self._prefixes: dict[int, int] = {}  # named block -> cache log name of the prefix that ends there
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
         self._transfers: list[tuple[int, ...]] = []  # into which bytes may still land
         self.sought_tokens = self.found_tokens = 0
@@ -106,19 +106,19 @@ class BlockPool:
         return len(self._cached)
 
     def looked_up(self, sought_tokens: int, found_tokens: int) -> None:
-        """Count a sequence that has its blocks now, and what of it was cached."""
+        """Count the tokens of an admitted sequence, and those of them that were cached."""
         self.sought_tokens += sought_tokens
         self.found_tokens += found_tokens
 
     def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
         """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.
 
-        What had to be forgotten for them is added to `evicted`: it stands in them until somebody writes.
+        Evicted prefixes are added to `evicted`; their content stays in the blocks until the next write.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
         taken = [heapq.heappop(self._clean) for _ in range(min(count, len(self._clean)))]
-        first = len(self._references)  # every id that was given back is lower
+        first = len(self._references)  # every freed id is lower
         untouched = range(first, min(first + count - len(taken), self._end))
         self._references += [0] * len(untouched)
         taken += untouched
@@ -133,13 +133,13 @@ class BlockPool:
         return sorted(taken)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to blocks that are held."""
+        """Add a reference to blocks that are held."""
         for block in blocks:
             assert self._references[block] > 0, f"block {block} is shared but nobody holds it"
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One reference less. The tail goes first, so that of an idle prefix the head survives longest."""
+        """Drop a reference. The tail is freed first, so that the head of an idle prefix survives longest."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is freed twice"
             self._references[block] -= 1
@@ -151,7 +151,7 @@ class BlockPool:
                 heapq.heappush(self._clean, block)
 
     def begin_transfer(self, blocks: tuple[int, ...]) -> None:
-        """Bytes may land in these blocks until `end_transfer`, whatever becomes of their other owners."""
+        """Bytes may land in these blocks until `end_transfer`, so they stay held until then."""
         self.share(blocks)
         self._transfers.append(blocks)
 
@@ -161,7 +161,7 @@ class BlockPool:
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks into which bytes may land."""
+        """Blocks into which bytes may still land."""
         return len(set().union(*self._transfers))
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -177,10 +177,10 @@ class BlockPool:
         return found
 
     def name(self, block: int, content: bytes, prefix: int | None = None) -> None:
-        """A held block is computed; `content` names it. The first block of a name keeps it.
+        """A held block is computed and has this `content` hash. The first block with a hash keeps it.
 
-        A block that was named as a tail, and has been filled since, gets its new name instead. `prefix`: what the log
-        calls the prefix that ends with this block, if anything.
+        A tail block that has been filled since gets its new hash instead. `prefix`: the cache log's name of the prefix
+        that ends with this block, if it has one.
         """
         assert self._references[block] > 0, f"block {block} is named but nobody holds it"
         if not self._prefix_caching or content in self._blocks:
@@ -194,9 +194,9 @@ class BlockPool:
             self.log.add(Tier.DEVICE, prefix)
 
     def hold_oldest(self, most: int, among: int) -> list[Cached]:
-        """Up to `most` of the `among` cached blocks that go next, those whose content is not on the host.
+        """Up to `most` of the next `among` cached blocks to be evicted, those whose content is not on the host.
 
-        One reference each is the caller's, to be given back by `free_oldest`. Nothing goes soon: nothing is answered.
+        The caller holds a reference to each, to be dropped by `free_oldest`. Empty while no eviction is near.
         """
         if len(self._clean) + self._end - len(self._references) >= among:
             return []
@@ -207,14 +207,14 @@ class BlockPool:
         return [Cached(block, name, self._prefixes.get(block)) for block, name in going]
 
     def free_oldest(self, blocks: Sequence[int]) -> None:
-        """One reference less: blocks without another one are cached again and evicted next, in this order."""
+        """Drop a reference: blocks without another one are cached again, and evicted next in this order."""
         for block in reversed(blocks):
             self.free([block])
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Take these names away, because their content is in doubt; who holds the blocks keeps them."""
+        """Remove these hashes from the cache, because their content is in doubt; owners keep the blocks."""
         self.host.forget(hashes)
         for name in hashes:
             block = self._blocks.get(name)
@@ -225,14 +225,14 @@ class BlockPool:
                 heapq.heappush(self._clean, block)
 
     def is_shared(self, block: int, owners: int = 1) -> bool:
-        """Whether more than these owners hold the block, so that none of them may write into it."""
+        """Whether more than `owners` hold the block, so that none of them may write into it."""
         return self._references[block] > owners
 
     def is_named(self, block: int) -> bool:
         return block in self._names
 
     def clear_cache(self) -> None:
-        """Evict every unreferenced prefix, on the host too."""
+        """Evict every unreferenced prefix, also on the host."""
         self.host.clear()
         while self._cached:
             block, _ = self._cached.popitem()
@@ -264,7 +264,7 @@ class BlockPool:
 
 
 class HostBlocks:
-    """Ids of the blocks in host memory that hold the KV of swapped sequences. Owned by one Scheduler."""
+    """Host memory blocks for the KV of swapped sequences. Owned by one Scheduler."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

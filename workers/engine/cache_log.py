@@ -1,10 +1,10 @@
-"""What a worker's prefix cache has, for routers: a numbered log of the names that came and went.
+"""A numbered log of names added to and removed from a worker's prefix cache, for routers.
 
-Pure, and bounded: the names that are present are at most as many as the blocks, and names that went are remembered
-for a while. How prefixes are named: `workers.kv_events`.
+Pure and bounded: there are at most as many names as blocks, and a limited number of removals is remembered. How
+prefixes are named: `workers.kv_events`.
 
-    log     ── 1 2 3 ... ──>          every name that comes or goes has a number
-    reader  ── since(last, reach) ──> what changed; or, if too much was forgotten, everything
+    log     ── 1 2 3 ... ──>          every name that is added or removed gets a number
+    reader  ── since(last, reach) ──> what changed; or everything, if too many removals were forgotten
 """
 
 import math
@@ -14,11 +14,11 @@ from itertools import takewhile
 
 from workers.kv_events import GRAIN, KVEvents, NameChanges
 
-MOST_NAMES = 4096  # in one answer come, and gone: more are asked for again
+MOST_NAMES = 4096  # added, and removed, in one reply: the reader asks again for more
 
 
 class Tier(Enum):
-    """Where KV lies: ready on the device, or in host memory, from where it has to be brought back."""
+    """Where KV is: ready on the device, or in host memory, from where it must be copied back."""
 
     DEVICE = "device"
     HOST = "host"
@@ -27,52 +27,52 @@ class Tier(Enum):
 class CacheLog:
     """Owned by a BlockPool of this block size. Numbers count events from 1; `number` is the newest."""
 
-    def __init__(self, block_size: int, most_gone: int = MOST_NAMES) -> None:
+    def __init__(self, block_size: int, most_removed: int = MOST_NAMES) -> None:
         self.number = 0
         self.grain = math.lcm(GRAIN, block_size)
         self._there: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}  # name -> its event, oldest first
-        self._gone: deque[tuple[int, Tier, int]] = deque(maxlen=most_gone)  # (event, tier, name)
-        self._forgotten = 0  # the newest removal that `_gone` has lost
+        self._removed: deque[tuple[int, Tier, int]] = deque(maxlen=most_removed)  # (event, tier, name)
+        self._forgotten = 0  # the newest removal that `_removed` has lost
 
     def add(self, tier: Tier, name: int) -> None:
-        """It can be found there from now on."""
+        """The name is now cached there."""
         self.number += 1
         there = self._there[tier]
         there.pop(name, None)
         there[name] = self.number
 
     def remove(self, tier: Tier, name: int) -> None:
-        """It cannot any more; what was not there is no event."""
+        """The name is no longer cached there; ignored if it was not."""
         if self._there[tier].pop(name, None) is None:
             return
         self.number += 1
-        if len(self._gone) == self._gone.maxlen:
-            self._forgotten = self._gone[0][0]
-        self._gone.append((self.number, tier, name))
+        if len(self._removed) == self._removed.maxlen:
+            self._forgotten = self._removed[0][0]
+        self._removed.append((self.number, tier, name))
 
     def names(self, tier: Tier) -> frozenset[int]:
-        """What is there now."""
+        """The names cached there now."""
         return frozenset(self._there[tier])
 
     def since(self, last: int, reach: int, most: int = MOST_NAMES) -> KVEvents:
-        """What a reader who stands at `last` and `reach` (see `KVEvents`) does not know; (0, 0): it knows nothing."""
+        """What changed for a reader at `last` and `reach` (see `KVEvents`); (0, 0): a reader that knows nothing."""
         whole = not last or not reach <= last <= self.number or last < self._forgotten
         if whole:
             last = reach = 0
-        come = {tier: self._newer(tier, reach) for tier in Tier}
-        events = sorted(number for each in come.values() for number, _ in each)
+        added = {tier: self._newer(tier, reach) for tier in Tier}
+        events = sorted(number for each in added.values() for number, _ in each)
         end = self.number if len(events) <= most else events[most - 1]
-        gone = [] if whole else list(takewhile(lambda each: each[0] > last, reversed(self._gone)))
+        removed = [] if whole else list(takewhile(lambda each: each[0] > last, reversed(self._removed)))
         changes = {
             tier: NameChanges(
-                tuple(name for number, name in come[tier] if number <= end),
-                tuple(dict.fromkeys(name for _, where, name in gone if where is tier)),
+                tuple(name for number, name in added[tier] if number <= end),
+                tuple(dict.fromkeys(name for _, where, name in removed if where is tier)),
             )
             for tier in Tier
         }
         return KVEvents(last, self.number, end, self.grain, whole, changes[Tier.DEVICE], changes[Tier.HOST])
 
     def _newer(self, tier: Tier, reach: int) -> list[tuple[int, int]]:
-        """(event, name) of what came behind event `reach` and is there."""
+        """(event, name) of the names added after event `reach` that are still cached."""
         newest_first = takewhile(lambda item: item[1] > reach, reversed(self._there[tier].items()))
         return [(number, name) for name, number in newest_first]

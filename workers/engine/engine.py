@@ -1,11 +1,11 @@
 """The engine: sequences, blocks and leases of one worker, as plain synchronous state.
 
     plan = engine.schedule(now)          # what to compute, or None
-    engine.commit(plan, result, now)     # what came out
-    outputs = engine.drain()             # what came of it, for the subscribers
+    engine.commit(plan, result, now)     # the executor's result
+    outputs = engine.drain()             # tokens, tickets and failures, for the subscribers
 
-Up to `depth` plans may be in flight; they run, and are committed, in the order in which they were made.
-Time is an argument. Touched only from its worker's event loop; knows no device, no I/O and no peer.
+Up to `depth` plans may be in flight; they run and are committed in the order they were made.
+Time is an argument. Used only from its worker's event loop; knows no device, no I/O and no peer.
 """
 
 import logging
@@ -28,11 +28,11 @@ from workers.stats import NO_PULLS, Pulls, WorkerStats
 
 logger = logging.getLogger(__name__)
 
-EngineOutput = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt got its blocks, its reader may start
+EngineOutput = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt has its blocks, so its reader may start
 
 
 class BrokenStep(Exception):
-    """The next step could not be made. `plan` computes nothing and stands for it until `Engine.steps_failed`."""
+    """The next step could not be built. `plan` is an empty stand-in for it until `Engine.steps_failed`."""
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__(plan)
@@ -40,10 +40,10 @@ class BrokenStep(Exception):
 
 
 class Engine:
-    """Owned by one Worker. `reserved` leading blocks of the pool are left to preflight.
+    """Owned by one Worker. The first `reserved` blocks of the pool belong to preflight.
 
-    `cost` is where the estimates of steps begin; `block_bytes`, of a block's KV, is what a swap moves. `depth` is how
-    many plans the executor works on at once: work is dealt out so that there are as many.
+    `cost` is the initial estimate of step times. A swap moves `block_bytes` for each block. `depth` is the number of
+    plans that the executor runs at once; the scheduler spreads work over that many.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Engine:
         self._scheduler.queues.add(sequence)
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
-        """`wanted` and `grant` in one. Raises `InvalidRequest` or `Overloaded`."""
+        """`wanted` and `grant` in one call. Raises `InvalidRequest` or `Overloaded`."""
         return self.grant(self.wanted(request, asked_s))
 
     def wanted(self, request: Request, asked_s: float) -> Sequence:
-        """A prompt that another worker computes, to be granted blocks, as often asked as it takes: it is hashed here.
+        """A sequence for a prompt that another worker computes; pass it to `grant` until that succeeds.
 
-        `asked_s` is when it was asked for: what prompts that have waited here for longer need is not given away.
+        Its blocks are hashed here, once. Blocks needed by prompts that arrived before `asked_s` are not given to it.
         Raises `InvalidRequest`.
         """
         self._refuse_known(request)
@@ -131,7 +131,7 @@ class Engine:
         return sequence
 
     def grant(self, sequence: Sequence) -> Reservation:
-        """Reserve blocks for a wanted prompt. Raises `Overloaded`, or `InvalidRequest` if its key came meanwhile."""
+        """Reserve blocks for a wanted prompt. Raises `Overloaded`, or `InvalidRequest` if its key is in use by now."""
         request = sequence.request
         self._refuse_known(request)
         if refusal := self._refusal(sequence):
@@ -140,19 +140,19 @@ class Engine:
         return Reservation(request.key, "", len(sequence.blocks), sequence.cached_tokens)
 
     def _refusal(self, sequence: Sequence) -> str:
-        """Why there is no room for a wanted prompt; empty: it has its blocks now."""
+        """Why there is no room for a wanted prompt; empty: it now has its blocks."""
         request, queues = sequence.request, self._scheduler.queues
         if self.waits_for_sibling(request):
-            return f"the KV of a sibling of {request.key} is on its way; it will be shared"
+            return f"the KV of a sibling of {request.key} is being transferred; it will be shared"
         reserved = [each for each in self._sequences.values() if each.state is State.RESERVED]
         total = -(-request.num_tokens // self.pool.block_size)
         staged = sum(len(each.blocks) for each in reserved)
-        # An empty staging area takes one prompt of any size: the budget is a brake, not a bound on length.
+        # One prompt of any size may always be staged: the budget limits concurrency, not length.
         if staged and staged + total > self._staging:
             return f"{staged} of {self._staging} staging blocks are reserved"
         earlier = [each for each in queues.waiting if each.arrival_s < sequence.arrival_s]
         if len(queues.running) + len(reserved) + len(earlier) >= self._config.max_running:
-            return f"all {self._config.max_running} decode slots are taken, or waited for"
+            return f"all {self._config.max_running} decode slots are taken or waited for"
         decoding = reserved + [each for each in queues.running if not each.hold]
         if refusal := slot_refusal(self._estimate.cost, decoding, request, self._depth):
             return refusal
@@ -168,7 +168,7 @@ class Engine:
             raise InvalidRequest("request.id", f"{request.key!r} is already running here")
 
     def waits_for_sibling(self, request: Request) -> bool:
-        """Whether a reservation now would fetch what a sibling's transfer is about to bring."""
+        """Whether a sibling's transfer will bring the KV that this request would fetch."""
         return any(
             each.state is State.RESERVED and not each.fetched and each.request.is_sibling(request)
             for each in self._sequences.values()
@@ -184,9 +184,9 @@ class Engine:
         return sequence
 
     def fetched(self, key: str, now_s: float, *, num_tokens: int | None = None, goes_on: bool = False) -> None:
-        """The KV of the first `num_tokens` tokens (None: all it came with) is in the reserved blocks, verified.
+        """The KV of the first `num_tokens` tokens (None: the whole prompt) is in the reserved blocks, verified.
 
-        `goes_on`: compute the others, and draw, without waiting for `decode`: nothing was drawn elsewhere.
+        `goes_on`: compute the rest and sample without waiting for `decode`, because no token was sampled elsewhere.
         """
         sequence = self.reserved(key)
         arrived = sequence.request.num_tokens if num_tokens is None else num_tokens
@@ -197,7 +197,7 @@ class Engine:
         self._start_if_ready(sequence, now_s)
 
     def decode(self, key: str, tokens: Items[int], now_s: float) -> None:
-        """These tokens were generated elsewhere: decode after them once KV is here. Missing KV is computed first."""
+        """Decode after these tokens, generated elsewhere, once the KV is here. Missing KV is computed first."""
         sequence = self.reserved(key)
         if sequence.decode_called_s is not None:
             raise InvalidRequest("request.id", f"{key} is already decoding")
@@ -213,14 +213,14 @@ class Engine:
             self._scheduler.queues.running.append(sequence)
 
     def hand_over(self, key: str, most_tokens: int, now_s: float) -> Lease | None:
-        """Lease the full blocks of a running sequence's first `most_tokens` tokens to a worker that takes it over.
+        """Lease the full blocks of a running sequence's first `most_tokens` tokens to the target of its migration.
 
-        It goes on here meanwhile, whatever becomes of the lease, until it is aborted. None: it has none; its taker must
-        compute all of it. Raises `UnknownSequence`.
+        It continues here until it is aborted, whatever happens to the lease. None: there is no full block, so the
+        target must compute everything. Raises `UnknownSequence`.
         """
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed or sequence.hold or sequence.state is State.RESERVED:
-            raise UnknownSequence(f"{key} does not decode here; it ended, or has not begun")
+            raise UnknownSequence(f"{key} does not decode here; it ended or has not started")
         if sequence.state is not State.RUNNING:
             return None
         full = min(sequence.num_computed, most_tokens) // self.pool.block_size
@@ -228,7 +228,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence or a lease is here."""
+        """Whether there is any sequence or lease."""
         return bool(self._sequences or len(self.leases))
 
     # ---- stepping ----------------------------------------------------------------------------------------------
@@ -258,14 +258,14 @@ class Engine:
         return StepPlan(
             self._steps,
             tuple(chunks),
-            tuple(dict.fromkeys(digests)),  # a block shared by two held prompts is digested once
+            tuple(dict.fromkeys(digests)),  # once for a block that two held prompts share
             swap_out=tuple(step.moves.swap_out),
             swap_in=tuple(step.moves.swap_in),
             copies=tuple(step.moves.copies),
         )
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
-        """Take in what the oldest step in flight computed."""
+        """Apply the result of the oldest step in flight."""
         assert plan.number == self._steps + 1 - self._scheduler.num_in_flight, f"step {plan.number} is not the oldest"
         self._step_s = result.seconds if not self._step_s else 0.8 * self._step_s + 0.2 * result.seconds
         self._estimate.learn(plan, result.seconds)
@@ -323,7 +323,7 @@ class Engine:
         if sequence.hold:
             self._end_held(sequence)
         elif finish is not None:
-            self.leases.drop(sequence.key)  # its reader has nothing left to do
+            self.leases.drop(sequence.key)  # its reader has nothing left to fetch
             self._end(sequence)
 
     def _end_held(self, sequence: Sequence) -> None:
@@ -333,7 +333,7 @@ class Engine:
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def abort(self, key: str) -> bool:
-        """End a sequence and the lease of its KV; False when neither is here. It has no further outputs."""
+        """End a sequence and the lease of its KV, without further outputs; False when there is neither."""
         leased = self.leases.drop(key)
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed:
@@ -345,21 +345,21 @@ class Engine:
         return True
 
     def fail(self, key: str, reason: str, *, corrupt: bool = False, final: bool = False) -> None:
-        """Abort, and tell the subscriber why. `final`: another attempt would end in the same way."""
+        """Abort, and report the reason to the subscriber. `final`: another attempt would fail in the same way."""
         if key in self._sequences:
             self._outputs.append(FailedOut(key, reason, corrupt, final))
         self.abort(key)
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:
-        """An error in what was done for this sequence alone is the end of it, and of nothing else."""
+        """An error in work for one sequence ends that sequence only."""
         logger.error("%s failed with an unexpected error", sequence.key, exc_info=error)
         self.fail(sequence.key, f"unexpected {type(error).__name__}: {error}")
 
     def steps_failed(self, plans: Items[StepPlan], reason: str) -> None:
-        """All steps in flight have ended, and the first by an error. Their requests fail; all others can go on.
+        """The oldest step failed and all steps in flight have ended. Their requests fail; all others continue.
 
-        What these steps were to compute, copy and save does not count. Cached prefixes are forgotten: some may be in
-        the blocks of a copy that did not happen.
+        What these steps should have computed, copied and saved is discarded. Cached prefixes are dropped, because some
+        may be in the target blocks of a copy that did not happen.
         """
         touched: dict[Sequence, None] = {}
         for plan in plans:
@@ -373,15 +373,15 @@ class Engine:
                 self.fail(sequence.key, reason)
 
     def _fail_not_finite(self, sequence: Sequence) -> None:
-        """No token can be sampled for it, and no other sequence may use its KV."""
+        """No token can be sampled, and no other sequence may use this KV."""
         self._non_finite += 1
         self.pool.forget(sequence.hashes)
         where = f"behind token {sequence.num_computed}"
-        why = f"the model's logits are not finite {where}; the weights, or KV in {self._config.dtype}, may be at fault"
+        why = f"the model's logits are not finite {where}; the weights, or KV in {self._config.dtype}, may be the cause"
         self.fail(sequence.key, why, final=True)
 
     def expire(self, now_s: float) -> None:
-        """Reclaim leases whose reader has gone silent; a prompt still being computed for one of them fails."""
+        """Reclaim leases of silent readers; a prompt that is still computed for one of them fails."""
         for lease in self.leases.expire(now_s):
             if not lease.offered:
                 self.fail(lease.key, "its reader went silent and the lease expired")
@@ -391,15 +391,15 @@ class Engine:
         sequence.state = State.FINISHED
         del self._sequences[sequence.key]
 
-    # ---- looking in --------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------
 
     def drain(self) -> list[EngineOutput]:
-        """What happened since the last call, in order."""
+        """The outputs since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def holds(self, key: str) -> bool:
-        """Whether a sequence of this key is alive here (its lease may outlive it)."""
+        """Whether a sequence of this key is here (its lease may outlive it)."""
         return key in self._sequences
 
     def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS) -> WorkerStats:

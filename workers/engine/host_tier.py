@@ -1,7 +1,7 @@
-"""When prefixes go to host memory and when they come back: each a copy of whole blocks by a step. See `host_cache`.
+"""Saves prefixes to host memory and restores them, as copies of whole blocks in a step. See `host_cache`.
 
-Tokens that a step brings back are ordered, as tokens that it computes are: they have their KV when it has ended, and
-until then no lease, hand-over or name of theirs lets anybody read them.
+Restored tokens count as scheduled, like computed ones: they have their KV when the step has ended, and no lease,
+migration or block hash exposes them before.
 """
 
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from workers.engine.blocks import BlockPool, Cached
 from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence
 
-AHEAD = 4  # steps' worth of blocks that are saved before they are wanted
+AHEAD = 4  # steps' worth of blocks that are saved before they are needed
 
 
 @dataclass(slots=True)
 class BlockMoves:
-    """What one step copies: (block, host block) pairs out, (host block, block) pairs in, then (source, target) pairs
+    """The copies of one step: (block, host block) pairs out, (host block, block) pairs in, then (source, target) pairs
     within the pool.
 
-    `leaving`: blocks to free when it has ended. `evicted`: what stands in blocks that the step will write. `saving`:
-    cached blocks that are held until they are saved. `restored`: tokens of sequences that it brings back.
+    `leaving`: blocks to free when the step has ended. `evicted`: content of blocks that it will overwrite. `saving`:
+    cached blocks that are held until they are saved. `restored`: sequences and how many of their tokens it restores.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -31,13 +31,13 @@ class BlockMoves:
     restored: list[tuple[Sequence, int]] = field(default_factory=list)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy blocks in this step, and let go of the sources when it has ended."""
+        """Copy blocks in this step, and free the sources when it has ended."""
         self.copies += zip(sources, targets, strict=True)
         self.leaving += sources
 
 
 class HostTier:
-    """Owned by a Scheduler. `block_bytes`: of one block's KV. `step_blocks`: as many as a step may fill."""
+    """Owned by a Scheduler. `block_bytes`: KV bytes of a block. `step_blocks`: the most that a step may fill."""
 
     def __init__(self, pool: BlockPool, estimate: StepEstimate, block_bytes: int, step_blocks: int) -> None:
         self._pool = pool
@@ -46,9 +46,9 @@ class HostTier:
         self._step_blocks = step_blocks
 
     def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
-        """Bring back what follows the sequence's computed tokens, if that takes less than computing it again.
+        """Restore what follows the sequence's computed tokens, if that is cheaper than recomputing it.
 
-        It has its blocks already. One token at least is left to compute, and all where the prompt's own are wanted.
+        It already has its blocks. At least one token is left to compute, and all of them for prompt log probabilities.
         """
         host, size, first = self._pool.host, self._pool.block_size, sequence.num_computed
         if not len(host) or sequence.wants_prompt_logprobs:
@@ -64,18 +64,18 @@ class HostTier:
         sequence.cached_tokens = end
 
     def _is_cheaper(self, num_blocks: int, num_tokens: int, first: int, end: int) -> bool:
-        """Half of what a swap costs is the way back."""
+        """Half of a swap's cost is the way back."""
         cost = self._estimate.cost
         saved_s = cost.prefill_seconds(num_tokens - first, first) - cost.prefill_seconds(num_tokens - end, end)
         return cost.swap_seconds(num_blocks * self._block_bytes) / 2 < saved_s
 
     def _is_worth_saving(self) -> bool:
-        """Whether a step's worth of blocks goes to the host and comes back in less time than it takes to compute."""
+        """Whether swapping a step's worth of blocks out and in is faster than computing them."""
         cost, count = self._estimate.cost, self._step_blocks
         return cost.swap_seconds(count * self._block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
 
     def save(self, moves: BlockMoves) -> None:
-        """Copy what this step evicts; and ahead, as far as there is room, what transfers may evict without a step."""
+        """Save what this step evicts and, where there is room, what transfers may evict without a step."""
         host = self._pool.host
         if not host.num_blocks or not self._is_worth_saving():
             return

@@ -1,8 +1,8 @@
-"""Which blocks a sequence gets, on the device and in host memory, and what must be copied for it.
+"""Allocates blocks to sequences, on the device and in host memory, and plans the copies this takes.
 
-Cached prefixes are shared, tails of siblings copied. A sequence that is preempted gives up all its blocks: its KV is
-saved in host memory or computed again later, whichever the cost model finds cheaper. Knows sequences; knows no queue
-order and no step. Pure.
+Cached prefixes are shared, tails of siblings copied. A preempted sequence gives up all its blocks: its KV is saved in
+host memory or recomputed, whichever the cost model finds cheaper. Knows sequences; knows no queue order and no step.
+Pure.
 
 Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
 """
@@ -20,9 +20,9 @@ from workers.request import MIXED_KV
 
 
 class KVCacheManager:
-    """Owned by a Scheduler, whose list of `running` sequences it sees. `block_bytes`: of one block's KV.
+    """Owned by a Scheduler, whose list of `running` sequences it reads. `block_bytes`: KV bytes of a block.
 
-    `reserves_answer`: a sequence gets in only if its longest possible answer fits as well.
+    `reserves_answer`: a sequence is admitted only if its longest possible answer fits too.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class KVCacheManager:
         size, most = self._pool.block_size, len(sequence.tokens) - 1
         shared = self._pool.match(sequence.hashes[: most // size])
         if share_tail and most % size and len(shared) == most // size:
-            # Siblings share the last block too, up to its last token.
+            # Siblings also share the last block, up to its last token.
             tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes, sequence.salt)])
             if tail:
                 return shared + tail, most
         return shared, len(shared) * size
 
     def reserve(self, sequence: Sequence, shared: list[int], kept: int) -> bool:
-        """Blocks for a prompt that another worker computes, those that are `shared` first. False: they are not free.
+        """Allocate blocks for a prompt that another worker computes, after the `shared` ones. False: not enough free.
 
-        `kept` blocks stay free beside. Whatever becomes of it, the references to `shared` are no more the caller's.
+        `kept` more blocks stay free. Takes over the references to `shared` in any case.
         """
         num_blocks = -(-len(sequence.tokens) // self._pool.block_size) - len(shared)
         if not self.fits(sequence, held=len(shared), wanted=num_blocks, kept=kept):
@@ -129,14 +129,14 @@ class KVCacheManager:
         return True
 
     def swap_in(self, sequence: Sequence, moves: BlockMoves) -> bool:
-        """Blocks for a swapped sequence, and the copies that bring it back. False: they are not free."""
+        """Allocate blocks for a swapped sequence and plan the copies that restore it. False: not enough free."""
         num_blocks = len(sequence.host_blocks)
         grows = sequence.num_computed == num_blocks * self._pool.block_size
         if not self.fits(sequence, held=0, wanted=num_blocks + grows):
             return False
         sequence.blocks = self._pool.allocate(num_blocks, moves.evicted)
         moves.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=True)
-        # Free at once: whatever is saved there next is saved by a later step, and steps run in order.
+        # Free at once: the next save into them belongs to a later step, and steps run in order.
         self.host.free(sequence.host_blocks)
         sequence.host_blocks = []
         return True
@@ -144,15 +144,15 @@ class KVCacheManager:
     # ---- a sequence grows --------------------------------------------------------------------------------------
 
     def is_writable(self, sequence: Sequence) -> bool:
-        """Whether the next token has a block without other readers."""
+        """Whether the next token has a block that this sequence may write."""
         index = sequence.num_scheduled // self._pool.block_size
-        # The reader of a lease stays behind the watermark: its own prompt may be written on.
+        # A lease's reader stays behind the watermark, so the lease does not prevent writes.
         return index < len(sequence.blocks) and not self._pool.is_shared(
             sequence.blocks[index], owners=1 + sequence.leased
         )
 
     def make_writable(self, sequence: Sequence, moves: BlockMoves) -> None:
-        """A block of its own under the next token: a new one, or a copy of one that others hold too."""
+        """Give the next token a private block: a new one, or a copy of a shared one."""
         index = sequence.num_scheduled // self._pool.block_size
         blocks = self._pool.allocate(1, moves.evicted)
         if index < len(sequence.blocks):
@@ -160,7 +160,7 @@ class KVCacheManager:
         sequence.blocks[index : index + 1] = blocks
 
     def room(self, sequence: Sequence) -> int:
-        """How many more tokens the blocks that it has, and some more for what is missing, can take."""
+        """How many more tokens fit in its blocks, after allocating missing ones if all of them fit."""
         size = self._pool.block_size
         missing = -(-len(sequence.tokens) // size) - len(sequence.blocks)
         if missing > 0 and self.fits(sequence, held=len(sequence.blocks), wanted=missing):
@@ -168,10 +168,10 @@ class KVCacheManager:
         return len(sequence.blocks) * size - sequence.num_scheduled
 
     def name_blocks(self, sequence: Sequence) -> None:
-        """Offer newly full blocks to the prefix index.
+        """Add newly full blocks to the prefix cache.
 
-        Of a sequence that came in another dtype only those that came: what is computed behind them attends to numbers
-        that were rounded on their way, and a sequence that is computed as a whole does not.
+        Of a sequence that was fetched in another dtype, only the fetched blocks: later ones attend to rounded KV, and
+        so differ from the same tokens computed here.
         """
         if sequence.kv_dtype and (sequence.kv_dtype == MIXED_KV or sequence.state is not State.RESERVED):
             return
@@ -191,9 +191,9 @@ class KVCacheManager:
     # ---- a sequence goes ---------------------------------------------------------------------------------------
 
     def swap_out(self, sequence: Sequence, moves: BlockMoves) -> int:
-        """Save a preempted sequence on the host, or drop its KV, whichever is cheaper.
+        """Save a preempted sequence on the host or drop its KV, whichever is cheaper.
 
-        Answers how many blocks come free when the step that saves them has ended; 0: it is dropped, all are free now.
+        Returns how many blocks come free when the step that saves them ends; 0: the KV was dropped, all are free now.
         """
         blocks, sequence.blocks = sequence.blocks, []
         sequence.num_named = 0
@@ -209,13 +209,13 @@ class KVCacheManager:
     def _should_swap(self, sequence: Sequence, num_blocks: int) -> bool:
         if self._preemption == "recompute" or num_blocks > self.host.num_free:
             return False
-        if self._preemption == "swap" or sequence.kv_dtype:  # what was rounded on its way cannot be computed here
+        if self._preemption == "swap" or sequence.kv_dtype:  # KV fetched in another dtype cannot be recomputed here
             return True
         cost = self._estimate.cost
         return cost.swap_seconds(num_blocks * self._block_bytes) < cost.prefill_seconds(sequence.num_computed)
 
     def release(self, sequence: Sequence) -> None:
-        """Give all its blocks back, those on the host too."""
+        """Free all its blocks, also those on the host."""
         self._pool.free(sequence.blocks)
         self.host.free(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []
@@ -226,7 +226,7 @@ class KVCacheManager:
         self.tier.land(moves)
 
     def not_saved(self, host_blocks: Iterable[int], swapped: Iterable[Sequence]) -> None:
-        """The step that was to save these failed: those who count on them compute their tokens again."""
+        """The step that should have saved these failed: sequences swapped to them recompute their KV."""
         lost = set(host_blocks)
         for each in swapped:
             if not lost.isdisjoint(each.host_blocks):

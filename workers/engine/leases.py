@@ -1,6 +1,7 @@
-"""The leases of one engine: whose KV is kept for which reader, how far it is computed, and until when.
+"""The leases of one engine: KV held for one reader each, how far it is computed, and until when it is held.
 
-A new hold of the same key gets a higher epoch, which fences every reader of the older one. Pure: time is an argument.
+Another hold of the same key gets a higher epoch, which fences off every reader of the older one. Pure: time is an
+argument.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,8 @@ from workers.engine.sequence import Lease, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """How far the KV under a lease is computed. `cells[rank][i]` are the digests of block first_block + i there, as
-    `StepResult.digests` has them; no rank at all when nothing is digested.
+    """How far the KV under a lease is computed. `cells[rank][i]` are the digests of block first_block + i on that rank,
+    as in `StepResult.digests`; no ranks without digests.
     """
 
     ready_blocks: int
@@ -42,7 +43,7 @@ class LeaseBook:
         return iter(self._leases.values())
 
     def hold(self, sequence: Sequence, now_s: float) -> Lease:
-        """Keep the blocks of an admitted prompt for a reader."""
+        """Hold the blocks of an admitted prompt for a reader."""
         self.drop(sequence.key)
         self._epoch += 1
         blocks = tuple(sequence.blocks)
@@ -54,9 +55,9 @@ class LeaseBook:
         return lease
 
     def hold_cached(self, key: str, blocks: list[int], now_s: float) -> Lease | None:
-        """Keep cached blocks for a reader; their references become the lease's. None when there are none to read.
+        """Hold cached blocks for a reader, taking over their references. None when there are none to read.
 
-        Where KV is digested, blocks behind the first without a digest are let go.
+        With digests on, the blocks from the first one without a digest are released.
         """
         digests: list[tuple[bytes, ...]] = []
         for block in blocks:
@@ -76,9 +77,9 @@ class LeaseBook:
         return lease
 
     def offer(self, key: str, blocks: list[int], now_s: float) -> Lease:
-        """Keep full blocks of a running sequence for a reader that is to take it over.
+        """Hold full blocks of a running sequence for the target of its migration.
 
-        Where KV is digested, the watermark stands before the first block without a digest: later steps take them.
+        With digests on, the watermark stops before the first block without one; later steps digest them.
         """
         self._pool.share(blocks)
         self.drop(key)
@@ -93,7 +94,7 @@ class LeaseBook:
     def undigested(self, key: str, computed: int, most: int) -> list[tuple[int, int]]:
         """(block, slots with tokens) under this lease to digest once `computed` tokens have their KV.
 
-        Each is answered once; of a running sequence, at most this many at a time.
+        Each is returned once; for a running sequence at most `most` at a time.
         """
         lease = self._leases.get(key)
         if lease is None or not self._digest:
@@ -103,7 +104,7 @@ class LeaseBook:
         return [(lease.blocks[index], self._slots(lease, index)) for index in range(first, lease.num_asked)]
 
     def advance(self, sequence: Sequence, digests: Mapping[tuple[int, int], tuple[bytes, ...]]) -> None:
-        """Move the watermark behind what is computed. `digests` are those of the step just done, on each rank."""
+        """Move the watermark up to what is computed. `digests` are those of the step just done, on each rank."""
         lease = self._leases.get(sequence.key)
         if lease is None:
             return
@@ -111,7 +112,7 @@ class LeaseBook:
             block = lease.blocks[index]
             known = digests.get((block, self._slots(lease, index)), ())
             if self._digest and not known:
-                return  # a later step will
+                return  # a later step will digest it
             lease.digests.append(known)
             if known and self._pool.is_named(block):
                 self._pool.digests[block] = known
@@ -119,7 +120,7 @@ class LeaseBook:
             lease.finished = len(lease.digests) == len(lease.blocks)
 
     def _advance_known(self, lease: Lease, computed: int) -> None:
-        """Blocks that were digested before, under another lease, are ready at once."""
+        """Blocks that were digested under an earlier lease are ready at once."""
         for block in lease.blocks[: self._ready(lease, computed)]:
             known = self._pool.digests.get(block, ())
             if self._digest and not known:
@@ -127,22 +128,22 @@ class LeaseBook:
             lease.digests.append(known)
 
     def _ready(self, lease: Lease, computed: int) -> int:
-        """Blocks whose KV is complete; the last, partial one only when all that is leased is."""
+        """Blocks whose KV is complete; the last, partial one only when all leased tokens are computed."""
         if computed >= lease.num_tokens:
             return len(lease.blocks)
         return computed // self._pool.block_size
 
     def _slots(self, lease: Lease, index: int) -> int:
-        """How many slots of the lease's block hold tokens of its prompt."""
+        """Slots of this block that hold tokens of the lease."""
         return min(self._pool.block_size, lease.num_tokens - index * self._pool.block_size)
 
     def finish(self, key: str) -> None:
-        """The prompt is computed: the watermark will not move again."""
+        """The prompt is computed: the watermark is final."""
         if key in self._leases:
             self._leases[key].finished = True
 
     def progress(self, key: str, epoch: int, have: int, now_s: float) -> Watermark:
-        """Where the watermark stands for a reader that has `have` blocks; extends the lease. Raises `LeaseLost`."""
+        """The watermark for a reader that has `have` blocks; extends the lease. Raises `LeaseLost`."""
         lease = self._valid(key, epoch)
         lease.deadline_s = now_s + lease.ttl_s
         fresh = lease.digests[have:]
@@ -150,7 +151,7 @@ class LeaseBook:
         return Watermark(len(lease.digests), have, ranks, lease.finished, lease.ttl_s)
 
     def release(self, key: str, epoch: int) -> None:
-        """The reader is done; proves that the lease held until now. Raises `LeaseLost`."""
+        """The reader is done; success proves that the lease was valid until now. Raises `LeaseLost`."""
         self._valid(key, epoch)
         self.drop(key)
 
@@ -162,7 +163,7 @@ class LeaseBook:
         return lease is not None
 
     def expire(self, now_s: float) -> list[Lease]:
-        """End every lease past its deadline and answer them. Renewals break any order, so all are looked at."""
+        """End and return every lease past its deadline. Renewals break any order, so all are checked."""
         late = [lease for lease in self._leases.values() if lease.deadline_s <= now_s]
         for lease in late:
             self.drop(lease.key)

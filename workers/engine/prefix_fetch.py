@@ -1,9 +1,9 @@
-"""Remote prefix fetch: prefixes that go from one worker's cache into another's.
+"""Remote prefix fetch: copies a prefix from one worker's cache into another's.
 
-    owner    cached ──hold──> leased, all of it ready ──release──> cached
-    reader   begin ──> blocks of ours, bytes on their way ──arrived──> named and cached, or free if they did not
+    owner    cached ──hold──> leased, completely ready ──release──> cached
+    reader   begin ──> blocks allocated, bytes in flight ──arrived──> hashed and cached, or freed after a failure
 
-What was fetched lies in the cache like anything else: a prompt finds it there, or computes it again when it is gone.
+The fetched prefix is an ordinary cache entry: a prompt finds it, or recomputes it after its eviction.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from workers.kv_events import chain, name_of_block
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixFetch:
-    """A prefix on its way here. The first `num_shared` of its blocks were here already."""
+    """A prefix that is being fetched. Its first `num_shared` blocks were here already."""
 
     blocks: tuple[int, ...]
     num_shared: int
@@ -32,25 +32,25 @@ class PrefixFetches:
         self._pool = pool
         self._leases = leases
         self._prefix_blocks = prefix_blocks
-        self._coming: set[PrefixFetch] = set()
+        self._in_flight: set[PrefixFetch] = set()
 
     def __iter__(self) -> Iterator[PrefixFetch]:
-        return iter(self._coming)
+        return iter(self._in_flight)
 
     def hold(self, key: str, tokens: Sequence[int], now_s: float, salt: str = "") -> Lease | None:
-        """Keep what the cache has of this prefix for one reader, under a lease of this key. None: it has nothing."""
+        """Hold the cached part of this prefix for one reader, under a lease of this key. None: nothing is cached."""
         hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
         return self._leases.hold_cached(key, self._pool.match(hashes), now_s)
 
     def known(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that are here of this prefix, as far as they count, with one more reference each."""
+        """The cached blocks of this prefix, in multiples of `prefix_blocks`, with a new reference each."""
         shared = self._pool.match(hashes)
         aligned = len(shared) - len(shared) % self._prefix_blocks
         self._pool.free(shared[aligned:])
         return shared[:aligned]
 
     def begin(self, tokens: Sequence[int], salt: str = "") -> PrefixFetch:
-        """Blocks for a prefix that another worker holds for us. Raises `OutOfBlocks` and changes nothing."""
+        """Allocate blocks for a prefix that another worker holds. Raises `OutOfBlocks` and changes nothing."""
         hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
         shared = self.known(hashes)
         aligned = len(shared)
@@ -60,12 +60,12 @@ class PrefixFetches:
             self._pool.free(shared)
             raise
         fetch = PrefixFetch((*shared, *fresh), aligned, tuple(hashes), tuple(chain(tokens, salt=salt)))
-        self._coming.add(fetch)
+        self._in_flight.add(fetch)
         return fetch
 
     def end(self, fetch: PrefixFetch, *, arrived: bool) -> None:
-        """Its bytes are here, verified, or will not come. Either way only the cache keeps the blocks from now on."""
-        self._coming.remove(fetch)
+        """The fetch has `arrived`, verified, or failed. From now on at most the cache keeps the blocks."""
+        self._in_flight.remove(fetch)
         if arrived:
             for index in range(fetch.num_shared, len(fetch.hashes)):
                 prefix = name_of_block(fetch.names, index, self._pool.block_size)

@@ -1,8 +1,8 @@
-"""The steps of one engine: what the next one holds, and which are in flight.
+"""Builds the steps of one engine and tracks those in flight.
 
-A batching policy decides what a step computes (`batching`), a `StepBuilder` makes it so, with the sequences of `Queues`
-and the blocks of a `KVCacheManager`. Several steps may be in flight, one for each stage of a pipeline; they run in
-order, and nobody in them is preempted. Pure: no clock, no device.
+A batching policy (`batching`) decides what a step computes and a `StepBuilder` builds it, from the sequences in
+`Queues` and the blocks of a `KVCacheManager`. Several steps may be in flight, one for each pipeline stage; they run in
+order, and their sequences are not preempted. Pure: no clock, no device.
 """
 
 import sys
@@ -24,16 +24,16 @@ from workers.engine.step_builder import StepBuilder
 
 @dataclass(slots=True)
 class _Flight:
-    """A step in flight: the sequences whose blocks it touches, and the copies that it makes."""
+    """A step in flight: the sequences whose blocks it uses, and its block copies."""
 
     sequences: tuple[Sequence, ...]
     moves: BlockMoves
 
 
 class Scheduler:
-    """Owns the queues and who holds which blocks. Shares the pool, the leases and the estimate with its Engine.
+    """Owns the queues and the block tables. Shares the pool, the leases and the estimate with its Engine.
 
-    `block_bytes`: of one block's KV. `depth`: how many steps are to be in flight.
+    `block_bytes`: KV bytes of a block. `depth`: number of steps to keep in flight.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Scheduler:
         self._steps = 0
 
     def schedule(self, now_s: float) -> StepBuilder | None:
-        """What the next step computes and copies; None when that is nothing.
+        """The next step; None when there is nothing to compute or copy.
 
-        With an `error` it computes nothing: it is in flight only so that whoever it has touched fails when it lands.
+        A step with an `error` computes nothing; it is in flight only so that its sequences fail when it lands.
         """
         if not self.queues.running and not self.queues.waiting:
             return None
@@ -93,16 +93,16 @@ class Scheduler:
             if step.at_hand is None:  # no sequence to fail: it would repeat forever
                 raise
             step.admitted.append(step.at_hand)
-            self._take_off(step)
+            self._launch(step)
             return step
         if step.is_empty:
             return None
         self.kv.tier.save(step.moves)
-        self._take_off(step)
+        self._launch(step)
         return step
 
     def _sorted(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
-        """Of those who run: who decodes, who has prompt tokens still to order, and whose tokens are all in flight."""
+        """Running sequences that decode, that have prompt tokens to schedule, and whose tokens are all in flight."""
         decodable: list[Sequence] = []
         unfinished: list[Sequence] = []
         ordered: list[Sequence] = []
@@ -122,23 +122,23 @@ class Scheduler:
         return decodable, unfinished, ordered
 
     def _rows(self, num_ready: int, num_decoding: int) -> int:
-        """How many decodes the next step takes: an equal part for each step that is to be in flight.
+        """Decodes in the next step: an equal share for each step to be in flight.
 
-        The bound over all keeps groups from growing together when others end; the one over those who are ready deals
-        them out when nothing is in flight yet.
+        The bound over all decodes keeps groups from merging when others end; the one over ready decodes spreads them
+        when nothing is in flight yet.
         """
         num_free = max(1, self._depth - len(self._flights))
         return min(-(-num_decoding // self._depth), -(-num_ready // num_free))
 
     def _prompt_share(self) -> int:
-        """Prompt tokens that the next step takes so that other stages have some too, of all that are here."""
+        """Prompt tokens for the next step, so that other pipeline stages get some too."""
         if self._depth == 1:
             return sys.maxsize
         prompts = [each for each in self.queues.running if each.is_prefilling]
         num_tokens = sum(len(each.tokens) for each in (*prompts, *self.queues.waiting))
         return prompt_share(self._estimate.cost, num_tokens, self._depth)
 
-    def _take_off(self, step: StepBuilder) -> None:
+    def _launch(self, step: StepBuilder) -> None:
         self._steps += 1
         # The kernels want one-token runs first.
         step.slices.sort(key=lambda each: each.count > 1)
@@ -149,7 +149,7 @@ class Scheduler:
         self._flights.append(_Flight(touched, step.moves))
 
     def land(self) -> Items[Sequence]:
-        """The oldest step in flight has ended, and its copies with it. Answers the sequences it touched."""
+        """The oldest step in flight has ended, with its copies. Returns its sequences."""
         flight = self._flights.popleft()
         self.kv.land(flight.moves)
         for sequence in flight.sequences:
@@ -161,15 +161,15 @@ class Scheduler:
         return len(self._flights)
 
     def leaving(self) -> Items[Items[int]]:
-        """Blocks that no sequence owns any more, but that steps in flight still read."""
+        """Blocks that no sequence owns any more but that steps in flight still read."""
         return [flight.moves.leaving + flight.moves.saving for flight in self._flights]
 
     def not_saved(self, host_blocks: Items[int]) -> None:
-        """The step that was to save these failed: those who count on them compute their tokens again."""
+        """The step that should have saved these failed: sequences swapped to them recompute their KV."""
         self.kv.not_saved(host_blocks, [each for each in self.queues.waiting if each.state is State.SWAPPED])
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of whichever queue it is in, and give its blocks back."""
+        """Take a sequence out of its queue and free its blocks."""
         self.queues.remove(sequence)
         self.kv.release(sequence)
 
@@ -179,7 +179,7 @@ class Scheduler:
         self.kv.host.check([each.host_blocks for each in waiting])
         touched = Counter(each.key for flight in self._flights for each in flight.sequences)
         assert touched == Counter({each.key: each.in_flight for each in running if each.in_flight}), "flights"
-        assert not any(each.in_flight or each.num_ordered for each in waiting), "somebody waits in flight"
+        assert not any(each.in_flight or each.num_ordered for each in waiting), "a waiting sequence is in flight"
         for each in running:
             assert each.num_scheduled <= min(len(each.tokens), len(each.blocks) * self._block_size), each.key
-            assert each.in_flight or not each.num_ordered, f"tokens of {each.key} are ordered, but from nobody"
+            assert each.in_flight or not each.num_ordered, f"tokens of {each.key} are scheduled, but not in flight"
