@@ -8,7 +8,7 @@ import pytest
 from benchmarks import reduce_profiles
 from tests.shared import shared
 from workers.costs import CostModel, LayeredCost, PhasedCost, RooflineCost, TableCost
-from workers.profiles.capacity import UTILISATION, kv_capacity_tokens
+from workers.profiles.capacity import UTILIZATION, kv_capacity_tokens
 from workers.profiles.hardware import DATA
 from workers.profiles.profile_errors import ProfileError, UnknownName
 from workers.profiles.published import distserve_capacity, distserve_data, splitwise_medians, vidur_layers, vidur_links
@@ -120,7 +120,7 @@ def test_capacities_are_distserves_where_it_has_them_and_near_by_arithmetic() ->
     for (model, hardware, tensor, pipeline), tokens in distserve_capacity().items():
         assert kv_capacity_tokens(model, hardware, tensor, pipeline) == tokens
         if tokens > 100_000:  # below, a little more or less for activations is much of what is left
-            by_memory = kv_capacity_tokens(model, hardware, tensor, pipeline, UTILISATION + 0.03)
+            by_memory = kv_capacity_tokens(model, hardware, tensor, pipeline, UTILIZATION + 0.03)
             assert by_memory == pytest.approx(tokens, rel=0.06)
 
 

@@ -182,15 +182,14 @@ def test_a_model_that_does_not_fit_says_how_many_gpus_would_do(model: str, hardw
     with pytest.raises(DoesNotFit, match=r"does not fit on 1 .*it needs \d+ at least") as refused:
         kv_capacity_tokens(model, hardware)
     count, (tensor, pipeline) = least_gpus(model, hardware)
-    assert refused.value.least_gpus == count == tensor * pipeline
+    assert f"it needs {count} at least" in str(refused.value) and count == tensor * pipeline
     assert kv_capacity_tokens(model, hardware, tensor, pipeline) > 0
     assert (count - 1) * 0.9 * hardware_of(hardware).memory_bytes < SHAPES[model].weight_bytes * 1.2
 
 
 def test_a_layer_too_large_for_a_node_fits_nowhere() -> None:
     giant = ModelShape("giant", 2, 10**6, 8, 8, 4 * 10**6, 1000, 125_000)
-    with pytest.raises(DoesNotFit, match="on any number of l4") as refused:
+    with pytest.raises(DoesNotFit, match="on any number of l4"):
         kv_capacity_tokens(giant, "l4")
-    assert refused.value.least_gpus == 0
-    with pytest.raises(ProfileError, match="utilisation"):
-        kv_capacity_tokens("opt-13b", "a100-80gb", utilisation=float("nan"))
+    with pytest.raises(ProfileError, match="utilization"):
+        kv_capacity_tokens("opt-13b", "a100-80gb", utilization=float("nan"))

@@ -1,13 +1,13 @@
-"""What steps, transfers and swaps cost in seconds. Pure: no clock, no device.
+"""Seconds of steps, transfers and swaps. Pure: no clock, no device.
 
-The router predicts with a `CostModel`, the modelled executor and the simulator sleep by it.
+The router predicts with a `CostModel`; the modelled executor and the simulator wait for the times it gives.
 
-    CostModel            the port: seconds of a mixed step, and what follows from it
+    CostModel            the port: seconds of a mixed step, and what follows from them
     ├─ LinearCost        few coefficients, fitted from running workers
     ├─ PhasedCost        DistServe's fits of prefill and decode
     ├─ TableCost         Splitwise's measured steps
     ├─ LayeredCost       Vidur's measured operators of a layer
-    └─ RooflineCost      arithmetic and traffic, for hardware that nobody measured
+    └─ RooflineCost      arithmetic and memory traffic, for hardware without measurements
 """
 
 from workers.costs.linear import LinearCost

@@ -1,10 +1,10 @@
-"""A step time that is linear in all that the step holds: few coefficients, fitted from real workers."""
+"""Step times that are linear in the contents of the step: few coefficients, fitted to real workers."""
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from workers.costs.port import MOST_TOKENS, CostModel, refuse_nonsense
+from workers.costs.port import MOST_TOKENS, CostModel, check_non_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,24 +12,24 @@ class LinearCost(CostModel):
     """Coefficients in seconds. The defaults fit a 135M-parameter model in float32 on one laptop core."""
 
     step_s: float = 0.048
-    """A step costs so much, whatever it holds."""
+    """Per step."""
     prefill_token_s: float = 0.0031
-    """What a prompt token adds."""
+    """Per prompt token."""
     prefill_pair_s: float = 0.7e-6
-    """What a prompt token adds for every earlier token that it attends to."""
+    """Per prompt token and earlier token that it attends to."""
     decode_row_s: float = 0.0052
-    """What a decode adds."""
+    """Per decode."""
     decode_context_s: float = 12.0e-6
-    """What a decode adds for every token of its context."""
+    """Per decode and token of its context."""
     transfer_latency_s: float = 0.001
-    """What a transfer costs, whatever its size."""
+    """Per transfer."""
     transfer_byte_s: float = 1.0e-9
-    """What it costs for each byte."""
+    """Per byte transferred."""
     swap_byte_s: float = 0.3e-9
-    """What a swap to host memory, or back, costs for each byte."""
+    """Per byte swapped to host memory, or back."""
 
     def __post_init__(self) -> None:
-        refuse_nonsense(self)
+        check_non_negative(self)
 
     def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
         seconds = self.step_s + batch * self.decode_row_s + context_tokens * self.decode_context_s

@@ -1,6 +1,6 @@
-"""The port behind which every source of step times stands, and what follows from its one primitive.
+"""The port of all cost models, and what follows from its one primitive.
 
-A step's seconds are those through all stages of a pipeline, and of all tensor ranks at once.
+A step's seconds are those through all pipeline stages, with all tensor ranks in parallel.
 """
 
 import math
@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from diptych.shapes import Shape
 
-MOST_TOKENS = 1 << 40  # more than any prompt has: what no step time bounds
+MOST_TOKENS = 1 << 40  # more than any prompt has
 
 
 class CostModel(ABC):
-    """Seconds of steps, transfers and swaps. `mixed_seconds` grows, or stays, with chunks and with context."""
+    """Seconds of steps, transfers and swaps. `mixed_seconds` never decreases with more chunks or context."""
 
     __slots__ = ()
 
@@ -32,14 +32,14 @@ class CostModel(ABC):
 
     @abstractmethod
     def scaled(self, ratio: float) -> Self:
-        """The same machine, `ratio` times as slow at every step; transfers and swaps as they were."""
+        """Every step `ratio` times as long; transfers and swaps unchanged."""
 
     def prefill_seconds(self, num_tokens: int, cached_tokens: int = 0) -> float:
-        """One step that computes a chunk of `num_tokens` behind `cached_tokens` computed ones, alone."""
+        """One step with only a chunk of `num_tokens` after `cached_tokens` cached ones."""
         return self.mixed_seconds(((num_tokens, cached_tokens),), 0, 0)
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """One step that gives each of `batch` sequences a token; `context_tokens` is the sum of their contexts."""
+        """One step with only `batch` decodes; `context_tokens` is the sum of their contexts."""
         return self.mixed_seconds((), batch, context_tokens)
 
     def prompt_tokens_within(
@@ -50,9 +50,9 @@ class CostModel(ABC):
         batch: int = 0,
         context_tokens: int = 0,
     ) -> int:
-        """The longest chunk behind `cached_tokens` with which the step of all these takes at most `seconds`.
+        """The longest chunk after `cached_tokens` with which the whole step takes at most `seconds`.
 
-        0 when the step takes longer without it; `MOST_TOKENS` at the most.
+        0 when the step takes longer even without it; at most `MOST_TOKENS`.
         """
 
         def fits(num_tokens: int) -> bool:
@@ -70,22 +70,22 @@ class CostModel(ABC):
         return least
 
     def transfer_seconds(self, num_bytes: int) -> float:
-        """Moving `num_bytes` from one worker's pool to another's, alone on the wire."""
+        """Moving `num_bytes` between two workers, without contention."""
         return self.transfer_latency_s + num_bytes * self.transfer_byte_s
 
     def swap_seconds(self, num_bytes: int) -> float:
-        """Saving `num_bytes` of KV in host memory and bringing them back later."""
+        """Swapping `num_bytes` of KV out to host memory and back in."""
         return 2 * num_bytes * self.swap_byte_s
 
 
 def step_seconds(shape: Shape, cost: CostModel) -> float:
-    """What the cost model says of a step of this shape."""
+    """The predicted seconds of a step of this shape."""
     step_s = cost.mixed_seconds(shape.chunks, shape.batch, shape.batch * shape.context)
     return step_s + cost.swap_seconds(shape.swap_bytes)
 
 
-def refuse_nonsense(cost: Any) -> None:
-    """Every number of a cost model must be 0 or more and finite. Raises ValueError, which names the field."""
+def check_non_negative(cost: Any) -> None:
+    """Raises ValueError, which names the field, unless every number of a cost model is finite and 0 or more."""
     for field in fields(cost):
         value = getattr(cost, field.name)
         numeric = isinstance(value, int | float)

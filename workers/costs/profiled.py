@@ -1,4 +1,4 @@
-"""Step times of published measurements, and of data sheets.
+"""Step times from published measurements and from data sheets.
 
 Sources: Williams et al., Roofline (CACM 2009); Zhong et al., DistServe (OSDI'24), appendix A, with the formulas of the
 released simulator (`simdistserve/estimators/time_estimator.py` and `base/worker.py`); Patel et al., Splitwise
@@ -12,15 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
-from workers.costs.port import CostModel, refuse_nonsense
+from workers.costs.port import CostModel, check_non_negative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledCost(CostModel):
-    """What all share: a link, a swap, and `ratio`, which multiplies every step.
-
-    Seconds, and seconds for each byte; without a network both transfers are free.
-    """
+    """Common fields: transfers, swaps, and `ratio`, which multiplies every step. Transfers are free by default."""
 
     transfer_latency_s: float = 0.0
     transfer_byte_s: float = 0.0
@@ -28,7 +25,7 @@ class ProfiledCost(CostModel):
     ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        refuse_nonsense(self)
+        check_non_negative(self)
 
     def scaled(self, ratio: float) -> Self:
         return replace(self, ratio=self.ratio * ratio)
@@ -36,14 +33,12 @@ class ProfiledCost(CostModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCost(ProfiledCost):
-    """A step is as long as its arithmetic or its memory traffic, whichever is longer, plus what neither hides.
+    """The longer of a step's arithmetic and its memory traffic, plus launches and communication.
 
-    Seconds through all stages, tensor parallelism included.
-
-    Arithmetic: `token_s` for each token computed, `pair_s` for each token that it attends to, `row_s` for each decode
-    (the head; of a prompt it computes one token, which is not counted). Traffic: `weights_s` in
-    every step, `context_s` for each token of KV that is read. Always: `fixed_s` for launches and latencies, and
-    `send_token_s` for what ranks and stages tell each other of each token.
+    Seconds through all stages, tensor parallelism included. Arithmetic: `token_s` per token computed, `pair_s` per
+    token that it attends to, `row_s` per decode (the head; a prompt's one token is not counted). Traffic: `weights_s`
+    per step, `context_s` per token of KV read. Always: `fixed_s` for launches and latencies, `send_token_s` per token
+    for all-reduces and sends between stages.
     """
 
     token_s: float
@@ -69,8 +64,8 @@ class RooflineCost(ProfiledCost):
 Fit = tuple[float, float, float]
 
 
-def _nothing_negative(fit: Fit) -> Fit:
-    """A least-squares fit may fall with the work by a hair; a step time does not."""
+def _non_negative(fit: Fit) -> Fit:
+    """A least-squares fit may decrease slightly with more work; a step time does not."""
     a, b, c = fit
     return max(0.0, a), max(0.0, b), max(0.0, c)
 
@@ -79,12 +74,12 @@ def _nothing_negative(fit: Fit) -> Fit:
 class PhasedCost(ProfiledCost):
     """DistServe's step times, in seconds through all stages: one fit for prefills, two for decodes.
 
-    A prefill of prompts l costs a + b * sum(l) + c * sum(l²); a chunk of n behind p cached tokens has n(n + 2p) in the
-    place of l². A decode costs a + b * context + c * batch, by `small_batch` below `border` sequences and by
-    `large_batch` from there on; where the fits meet, a step may get shorter by one more decode. Every step costs
-    `overhead_s` and `overhead_token_s` for each token that its sequences have, and a prefill `prefill_stages_s`.
+    A prefill of prompts l costs a + b * sum(l) + c * sum(l²); a chunk of n after p cached tokens has n(n + 2p) instead
+    of l². A decode costs a + b * context + c * batch, by `small_batch` below `border` sequences, by `large_batch` from
+    there on; at the border one more decode may shorten a step. Every step adds `overhead_s`, and `overhead_token_s` per
+    token of its sequences; a prefill adds `prefill_stages_s`.
 
-    DistServe mixes no phases. A mixed step here is the prefill and the decode with one fixed cost, the larger one: the
+    DistServe does not mix phases. Here a mixed step costs both, with only the larger of the two fixed costs, since the
     weights are read once.
     """
 
@@ -104,9 +99,9 @@ class PhasedCost(ProfiledCost):
 
     @classmethod
     def of_milliseconds(cls, prefill: Fit, small: Fit, large: Fit, border: int, pipeline: int) -> "PhasedCost":
-        """From the published coefficients, in ms: 2 ms and 1e-4 ms for each token on the first stage, and 1 ms times
-        the number of stages on every stage of a prefill."""
-        fits = [_nothing_negative((a / 1e3, b / 1e3, c / 1e3)) for a, b, c in (prefill, small, large)]
+        """From the published coefficients in ms. DistServe adds 2 ms and 1e-4 ms per token on the first stage, and to
+        every stage of a prefill 1 ms times the number of stages."""
+        fits = [_non_negative((a / 1e3, b / 1e3, c / 1e3)) for a, b, c in (prefill, small, large)]
         return cls(
             prefill=fits[0],
             small_batch=fits[1],
@@ -136,10 +131,9 @@ class PhasedCost(ProfiledCost):
 
 @dataclass(frozen=True, slots=True)
 class StepCurve:
-    """Piecewise-linear through (xs, ys): both rising, x strictly. Raises ValueError on points that are not.
+    """Piecewise linear through (xs, ys), both rising, x strictly. Raises ValueError for other points.
 
-    Left of the first point it stays at the first value, right of the last it goes on as steeply as between the last
-    two. One point is a constant.
+    Constant before the first point, extrapolated from the last two after the last. One point is a constant.
     """
 
     xs: tuple[float, ...]
@@ -154,12 +148,12 @@ class StepCurve:
 
     @classmethod
     def rising(cls, points: Iterable[tuple[float, float]]) -> "StepCurve":
-        """Through measured points; one below an earlier one is noise and is lifted to it."""
+        """Through measured points. A decrease is noise, and is raised to the previous maximum."""
         sound = sorted(points)
         return cls(tuple(x for x, _ in sound), tuple(accumulate((y for _, y in sound), max)))
 
     def plus(self, fixed: float, slope: float) -> "StepCurve":
-        """The curve with fixed + slope * x more."""
+        """The curve plus fixed + slope * x."""
         return StepCurve(self.xs, tuple(y + fixed + slope * x for x, y in zip(self.xs, self.ys, strict=True)))
 
     def __call__(self, x: float) -> float:
@@ -175,13 +169,13 @@ class StepCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableCost(ProfiledCost):
-    """Splitwise's measured steps: piecewise-linear in the prompt tokens of a step, and in the batch of a decode.
+    """Splitwise's measured steps: piecewise linear in the prompt tokens of a step, and in the batch of a decode.
 
-    `prompt` is one prompt by its tokens, `prompts` several by the sum of theirs, `decode` the seconds by batch. Several
-    take at least what the longest takes alone. The table knows no context, so a decode costs the same at any. It knows
-    no cached prefix either: each of a chunk's tokens counts as 1 + cached * `attention_share` tokens, the part of its
-    FLOPs that attending to one more token adds. A mixed step costs `mixed_factor` of a prompt step that has the decodes
-    among its tokens, as in the released simulator; that is slower than a pure one, and never faster than its decodes.
+    `prompt`: one prompt by its tokens; `prompts`: several by their sum, at least as long as the longest alone;
+    `decode`: by batch, at any context, which the table lacks. It also lacks cached prefixes: a chunk's token counts as
+    1 + cached * `attention_share` tokens, the share of FLOPs that one more attended token adds. A mixed step takes
+    `mixed_factor` times a prompt step that includes the decodes as tokens, as in the released simulator, and at least
+    as long as its decodes.
     """
 
     prompt: StepCurve
@@ -216,11 +210,11 @@ class TableCost(ProfiledCost):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredCost(ProfiledCost):
-    """Measured times of everything in a layer but attention, by the tokens of a step, and attention by arithmetic.
+    """Everything but attention as measured, by the tokens of a step; attention by arithmetic.
 
-    `tokens` holds all layers, sums of tensor ranks and sends between stages: prompts and decodes are the same to it. A
-    prompt token adds `pair_s` for each token that it attends to, a decode `context_s` for each of its context; a chunk
-    reads the cached tokens before it once, `context_s` each.
+    `tokens`: seconds of all layers, all-reduces and sends between stages, alike for prompts and decodes. A prompt token
+    adds `pair_s` per token that it attends to, a decode `context_s` per token of its context; a chunk reads its cached
+    tokens once, `context_s` each.
     """
 
     tokens: StepCurve

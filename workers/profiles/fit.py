@@ -21,7 +21,7 @@ DIGITS = 5  # of a coefficient; the fit is good for two
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measured step. `held_out`: the fit does not see it, its error says how good the fit is."""
+    """A measured step. `held_out`: not used by the fit, to measure its error."""
 
     shape: Shape
     seconds: float
@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """Of predictions, relative and without sign. `points`: how many they were about."""
+    """Absolute relative error of the predictions of this many `points`."""
 
     points: int
     median: float
@@ -40,7 +40,7 @@ class FitError:
 def fit(points: Sequence[Point]) -> LinearCost:
     """The model with the least sum of squared relative errors over the points that are not held out.
 
-    What the points say nothing of (transfers; swaps, unless a point has some) stays as it is by default.
+    Transfers, and swaps unless a point has some, keep their defaults.
     """
     seen = [point for point in points if not point.held_out]
     names = (*COEFFICIENTS, "swap_byte_s") if any(point.shape.swap_bytes for point in seen) else COEFFICIENTS
@@ -53,7 +53,7 @@ def fit(points: Sequence[Point]) -> LinearCost:
 
 
 def non_negative(rows: "np.ndarray", wanted: "np.ndarray") -> "np.ndarray":
-    """x >= 0 [columns] with the least |rows x - wanted|. For few columns: it tries which of them are above zero."""
+    """x >= 0 [columns] with the least |rows x - wanted|. Tries all subsets of positive columns, so keep them few."""
     columns = rows.shape[1]
     best, least = np.zeros(columns), float(wanted @ wanted)
     for number in range(1, columns + 1):
@@ -68,11 +68,11 @@ def non_negative(rows: "np.ndarray", wanted: "np.ndarray") -> "np.ndarray":
 
 
 def relative_error(cost: CostModel, point: Point) -> float:
-    """Predicted over measured, minus one: positive where the model is too slow."""
+    """Predicted over measured, minus one."""
     return step_seconds(point.shape, cost) / point.seconds - 1.0
 
 
 def error_of(cost: CostModel, points: Sequence[Point]) -> FitError:
-    """Over all of these points; of none, it is zero."""
+    """Zero without points."""
     errors = [abs(relative_error(cost, point)) for point in points]
     return FitError(len(errors), median(errors) if errors else 0.0, max(errors, default=0.0))

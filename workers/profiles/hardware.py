@@ -1,11 +1,11 @@
-"""Hardware by its data sheet: what one GPU, or one core, computes, reads, sends, draws and costs.
+"""Data sheets of GPUs, and of a CPU core: compute, memory, links, power and price.
 
-The figures, each with its source, stand in data/hardware.json; a file of the same form adds others.
+The figures, each with its source, are in data/hardware.json; a file of the same form adds others.
 """
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ _FORMATS = {1: ("float8", "int8", "bfloat16"), 2: ("bfloat16", "float16"), 4: ("
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One GPU. `flops`: dense FLOP/s by number format. Links are bytes/s of one GPU in one direction: to another GPU of
-    its node, to one of another node, and to host memory. `watts` and `price_per_hour` are one GPU's, its part of the
-    server included where the source has it; None: no known price."""
+    """One GPU. `flops`: dense FLOP/s by number format. Links are bytes/s of one GPU in one direction: to a GPU of its
+    node, to one of another node, and to host memory. `watts` and `price_per_hour` include its share of the server where
+    the source has it; None: no known price."""
 
     name: str
     flops: dict[str, float]
@@ -36,7 +36,8 @@ class Hardware:
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
-        figures = {name: getattr(self, name) for name in _FIGURES} | {f"flops.{k}": v for k, v in self.flops.items()}
+        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.type in (int, float)}
+        figures |= {f"flops.{name}": value for name, value in self.flops.items()}
         if self.price_per_hour is not None:
             figures["price_per_hour"] = self.price_per_hour
         for name, value in figures.items():
@@ -54,17 +55,6 @@ class Hardware:
         if found is None:
             raise ProfileError(f"hardware {self.name!r} has no FLOP/s for numbers of {element_bytes} bytes")
         return found
-
-
-_FIGURES = (
-    "memory_bytes",
-    "memory_byte_s",
-    "node_link_byte_s",
-    "cross_link_byte_s",
-    "host_link_byte_s",
-    "gpus_per_node",
-    "watts",
-)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What `diptych profile` measured of a running cluster, as one JSON file: all that a simulation of it needs.
+"""The result of `diptych profile` as one JSON file: all that a simulation of the measured cluster needs.
 
 Knows figures and their file; knows neither how they were measured nor a cluster.
 """
@@ -16,10 +16,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PoolProfile:
-    """One worker of a pool: `cost` of its steps, alone on its machine, as fitted to `points`.
+    """One worker of a pool. `cost`: of its steps, alone on its machine, fitted to `points`.
 
-    Between two steps pass `gap_s`, and `gap_row_s` for each sequence: the engine's own time. A call from the gateway
-    takes `call_s`, there and back.
+    The engine spends `gap_s` between two steps, and `gap_row_s` more per sequence. `call_s`: a round trip from the
+    gateway.
     """
 
     pool: str
@@ -32,16 +32,16 @@ class PoolProfile:
     call_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _refuse_negative(self)
+        _check_non_negative(self)
 
     @property
     def error(self) -> FitError:
-        """On the points that the fit did not see."""
+        """On the held-out points."""
         return error_of(self.cost, [point for point in self.points if point.held_out])
 
     @property
     def served(self) -> LinearCost:
-        """What a step takes from the beginning of it to the beginning of the next."""
+        """From the start of one step to the start of the next."""
         cost = self.cost
         return replace(cost, step_s=cost.step_s + self.gap_s, decode_row_s=cost.decode_row_s + self.gap_row_s)
 
@@ -57,26 +57,26 @@ class LinkProfile:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _refuse_negative(self)
+        _check_non_negative(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """A worker of `pool` takes `ratio` times as long for a step while one of `other` computes on the same machine."""
+    """Steps of `pool` take `ratio` times as long while a worker of `other` computes on the same machine."""
 
     pool: str
     other: str
     ratio: float
 
     def __post_init__(self) -> None:
-        _refuse_negative(self)
+        _check_non_negative(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterProfile:
-    """`door_s`: what a client waits for a first token beyond what the gateway's ledger counts.
+    """`door_s`: frontend time of a first token, beyond the gateway's ledger.
 
-    `lone_s`: the median phases of a lone request's ledger, to its first token. `kv_token_bytes` is 0 when no KV moved.
+    `lone_s`: median ledger phases of a single request, to its first token. `kv_token_bytes`: 0 if no KV moved.
     """
 
     cluster: str
@@ -99,10 +99,10 @@ class ClusterProfile:
             raise ProfileError(f"version is {self.version}; this program reads {VERSION}: measure again")
         if not self.pools:
             raise ProfileError("pools is empty; a profile has at least one")
-        _refuse_negative(self)
+        _check_non_negative(self)
 
     def pool(self, name: str) -> PoolProfile:
-        """Raises `ProfileError`, which names the pools there are."""
+        """Raises `ProfileError`, which names the known pools."""
         for each in self.pools:
             if each.pool == name:
                 return each
@@ -110,7 +110,7 @@ class ClusterProfile:
         raise ProfileError(f"pool {name!r} was not measured; the profile of {self.cluster} has {known}")
 
     def cost(self, name: str) -> LinearCost:
-        """Of a pool, as served, with the slowest of the links over which KV comes to it."""
+        """Of a pool, gaps included, with the slowest link that carries KV to it."""
         served = self.pool(name).served
         links = [link for link in self.links if link.reader == name and link.bytes_per_s > 0.0]
         if not links:
@@ -121,13 +121,9 @@ class ClusterProfile:
             transfer_byte_s=max(1.0 / link.bytes_per_s for link in links),
         )
 
-    def slowdown(self, pool: str, other: str) -> float:
-        """Of steps in `pool` while `other` computes beside it; 1.0 where not measured."""
-        return next((each.ratio for each in self.neighbours if (each.pool, each.other) == (pool, other)), 1.0)
-
 
 def load(file: Path) -> ClusterProfile:
-    """Raises `ProfileError` for a file that is missing or holds something else."""
+    """Raises `ProfileError` for a file that is missing or is no profile."""
     import msgspec
 
     try:
@@ -145,7 +141,7 @@ def save(profile: ClusterProfile, file: Path) -> None:
     file.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
 
 
-def _refuse_negative(record: PoolProfile | LinkProfile | Neighbours | ClusterProfile) -> None:
+def _check_non_negative(record: PoolProfile | LinkProfile | Neighbours | ClusterProfile) -> None:
     for each in fields(record):
         value = getattr(record, each.name)
         if isinstance(value, (int, float)) and not 0.0 <= value < math.inf:

@@ -1,8 +1,8 @@
-"""What can be wrong with a model, a machine, or the two together.
+"""Errors about models, hardware, and the two together.
 
 ProfileError           also a ValueError
 ├─ UnknownName         no such model, hardware or source; names the nearest
-└─ DoesNotFit          the weights leave no room for KV; `least_gpus` would do
+└─ DoesNotFit          the weights leave no room for KV; says how many GPUs are needed
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 
 class ProfileError(ValueError):
-    """A model, a machine or a measurement that no cost follows from."""
+    """No cost model follows from this model, hardware or measurement."""
 
 
 class UnknownName(ProfileError):
@@ -23,8 +23,4 @@ class UnknownName(ProfileError):
 
 
 class DoesNotFit(ProfileError):
-    """`least_gpus`: the smallest number of GPUs of this kind that hold the model."""
-
-    def __init__(self, message: str, least_gpus: int) -> None:
-        super().__init__(message)
-        self.least_gpus = least_gpus
+    """The weights leave no room for KV."""

@@ -1,4 +1,4 @@
-"""The published measurements that stand in data/, as cost models. Each answers None where its source says nothing."""
+"""The published measurements in data/ as cost models. Each function returns None where its source has no data."""
 
 import csv
 import json
@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 from workers.costs import LayeredCost, PhasedCost, StepCurve, TableCost
-from workers.profiles.computed import GOOD_ENGINE, context_seconds, stage_link_byte_s
+from workers.profiles.computed import COMPUTE, LINK, MEMORY, SEND_S, context_seconds, stage_link_byte_s
 from workers.profiles.hardware import DATA, Hardware
 from workers.profiles.shapes import ModelShape, canonical
 
-# Of a layer, as Vidur names them.
+# Of a layer, by Vidur's names.
 OPERATORS = (
     "input_layernorm",
     "attn_pre_proj",
@@ -95,9 +95,9 @@ def splitwise_medians() -> dict[Key, dict[tuple[int, int], tuple[float, float]]]
 
 
 def splitwise(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> TableCost | None:
-    """One prompt follows the rows of batch 1, several the rows of many prompts of the same length; decodes the latter.
+    """One prompt by the rows of batch 1; several prompts and decodes by the rows of equal prompts in batches.
 
-    The table has no pipelines: a send between stages is added for each, from the data sheet.
+    The table has no pipelines: sends between stages are added from the data sheet.
     """
     medians = splitwise_medians().get((shape.name, hardware.name, tensor))
     if medians is None:
@@ -117,9 +117,9 @@ def splitwise(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int)
 
 
 def _hops(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> tuple[float, float]:
-    """Seconds that all sends between stages take, and seconds for each token."""
-    byte_s = stage_link_byte_s(hardware, tensor, pipeline) * GOOD_ENGINE.link
-    return (pipeline - 1) * GOOD_ENGINE.send_s, (pipeline - 1) * shape.hidden * shape.element_bytes / byte_s
+    """Sends between stages: seconds per step, and per token."""
+    byte_s = stage_link_byte_s(hardware, tensor, pipeline) * LINK
+    return (pipeline - 1) * SEND_S, (pipeline - 1) * shape.hidden * shape.element_bytes / byte_s
 
 
 # ---- Vidur -------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def vidur_links() -> dict[tuple[str, str, str, int], StepCurve]:
 
 
 def vidur(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> LayeredCost | None:
-    """Operators of a layer and sums over its ranks as measured; attention, head and engine by the roofline's rules."""
+    """A layer's operators and all-reduces as measured; attention and head as in the roofline."""
     points = vidur_layers().get((shape.name, hardware.name, tensor))
     if points is None:
         return None
@@ -160,8 +160,8 @@ def vidur(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> 
     if tensor > 1:
         add_up = links[hardware.name, "all_reduce", "node", tensor]
         both_sums = [2 * add_up(tokens * activation_bytes) for tokens, _ in points]
-    head_s = shape.head_parameters * shape.element_bytes / (tensor * hardware.memory_byte_s * GOOD_ENGINE.memory)
-    flops = hardware.flops_of(shape.element_bytes) * GOOD_ENGINE.compute * tensor
+    head_s = shape.head_parameters * shape.element_bytes / (tensor * hardware.memory_byte_s * MEMORY)
+    flops = hardware.flops_of(shape.element_bytes) * COMPUTE * tensor
     steps = StepCurve.rising(
         (tokens, shape.layers * (layer_s + sums_s) + (pipeline - 1) * send(tokens * activation_bytes))
         for (tokens, layer_s), sums_s in zip(points, both_sums, strict=True)

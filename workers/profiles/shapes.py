@@ -1,6 +1,6 @@
-"""Models by their shape: what their weights, their KV and a token of theirs take. Knows no hardware and no weights.
+"""Model shapes: the size of weights and KV, and FLOPs per token. Knows no hardware and no weights.
 
-Norms and biases are left out; what is counted is within 1 % of the published numbers of parameters.
+Without norms and biases; within 1 % of the published numbers of parameters.
 """
 
 import json
@@ -42,7 +42,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers: what every token passes, head and embeddings aside."""
+        """Of all layers, without head and embeddings."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + (3 if self.gated else 2) * self.hidden * self.ffn)
 
@@ -66,19 +66,19 @@ class ModelShape:
 
     @property
     def attention_flops_per_pair(self) -> int:
-        """Of one query token and one token that it attends to: scores and weighted sum, in all layers."""
+        """Scores and weighted sum for one query and one key token, in all layers."""
         return 4 * self.layers * self.heads * self.head_dim
 
     def prefill_flops(self, num_tokens: int, cached_tokens: int = 0) -> float:
-        """Of all layers for a prompt of n tokens, the first p of them known: 2N(n - p) + 2Ld(n² - p²).
+        """Of all layers for a prompt of n tokens, p of them cached: 2N(n - p) + 2Ld(n² - p²).
 
-        The head is left out: it computes one token of a prompt.
+        Without the head, which computes only one token of a prompt.
         """
         pairs = (num_tokens**2 - cached_tokens**2) / 2
         return 2.0 * self.layer_parameters * (num_tokens - cached_tokens) + self.attention_flops_per_pair * pairs
 
     def decode_flops(self, context_tokens: int) -> float:
-        """Of one token, head included, that attends to `context_tokens`."""
+        """Of one token that attends to `context_tokens`, head included."""
         weights = 2.0 * (self.layer_parameters + self.head_parameters)
         return weights + self.attention_flops_per_pair * context_tokens
 
@@ -109,8 +109,8 @@ SHAPES = {
         _shape("smollm2-135m", 30, 576, 9, 3, 1536, 49152, tied=True),
     )
 }
-# What `serve` takes for those whose families Diptych serves: ids of the hub, where Meta's want a license accepted and a
-# token, and a short name. OPT and BLOOM it only plans and simulates.
+# The weights that `serve` takes for these shapes: hub ids (Meta's need an accepted license and a token) and a short
+# name. OPT and BLOOM can only be planned and simulated.
 WEIGHTS = {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
     "llama-2-13b": "meta-llama/Llama-2-13b-hf",
@@ -128,7 +128,7 @@ _FIRST = {"meta-llama-": "llama-", "llama2-": "llama-2-", "llama3-": "llama-3-"}
 
 
 def canonical(name: str) -> str:
-    """The name that `SHAPES` has for a model: "meta-llama/Llama-2-70b-chat-hf" and "llama2-70b" are "llama-2-70b"."""
+    """The model's name in `SHAPES`: "llama-2-70b" for "meta-llama/Llama-2-70b-chat-hf" and "llama2-70b"."""
     short = name.strip().lower().rsplit("/", 1)[-1]
     while ending := next((each for each in _ENDINGS if short.endswith(each)), None):
         short = short.removesuffix(ending)
@@ -139,7 +139,7 @@ def canonical(name: str) -> str:
 
 
 def shape_of(model: str | ModelShape) -> ModelShape:
-    """A shape by name, of a config.json or of the folder that holds one. Raises `ProfileError`."""
+    """By name, or from a config.json or its folder. Raises `ProfileError`."""
     if isinstance(model, ModelShape):
         return model
     if (known := SHAPES.get(canonical(model))) is not None:
@@ -152,7 +152,7 @@ def shape_of(model: str | ModelShape) -> ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape that a Hugging Face config.json states. Raises `ProfileError` on one that is no dense decoder's."""
+    """From a Hugging Face config.json. Raises `ProfileError` unless it is a dense decoder's."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:

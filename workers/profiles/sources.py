@@ -1,7 +1,7 @@
-"""Which cost model stands for a model on a machine: published fit, else measured table, else operators, else roofline.
+"""The best cost model for a model on a GPU: published fit, else measured table, else operators, else roofline.
 
 distserve        fits of DistServe's engine: OPT on A100
-distserve-vllm   the same authors' fits of vLLM; only when asked for
+distserve-vllm   the same authors' fits of vLLM; only by name
 splitwise        measured steps: Llama-2-70B and BLOOM on A100 and H100
 vidur            measured operators: Llama on A100 and H100
 roofline         any shape on any data sheet
@@ -13,7 +13,7 @@ from functools import partial
 
 from workers.costs import CostModel
 from workers.costs.profiled import ProfiledCost
-from workers.profiles.computed import GOOD_ENGINE, check_parallel, roofline
+from workers.profiles.computed import LINK, MEMORY, SEND_S, check_parallel, roofline
 from workers.profiles.hardware import Hardware, hardware_of
 from workers.profiles.profile_errors import ProfileError, UnknownName
 from workers.profiles.published import (
@@ -29,12 +29,12 @@ from workers.profiles.published import (
 from workers.profiles.shapes import SHAPES, ModelShape, shape_of
 
 BEST = "best"
-CROSS, NODE = "cross", "node"  # a network between nodes; the links within one
+CROSS, NODE = "cross", "node"  # links between nodes and within one
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkLink:
-    """One GPU's way to another's memory: seconds for each transfer, and seconds for each byte."""
+    """From one GPU to another: seconds per transfer and per byte."""
 
     latency_s: float
     byte_s: float
@@ -48,7 +48,7 @@ class NetworkLink:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A cost model and where its figures come from, in words."""
+    """A cost model, and where its figures come from."""
 
     cost: CostModel
     source: str
@@ -82,7 +82,7 @@ def cost_of(
     source: str = BEST,
     link: str | NetworkLink = CROSS,
 ) -> CostModel:
-    """What `profile_of` finds, without the words."""
+    """The cost model of `profile_of`."""
     return profile_of(model, hardware, tensor, pipeline, source, link).cost
 
 
@@ -94,24 +94,26 @@ def profile_of(
     source: str = BEST,
     link: str | NetworkLink = CROSS,
 ) -> Profile:
-    """The cost of an instance of `tensor` times `pipeline` GPUs, its KV sent by all of them over `link`.
+    """The cost model of an instance of `tensor` times `pipeline` GPUs, which all send its KV over `link`.
 
-    `source`: one of `SOURCES`, or "best". Raises `ProfileError` on an unknown name (with the nearest), a split that
-    no engine would run, and a source that does not have this (with what it has).
+    `source`: one of `SOURCES`, or "best". Raises `ProfileError` for an unknown name (with the nearest), parallelism
+    that no engine would run, and a source without data (with what it has).
     """
     shape, sheet = shape_of(model), hardware_of(hardware)
     check_parallel(shape, sheet, tensor, pipeline)
     name, cost, words = _steps(shape, sheet, tensor, pipeline, source)
-    way = link if isinstance(link, NetworkLink) else link_of(sheet, link)
+    used_link = link if isinstance(link, NetworkLink) else link_of(sheet, link)
     gpus = tensor * pipeline
     whole = replace(
         cost,
-        transfer_latency_s=way.latency_s,
-        transfer_byte_s=way.byte_s / gpus,
-        swap_byte_s=1.0 / (sheet.host_link_byte_s * GOOD_ENGINE.memory * gpus),
+        transfer_latency_s=used_link.latency_s,
+        transfer_byte_s=used_link.byte_s / gpus,
+        swap_byte_s=1.0 / (sheet.host_link_byte_s * MEMORY * gpus),
     )
     setting = f"{shape.name} on {sheet.name}, TP {tensor}, PP {pipeline}"
-    return Profile(whole, name, f"steps of {setting}: {words}; transfers by {gpus} GPUs at once: {way.provenance}")
+    return Profile(
+        whole, name, f"steps of {setting}: {words}; transfers by {gpus} GPUs at once: {used_link.provenance}"
+    )
 
 
 def _steps(
@@ -120,7 +122,7 @@ def _steps(
     if source not in (BEST, *SOURCES):
         raise UnknownName("source of costs", source, (BEST, *SOURCES))
     for name in _BEST if source == BEST else (source,) if source in _SOURCES else ():
-        # What was measured holds for the model as published: no other number format, no other sizes.
+        # Measurements only hold for the model as published: the same number format and sizes.
         if SHAPES.get(shape.name) == shape and (cost := _SOURCES[name].build(shape, sheet, tensor, pipeline)):
             return name, cost, _SOURCES[name].words
     if source in _SOURCES:
@@ -139,7 +141,7 @@ def _listed(known: Mapping[Key, object]) -> str:
 
 
 def link_of(hardware: str | Hardware, where: str = CROSS) -> NetworkLink:
-    """Vidur's measured sends on DGX nodes where they exist, else the data sheet's link at a good engine's efficiency.
+    """Vidur's measured sends on DGX nodes where they exist, else the data sheet's link at `LINK` of its speed.
 
     The latency is the smallest message's time, the rate that between the smallest and the largest.
     """
@@ -150,4 +152,4 @@ def link_of(hardware: str | Hardware, where: str = CROSS) -> NetworkLink:
         byte_s = (sends.ys[-1] - sends.ys[0]) / (sends.xs[-1] - sends.xs[0])
         return NetworkLink(sends.ys[0], byte_s, f"Vidur's measured sends ({where})")
     rate = sheet.node_link_byte_s if where == NODE else sheet.cross_link_byte_s
-    return NetworkLink(GOOD_ENGINE.send_s, 1.0 / (rate * GOOD_ENGINE.link), f"data sheet ({where})")
+    return NetworkLink(SEND_S, 1.0 / (rate * LINK), f"data sheet ({where})")

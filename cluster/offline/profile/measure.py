@@ -1,4 +1,4 @@
-"""The whole of a profile: every pool's steps, the path of requests, and who slows whom. Knows the client."""
+"""A whole profile: steps of every pool, request overhead, and slowdown by neighbors. Knows the client."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from functools import partial
 
 from cluster.offline.load import machine
-from cluster.offline.profile.beside import measure_beside
-from cluster.offline.profile.path import Path, measure_path
+from cluster.offline.profile.overhead import RequestOverhead, measure_overhead
+from cluster.offline.profile.slowdown import measure_slowdown
 from cluster.offline.profile.steps import Steps, measure_steps
 from cluster.spec import Role
 from diptych.client import AsyncClient
@@ -18,30 +18,30 @@ from workers.profiles.profile_errors import ProfileError
 
 ROUNDS = 3
 
-Tell = Callable[[str, int, int | None], None]  # what, done, of how many
+OnProgress = Callable[[str, int, int | None], None]  # what, done, total
 
 
-async def measure(client: AsyncClient, tell: Tell, rounds: int = ROUNDS) -> ClusterProfile:
+async def measure(client: AsyncClient, on_progress: OnProgress, rounds: int = ROUNDS) -> ClusterProfile:
     """Measure an idle, running cluster: one worker of each pool stands for its pool.
 
-    Raises `DiptychError` when nobody answers or a worker has work, `ProfileError` when there is nothing to fit.
+    Raises `DiptychError` when no server answers or a worker is busy, `ProfileError` when there is nothing to fit.
     """
     view = (await client.status()).view
     workers = _one_of_each(view)
     decoder = next((worker for worker in workers if worker.role is not Role.PREFILL), None)
     if decoder is None or view.model is None:
         raise ProfileError("no worker that decodes is ready; wait for one, or raise its pool's replicas")
-    tell("requests", 0, None)
-    path = await measure_path(client, decoder.name, view.model.vocab_size)
+    on_progress("requests", 0, None)
+    overhead = await measure_overhead(client, decoder.name, view.model.vocab_size)
     pools = []
     for worker in workers:
-        steps = await measure_steps(client, worker.name, rounds, partial(tell, f"steps of {worker.name}"))
-        pools.append(_pool(worker, steps, path))
+        steps = await measure_steps(client, worker.name, rounds, partial(on_progress, f"steps of {worker.name}"))
+        pools.append(_pool(worker, steps, overhead))
     neighbours = []
     for one, other in _neighbours(view):
-        tell(f"{one.name} beside {other.name}", 0, None)
+        on_progress(f"{one.name} beside {other.name}", 0, None)
         linked = view.linked(one.name, other.name)
-        ratios = await measure_beside(client, one, other, linked, view.model.vocab_size)
+        ratios = await measure_slowdown(client, one, other, linked, view.model.vocab_size)
         neighbours += [Neighbours(one.pool, other.pool, ratios[0]), Neighbours(other.pool, one.pool, ratios[1])]
     return ClusterProfile(
         cluster=view.name,
@@ -54,21 +54,21 @@ async def measure(client: AsyncClient, tell: Tell, rounds: int = ROUNDS) -> Clus
         pools=tuple(pools),
         links=tuple(_links(view)),
         neighbours=tuple(_worst(neighbours)),
-        kv_token_bytes=path.kv_token_bytes,
-        door_s=path.door_s,
-        lone_s=path.lone_s,
+        kv_token_bytes=overhead.kv_token_bytes,
+        door_s=overhead.door_s,
+        lone_s=overhead.lone_s,
     )
 
 
-def _pool(worker: WorkerView, steps: Steps, path: Path) -> PoolProfile:
+def _pool(worker: WorkerView, steps: Steps, overhead: RequestOverhead) -> PoolProfile:
     return PoolProfile(
         worker.pool,
         worker.parallel.tensor,
         worker.parallel.pipeline,
         fit(steps.points),
         steps.points,
-        path.gap_s,
-        path.gap_row_s,
+        overhead.gap_s,
+        overhead.gap_row_s,
         steps.call_s,
     )
 
@@ -84,7 +84,7 @@ def _one_of_each(view: ClusterView) -> list[WorkerView]:
 
 
 def _neighbours(view: ClusterView) -> Iterator[tuple[WorkerView, WorkerView]]:
-    """Two workers on one node for each pair of pools that has such; linked ones, owner first, if there are any."""
+    """For each pair of pools, two workers on one node, if there are any; preferably linked ones, owner first."""
     ready = view.ready(*Role)
     pairs = [(one, other) for one in ready for other in ready if one is not other and one.node == other.node]
     done: set[frozenset[str]] = set()
@@ -96,7 +96,7 @@ def _neighbours(view: ClusterView) -> Iterator[tuple[WorkerView, WorkerView]]:
 
 
 def _links(view: ClusterView) -> Iterator[LinkProfile]:
-    """For each pair of pools its slowest link."""
+    """The slowest link of each pair of pools."""
     pool_of = {worker.name: worker.pool for worker in view.workers}
     slowest: dict[tuple[str, str], LinkProfile] = {}
     for link in view.links:
@@ -108,7 +108,7 @@ def _links(view: ClusterView) -> Iterator[LinkProfile]:
 
 
 def _worst(found: list[Neighbours]) -> Iterator[Neighbours]:
-    """A pool's two workers side by side give two ratios; the larger holds."""
+    """Two workers of one pool give two ratios; keep the larger."""
     worst: dict[tuple[str, str], Neighbours] = {}
     for each in found:
         known = worst.get((each.pool, each.other))

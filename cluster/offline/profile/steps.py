@@ -1,7 +1,4 @@
-"""Steps measured through the door: the points of a fit.
-
-Knows the client and shapes; knows no engine.
-"""
+"""Step times measured through the gateway: the points of a fit. Knows the client and shapes; knows no engine."""
 
 import asyncio
 from collections import defaultdict
@@ -49,41 +46,40 @@ HELD_OUT = (
     *_decodes((1, 3, 6, 12, 20), (200, 700)),
     *_mixed((40, 100, 400), 256, (2, 8, 24), 400),
 )
-PREFILL_LOAD = _prompts((2048, 1024, 512, 256, 128, 64, 16), (0,))  # the first that fits: what keeps a worker busy
+PREFILL_LOAD = _prompts((2048, 1024, 512, 256, 128, 64, 16), (0,))  # the first that fits keeps a worker busy
 DECODE_LOAD = _decodes((4, 2, 1), (200, 32))
 
-
-SHORT_S = 0.25  # steps are repeated for so long in a round
-MOST_REPEATS = 8
+REPEAT_S = 0.25  # short steps are repeated for this long in a round
+MAX_REPEATS = 8
 TRIES = 3
 
-Tell = Callable[[int, int], None]  # done, of how many
+OnProgress = Callable[[int, int], None]  # done, total
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Of one worker. `call_s`: from the gateway to it and back."""
+    """Of one worker. `call_s`: a round trip from the gateway."""
 
     points: tuple[Point, ...]
     call_s: float
 
 
-async def measure_steps(client: AsyncClient, worker: str, rounds: int, tell: Tell) -> Steps:
-    """Medians over rounds, each of which measures every shape that this worker's engine takes.
+async def measure_steps(client: AsyncClient, worker: str, rounds: int, on_progress: OnProgress) -> Steps:
+    """Medians over rounds. Each round measures every shape that the worker's engine takes.
 
-    Raises `DiptychError` (it has work, is gone), `ProfileError` when it takes too few shapes for a fit.
+    Raises `DiptychError` when the worker is busy or gone, `ProfileError` when it takes too few shapes for a fit.
     """
     shapes = (*SEEN, *HELD_OUT)
     seconds: dict[Shape, list[float]] = defaultdict(list)
     calls: list[float] = []
     for number in range(rounds):
         for done, shape in enumerate(shapes if number == 0 else tuple(seconds)):
-            told = seconds.get(shape)
-            repeats = max(1, min(MOST_REPEATS, int(SHORT_S / max(told[0], 1e-4)))) if told else 1
+            known = seconds.get(shape)
+            repeats = max(1, min(MAX_REPEATS, int(REPEAT_S / max(known[0], 1e-4)))) if known else 1
             if timings := await measured(client, worker, shape, repeats):
                 seconds[shape] += timings.seconds
                 calls.append(timings.call_s)
-            tell(number * len(shapes) + done + 1, rounds * len(shapes))
+            on_progress(number * len(shapes) + done + 1, rounds * len(shapes))
     points = tuple(Point(shape, median(took), shape in HELD_OUT) for shape, took in seconds.items() if took)
     if sum(not point.held_out for point in points) <= len(COEFFICIENTS):
         raise ProfileError(
@@ -96,7 +92,7 @@ async def measure_steps(client: AsyncClient, worker: str, rounds: int, tell: Tel
 
 
 async def measured(client: AsyncClient, worker: str, shape: Shape, repeats: int) -> Timings | None:
-    """None: no step there can have this shape. What the last request left behind is waited for, `TRIES` times."""
+    """None: the engine takes no such step. Waits for earlier requests to be cleaned up, `TRIES` times."""
     for left in reversed(range(TRIES)):
         try:
             return await client.measure(worker, shape, repeats)

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from cluster.cli import main
 from cluster.offline.profile import measure as module
-from cluster.offline.profile.beside import measure_beside
 from cluster.offline.profile.measure import measure
-from cluster.offline.profile.path import measure_path
+from cluster.offline.profile.overhead import measure_overhead
+from cluster.offline.profile.slowdown import measure_slowdown
 from cluster.offline.profile.steps import HELD_OUT, SEEN, measure_steps
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
@@ -74,15 +74,15 @@ async def test_an_engine_of_small_budgets_is_fitted_by_what_it_takes() -> None:
 
 async def test_a_worker_that_cannot_decode_a_crowd_is_measured_alone() -> None:
     async with served(spec(max_running=2)) as (client, _):
-        path = await measure_path(client, "decode-0", 1000)
-        assert path.gap_s > 0.0 and path.gap_row_s == 0.0 and path.door_s > 0.0
+        overhead = await measure_overhead(client, "decode-0", 1000)
+        assert overhead.gap_s > 0.0 and overhead.gap_row_s == 0.0 and overhead.door_s > 0.0
 
 
 async def test_requests_that_do_not_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.offline.profile.path.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("cluster.offline.profile.overhead.TIMEOUT_S", 0.3)
     async with served(spec(), LinearCost(0.2, 0.0, 0.0, 0.0, 0.0)) as (client, _):
         with pytest.raises(DiptychError) as caught:
-            await measure_path(client, "decode-0", 1000)
+            await measure_overhead(client, "decode-0", 1000)
         assert caught.value.code == "DEADLINE_EXCEEDED"
 
 
@@ -127,13 +127,13 @@ async def test_a_worker_that_is_not_there_is_named_with_those_that_are() -> None
 async def test_modelled_neighbours_do_not_slow_each_other() -> None:
     async with served(spec(), LinearCost(0.01, 0.0, 0.0, 0.0, 0.0)) as (client, _):
         one, other = (await client.status()).view.workers
-        assert await measure_beside(client, one, other, False, 1000) == pytest.approx((1.0, 1.0))
+        assert await measure_slowdown(client, one, other, False, 1000) == pytest.approx((1.0, 1.0))
 
 
 async def test_a_prefill_worker_is_measured_while_the_other_answers() -> None:
     async with served(spec(), LinearCost(0.004, 0.0, 0.0, 0.0, 0.0)) as (client, runtime):
         prefill, decode = (await client.status()).view.workers
-        steps, gaps = await measure_beside(client, prefill, decode, True, 1000)
+        steps, gaps = await measure_slowdown(client, prefill, decode, True, 1000)
         assert steps == pytest.approx(1.0) and gaps > 0.0
         assert runtime.workers["decode-0"].engine.stats().steps > 240
 
@@ -142,7 +142,7 @@ async def test_answers_that_fail_end_the_measurement() -> None:
     async with served(spec()) as (client, _):
         prefill, decode = (await client.status()).view.workers
         with pytest.raises(DiptychError, match="token ids end at 999"):
-            await measure_beside(client, prefill, decode, True, 1 << 20)
+            await measure_slowdown(client, prefill, decode, True, 1 << 20)
 
 
 def test_a_pools_two_workers_are_as_slow_as_the_slower() -> None:
@@ -164,7 +164,6 @@ def test_what_a_pool_costs_has_its_gaps_and_its_slowest_link() -> None:
     assert cost.decode_row_s == pytest.approx(LinearCost().decode_row_s + 0.0001)
     assert (cost.transfer_latency_s, cost.transfer_byte_s) == (0.003, 1 / 2e9)
     assert PROFILE.cost("prefill").transfer_byte_s == LinearCost().transfer_byte_s
-    assert (PROFILE.slowdown("prefill", "decode"), PROFILE.slowdown("decode", "prefill")) == (1.2, 1.0)
     assert PROFILE.pool("decode").error.points == 1
     with pytest.raises(ProfileError, match="'mixed' was not measured; the profile of split has prefill, decode"):
         PROFILE.cost("mixed")
@@ -220,12 +219,12 @@ def refused(*arguments: str) -> str:
 
 
 def test_no_server_is_one_clear_line(tmp_path: Path) -> None:
-    said = refused("--endpoint", "127.0.0.1:9", "-o", str(tmp_path / "p.json"))
-    assert "127.0.0.1:9" in said
+    message = refused("--endpoint", "127.0.0.1:9", "-o", str(tmp_path / "p.json"))
+    assert "127.0.0.1:9" in message
     assert not (tmp_path / "p.json").exists()
 
 
-def test_no_folder_for_the_output_is_told_before_minutes_of_measuring(tmp_path: Path) -> None:
+def test_a_missing_output_folder_is_reported_before_measuring(tmp_path: Path) -> None:
     assert "is not a folder; create it first" in refused("-o", str(tmp_path / "nowhere" / "p.json"))
 
 
