@@ -1,13 +1,13 @@
-"""What a dispatcher tells a door about one request, in order: (Queued,) Accepted, Delta..., Completed; errors raise.
+"""Events of one request, in order: (Queued,) Accepted, Delta..., Completed; errors are raised.
 
-A request for several answers is several to a dispatcher; the gateway makes them one again.
+To a dispatcher, a request for several answers is several requests; the gateway merges their events.
 
 ClusterError
 ├── Rejected        admission refused or no worker in time (retry_after_s)
 ├── Unservable      the request can never work here (too long for the context or the pools)
 ├── DeadlinePassed  the caller's deadline; `phase` says where it passed
 ├── AttemptsSpent   every attempt failed; the last reason is in the message
-└── NotComputable   the model gave no finite numbers for it; another attempt would end in the same way
+└── NotComputable   the model's logits were not finite; another attempt would end the same way
 """
 
 from msgspec import Struct
@@ -37,7 +37,7 @@ class Rejected(ClusterError):
 
 
 class Unservable(ClusterError):
-    """Retrying cannot help; the message says which bound is broken, `field` what breaks it."""
+    """Retrying cannot help. The message names the bound, `field` the input that breaks it."""
 
     def __init__(self, message: str, field: str = "prompt") -> None:
         super().__init__(message, field)
@@ -49,7 +49,7 @@ class Unservable(ClusterError):
 
 
 class DeadlinePassed(ClusterError):
-    """The caller's deadline came first."""
+    """The caller's deadline passed first."""
 
     def __init__(self, phase: str) -> None:
         super().__init__(phase)
@@ -60,7 +60,7 @@ class DeadlinePassed(ClusterError):
 
 
 class AttemptsSpent(ClusterError):
-    """Workers kept failing under this request."""
+    """Every attempt failed."""
 
 
 class NotComputable(ClusterError):
@@ -70,7 +70,7 @@ class NotComputable(ClusterError):
 class Delta(Struct, frozen=True, gc=False):
     """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice.
 
-    `prompt_logprobs`, when asked for, come with the first one: of the prompt's second token and those behind it.
+    `prompt_logprobs`, if requested, come with the first delta: from the prompt's second token on.
     """
 
     tokens: tuple[int, ...]

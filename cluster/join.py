@@ -1,6 +1,6 @@
-"""One more gateway for a cluster that is served already, in the process that asks for it.
+"""Adds a gateway, in the caller's process, to a cluster that already runs.
 
-It learns what it must know from the controller, and ends when the controller does: the next cluster of this name may be
+It gets the specification from the controller, and ends with the controller: the next cluster of the same name may be
 another one. Knows no runtime; the caller finds the controller.
 """
 
@@ -32,7 +32,7 @@ class JoinedGateway:
         self._controller = controller
 
     async def wait_orphaned(self) -> None:
-        """Until the controller is gone for good; one that is restarted comes back in time."""
+        """Wait until the controller is gone for good. A restarted controller answers again in time."""
         with contextlib.suppress(TimeoutError):
             async with patient_timeout(ORPHAN_AFTER_S) as silence:
                 while True:
@@ -41,39 +41,39 @@ class JoinedGateway:
                         silence.reset()
                     except WorkerGone as error:
                         logger.debug("the controller does not answer: %s", error)
-                    except Exception:  # an answer too, if a wrong one: the controller lives
+                    except Exception:  # an error of the controller: it lives
                         logger.exception("the controller failed")
                         silence.reset()
                     await asyncio.sleep(KEEP_ALIVE_S)
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end for `grace_s`, then cut them."""
+        """Refuse new requests, let running ones finish for `grace_s`, then end them."""
         await self._service.close(grace_s)
 
     async def cut(self) -> None:
-        """End the requests that a `close` lets run on."""
+        """End the requests that `close` still waits for."""
         await self._service.cut()
 
 
 async def described(controller: ServiceHandle, timeout_s: float) -> tuple[ClusterSpec, ModelView]:
-    """What is served, once a worker has loaded the model. Raises `RuntimeUnavailable`."""
+    """Specification and model, once a worker has loaded the model. Raises `RuntimeUnavailable`."""
     clock = asyncio.get_running_loop().time
-    deadline_s, told = clock() + timeout_s, "no worker has loaded the model"
+    deadline_s, reason = clock() + timeout_s, "no worker has loaded the model"
     while (left_s := deadline_s - clock()) > 0:
         try:
             found: tuple[ClusterSpec, ModelView] | None = await controller.call("described", min(LOOK_S, left_s))
             if found is not None:
                 return found
         except WorkerGone as error:
-            told = f"the controller does not answer ({error})"
+            reason = f"the controller does not answer ({error})"
             await asyncio.sleep(min(1.0, left_s))
-    raise RuntimeUnavailable(f"{told} within {timeout_s:.0f} s; see what `diptych serve` says")
+    raise RuntimeUnavailable(f"{reason} within {timeout_s:.0f} s; see the output of `diptych serve`")
 
 
 async def join(
     name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, make_server: ServerFactory
 ) -> JoinedGateway:
-    """A gateway of this name, with its servers open on the ports of the spec. Raises OSError for a port in use."""
+    """A gateway of this name, opened on the ports of the spec. Raises OSError for a port in use."""
     service = GatewayService(name, spec, controller, make_server)
     endpoint = await service.open(model, spec.gateway.grpc_port, spec.gateway.http_port)
     return JoinedGateway(service, controller, endpoint, await service.http_url())

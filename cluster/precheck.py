@@ -1,6 +1,6 @@
-"""What of a cluster's description cannot work here, found before anything starts: Ray, processes, weights.
+"""Checks of a specification before anything starts: against the model's config.json and this machine's devices.
 
-Knows the description, the model's config.json and which devices this machine has; whether there is room is for Ray.
+Whether there is room for the workers is Ray's question.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ _DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "
 
 
 def check_model(spec: ClusterSpec, folder: Path) -> None:
-    """Raises `SpecError` for a pool whose settings the model in `folder` cannot fill, `ModelError` for the model."""
+    """Raises `SpecError` for a pool that does not fit the model in `folder`, `ModelError` for a bad model."""
     model = read_model_config(folder)
     for index, pool in enumerate(spec.pools):
         path = f"pools[{index}]"
@@ -33,7 +33,7 @@ def check_model(spec: ClusterSpec, folder: Path) -> None:
 
 
 def check_readers(spec: ClusterSpec) -> None:
-    """Raises `SpecError` where more workers may read from a prefill worker than it serves at once."""
+    """Raises `SpecError` if more workers may read from a prefill worker than it serves at once."""
     readers = sum(pool.bounds[1] for pool in spec.pools if pool.role is not Role.PREFILL)
     if readers > spec.transfer.max_readers and any(pool.role is Role.PREFILL for pool in spec.pools):
         raise SpecError(
@@ -43,7 +43,7 @@ def check_readers(spec: ClusterSpec) -> None:
 
 
 def check_devices(spec: ClusterSpec, devices: Path = Path("/dev")) -> None:
-    """Raises `SpecError` for a pool that needs a GPU where this machine, with all its workers, has none."""
+    """Raises `SpecError` for a pool that needs a GPU on a machine without one."""
     if any(next(devices.glob(pattern), None) for pattern in _DEVICES):
         return
     for index, pool in enumerate(spec.pools):

@@ -1,7 +1,7 @@
-"""Composition: a specification becomes a running cluster, with its servers open.
+"""Composition: turns a specification into a running cluster.
 
-The one place that puts runtime, controller, dispatchers and servers together. Knows who is built in which order and who
-closes whom; knows no scheduling and no wire format.
+The one place that puts runtime, controller, dispatchers and servers together. Knows the order of starting and closing;
+knows no scheduling and no wire format.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 
 CLOSE_GRACE_S = 1.0
 SAMPLE_S = 1.0
-FIRST_CALL_S = 120.0  # a process may be slow to come: libraries are read from disks, by several at once
+FIRST_CALL_S = 120.0  # processes may start slowly: several read their libraries from disk at once
 
 
 class GatewayService:
@@ -55,15 +55,15 @@ class GatewayService:
         self._server: Server | None = None
         self._spans: Spans | None = None
         self._endpoint = ""
-        self._opening = asyncio.Lock()  # who asks again may do so before the first answer
+        self._opening = asyncio.Lock()  # a caller may retry before the first answer
         self._tasks: list[asyncio.Task[None]] = []
 
     async def check_files(self) -> None:
-        """Whether the files of certificates and keys can be used where this gateway runs. Raises `SpecError`."""
+        """Check that this process can read the certificate and key files. Raises `SpecError`."""
         Guard(self._spec.gateway)
 
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
-        """Listen on these ports (0: any); again, or after a restart, it answers the endpoint there is."""
+        """Listen on these ports (0: any), unless it does already. Returns the endpoint."""
         async with self._opening:
             if self._dispatcher is None:
                 await self._open(model, port, http_port)
@@ -92,29 +92,29 @@ class GatewayService:
         self._tasks.append(asyncio.ensure_future(supervised(task, work, dispatcher.discovery.failures)))
 
     async def _report(self, dispatcher: Dispatcher, period_s: float) -> None:
-        """Report the load to the controller. A report that does not arrive is lost."""
+        """Send a load report to the controller. If that fails, the report is lost."""
         await asyncio.sleep(period_s)
         try:
             await self._controller.report(dispatcher.load_reporter.report())
         except WorkerGone as error:
-            logger.debug("the controller got no report: %s", error)
+            logger.debug("could not send the load report: %s", error)
 
     @staticmethod
     async def _sample(dispatcher: Dispatcher) -> None:
-        """Record how full the workers are, for traces."""
+        """Record the workers' load, for traces."""
         dispatcher.history.sample(dispatcher.discovery.picture())
         await asyncio.sleep(SAMPLE_S)
 
     async def http_url(self) -> str:
-        assert self._server is not None, "a gateway is asked for its URL after it opened"
+        assert self._server is not None, "the gateway has not opened"
         return self._server.http_url
 
     async def view(self) -> ClusterView:
-        assert self._dispatcher is not None, "a gateway is asked for its view after it opened"
+        assert self._dispatcher is not None, "the gateway has not opened"
         return self._dispatcher.view
 
     async def cut(self) -> None:
-        """End the requests that a `close` lets run on."""
+        """End the requests that `close` still waits for."""
         if self._server is not None:
             await self._server.close(0.0)
 
@@ -130,7 +130,7 @@ class GatewayService:
 
 
 async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
-    """Half a second of imports, where spans are wanted."""
+    """Imported only if spans are sent: the import takes half a second."""
     if spec.tracing.otlp_endpoint is None:
         return None
     otlp = await asyncio.to_thread(import_module, "cluster.observe.otlp")
@@ -169,16 +169,16 @@ class Serving:
     @property
     def controller(self) -> ServiceHandle:
         """Takes changes (`cluster.control.controller.Controller`)."""
-        assert self._controller is not None, "a cluster is changed after it opened"
+        assert self._controller is not None, "the cluster has not opened"
         return self._controller
 
     async def view(self) -> ClusterView:
-        """What the first gateway sees."""
+        """The first gateway's view."""
         view: ClusterView = await self._gateways[0].call("view")
         return view
 
     async def wait_closed(self) -> None:
-        """Until `close`, or until the controller is gone for good."""
+        """Wait for `close`, or until the controller is gone for good."""
         await self._closed.wait()
 
     async def open(self, make_server: ServerFactory, progress: Progress) -> None:
@@ -192,12 +192,12 @@ class Serving:
         again = self.runtime.restart_service
         self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, again, self._failures)
         replicas = sum(pool.replicas for pool in spec.pools)
-        for index in range(self._num_gateways):  # they start while the model is loaded
+        for index in range(self._num_gateways):  # they start while the model loads
             name = f"gateway-{index}"
             self._gateways.append(
                 await self.runtime.start_service(name, GatewayService, name, spec, self._controller, make_server)
             )
-        if spec.gateway.names_files:  # rather than after the model is loaded
+        if spec.gateway.names_files:  # fail before the model is loaded
             await asyncio.gather(*(gateway.call("check_files", timeout_s=FIRST_CALL_S) for gateway in self._gateways))
         progress(f"starting {replicas} worker{'s' * (replicas != 1)}: loading {spec.model}")
         model = await self._ready(progress)
@@ -207,7 +207,7 @@ class Serving:
             self.endpoints.append(await gateway.call("open", model, *ports, timeout_s=FIRST_CALL_S))
             if http_port is not None:
                 self.http_urls.append(await gateway.call("http_url"))
-            self._keep(index, gateway, model)
+            self._supervise(index, gateway, model)
         membership: Membership = await self._controller.call("members", 0, 1.0)
         for link in membership.links:
             progress(
@@ -216,7 +216,7 @@ class Serving:
             )
 
     async def _ready(self, progress: Progress) -> ModelView:
-        """Wait for the workers. `progress` gets each change of a worker's state."""
+        """Wait for the workers, and report each change of a worker's state to `progress`."""
         controller = self._controller
         assert controller is not None
         deadline_s = asyncio.get_running_loop().time() + self.spec.health.start_timeout_s
@@ -242,8 +242,8 @@ class Serving:
                     f"{waiting} not ready within health.start_timeout_s ({self.spec.health.start_timeout_s:.0f} s)"
                 )
 
-    def _keep(self, index: int, gateway: ServiceHandle, model: ModelView) -> None:
-        """Supervise it from now on. After a restart it opens on the same ports."""
+    def _supervise(self, index: int, gateway: ServiceHandle, model: ModelView) -> None:
+        """Start supervising the gateway. After a restart it opens on the same ports."""
         port = int(self.endpoints[index].rpartition(":")[2])
         http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
         ports = GatewayPorts(model, port, http_port)
@@ -255,14 +255,14 @@ class Serving:
         return ServerReport(tuple(manager.view for manager in self._gateway_managers), self._failures.counts())
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Servers first, then workers, then the controller. What does not answer is killed.
+        """Close gateways, then workers, then the controller. Kills what does not answer.
 
-        Requests may run on for `grace_s`; `cut` ends that. The controller is kept alive meanwhile.
+        Running requests may finish within `grace_s`; `cut` ends them. The controller is kept alive meanwhile.
         """
         for manager in self._gateway_managers:
             manager.close()
         await asyncio.gather(*(self._end(gateway, "close", grace_s, grace_s=grace_s) for gateway in self._gateways))
-        self._gateways = []  # a call by Ray after its end would start another Ray
+        self._gateways = []  # a call after Ray has ended would start another Ray
         if self._keep_alive is not None:
             self._keep_alive.close()
         if self._controller is not None:
@@ -271,11 +271,11 @@ class Serving:
         self._closed.set()
 
     async def cut(self) -> None:
-        """End the requests that a `close` lets run on; their callers get an error that says so."""
-        asked = (gateway.call("cut", timeout_s=CLOSE_GRACE_S) for gateway in self._gateways)
-        for error in await asyncio.gather(*asked, return_exceptions=True):
+        """End the requests that `close` still waits for; their clients get an error."""
+        calls = (gateway.call("cut", timeout_s=CLOSE_GRACE_S) for gateway in self._gateways)
+        for error in await asyncio.gather(*calls, return_exceptions=True):
             if error is not None:
-                logger.debug("a gateway is gone already: %s", error)
+                logger.debug("a gateway is already gone: %s", error)
 
     async def _end(self, service: ServiceHandle, method: str, *args: Any, grace_s: float = 0.0) -> None:
         try:
@@ -293,13 +293,7 @@ def make_controller(
     decider: Decider | None = None,
 ) -> Controller:
     elastic = Elastic(spec) if spec.elastic.mode != "off" else None
-    return Controller(
-        spec,
-        runtime,
-        secret,
-        orphan_after_s=orphan_after_s,
-        decider=decider or elastic,
-    )
+    return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s, decider=decider or elastic)
 
 
 async def serve(
@@ -311,10 +305,10 @@ async def serve(
     decider: Decider | None = None,
     gateways: bool = True,
 ) -> Serving:
-    """Bring a cluster up. On any error everything that was started is taken down again. `decider`, where `elastic` is
-    on: None is the rule of `cluster.policy.scaling.elastic`. Without `gateways` others bring them (`cluster.join`).
+    """Start a cluster. On any error, stop everything that was started.
 
-    Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
+    `decider`, with `elastic` on: None is `cluster.policy.scaling.elastic`. Without `gateways`, they join later
+    (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
     serving = Serving(spec, await open_runtime(spec, runtime, progress), decider, gateways=gateways)
     try:

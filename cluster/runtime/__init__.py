@@ -1,1 +1,1 @@
-"""Where workers and services run: in this process, or as Ray actors. Same interface, same behaviour."""
+"""Runs workers and services, in this process or as Ray actors, behind one interface."""

@@ -1,4 +1,4 @@
-"""What a runtime raises. Apart from the port, so that commands without the engine can catch it."""
+"""Errors of a runtime. Importing them does not import the engine."""
 
 
 class WorkerGone(Exception):
@@ -6,8 +6,8 @@ class WorkerGone(Exception):
 
 
 class NoAnswer(WorkerGone):
-    """No answer came in time; the process may live."""
+    """No answer within the timeout; the process may be alive."""
 
 
 class RuntimeUnavailable(Exception):
-    """The runtime cannot be reached or cannot place what is asked; the message says what to do."""
+    """The runtime cannot be reached or cannot place a worker; the message says what to do."""

@@ -1,7 +1,7 @@
-"""The port to whatever runs workers and services.
+"""The runtime port: starts, restarts and stops workers and services. Decides nothing.
 
-A runtime starts, restarts and stops; it does not decide. Handles may be kept, compared by name and, under Ray, sent to
-other processes. A call to a process that died, or that does not answer in time, raises `WorkerGone`.
+Handles may be kept, compared by name and, under Ray, sent to other processes. A call to a process that died, or that
+does not answer in time, raises `WorkerGone`.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from workers.stats import WorkerInfo
 
 
 class WorkerHandle(Protocol):
-    """A `workers.worker.Worker`, wherever it lives. See there for each verb."""
+    """A handle to a `workers.worker.Worker`, which documents the methods."""
 
     def at(self, incarnation: str) -> "WorkerHandle":
-        """A handle whose calls reach this incarnation only; after a restart they raise `WorkerClosed`."""
+        """A handle for this incarnation only; after a restart its calls raise `WorkerClosed`."""
         ...
 
     async def start(self) -> WorkerInfo: ...
@@ -44,7 +44,7 @@ class WorkerHandle(Protocol):
 
 
 class ServiceHandle(Protocol):
-    """An object of ours in some process: the controller, a gateway."""
+    """A handle to the controller or a gateway."""
 
     async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
         """Call an async method. Raises `WorkerGone` when the service is gone or silent, or what the method raised."""
@@ -53,7 +53,7 @@ class ServiceHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrder:
-    """One worker to run: what it is, what it needs, and how often it must speak."""
+    """One worker to run: its configuration, resources, and heartbeat."""
 
     config: WorkerConfig
     resources: Resources
@@ -73,7 +73,7 @@ class Runtime(Protocol):
         ...
 
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
-        """Replace a worker that died, or that must die because this incarnation of it is silent or unfit."""
+        """Restart a worker that died, or kill and restart one whose `incarnation` is silent or unfit."""
         ...
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
@@ -85,17 +85,17 @@ class Runtime(Protocol):
         ...
 
     async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
-        """Kill a service that hangs; it is built again, without its old state."""
+        """Kill and restart a service that hangs; it loses its state."""
         ...
 
     async def stop_service(self, handle: ServiceHandle) -> None:
-        """End it without asking."""
+        """Kill it."""
         ...
 
     async def end_all(self) -> None:
-        """End whatever of this cluster still runs, without asking; what has ended already is no error."""
+        """Kill everything of this cluster that still runs."""
         ...
 
     async def close(self) -> None:
-        """End all, and leave; a runtime that was started for us ends."""
+        """Kill all, and stop the runtime if it was started for this cluster."""
         ...

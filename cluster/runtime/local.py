@@ -1,6 +1,6 @@
-"""Everything in this process, on this event loop: for tests, the simulator, and looking closely.
+"""A runtime in this process and event loop, for tests, the simulator and debugging.
 
-The same worker and controller code as under Ray; only the process borders are missing.
+Runs the same worker and controller code as under Ray.
 """
 
 from collections.abc import Awaitable, Callable
@@ -18,13 +18,13 @@ from workers.worker import Worker
 
 
 def modelled_worker(order: WorkerOrder, cost: CostModel, modelled: Modelled) -> WorkerServer:
-    """A worker that takes this cost's seconds, and whose engine knows it."""
+    """A worker that takes the times of `cost` instead of computing; its engine knows the cost."""
     config = replace(order.config, cost=cost)
     return build_worker(config, heartbeat_s=order.heartbeat_s, modelled=modelled)
 
 
 class LocalService:
-    """A service object called directly."""
+    """A service, called directly."""
 
     def __init__(self, target: Any, build: Callable[[], Any] | None = None) -> None:
         self.target = target
@@ -35,7 +35,7 @@ class LocalService:
 
 
 class LocalWorker:
-    """A handle to a worker of this process. Until it has loaded, every call but `start` raises `WorkerClosed`."""
+    """A worker in this process. Until it has loaded, all calls but `start` raise `WorkerClosed`."""
 
     def __init__(self, server: WorkerServer) -> None:
         self.server = server
@@ -55,7 +55,7 @@ class LocalWorker:
 
 
 class LocalRuntime:
-    """Owned by the server. `handles` of the running workers, by name."""
+    """Owned by the server. `handles`: the running workers, by name."""
 
     name = "local"
 
@@ -65,7 +65,7 @@ class LocalRuntime:
 
     @property
     def workers(self) -> dict[str, Worker]:
-        """The workers that have loaded, for tests that look inside."""
+        """The workers that have loaded, for tests."""
         return {name: each.server.worker() for name, each in self.handles.items() if each.server.is_open}
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:

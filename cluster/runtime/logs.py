@@ -1,10 +1,9 @@
-"""How log lines look, and that they go to standard error: as text, or as one JSON object a line.
+"""Logging to standard error, as text or as one JSON object per line.
 
     2026-11-22T17:40:55.123Z INFO    prefill-0: request req-1: prefill of 12 tokens
     {"time": "2026-11-22T17:40:55.123Z", "level": "info", "component": "prefill-0", "request_id": "req-1", "event": ...}
 
-One process has one component, given at `begin`; where a process holds several, each line names its own
-(`workers.log_fields`).
+`begin` sets the process's component; where a process holds several, each line names its own (`workers.log_fields`).
 """
 
 import json
@@ -19,7 +18,7 @@ OURS = ("cluster", "workers", "kvtransfer")
 
 
 def begin(spec: LogSpec, component: str) -> None:
-    """From now on this process logs so; again, it replaces what was. Ours from `spec.level` on, others' warnings."""
+    """Set up this process's logging, also again. Our packages log from `spec.level` on, others warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(component) if spec.format == "json" else TextLines(component))
     handler.set_name("diptych")
@@ -32,7 +31,7 @@ def begin(spec: LogSpec, component: str) -> None:
 
 
 class ComponentFormatter(logging.Formatter):
-    """`component`: of lines that name none."""
+    """`component`: default of lines that name none."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
@@ -44,24 +43,24 @@ class ComponentFormatter(logging.Formatter):
 
 class JsonLines(ComponentFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, Any] = {
+        line: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "component": self.component(record),
         }
         if request_id := _request_id(record):
-            told["request_id"] = request_id
-        told |= {"event": record.getMessage(), "logger": record.name} | getattr(record, "fields", {})
+            line["request_id"] = request_id
+        line |= {"event": record.getMessage(), "logger": record.name} | getattr(record, "fields", {})
         if record.exc_info:
-            told["error"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False, default=str)
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 class TextLines(ComponentFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        words, request_id = record.getMessage(), _request_id(record)
-        named = "" if request_id in words else f"request {request_id}: "
-        line = f"{_time(record)} {record.levelname:<7} {self.component(record)}: {named}{words}"
+        text, request_id = record.getMessage(), _request_id(record)
+        named = "" if request_id in text else f"request {request_id}: "
+        line = f"{_time(record)} {record.levelname:<7} {self.component(record)}: {named}{text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -1,6 +1,6 @@
-"""Where Ray may put a worker's ranks: what they need, which nodes have it, and what to say when none has. Pure.
+"""Placement of a worker's ranks on Ray nodes: what they need, which nodes have it, and the error if none has. Pure.
 
-Knows labels as Ray does: a node has some, a pool asks for them by selectors (`Resources.labels`).
+Labels are Ray's: nodes have labels, pools select them (`Resources.labels`).
 """
 
 from collections import Counter
@@ -11,43 +11,43 @@ from cluster.runtime.errors import RuntimeUnavailable
 from cluster.spec import ClusterSpec, Resources
 from workers.config import ParallelConfig
 
-RESERVED = "ray.io/"  # labels that Ray itself gives nodes, such as ray.io/accelerator-type
-_UNTOLD = ("ray.io/node-id", "ray.io/node-group")
+RESERVED = "ray.io/"  # labels that Ray sets itself, such as ray.io/accelerator-type
+_HIDDEN = ("ray.io/node-id", "ray.io/node-group")
 _MOST_KINDS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a node has when it is empty, and its labels."""
+    """A node's total resources, and its labels."""
 
     resources: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def bundle(resources: Resources) -> dict[str, float]:
-    """What one rank needs, as Ray counts it."""
+    """Resources of one rank, as Ray counts them."""
     wanted = {"CPU": resources.cpu, "GPU": resources.gpu, **resources.custom}
     return {kind: amount for kind, amount in wanted.items() if amount} or {"CPU": 0.001}
 
 
 def selectors(resources: Resources, parallel: ParallelConfig) -> list[dict[str, str]] | None:
-    """The labels of the node that each rank goes to; None: any node will do."""
+    """Label selectors of each rank; None: any node."""
     return [dict(resources.labels)] * parallel.world_size if resources.labels else None
 
 
 def has_labels(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether a node with these labels is one of those that are wanted."""
+    """Whether a node's labels match the selectors `wanted`."""
     return all((labels.get(key) in _values(each)) is not each.startswith("!") for key, each in wanted.items())
 
 
 def _values(selector: str) -> list[str]:
-    """Of `value`, `in(value, value)`, and of what they exclude behind `!`."""
+    """The values of `value`, `in(value, value)`, `!value` or `!in(value, value)`."""
     inner = selector.removeprefix("!")
     return [each.strip() for each in inner[3:-1].split(",")] if inner.startswith("in(") else [inner]
 
 
 def own_resources(spec: ClusterSpec) -> dict[str, float]:
-    """Custom resources of a Ray that we start ourselves: as much as the pools may ever ask for."""
+    """Custom resources of a Ray that we start: the pools' maximum."""
     totals: dict[str, float] = {}
     for pool in spec.pools:
         for kind, amount in pool.resources.custom.items():
@@ -56,9 +56,9 @@ def own_resources(spec: ClusterSpec) -> dict[str, float]:
 
 
 def own_labels(spec: ClusterSpec) -> dict[str, str]:
-    """Labels of its only node, such that every pool may lie there. Raises `RuntimeUnavailable` where none would do.
+    """Labels for the one node of a Ray that we start, to match every pool. Raises `RuntimeUnavailable` if none can.
 
-    Those that Ray reserves are found, and not given.
+    Leaves out labels that Ray sets itself.
     """
     asked = [(pool.name, key, each) for pool in spec.pools for key, each in pool.resources.labels.items()]
     free = [(name, key, each) for name, key, each in asked if not key.startswith(RESERVED)]
@@ -76,26 +76,26 @@ def own_labels(spec: ClusterSpec) -> dict[str, str]:
 
 
 def needed(resources: Resources, parallel: ParallelConfig) -> str:
-    """What a worker needs of nodes, in words."""
+    """A worker's needs, as text."""
     count, strategy = parallel.world_size, parallel.placement
     needs = f"{{{listed(bundle(resources))}}}"
     if count > 1 and strategy == "strict_spread":
         needs += f" on each of {count} nodes"
     elif count > 1:
         needs += f" for each of {count} ranks{' on one node' * (strategy == 'strict_pack')}"
-    return f"{needs}, labels {{{_told(resources.labels)}}}" if resources.labels else needs
+    return f"{needs}, labels {{{_label_text(resources.labels)}}}" if resources.labels else needs
 
 
 def shortage(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Node]) -> str:
-    """What a worker needs, and whether these nodes would have it if they were empty."""
+    """Why a worker does not fit on these nodes, as text."""
     count, strategy = parallel.world_size, parallel.placement
     needs = f"it needs {needed(resources, parallel)}"
-    there = [node for node in nodes if has_labels(node.labels, resources.labels)]
-    if resources.labels and not there:
+    matching = _matching(resources, nodes)
+    if resources.labels and not matching:
         return f"{needs}; no node has these labels, there {_kinds(nodes)}"
-    rooms = [_room(node, bundle(resources)) for node in there]
+    rooms = [_room(node, bundle(resources)) for node in matching]
     with_these = " with these labels" if resources.labels else ""
-    where = f"the only node{with_these}" if len(there) == 1 else f"the {len(there)} nodes{with_these}"
+    where = f"the only node{with_these}" if len(matching) == 1 else f"the {len(matching)} nodes{with_these}"
     if _fit(rooms, count, strategy):
         return f"{needs}, which others hold on {where}"
     held = ", ".join(map(str, sorted(rooms, reverse=True))) or "no"
@@ -103,9 +103,13 @@ def shortage(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Nod
 
 
 def would_fit(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Node]) -> bool:
-    """Whether a worker would have room on these nodes if they were empty."""
-    there = [node for node in nodes if has_labels(node.labels, resources.labels)]
-    return _fit([_room(node, bundle(resources)) for node in there], parallel.world_size, parallel.placement)
+    """Whether a worker would fit on these nodes if they were empty."""
+    rooms = [_room(node, bundle(resources)) for node in _matching(resources, nodes)]
+    return _fit(rooms, parallel.world_size, parallel.placement)
+
+
+def _matching(resources: Resources, nodes: Sequence[Node]) -> list[Node]:
+    return [node for node in nodes if has_labels(node.labels, resources.labels)]
 
 
 def _fit(rooms: Sequence[int], count: int, strategy: str) -> bool:
@@ -117,28 +121,28 @@ def _fit(rooms: Sequence[int], count: int, strategy: str) -> bool:
 
 
 def _room(node: Node, wanted: Mapping[str, float]) -> int:
-    """Ranks that fit on it."""
+    """How many ranks fit on an empty node."""
     return min(int(node.resources.get(kind, 0) / amount + 1e-9) for kind, amount in wanted.items())
 
 
 def _kinds(nodes: Sequence[Node]) -> str:
-    """The labels that there are, by how many nodes have them."""
+    """The sets of labels, with their numbers of nodes, as text."""
     if not nodes:
         return "are no nodes"
     counts = Counter(
-        _told({key: value for key, value in node.labels.items() if key not in _UNTOLD}) for node in nodes
+        _label_text({key: value for key, value in node.labels.items() if key not in _HIDDEN}) for node in nodes
     ).most_common()
-    told = [f"{number} with {f'{{{labels}}}' if labels else 'none'}" for labels, number in counts[:_MOST_KINDS]]
+    kinds = [f"{number} with {f'{{{labels}}}' if labels else 'none'}" for labels, number in counts[:_MOST_KINDS]]
     more = [f"{len(counts) - _MOST_KINDS} kinds more"] if len(counts) > _MOST_KINDS else []
-    return f"{'is' if len(nodes) == 1 else 'are'} {', '.join(told + more)}"
+    return f"{'is' if len(nodes) == 1 else 'are'} {', '.join(kinds + more)}"
 
 
-def _told(labels: Mapping[str, str]) -> str:
+def _label_text(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in sorted(labels.items()))
 
 
 def listed(resources: Mapping[str, float]) -> str:
-    """Without what Ray adds: a resource for each node, and for each bundle of a placement group."""
+    """Resources as text, without those that Ray adds for nodes and placement groups."""
     return ", ".join(
         f"{kind}: {amount:g}"
         for kind, amount in sorted(resources.items())

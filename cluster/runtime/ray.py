@@ -1,8 +1,8 @@
-"""Workers and services as Ray actors. Joining and starting Ray is `ray_start`'s.
+"""Workers and services as Ray actors. `ray_start` joins or starts Ray.
 
-Actors are named, detached and restartable, so that no single process is the owner of all others: workers outlive a
-controller's crash, a restarted controller finds them by name, and whoever serves takes all of them down at the end (or
-the controller does, when its server vanished). Each worker sits in a placement group of its own.
+Actors are named, detached and restartable, so that no process owns all others: workers outlive a controller's crash,
+and a restarted controller finds them by name. The server kills all of them at the end, or the controller does if the
+server is gone. Each worker has a placement group of its own.
 """
 
 import asyncio
@@ -40,31 +40,30 @@ TIMEOUTS_S = {
     **dict.fromkeys(("info", "prefill", "generate", "fetch", "decode", "hand_over", "hold_prefix"), CALL_TIMEOUT_S),
     **dict.fromkeys(("cache_since", "cancel", "holds", "check"), CALL_TIMEOUT_S),
     "connect": 60.0,
-    "measure": 130.0,  # a worker gives up its own steps before
+    "measure": 130.0,  # longer than the worker's own limit
 }
 UNFIT_TIMEOUT_S = 1.0
-NAMELESS_TIMEOUT_S, NAMELESS_LOOK_S = 5.0, 0.02  # Ray tells nobody when a name is free again
+NAME_FREE_TIMEOUT_S, NAME_FREE_LOOK_S = 5.0, 0.02  # Ray has no event for a name that is free again
 
 
-async def answer_of(reference: Any, timeout_s: float, asked: str = "") -> Any:
-    """A call's answer; every way of not answering is `WorkerGone`, and what the method raised is raised as it was.
+async def answer_of(reference: Any, timeout_s: float, call: str = "") -> Any:
+    """A call's result. Raises what the method raised, or `WorkerGone` if there is no answer.
 
-    `asked`: whom, and what, for the message.
+    `call`: the call, for the error message.
     """
-
     try:
         async with patient_timeout(timeout_s):
             return await reference
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except RayError as error:
-        logger.debug("no answer %s", asked, exc_info=error)
-        raise WorkerGone(_words(error)) from None
+        logger.debug("no answer %s", call, exc_info=error)
+        raise WorkerGone(_reason(error)) from None
     except TimeoutError:
-        raise NoAnswer(f"no answer {f'of {asked} ' * bool(asked)}within {timeout_s:.1f} s") from None
+        raise NoAnswer(f"no answer {f'of {call} ' * bool(call)}within {timeout_s:.1f} s") from None
 
 
-def _words(error: RayError) -> str:
+def _reason(error: RayError) -> str:
     if isinstance(error, ActorUnavailableError):
         return "its process ended, or cannot be reached"
     if isinstance(error, RayActorError):
@@ -73,7 +72,7 @@ def _words(error: RayError) -> str:
 
 
 class _WorkerActor:
-    """The process of one worker. Ray builds it again after a death: a new worker, with a new incarnation."""
+    """The process of one worker. When it dies, Ray restarts it as a new worker with a new incarnation."""
 
     def __init__(self, order: WorkerOrder, logs: LogSpec) -> None:
         begin_logs(logs, order.config.name)
@@ -94,7 +93,7 @@ class _WorkerActor:
     async def call(self, incarnation: str, method: str, *args: Any) -> Any:
         answer = await getattr(self._server.worker(incarnation), method)(*args)
         if isinstance(answer, Bundle):
-            self._metrics.heard(answer.stats, asyncio.get_running_loop().time())
+            self._metrics.update(answer.stats, asyncio.get_running_loop().time())
         return answer
 
 
@@ -108,21 +107,21 @@ class _ServiceActor:
         self._target: Any = None
 
     async def node(self) -> str:
-        """Ray's id of the node that it lives on."""
+        """The Ray id of its node."""
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
     async def call(self, method: str, *args: Any) -> Any:
-        if self._target is None:  # built on the event loop, where it may start tasks
+        if self._target is None:  # on the event loop, where it may start tasks
             self._target = self._factory(*self._args)
         return await getattr(self._target, method)(*args)
 
 
 @dataclass(frozen=True)
 class RayWorker:
-    """A worker in an actor; travels between processes. See `workers.worker.Worker` for each verb.
+    """A handle to a worker's actor; can be sent between processes. See `workers.worker.Worker` for the methods.
 
-    `incarnation` empty: whatever lives there now.
+    `incarnation` empty: the current one.
     """
 
     name: str
@@ -155,15 +154,15 @@ class RayWorker:
         return bundle
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The verbs whose bound does not depend on the call; `WorkerHandle` has their types."""
+        """The methods with a fixed timeout; `WorkerHandle` has their types."""
         if method not in TIMEOUTS_S:
-            raise AttributeError(f"a worker has no verb {method!r}")
+            raise AttributeError(f"a worker has no method {method!r}")
         return partial(self._call, method, timeout_s=TIMEOUTS_S[method])
 
 
 @dataclass(frozen=True)
 class RayService:
-    """A service in an actor."""
+    """A handle to a service's actor."""
 
     name: str
     actor: Any
@@ -174,9 +173,9 @@ class RayService:
 
 @dataclass(frozen=True)
 class RayRuntime:
-    """Sends to other processes: holds names only. `owns_ray`: this process started the local Ray and ends it.
+    """Holds names only, so that it can be sent to other processes. `owns_ray`: this process started the local Ray.
 
-    `logs`: how the actors log. `session_file`: by which other commands find this Ray; empty: there is none.
+    `logs`: of the actors. `session_file`: lets other commands find this Ray; empty: there is none.
     """
 
     cluster: str
@@ -187,7 +186,7 @@ class RayRuntime:
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         name = f"{self.cluster}/{order.config.name}"
-        with contextlib.suppress(ValueError):  # usually it is not there; after a controller's crash it is
+        with contextlib.suppress(ValueError):  # it exists only after a controller's crash
             return cast(WorkerHandle, RayWorker(name, ray.get_actor(name, NAMESPACE), order.dead_after_s))
         group = await self._place(name, order)
         options: dict[str, Any] = {
@@ -204,8 +203,8 @@ class RayRuntime:
     async def _place(self, name: str, order: WorkerOrder) -> PlacementGroup:
         parallel, resources = order.config.parallel, order.resources
         if self.owns_ray and not would_fit(resources, parallel, _nodes()):
-            raise _no_room(order)  # this machine is all there will be
-        group = _standing(name) or placement_group(
+            raise _no_room(order)  # no node will join
+        group = _existing_group(name) or placement_group(
             [bundle(resources)] * parallel.world_size,
             strategy=parallel.placement.upper(),
             name=name,
@@ -217,7 +216,7 @@ class RayRuntime:
         except asyncio.CancelledError:
             remove_placement_group(group)
             raise
-        except RayError as error:  # somebody else removed it
+        except RayError as error:  # it was removed
             raise WorkerGone(str(error).strip().splitlines()[0]) from None
         except TimeoutError:
             remove_placement_group(group)
@@ -225,13 +224,13 @@ class RayRuntime:
         return group
 
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
-        """Ray restarts an actor that died; one that lives on as `incarnation`, or says nothing, is killed first."""
+        """Ray restarts actors that died. Kill one that still is `incarnation` or does not answer."""
         assert isinstance(handle, RayWorker)
         reference = handle.actor.incarnation.remote()
         try:
             unfit = await asyncio.wait_for(_plain(reference), UNFIT_TIMEOUT_S) == incarnation
         except RayActorError:
-            unfit = False  # dead already: Ray is at it
+            unfit = False  # dead: Ray restarts it
         except TimeoutError:
             unfit = True
         if unfit:
@@ -245,10 +244,10 @@ class RayRuntime:
         ray.kill(handle.actor)
         with contextlib.suppress(ValueError):
             remove_placement_group(ray.util.get_placement_group(handle.name))
-        await _nameless(handle.name)
+        await _wait_until_free(handle.name)
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
-        """On the node of whoever serves: its door is looked for there. Ray ignores a soft wish at 0 CPUs."""
+        """On the server's node, where clients expect its ports. Hard affinity: Ray ignores a soft one at 0 CPUs."""
         here = ray.get_runtime_context().get_node_id()
         options: dict[str, Any] = {
             "name": f"{self.cluster}/{name}",
@@ -278,7 +277,7 @@ class RayRuntime:
         ray.kill(handle.actor)
 
     async def end_all(self) -> None:
-        """Kill every actor and drop every placement group of this cluster, our own process last."""
+        """Kill every actor and remove every placement group of this cluster, our own process last."""
         prefix = f"{self.cluster}/"
         names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
         ours = sorted(
@@ -311,8 +310,8 @@ def _no_room(order: WorkerOrder) -> RuntimeUnavailable:
     )
 
 
-def _standing(name: str) -> PlacementGroup | None:
-    """The group that a controller had asked for when it crashed: it may be a node's only reason to come up."""
+def _existing_group(name: str) -> PlacementGroup | None:
+    """The group of a crashed controller: an autoscaler may be starting a node for it."""
     try:
         group: PlacementGroup = ray.util.get_placement_group(name)
     except ValueError:
@@ -320,13 +319,13 @@ def _standing(name: str) -> PlacementGroup | None:
     return None if ray.util.placement_group_table(group).get("state") == "REMOVED" else group
 
 
-async def _nameless(name: str) -> None:
-    """Until nobody has this name: the next worker of it must not be taken for the one that dies. Bounded."""
+async def _wait_until_free(name: str) -> None:
+    """Wait until a dead actor's name is free, so that the next worker is not mistaken for it. Bounded."""
     with contextlib.suppress(ValueError):
-        for _ in range(int(NAMELESS_TIMEOUT_S / NAMELESS_LOOK_S)):
+        for _ in range(int(NAME_FREE_TIMEOUT_S / NAME_FREE_LOOK_S)):
             ray.get_actor(name, NAMESPACE)  # raises when there is none
-            await asyncio.sleep(NAMELESS_LOOK_S)
-        logger.warning("Ray still knows %s, %.0f s after it was ended", name, NAMELESS_TIMEOUT_S)
+            await asyncio.sleep(NAME_FREE_LOOK_S)
+        logger.warning("Ray still knows %s, %.0f s after it was killed", name, NAME_FREE_TIMEOUT_S)
 
 
 async def _ready(group: PlacementGroup) -> None:

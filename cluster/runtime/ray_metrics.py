@@ -1,7 +1,4 @@
-"""A worker's statistics as metrics of Ray, on its node's metrics port. Knows no worker, only its records.
-
-Told when a gateway polls, at most every few seconds: Ray sends them on no faster.
-"""
+"""A worker's statistics as Ray metrics, on its node's metrics port. Updated when gateways poll the worker."""
 
 from collections.abc import Callable
 
@@ -9,13 +6,13 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from workers.stats import WorkerStats
 
-TELL_S = 5.0
+UPDATE_S = 5.0  # Ray exports no faster
 STEP_SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0]
 PREFIX, TAGS = "diptych_worker_", ("worker", "pool")
 
 Value = Callable[[WorkerStats], float]
 GAUGES: tuple[tuple[str, str, Value], ...] = (
-    ("running_requests", "Sequences that are computed.", lambda stats: stats.running),
+    ("running_requests", "Running sequences.", lambda stats: stats.running),
     ("waiting_requests", "Sequences that wait for blocks or a slot.", lambda stats: stats.waiting),
     ("kv_used_ratio", "Share of the KV blocks in use.", lambda s: 1.0 - s.free_blocks / max(1, s.total_blocks)),
 )
@@ -24,28 +21,28 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("failed_transfers", "Fetches of KV that failed.", lambda stats: stats.pulls.failed),
     ("transfer_bytes", "Bytes fetched.", lambda stats: stats.pulls.num_bytes),
     ("transfer_seconds", "Time of the fetches that arrived, summed.", lambda stats: stats.pulls.seconds),
-    ("expired_leases", "Leases whose reader went silent.", lambda stats: stats.expired_leases),
+    ("expired_leases", "Leases that expired.", lambda stats: stats.expired_leases),
 )
 
 
 class WorkerMetrics:
-    """Owned by a worker's actor. Names get `ray_` in front, and counters `_total` behind."""
+    """Owned by a worker's actor. Ray adds `ray_` before names, and `_total` after counters."""
 
     def __init__(self, worker: str, pool: str) -> None:
-        text = "Moving average of the steps, looked at while there are any."
+        text = "Moving average of step times, sampled while there are steps."
         self._step = Histogram(f"{PREFIX}step_seconds", text, STEP_SECONDS, TAGS)
         self._gauges = [(Gauge(f"{PREFIX}{name}", text, TAGS), value) for name, text, value in GAUGES]
         self._counters = [(Counter(f"{PREFIX}{name}", text, TAGS), value) for name, text, value in COUNTERS]
         for metric in (self._step, *(gauge for gauge, _ in self._gauges), *(counter for counter, _ in self._counters)):
             metric.set_default_tags({"worker": worker, "pool": pool})
-        self._told = WorkerStats()
-        self._told_s = float("-inf")
+        self._last = WorkerStats()
+        self._last_s = float("-inf")
 
-    def heard(self, stats: WorkerStats, now_s: float) -> None:
-        """The worker's statistics of now; looked at once in a while."""
-        if now_s - self._told_s < TELL_S:
+    def update(self, stats: WorkerStats, now_s: float) -> None:
+        """Export the current statistics, at most every `UPDATE_S`."""
+        if now_s - self._last_s < UPDATE_S:
             return
-        before, self._told, self._told_s = self._told, stats, now_s
+        before, self._last, self._last_s = self._last, stats, now_s
         if stats.steps > before.steps:
             self._step.observe(stats.step_s)
         for gauge, value in self._gauges:

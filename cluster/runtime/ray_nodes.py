@@ -1,6 +1,6 @@
-"""Nodes of a Ray that is there: for one that is to go, and for a gateway that comes.
+"""Nodes and controllers on a running Ray, for `diptych leave` and for gateways that join.
 
-`drain` is no public API of Ray: it is what `ray drain-node` and Ray's own autoscaler call. It stands here alone.
+`drain` uses no public API of Ray, but what `ray drain-node` and Ray's autoscaler call.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.ray import NAMESPACE, RayService, answer_of
 
-LOOK_S = 1.0  # Ray tells nobody when a name appears
+LOOK_S = 1.0  # Ray has no event for a new name
 CONTROLLER = "/controller"
 NODE_LABEL = "ray.io/node-id"
 HELD = {"memory": 1.0}  # a byte
@@ -29,19 +29,19 @@ def this_node() -> str:
 
 
 def find_node(named: str) -> str:
-    """The full id of a living node, by the beginning of its id or by its address. Raises `RuntimeUnavailable`."""
+    """The full id of a live node, by a prefix of its id or by its address. Raises `RuntimeUnavailable`."""
     alive = [each for each in ray.nodes() if each["Alive"]]
     found = [
         each["NodeID"] for each in alive if each["NodeID"].startswith(named) or each["NodeManagerAddress"] == named
     ]
     if len(found) != 1:
         there = ", ".join(f"{each['NodeManagerAddress']} ({each['NodeID'][:12]})" for each in alive)
-        raise RuntimeUnavailable(f"{len(found) or 'no'} living nodes of Ray are called {named!r}; there are {there}")
+        raise RuntimeUnavailable(f"{len(found) or 'no'} live nodes of Ray match {named!r}; there are {there}")
     return str(found[0])
 
 
 def workers_on(node: str) -> dict[str, tuple[str, ...]]:
-    """By cluster, the workers with a rank on this node."""
+    """The workers with a rank on this node, by cluster."""
     found: dict[str, tuple[str, ...]] = {}
     for group in ray.util.placement_group_table().values():
         cluster, _, worker = group["name"].rpartition("/")
@@ -51,7 +51,7 @@ def workers_on(node: str) -> dict[str, tuple[str, ...]]:
 
 
 async def served_from(node: str) -> list[str]:
-    """The clusters whose controller is on this node: they end with it."""
+    """The clusters whose controller is on this node, and which end with it."""
     named = ray.util.list_named_actors(all_namespaces=True)
     clusters = [each["name"].removesuffix(CONTROLLER) for each in named if each["name"].endswith(CONTROLLER)]
     handles = [(cluster, find_controller(cluster)) for cluster in clusters]
@@ -63,7 +63,7 @@ async def served_from(node: str) -> list[str]:
 
 
 def find_controller(cluster: str) -> RayService | None:
-    """None: nobody serves this cluster now."""
+    """None: this cluster is not running."""
     name = f"{cluster}{CONTROLLER}"
     try:
         return RayService(name, ray.get_actor(name, NAMESPACE))
@@ -72,27 +72,27 @@ def find_controller(cluster: str) -> RayService | None:
 
 
 async def await_controller(cluster: str, timeout_s: float) -> ServiceHandle:
-    """The controller of a cluster that may still be about to come. Raises `RuntimeUnavailable`."""
+    """Wait for the controller of a cluster. Raises `RuntimeUnavailable`."""
     clock = asyncio.get_running_loop()
     deadline_s = clock.time() + timeout_s
     while (controller := find_controller(cluster)) is None:
         if clock.time() > deadline_s:
             raise RuntimeUnavailable(
-                f"no cluster called {cluster!r} is served on this Ray within {timeout_s:.0f} s; look at --cluster, and "
-                "at `diptych serve`"
+                f"no cluster called {cluster!r} is served on this Ray within {timeout_s:.0f} s; check --cluster and "
+                "`diptych serve`"
             )
         await asyncio.sleep(LOOK_S)
     return controller
 
 
 async def drain(node: str, deadline_s: float) -> None:
-    """From now on Ray places nothing on this node. Raises `RuntimeUnavailable`.
+    """Stop Ray from placing anything on this node. Raises `RuntimeUnavailable`.
 
-    A drained node ends, and takes its drivers along, as soon as nothing is held there; a byte of its memory is, until
-    this process has ended.
+    Ray stops a drained node, with its drivers, as soon as it holds no resources. So this process holds a byte of its
+    memory until it exits.
     """
     held: PlacementGroup = placement_group([HELD], bundle_label_selector=[{NODE_LABEL: node}])
-    await asyncio.to_thread(held.wait, HOLD_S)  # a node without a byte left is not idle either
+    await asyncio.to_thread(held.wait, HOLD_S)  # without a free byte, the node is not idle anyway
     await asyncio.to_thread(_drain, node, deadline_s)
 
 

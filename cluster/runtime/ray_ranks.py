@@ -1,6 +1,6 @@
 """The ranks of a gang as Ray actors, in the placement group of their leader: bundle i holds rank i.
 
-They belong to the leader's process: Ray ends them with it, and each ends by itself when its leader hangs up.
+The leader's process owns them: Ray kills them with it, and each exits when its leader disconnects.
 """
 
 import os
@@ -21,7 +21,7 @@ from workers.executor.order import RankOrder
 
 
 def rank_options(order: WorkerOrder, group: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Where one rank goes and what Ray sets aside for it."""
+    """Placement and resources of one rank."""
     return {
         "num_cpus": order.resources.cpu,
         "num_gpus": order.resources.gpu,
@@ -31,21 +31,21 @@ def rank_options(order: WorkerOrder, group: PlacementGroup, rank: int) -> dict[s
 
 
 def on_this_node(config: WorkerConfig) -> WorkerConfig:
-    """The configuration as this node's processes run it: peers reach them at the node's address."""
+    """The configuration with this node's address, at which peers reach it."""
     if config.transfer.host != "auto":
         return config
     return replace(config, transfer=replace(config.transfer, host=ray.util.get_node_ip_address()))
 
 
 class _RankActor:
-    """The process of one rank. It lives for one gang and is never restarted: a new leader makes new ranks."""
+    """The process of one rank. Never restarted: a new leader starts new ranks."""
 
     async def run(self, order: RankOrder, logs: LogSpec) -> None:
         begin_logs(logs, f"{order.config.name}, rank {order.rendezvous.rank}")
         try:
             await serve_rank(replace(order, config=on_this_node(order.config)))
         finally:
-            os._exit(0)  # its compute thread may wait for a rank that has gone; nothing here outlives the gang
+            os._exit(0)  # its compute thread may still wait for a rank that is gone
 
 
 class RayRanks:
@@ -64,7 +64,7 @@ class RayRanks:
             options = rank_options(self._order, group, order.rendezvous.rank)
             actor: Any = ray.remote(_RankActor).options(max_restarts=0, **options).remote()
             self._actors.append(actor)
-            # Each node has its own address: the rank settles it there.
+            # Without the leader's address: the rank sets its node's.
             ends.append(actor.run.remote(replace(order, config=self._order.config), self._logs))
         return ends
 

@@ -1,7 +1,8 @@
-"""Joining the Ray of RAY_ADDRESS, or starting one on this machine. Knows no worker."""
+"""Joins the Ray of RAY_ADDRESS, or starts one on this machine. Knows no worker."""
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +26,10 @@ LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the ob
 
 
 async def _reachable(address: str) -> None:
-    """Fail soon where nobody listens: Ray itself would try for minutes. Raises OSError."""
+    """Fail fast if nothing listens there: Ray itself would retry for minutes. Raises OSError."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
-        return  # "auto" and the like: Ray knows what it means
+        return  # such as "auto", which Ray resolves
     async with asyncio.timeout(REACH_TIMEOUT_S):
         _, writer = await asyncio.open_connection(host, int(port))
     writer.close()
@@ -46,7 +47,7 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
     else:
         progress("starting Ray on this machine")
         options |= {
-            "address": "local",  # a new one, even where somebody else's Ray runs already
+            "address": "local",  # a new one, even if another Ray runs here
             "include_dashboard": False,
             "num_cpus": _cpus(spec),
             "resources": own_resources(spec),
@@ -59,14 +60,14 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
 
 
 def _announced(spec: ClusterSpec) -> str:
-    """The session file. Empty, with a warning, where it cannot be written: the cluster itself needs none."""
+    """Write the session file. Empty, with a warning, if that fails: the cluster itself does not need it."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     if os.environ.get("RAY_AUTH_MODE") == "token" and not token:
-        return ""  # it is in a file that the user named, and names again to join
+        return ""  # the token is in a file that the user names again to join
     try:
         return str(announce(Session(spec.name, ray.get_runtime_context().gcs_address, token, os.getpid())))
     except OSError as error:
-        logger.warning("`diptych gateway` and `leave` will not find this Ray by themselves: %s", error)
+        logger.warning("`diptych gateway` and `leave` will not find this Ray without RAY_ADDRESS: %s", error)
         return ""
 
 
@@ -91,7 +92,7 @@ async def _init(
 
 
 async def _started(options: dict[str, Any], progress: Callable[[str], None]) -> None:
-    """Nothing can interrupt `ray.init`: when cancelled, wait for it, then end that Ray."""
+    """`ray.init` cannot be interrupted: when cancelled, wait for it, then stop that Ray."""
     starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **options))
     try:
         await asyncio.wait_for(asyncio.shield(starting), CONNECT_TIMEOUT_S)
@@ -103,6 +104,6 @@ async def _started(options: dict[str, Any], progress: Callable[[str], None]) -> 
 
 
 def _cpus(spec: ClusterSpec) -> int:
-    """As many as the pools may ever ask for: on one machine they share what there is."""
+    """The pools' maximum, even if this machine has fewer: they share its CPUs."""
     wanted = sum(pool.resources.cpu * pool.most_ranks for pool in spec.pools)
-    return max(os.cpu_count() or 1, int(-(-wanted // 1)))
+    return max(os.cpu_count() or 1, math.ceil(wanted))

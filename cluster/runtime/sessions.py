@@ -1,7 +1,7 @@
-"""The Rays that `serve` started on this machine: a file for each, by which other commands of the same user join them.
+"""Session files: one for each Ray that `serve` started here, so that the same user's other commands can join it.
 
-A file holds its Ray's token, so it and its folder are for their owner alone. One whose process or port is gone was left
-behind by a killed process, and is removed when it is seen. Loads no Ray: Ray reads its environment when it is imported.
+A file holds its Ray's token, so only the owner can read it. A file whose process or port is gone is stale and deleted
+on sight. Does not import Ray, which reads its environment on import.
 """
 
 import os
@@ -17,7 +17,7 @@ import msgspec
 
 from cluster.runtime.errors import RuntimeUnavailable
 
-SAID = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 CONNECT_S = 1.0
 AUTO_TRIES = "3"
 
@@ -25,7 +25,7 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Session(msgspec.Struct, frozen=True):
-    """`address`: HOST:PORT of Ray's control store. `token` empty: it asks for none."""
+    """`address`: HOST:PORT of Ray's GCS. `token` empty: no authentication."""
 
     cluster: str
     address: str
@@ -36,7 +36,7 @@ class Session(msgspec.Struct, frozen=True):
 def folder() -> Path:
     import platformdirs
 
-    with warnings.catch_warnings():  # it takes another folder where XDG_RUNTIME_DIR cannot be used, and says so
+    with warnings.catch_warnings():  # it warns if it cannot use XDG_RUNTIME_DIR
         warnings.simplefilter("ignore")
         return platformdirs.user_runtime_path("diptych")
 
@@ -47,7 +47,7 @@ def announce(session: Session) -> Path:
 
 
 def write_record(where: Path, record: msgspec.Struct, pid: int) -> Path:
-    """A file for this process, readable by its owner alone. Raises OSError."""
+    """Write a file for this process that only its owner can read. Raises OSError."""
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     if where.stat().st_uid != os.getuid():
         raise PermissionError(f"{where} belongs to another user")
@@ -61,7 +61,7 @@ def write_record(where: Path, record: msgspec.Struct, pid: int) -> Path:
 
 
 def read_records(where: Path, kind: type[Record]) -> Iterator[tuple[Record, Path]]:
-    """Those that can be read; files of other users are not looked at."""
+    """The readable records, ignoring files of other users."""
     for path in sorted(where.glob("*.json")):
         with suppress(OSError, msgspec.MsgspecError):
             if path.stat().st_uid == os.getuid():
@@ -69,13 +69,13 @@ def read_records(where: Path, kind: type[Record]) -> Iterator[tuple[Record, Path
 
 
 def withdraw(path: str) -> None:
-    """Empty: there is no file."""
+    """Delete the file. Empty: there is none."""
     if path:
         Path(path).unlink(missing_ok=True)
 
 
 def sessions() -> Iterator[Session]:
-    """Those that are there."""
+    """The live sessions. Deletes stale files."""
     for session, path in read_records(folder(), Session):
         if is_served(session.address, session.pid):
             yield session
@@ -84,13 +84,13 @@ def sessions() -> Iterator[Session]:
 
 
 def settle_join(cluster: str | None = None) -> str | None:
-    """Before Ray is imported: say to it where the cluster of this name (None: any) is served, and by which token.
+    """Before Ray is imported: set address and token of the Ray that serves this cluster (None: any).
 
-    What the environment says comes first. Answers the cluster's name; None: `serve` runs elsewhere. Raises
-    `RuntimeUnavailable` where it is not clear which one is meant.
+    Variables that are already set win. Returns the cluster's name; None: it is not served here. Raises
+    `RuntimeUnavailable` if the choice is ambiguous.
     """
     address = os.environ.get("RAY_ADDRESS")
-    if any(name in os.environ for name in SAID):
+    if any(name in os.environ for name in AUTH_VARIABLES):
         return None
     there = [each for each in sessions() if address in (None, each.address)]
     found = [each for each in there if cluster in (None, each.cluster)]
@@ -99,7 +99,7 @@ def settle_join(cluster: str | None = None) -> str | None:
         os.environ["RAY_AUTH_MODE"] = "token" if found[0].token else "disabled"
         os.environ["RAY_AUTH_TOKEN"] = found[0].token
         return found[0].cluster
-    if not address and not there:  # Ray may find one here, and asks it once a second for nothing if it has a token
+    if not address and not there:  # Ray would retry once a second on a Ray that needs a token
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", AUTO_TRIES)
     elif there and not address:
         named = ", ".join(f"{each.cluster} at {each.address}" for each in found or there)
@@ -110,7 +110,7 @@ def settle_join(cluster: str | None = None) -> str | None:
 
 
 def is_served(address: str, pid: int) -> bool:
-    """Whether the process lives and somebody accepts connections at HOST:PORT."""
+    """Whether the process is alive and HOST:PORT accepts connections."""
     host, _, port = address.rpartition(":")
     try:
         with suppress(PermissionError):
@@ -122,9 +122,9 @@ def is_served(address: str, pid: int) -> bool:
 
 
 def settle_auth() -> None:
-    """Before Ray is imported: give a Ray of our own a token of its own. A mode that is set, or a cluster, is respected.
+    """Before Ray is imported: generate a token for a Ray that we start, unless RAY_ADDRESS or RAY_AUTH_MODE is set.
 
-    Left alone, a local Ray writes a token into the user's home and changes what every later Ray there expects.
+    Otherwise Ray would write a token into the user's home, which every later Ray there would expect.
     """
     if "RAY_ADDRESS" not in os.environ and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"

@@ -87,7 +87,7 @@ async def test_a_gateway_ends_when_its_controller_is_gone_and_waits_for_one_no_l
     async with asyncio.timeout(5):
         await cluster_joining.JoinedGateway(None, gone, "", "").wait_orphaned()  # type: ignore[arg-type]
         with pytest.raises(
-            RuntimeUnavailable, match=r"does not answer \(it is dead\) within 0 s; see what `diptych serve`"
+            RuntimeUnavailable, match=r"does not answer \(it is dead\) within 0 s; see the output of `diptych serve`"
         ):
             await described(gone, 0.2)
 
