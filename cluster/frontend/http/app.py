@@ -1,6 +1,6 @@
-"""The routes: what is asked over HTTP, and which part of the gateway answers it.
+"""The HTTP routes, and which part of the gateway answers each.
 
-Knows paths and statuses; text, tokens, promises and cancellation are the gateway's business.
+Knows paths and statuses; the gateway knows text, tokens, SLOs and cancellation.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.grpc.services import metrics_text
 from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from cluster.frontend.http.described import described
-from cluster.frontend.http.failures import Failure, failure_of
+from cluster.frontend.http.failures import JSON, Failure, failure_of
+from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
 from cluster.frontend.http.large import (
     Malformed,
     detokenized,
@@ -34,9 +35,8 @@ from cluster.frontend.http.large import (
     read_tokenize,
     tokenized,
 )
-from cluster.frontend.http.naming import KEY
-from cluster.frontend.http.reply import JSON, Asked, Reply, failed
-from cluster.frontend.http.shapes import ChatShape, CompletionShape, Echo
+from cluster.frontend.http.middleware import NAME
+from cluster.frontend.http.reply import ParsedRequest, Reply
 from cluster.frontend.http.terms import terms_of
 from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.preprocessing import LARGE_BYTES
@@ -47,7 +47,7 @@ from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
-READY_AGAIN_S = 1.0
+READY_RETRY_S = 1.0
 GENERATIONS: Mapping[str, type[Generation]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 READ = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
 LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `LARGE_BYTES` of a prompt: 5 ms
@@ -64,7 +64,7 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):
-        app.router.add_api_route(path, answer, **described(path, "POST"), route_class_override=_Bodied)
+        app.router.add_api_route(path, answer, **described(path, "POST"), route_class_override=_BodyRoute)
     for path, look in (
         ("/v1/models", routes.models),
         ("/v1/models/", routes.models),
@@ -85,8 +85,8 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
     return app
 
 
-class _Bodied(APIRoute):
-    """A route whose large bodies are read beside the event loop."""
+class _BodyRoute(APIRoute):
+    """A route whose large bodies are parsed outside the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         small = super().get_route_handler()
@@ -94,9 +94,9 @@ class _Bodied(APIRoute):
         async def handle(request: Request) -> Response:
             raw = await request.body()
             if len(raw) > LARGE.get(request.scope["path"], LARGE_BYTES) and _is_json(request.headers):
-                told: Response | None = await request.app.state.routes.large(request, raw)
-                if told is not None:
-                    return told
+                response: Response | None = await request.app.state.routes.large(request, raw)
+                if response is not None:
+                    return response
             return await small(request)
 
         return handle
@@ -110,16 +110,16 @@ class _Routes:
         self._gateway = gateway
         self._is_closing = is_closing
         self._started_s = int(time.time())
-        self._writing = asyncio.Semaphore(1)
+        self._encoding = asyncio.Semaphore(1)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        prompts, scored = _prompts(body, request), body.wanted_logprobs is not None
+        prompts, has_logprobs = _prompts(body, request), body.wanted_logprobs is not None
         if not body.echo:
-            return self._reply(body, prompts, request, CompletionShape(self._gateway.tokenizer, scored))
+            return self._reply(body, prompts, request, CompletionFormat(self._gateway.tokenizer, has_logprobs))
         self._gateway.check_model(body.model or "")
         echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
-        shape = CompletionShape(self._gateway.tokenizer, scored, echoes, body.n or 1)
-        return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, shape)
+        form = CompletionFormat(self._gateway.tokenizer, has_logprobs, echoes, body.n or 1)
+        return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, form)
 
     async def _echo(self, prompt: GenerationInput, num_output: int) -> Echo:
         tokens = await self._gateway.encode(prompt, num_output)
@@ -128,22 +128,34 @@ class _Routes:
         return Echo(text_of(self._gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        shape = ChatShape(self._gateway.tokenizer, bool(body.logprobs))
-        return self._reply(body, _prompts(body, request), request, shape)
+        form = ChatFormat(self._gateway.tokenizer, bool(body.logprobs))
+        return self._reply(body, _prompts(body, request), request, form)
 
     def _reply(
-        self, body: Generation, prompts: Sequence[GenerationInput], request: Request, shape: CompletionShape | ChatShape
+        self,
+        body: Generation,
+        prompts: Sequence[GenerationInput],
+        request: Request,
+        form: CompletionFormat | ChatFormat,
     ) -> Response:
-        terms = terms_of(request.headers, request.scope[KEY])
+        terms = terms_of(request.headers, request.scope[NAME])
         if self._gateway.traces:
             set_trace_headers(request.headers.items())
         if not terms.name.is_kept:
             more = log_fields(self._context.name, terms.name.unique)
-            logger.info("request %s came as x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
-        wants = bool(body.stream), body.include_usage, body.usage_in_chunks
-        sampling, scores_only = body.sampling(self._gateway.default_sampling), body.scores_only
-        asked = Asked(prompts, sampling, terms, body.model or "", body.sent, *wants, scores_only)
-        return Reply(self._gateway, asked, shape, self._context.model.name, self._writing)
+            logger.info("request %s has x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
+        parsed = ParsedRequest(
+            prompts,
+            body.sampling(self._gateway.default_sampling),
+            terms,
+            model=body.model or "",
+            sent=body.sent,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            usage_in_chunks=body.usage_in_chunks,
+            scores_only=body.scores_only,
+        )
+        return Reply(self._gateway, parsed, form, self._context.model.name, self._encoding)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
@@ -154,44 +166,44 @@ class _Routes:
         return Response(detokenized(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
 
     async def large(self, request: Request, raw: bytes) -> Response | None:
-        """The answer to a large body; None: the request has what the route takes now, and its prompts."""
+        """The response to a large body; None: the route can go on with a small body and the encoded prompts."""
         gateway, path = self._gateway, request.scope["path"]
         calls = gateway.preprocessing.call
         if path in READ:
-            model, told = await calls(len(raw), READ[path], raw, gateway.bounds)
+            model, answer = await calls(len(raw), READ[path], raw, gateway.bounds)
             gateway.check_model(model)
-            return Response(told, media_type=JSON)
+            return Response(answer, media_type=JSON)
         read = await calls(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
         request._json, request.state.prompts = read.fields, read.prompts
-        request._body = b"{}"  # not for as long as the answer takes; FastAPI looks whether there is one
+        request._body = b"{}"  # frees the large one; FastAPI checks whether there is a body
         return None
 
     async def models(self) -> Response:
-        return _told({"object": "list", "data": [self._model()]})
+        return _json({"object": "list", "data": [self._model()]})
 
     async def model(self, name: str) -> Response:
         self._gateway.check_model(name)
-        return _told(self._model())
+        return _json(self._model())
 
     async def health(self) -> Response:
-        """Up: the process answers."""
-        return _told({"status": "up"})
+        """Liveness: the process answers."""
+        return _json({"status": "up"})
 
     async def ready(self) -> Response:
-        """Ready: a worker is there, and the server is not closing."""
+        """Readiness: a worker is ready, and the server is not closing."""
         if self._is_closing() or not servable(self._gateway.view):
             why = "this gateway is closing" if self._is_closing() else "there is no worker yet"
-            return failed(Failure(503, why, "not_ready", retry_after_s=READY_AGAIN_S))
-        return _told({"status": "ready"})
+            return Failure(503, why, "not_ready", retry_after_s=READY_RETRY_S).response()
+        return _json({"status": "ready"})
 
     async def metrics(self) -> Response:
         return Response(await metrics_text(self._context, self._gateway), media_type=CONTENT_TYPE_LATEST)
 
     async def version(self) -> Response:
-        return _told({"version": _version()})
+        return _json({"version": _version()})
 
     async def tokenizer_info(self) -> Response:
-        return _told(dict(self._gateway.tokenizer.info))
+        return _json(dict(self._gateway.tokenizer.info))
 
     def _model(self) -> dict[str, Any]:
         model = self._context.model
@@ -205,11 +217,11 @@ class _Routes:
         }
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        return failed(failure_of(error, servable(self._gateway.view), request.scope[KEY].unique))
+        return failure_of(error, servable(self._gateway.view), request.scope[NAME].unique).response()
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
-    """The first of what is wrong with a body."""
+    """Reports the first error of a body."""
     if isinstance(error, RequestValidationError):
         first, *_ = errors = error.errors()
         if first["type"] == "json_invalid":
@@ -217,11 +229,11 @@ async def _malformed(request: Request, error: Exception) -> Response:
         else:
             error = Malformed.of([each | {"loc": each["loc"][1:]} for each in errors], error.body)  # after "body"
     assert isinstance(error, Malformed)
-    return failed(Failure(400, error.message, "invalid_request", error.path or None))
+    return Failure(400, error.message, "invalid_request", error.path or None).response()
 
 
 def _prompts(body: Generation, request: Request) -> Sequence[GenerationInput]:
-    """Those of a large body are encoded already."""
+    """Those of a large body are already encoded."""
     encoded: Sequence[GenerationInput] | None = getattr(request.state, "prompts", None)
     return body.prompts() if encoded is None else encoded
 
@@ -236,15 +248,13 @@ def _is_json(headers: Mapping[str, str]) -> bool:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {
+    messages = {
         400: "the body cannot be read as JSON",
         404: f"there is nothing at {request.url.path[:80]}",
         405: f"{request.method} is not possible here",
     }
-    failure = Failure(error.status_code, words.get(error.status_code, str(error.detail)), "invalid_request")
-    refusal = failed(failure)
-    refusal.headers.update(error.headers or {})  # Allow
-    return refusal
+    message = messages.get(error.status_code, str(error.detail))
+    return Failure(error.status_code, message, "invalid_request").response(**error.headers or {})  # Allow
 
 
 def _version() -> str:
@@ -254,5 +264,5 @@ def _version() -> str:
         return "not installed"
 
 
-def _told(value: dict[str, Any]) -> Response:
+def _json(value: dict[str, Any]) -> Response:
     return Response(json.dumps(value), media_type=JSON)

@@ -1,18 +1,18 @@
-"""Errors as OpenAI writes them, with an HTTP status. `cluster.frontend.grpc.statuses` maps errors to codes.
-
-Pure; knows no connection.
-"""
+"""Errors in OpenAI's form, with an HTTP status. `cluster.frontend.grpc.statuses` maps errors to codes."""
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from starlette.responses import Response
+
 from cluster.events import Unservable
 from cluster.frontend.grpc.statuses import status_of
 from diptych.failures import error_from
 from workers.errors import InvalidRequest
 
+JSON = "application/json"
 STATUSES = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
@@ -26,7 +26,7 @@ STATUSES = {
 }
 TYPES = {429: "rate_limit_error", 499: "cancelled_error", 504: "timeout_error"}
 CODES = {"UNKNOWN_MODEL": "model_not_found", "TOO_LONG": "context_length_exceeded"}
-# Fields of the gateway under the names that HTTP clients know; the first that fits counts.
+# The gateway's field names as HTTP clients know them; the first prefix that matches counts.
 FIELDS = (
     *(("sampling.include_stop_in_output", "include_stop_str_in_output"), ("sampling.", "")),
     *(("prompt.chat.tools", "tools"), ("prompt.chat.messages", "messages"), ("prompt.chat", "messages")),
@@ -61,25 +61,28 @@ class Failure:
         wait_ms = math.ceil(self.retry_after_s * 1000)
         return {"retry-after": str(max(1, math.ceil(wait_ms / 1000))), "retry-after-ms": str(max(1, wait_ms))}
 
+    def response(self, **headers: str) -> Response:
+        return Response(self.body, self.status, self.headers | headers, JSON)
+
 
 def failure_of(error: Exception, ready: bool, request_id: str = "", sent: Mapping[str, str] = NOTHING) -> Failure:
     """The failure for an error of the gateway; `ready` and `request_id` as for `status_of`.
 
-    `sent`: fields that came by another name.
+    `sent`: the names under which the client sent fields, where they differ.
     """
     match error:
         case InvalidRequest():
             error = InvalidRequest(_param(error.field, sent), error.message)
         case Unservable():
             error = Unservable(error.message, _param(error.field, sent))
-    told = error_from(status_of(error, ready, request_id))
-    reason = told.reason or told.code
+    described = error_from(status_of(error, ready, request_id))
+    reason = described.reason or described.code
     return Failure(
-        STATUSES.get(told.code, 500),
-        told.message,
+        STATUSES.get(described.code, 500),
+        described.message,
         CODES.get(reason, reason.lower()),
-        told.field,
-        told.retry_after_s,
+        described.field,
+        described.retry_after_s,
     )
 
 

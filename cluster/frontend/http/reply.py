@@ -1,7 +1,7 @@
-"""One request's reply, from the gateway's events to HTTP: whole, or as server-sent events.
+"""One request's response, from the gateway's events to HTTP: whole, or as server-sent events.
 
-The reply begins once workers are chosen, so its headers can tell what was predicted; a request that fails before has a
-status of its own, one that fails later an `error` event. A client that goes away cancels it wherever it waits.
+The response begins once workers are chosen, so its headers have the predictions. A request that fails before that gets
+an error status, one that fails later an `error` event. A client that disconnects cancels it wherever it waits.
 """
 
 import asyncio
@@ -19,22 +19,21 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.events import Accepted, Completed
 from cluster.frontend.gateway import Gateway, servable
-from cluster.frontend.http.counted import ENDING
-from cluster.frontend.http.failures import Failure, failure_of
-from cluster.frontend.http.shapes import Choice, Shape, Usage, finishes
+from cluster.frontend.http.failures import JSON, failure_of
+from cluster.frontend.http.formats import Choice, Format, Usage, finishes
+from cluster.frontend.http.middleware import ENDING
 from cluster.frontend.http.terms import Terms
 from cluster.frontend.text import GatewayEvent, GenerationInput, TextDelta, TextEnd
 from workers.request import FinishReason, SamplingParams
 
-JSON = "application/json"
 EVENTS = "text/event-stream; charset=utf-8"
-MOST_HERE = 512  # log probabilities that are written in the event loop: 6 ms, measured
-MOST_AT_ONCE = 64  # prompts of one request; the others wait here, and hold no place of the gateway
+MOST_LOGPROBS = 512  # that are encoded in the event loop: 6 ms, measured
+MOST_AT_ONCE = 64  # prompts of one request; the others wait here and take no place in the gateway
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, read and checked. Answer i to prompt p has the index p * n + i."""
+class ParsedRequest:
+    """A checked request. Answer i to prompt p is choice p * n + i."""
 
     prompts: Sequence[GenerationInput]
     sampling: SamplingParams
@@ -43,17 +42,16 @@ class Asked:
     sent: Mapping[str, str]  # as `Body.sent`
     stream: bool
     include_usage: bool
-    usage_in_chunks: bool = False
-
-    scores_only: bool = False  # the answers themselves are dropped
+    usage_in_chunks: bool
+    scores_only: bool  # the answers themselves are dropped
 
     def events(self, gateway: Gateway) -> list[AsyncGenerator[GatewayEvent, None]]:
-        """One iterator for each prompt; closing it cancels it."""
+        """One iterator for each prompt; closing it cancels the prompt's request."""
         arrived_s = time.monotonic()
         return [self._events(gateway, index, arrived_s) for index in range(len(self.prompts))]
 
     async def _events(self, gateway: Gateway, index: int, arrived_s: float) -> AsyncGenerator[GatewayEvent, None]:
-        """The deadline counts from the arrival of the whole request, however long this prompt waited for others."""
+        """The deadline counts from the arrival of the request, however long this prompt waited for others."""
         terms, unique = self.terms, self.terms.name.unique
         waited_s = time.monotonic() - arrived_s
         events = gateway.generate(
@@ -73,41 +71,43 @@ class Asked:
 
 
 class Reply(Response):
-    """Runs the request while it is sent. Owned by its connection.
+    """Runs the request while the response is sent. Owned by its connection.
 
-    `apart` lets one reply at a time write in a thread: each more would take from the event loop's share of the GIL.
+    `encoding` lets one reply at a time encode in a thread: each further one would take GIL time from the event loop.
     """
 
-    def __init__(self, gateway: Gateway, asked: Asked, shape: Shape, model: str, apart: asyncio.Semaphore) -> None:
+    def __init__(
+        self, gateway: Gateway, request: ParsedRequest, form: Format, model: str, encoding: asyncio.Semaphore
+    ) -> None:
         super().__init__()
-        self._apart = apart
+        self._encoding = encoding
         self._gateway = gateway
-        self._asked = asked
-        self._shape = shape
+        self._request = request
+        self._format = form
         self._begun = False
-        self._told = {
-            "id": f"{shape.prefix}-{asked.terms.name.unique}",
-            "object": shape.chunk_kind if asked.stream else shape.whole_kind,
+        self._fields = {
+            "id": f"{form.prefix}-{request.terms.name.unique}",
+            "object": form.chunk_kind if request.stream else form.whole_kind,
             "created": int(time.time()),
             "model": model,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(together(self._asked.events(self._gateway))) as events:
-                await (self._stream(events, send) if self._asked.stream else self._whole(events, send))
+            async with aclosing(together(self._request.events(self._gateway))) as events:
+                await (self._stream(events, send) if self._request.stream else self._whole(events, send))
         except Exception as error:
-            ready, name = servable(self._gateway.view), self._asked.terms.name
-            failure = failure_of(error, ready, name.unique, self._asked.sent)
+            ready, name = servable(self._gateway.view), self._request.terms.name
+            failure = failure_of(error, ready, name.unique, self._request.sent)
             if not self._begun:
-                await failed(failure)(scope, receive, send)
+                await failure.response()(scope, receive, send)
                 return
             scope[ENDING].status = failure.status
             await _more(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
 
     async def _whole(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:
         accepted: Accepted | None = None
-        heard: defaultdict[int, list[TextDelta]] = defaultdict(list)
+        deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
         ends: dict[int, Completed] = {}
         usage = Usage()
         async for prompt, event in events:
@@ -115,22 +115,22 @@ class Reply(Response):
                 case Accepted():
                     accepted = accepted or event
                 case TextDelta():
-                    heard[self._place(prompt, event.index)].append(event)
+                    deltas[self._choice(prompt, event.index)].append(event)
                 case Completed():
                     ends[prompt] = event
                     usage.add(event)
-        assert accepted is not None, "what is completed was accepted"
+        assert accepted is not None, "a completed request was accepted"
         answers = [
-            (place, TextDelta.join(heard.pop(place, ())), finish)
+            (choice, TextDelta.join(deltas.pop(choice, ())), finish)
             for prompt, end in sorted(ends.items())
-            for place, finish in ((self._place(prompt, index), finish) for index, finish in enumerate(finishes(end)))
+            for choice, finish in ((self._choice(prompt, index), finish) for index, finish in enumerate(finishes(end)))
         ]
-        apart = any(_is_long(delta) for _, delta, _ in answers)  # all: they may repeat the scores of one prompt
+        in_thread = any(_is_long(delta) for _, delta, _ in answers)  # then all: they may repeat one prompt's logprobs
         choices = []
         for answer in answers:
-            choices.append(await self._written(partial(self._shape.whole, *answer), apart))
+            choices.append(await self._encoded(partial(self._format.whole, *answer), in_thread))
             await asyncio.sleep(0)  # many short ones take long, too
-        body = msgspec.json.encode(self._told | {"choices": choices, "usage": usage.told})
+        body = msgspec.json.encode(self._fields | {"choices": choices, "usage": usage.json})
         await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
         await _more(send, body, last=True)
 
@@ -146,43 +146,43 @@ class Reply(Response):
                         await self._begin(event, {"content-type": EVENTS, "x-accel-buffering": "no"}, send)
                 case TextDelta():
                     so_far.completion_tokens += len(event.tokens)
-                    counted = self._counted(so_far)
-                    # Text may still be held back: half a character, or of a stop.
-                    if event.text or event.logprobs or event.prompt_logprobs or counted:
-                        part = partial(self._shape.part, self._place(prompt, event.index), event)
-                        choices = [await self._written(part, _is_long(event))]
-                        await _more(send, self._chunk(choices, counted))
+                    counts = self._counts(so_far)
+                    # A delta may have no text yet: half a character, or what may become a stop string.
+                    if event.text or event.logprobs or event.prompt_logprobs or counts:
+                        part = partial(self._format.part, self._choice(prompt, event.index), event)
+                        choices = [await self._encoded(part, _is_long(event))]
+                        await _more(send, self._chunk(choices, counts))
                 case TextEnd():
-                    end = partial(self._shape.end, self._place(prompt, event.index), event.finish)
-                    choices = [await self._written(end, apart=False)]
-                    await _more(send, self._chunk(choices, self._counted(so_far)))
+                    end = partial(self._format.end, self._choice(prompt, event.index), event.finish)
+                    choices = [await self._encoded(end, in_thread=False)]
+                    await _more(send, self._chunk(choices, self._counts(so_far)))
                 case Completed():
                     usage.add(event)
-        counts = self._chunk([], usage.told) if self._asked.include_usage else b""
-        await _more(send, counts + b"data: [DONE]\n\n", last=True)
+        last = self._chunk([], usage.json) if self._request.include_usage else b""
+        await _more(send, last + b"data: [DONE]\n\n", last=True)
 
-    async def _written(self, tell: Callable[[], Choice], apart: bool) -> msgspec.Raw:
-        """A choice as JSON. `apart`: in a thread, since others' tokens are due meanwhile."""
+    async def _encoded(self, build: Callable[[], Choice], in_thread: bool) -> msgspec.Raw:
+        """A choice as JSON; a long one in a thread, so that other requests' tokens are not late."""
 
-        def written() -> msgspec.Raw:
-            return msgspec.Raw(msgspec.json.encode(tell()))
+        def encoded() -> msgspec.Raw:
+            return msgspec.Raw(msgspec.json.encode(build()))
 
-        if not apart:
-            return written()
-        async with self._apart:
-            return await asyncio.to_thread(written)
+        if not in_thread:
+            return encoded()
+        async with self._encoding:
+            return await asyncio.to_thread(encoded)
 
-    def _counted(self, so_far: Usage) -> dict[str, Any] | None:
-        return so_far.told if self._asked.usage_in_chunks else None
+    def _counts(self, so_far: Usage) -> dict[str, Any] | None:
+        return so_far.json if self._request.usage_in_chunks else None
 
-    def _place(self, prompt: int, index: int) -> int:
-        return prompt * self._asked.sampling.n + index
+    def _choice(self, prompt: int, index: int) -> int:
+        return prompt * self._request.sampling.n + index
 
     def _chunk(self, choices: list[msgspec.Raw], usage: dict[str, Any] | None = None) -> bytes:
-        told = self._told | {"choices": choices}
-        if self._asked.include_usage:
-            told["usage"] = usage
-        return b"data: " + msgspec.json.encode(told) + b"\n\n"
+        chunk = self._fields | {"choices": choices}
+        if self._request.include_usage:
+            chunk["usage"] = usage
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
     async def _begin(self, accepted: Accepted, headers: dict[str, str], send: Send) -> None:
         headers |= {"cache-control": "no-store"}
@@ -194,13 +194,8 @@ class Reply(Response):
         await send({"type": "http.response.start", "status": 200, "headers": pairs})
 
 
-def failed(failure: Failure) -> Response:
-    """The response for a request that has no answer."""
-    return Response(failure.body, failure.status, failure.headers, JSON)
-
-
 def scores_of(event: GatewayEvent) -> GatewayEvent:
-    """Without what was drawn: a prompt's own scores, and an answer of no token."""
+    """Without the generated token: the prompt's logprobs, and an empty answer."""
     match event:
         case TextDelta():
             return TextDelta("", (), 0, prompt_logprobs=event.prompt_logprobs, index=event.index)
@@ -215,9 +210,9 @@ def scores_of(event: GatewayEvent) -> GatewayEvent:
 async def together(
     streams: Sequence[AsyncGenerator[GatewayEvent, None]],
 ) -> AsyncGenerator[tuple[int, GatewayEvent], None]:
-    """(which, event) of all streams as they come, `MOST_AT_ONCE` at a time, in their order.
+    """(index, event) of all streams as they come. At most `MOST_AT_ONCE` run, started in order.
 
-    The first error ends them all; closing the iterator does too.
+    The first error ends them all, and so does closing the iterator.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as events:
@@ -240,13 +235,13 @@ async def together(
     try:
         running = len(following)
         while running:
-            heard = await queue.get()
-            if isinstance(heard, Exception):
-                raise heard
-            if heard is None:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 running -= 1
             else:
-                yield heard
+                yield item
     finally:
         for task in following:
             task.cancel()
@@ -254,7 +249,7 @@ async def together(
 
 
 def _is_long(delta: TextDelta) -> bool:
-    return sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs)) > MOST_HERE
+    return sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs)) > MOST_LOGPROBS
 
 
 async def _more(send: Send, body: bytes, *, last: bool = False) -> None:

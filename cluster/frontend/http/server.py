@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -17,43 +18,42 @@ from cluster.frontend.auth import Guard
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.app import make_app
-from cluster.frontend.http.arriving import Arriving
+from cluster.frontend.http.body_reader import BodyReader
 from cluster.frontend.http.connection import Connection
-from cluster.frontend.http.counted import Counted
-from cluster.frontend.http.guarded import Guarded, following
 from cluster.frontend.http.listening import listen
-from cluster.frontend.http.naming import Named
+from cluster.frontend.http.middleware import CountResponses, NameRequests, RequireKey
 from cluster.frontend.http.reply import EVENTS
 
 logger = logging.getLogger(__name__)
 
 METHODS = ("GET", "HEAD", "POST")
-# What scripts of other origins may read.
-TOLD = ("x-request-id", "x-diptych-predicted-ttft-ms", "x-diptych-predicted-tpot-ms", "retry-after")
+# Headers that scripts of other origins may read.
+EXPOSED = ("x-request-id", "x-diptych-predicted-ttft-ms", "x-diptych-predicted-tpot-ms", "retry-after")
 KEEP_ALIVE_S = 30  # between two requests
 HEADERS_BYTES = 64 << 10
 HEADERS_S = 10.0  # from the first byte of headers, or from the connection, to their end; to the end of a refused body
-SEND_S = 60.0  # a client that takes nothing of its answer for so long is let go
-CUT_S = 0.5  # for the last words of requests that were cut
-LINGER_S = 2.0  # for the last word of a TLS client
+SEND_S = 60.0  # after which a client that reads nothing of its response is disconnected
+CUT_S = 0.5  # for the responses of requests that were cut off
+LINGER_S = 2.0  # for a TLS client's close_notify
 COMMENT = b":\n\n"  # in a stream of events; clients skip it
-INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # after a client's half of the connection ended; clients in Go take at most five
+INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # after a client closed its half of the connection; Go clients accept at most five
 
 
 class HttpServer:
-    """HTTP for one gateway, which stays its owner's: `drain`, then close the gateway, then `close`."""
+    """HTTP for one gateway, which it does not own: `drain`, then close the gateway, then `close`."""
 
     def __init__(self, context: GatewayContext, gateway: Gateway, guard: Guard) -> None:
         self._spec = context.spec.gateway
         self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
         app = make_app(context, gateway, lambda: self._closing)
-        arriving = Arriving(gateway.tokenizer.longest_text_bytes, gateway.bounds.context_length)
-        self._requests = Connection(app, arriving, self._spec.max_requests + 64, lambda: self._closing)
-        named = Counted(Named(Guarded(self._requests, guard) if guard.has_keys else self._requests), gateway.responses)
+        bodies = BodyReader(gateway.tokenizer.longest_text_bytes, gateway.bounds.context_length)
+        self._requests = Connection(app, bodies, self._spec.max_requests + 64, lambda: self._closing)
+        checked = RequireKey(self._requests, guard) if guard.has_keys else self._requests
+        counted = CountResponses(NameRequests(checked), gateway.responses)
         origins = self._spec.http_allowed_origins
         config = uvicorn.Config(
-            CORSMiddleware(named, origins, METHODS, ["*"], expose_headers=TOLD) if origins else named,
+            CORSMiddleware(counted, origins, METHODS, ["*"], expose_headers=EXPOSED) if origins else counted,
             http=_Http if guard.tls is None else _Tls,
             ws="none",
             lifespan="off",
@@ -61,14 +61,14 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_context_factory=None if guard.tls is None else lambda config, default: following(guard),
+            ssl_context_factory=None if guard.tls is None else lambda config, default: _renewing(guard),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
-        """Listen; answer "http://host:port", or "https://..." with TLS. Raises OSError when the port cannot be had."""
-        assert self._spec.http_port is not None, "a server is made for a port"
+        """Listen; return "http://host:port", or "https://..." with TLS. Raises OSError if the port is not available."""
+        assert self._spec.http_port is not None, "HttpServer needs a port"
         listener = listen(self._spec.host, self._spec.http_port)
         port = listener.getsockname()[1]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -81,7 +81,7 @@ class HttpServer:
         return f"{self._scheme}://{host}:{port}"
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and let running ones end for `grace_s`. Until they have it listens: /ready says no."""
+        """Refuse new requests and give running ones `grace_s` to finish. Until then it listens, and /ready is 503."""
         self._closing = True
         await self._requests.ended(grace_s)
         self._server.should_exit = True
@@ -89,7 +89,7 @@ class HttpServer:
             await asyncio.wait([self._serving], timeout=CUT_S)
 
     async def close(self) -> None:
-        """Cut what still runs. Safe to call twice, or unopened."""
+        """Cut off what still runs. Safe to call twice, or unopened."""
         await self.drain(0.0)
         serving, self._serving = self._serving, None
         if serving is None:
@@ -101,8 +101,8 @@ class HttpServer:
         serving.cancel()
 
 
-class _Wire(h11.Connection):
-    """h11's, which knows whether the response is a stream of events."""
+class _H11(h11.Connection):
+    """h11's connection, which knows whether the response is a stream of events."""
 
     streams = False
 
@@ -113,16 +113,16 @@ class _Wire(h11.Connection):
 
 
 class _Http(H11Protocol):
-    """uvicorn's, which waits for its client without a bound except between requests."""
+    """uvicorn's protocol with time limits: it waits for clients without a limit except between requests."""
 
-    conn: _Wire
+    conn: _H11
     _late: asyncio.TimerHandle | None = None
     _stuck: asyncio.TimerHandle | None = None
     _is_half_closed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _Wire(h11.SERVER, HEADERS_BYTES)
+        self.conn = _H11(h11.SERVER, HEADERS_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -133,19 +133,19 @@ class _Http(H11Protocol):
         self._bound()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a client that has sent its request whole and then closed its half: it may be waiting.
+        """Keep the connection of a client that sent a whole request and then closed its half: it may still read.
 
-        One that has left looks the same to TCP until something is written: interim responses, or comments in a stream.
+        To TCP a client that left looks the same until something is written: interim responses, or comments in a stream.
         """
         if self._is_half_closed or not self._is_answering or self.cycle.scope["http_version"] == "1.0":
             return self._is_half_closed
         self._is_half_closed = True
         for delay_s in INTERIM_S:
-            self.loop.call_later(delay_s, self._ask)
+            self.loop.call_later(delay_s, self._probe)
         return True
 
-    def _ask(self) -> None:
-        """The write after the one that a client answers by a reset fails, which ends the connection."""
+    def _probe(self) -> None:
+        """A client that left answers a write with a reset; the next write then fails and ends the connection."""
         if self.transport.is_closing() or not self._is_answering:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
@@ -156,7 +156,7 @@ class _Http(H11Protocol):
 
     @property
     def _is_answering(self) -> bool:
-        """A request has arrived whole, and its answer has not left whole."""
+        """A request has arrived completely, and its response has not been sent completely."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def on_response_complete(self) -> None:
@@ -171,7 +171,7 @@ class _Http(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck = self.loop.call_later(SEND_S, self._let_go)
+        self._stuck = self.loop.call_later(SEND_S, self._disconnect)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -185,23 +185,23 @@ class _Http(H11Protocol):
         super().connection_lost(exc)
 
     def _bound(self) -> None:
-        """While no request runs and uvicorn has no timer, whatever the client sends but whole headers gains no time."""
+        """Limit the time while no request runs and uvicorn has no timer; only complete headers end it."""
         is_closing = self.transport.is_closing()
         runs = self.cycle is not None and not self.cycle.response_complete
         if not is_closing and (runs or self.timeout_keep_alive_task is not None):
             if self._late is not None:
                 self._late.cancel()
                 self._late = None
-        elif self._late is None:  # when closing, what is left of the answer may be waiting for the client
+        elif self._late is None:  # when closing, the rest of the response may be waiting for the client
             self._late = self.loop.call_later(SEND_S if is_closing else HEADERS_S, self.transport.abort)
 
-    def _let_go(self) -> None:
-        logger.info("a client took nothing for %.0f s and was let go", SEND_S)
+    def _disconnect(self) -> None:
+        logger.info("disconnected a client that read nothing for %.0f s", SEND_S)
         self.transport.abort()
 
 
 class _Tls(_Http):
-    """uvicorn's; but a client at rest answers no last word of TLS, and is not waited for."""
+    """Does not wait long for an idle client's close_notify, which it never sends."""
 
     def eof_received(self) -> bool:  # type: ignore[override]
         return False  # a TLS connection ends as a whole
@@ -220,7 +220,7 @@ class _Tls(_Http):
 
 
 class _Server(uvicorn.Server):
-    """Embedded uvicorn: it installs no signal handlers, and the caller waits for its start."""
+    """Embedded uvicorn: it installs no signal handlers, and its start can be awaited."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -233,3 +233,17 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+
+def _renewing(guard: Guard) -> ssl.SSLContext:
+    """For a listening socket: each handshake uses the guard's files as they are then. Requires a guard with TLS."""
+    first = guard.tls
+    assert first is not None, "the caller has checked that there is TLS"
+
+    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        latest = guard.tls
+        assert latest is not None, "a guard with TLS keeps it"
+        connection.context = latest.context
+
+    first.context.sni_callback = renew
+    return first.context

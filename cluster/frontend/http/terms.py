@@ -1,11 +1,11 @@
-"""What a request says about itself in its headers: its promises, and for whom it is. Pure."""
+"""The Diptych headers of a request: SLO, tenant, session, timeout. Pure."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.frontend.grpc.messages import checked_class
-from cluster.frontend.http.naming import Name
+from cluster.frontend.http.middleware import Name
 from workers.errors import InvalidRequest
 from workers.request import SLO
 

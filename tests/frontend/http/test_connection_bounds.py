@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.frontend.http import arriving, listening, server
+from cluster.frontend.http import body_reader, listening, server
 from cluster.frontend.http.server import HttpServer
 from cluster.frontend.servers import Servers
 from tests.frontend.grpc.fake import FakeDispatcher
@@ -125,7 +125,7 @@ async def test_the_bound_on_headers_cuts_no_request_that_runs(
 
 async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.2)
-    monkeypatch.setattr(arriving, "MOST_BYTES", 10)
+    monkeypatch.setattr(body_reader, "MOST_BYTES", 10)
     async with raw(str(there.http.base_url).rstrip("/"), head(1 << 30)) as (reader, writer):
         assert b" 413 " in await head_of(reader)
         ended = asyncio.create_task(rest(reader))
@@ -136,7 +136,7 @@ async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeyp
 
 
 async def test_after_a_refused_body_the_connection_serves_on(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "MOST_BYTES", len(BODY))
+    monkeypatch.setattr(body_reader, "MOST_BYTES", len(BODY))
     async with raw(str(there.http.base_url).rstrip("/"), head(100_000)) as (reader, writer):
         assert b" 413 " in await head_of(reader)
         writer.write(b" " * 100_000 + head(len(BODY), "connection: close") + BODY)
@@ -220,10 +220,10 @@ async def test_compressed_bodies_are_refused_by_name(there: Clients, encoding: s
 async def test_bodies_that_have_not_arrived_have_bounded_memory(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, bound: str, crowded: dict[str, bool]
 ) -> None:
-    monkeypatch.setattr(arriving, "FREE_BYTES", len(BODY))
-    monkeypatch.setattr(arriving, bound, 1000)
+    monkeypatch.setattr(body_reader, "FREE_BYTES", len(BODY))
+    monkeypatch.setattr(body_reader, bound, 1000)
     async with opened(dispatcher) as (_, servers):
-        url, unread = servers.http_url, http_server_of(servers)._requests._arriving._unread
+        url, unread = servers.http_url, http_server_of(servers)._requests._bodies._unread
         async with raw(url, head(9000) + b" " * 900):
             await until(lambda: unread.total() > 0)
             for host, is_refused in crowded.items():

@@ -389,7 +389,7 @@ async def test_an_unguarded_gateway_asks_for_nothing_on_the_way() -> None:
         while app is not None:
             layers.append(type(app).__name__)
             app = getattr(app, "_app", None)
-        assert layers[:3] == ["Counted", "Named", "Connection"]
+        assert layers[:3] == ["CountResponses", "NameRequests", "Connection"]
         async with AsyncClient(endpoint) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
     finally:

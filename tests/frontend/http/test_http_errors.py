@@ -10,7 +10,7 @@ import pytest_asyncio
 from openai import APIError, RateLimitError
 
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
-from cluster.frontend.http import arriving, server
+from cluster.frontend.http import body_reader, server
 from diptych.view import WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, view
 from tests.frontend.http.opened import Clients, opened
@@ -405,7 +405,7 @@ async def test_a_cancelled_request_that_has_not_begun_to_answer_is_told_so(
 
 
 async def test_a_body_above_the_bound_is_refused(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "MOST_BYTES", 1000)
+    monkeypatch.setattr(body_reader, "MOST_BYTES", 1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(50):
@@ -420,7 +420,7 @@ async def test_a_body_above_the_bound_is_refused(there: Clients, monkeypatch: py
 async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arriving, "FIELDS_BYTES", 200)
+    monkeypatch.setattr(body_reader, "FIELDS_BYTES", 200)
     monkeypatch.setattr(ByteTokenizer, "longest_text_bytes", 100)
     fits, cannot = ({"messages": [{"role": "user", "content": "\0" * size}], "max_tokens": 4} for size in (100, 200))
     async with opened(dispatcher) as (there, _):
@@ -433,7 +433,7 @@ async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
 
 
 async def test_a_body_that_does_not_come_is_given_up(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "BODY_S", 0.05)
+    monkeypatch.setattr(body_reader, "BODY_S", 0.05)
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n{")

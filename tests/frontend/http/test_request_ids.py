@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.frontend.http import arriving
+from cluster.frontend.http import body_reader
 from cluster.frontend.servers import Servers
 from diptych.access import Access
 from tests.frontend.grpc.fake import FakeDispatcher
@@ -68,13 +68,13 @@ async def test_an_error_that_nobody_foresaw_has_it(there: Clients, dispatcher: F
 
 
 async def test_a_body_that_is_too_large_has_it(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "MOST_BYTES", 10)
+    monkeypatch.setattr(body_reader, "MOST_BYTES", 10)
     answer = await there.http.post("/v1/completions", json=ASK, headers=NAMED)
     assert (answer.status_code, answer.headers["x-request-id"]) == (413, "mine")
 
 
 async def test_a_body_that_does_not_come_has_it(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "BODY_S", 0.05)
+    monkeypatch.setattr(body_reader, "BODY_S", 0.05)
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"POST /tokenize HTTP/1.1\r\nhost: here\r\nx-request-id: mine\r\ncontent-length: 10\r\n\r\n{")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.described import described
-from cluster.frontend.http.reply import JSON
+from cluster.frontend.http.failures import JSON
 from cluster.frontend.http.ui.status import status
 from cluster.observe.ledger import now_ns
 
@@ -23,7 +23,7 @@ FILES = {
     "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
 }
-# Nothing from elsewhere, nothing inline, in nobody's frame. `data:` is the empty icon.
+# Only the page's own files, nothing inline, no framing. `data:` is the empty icon.
 POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
     "content-security-policy": POLICY,
@@ -31,7 +31,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-FRESH_S = 0.5  # however many pages poll, a status is built only so often
+FRESH_S = 0.5  # the least time between two builds of the status, however many pages poll
 
 
 def add_ui(app: FastAPI, context: GatewayContext, gateway: Gateway) -> None:
@@ -49,7 +49,7 @@ def _sender(content: bytes, kind: str) -> Callable[[], Coroutine[Any, Any, Respo
 
 
 class Snapshots:
-    """The latest status, built again when somebody asks for it and it is older than `FRESH_S`."""
+    """The latest status, rebuilt on request if it is older than `FRESH_S`."""
 
     def __init__(self, build: Callable[[int], dict[str, Any]]) -> None:
         self._build = build

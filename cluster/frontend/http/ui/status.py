@@ -1,4 +1,4 @@
-"""What the page shows, from the same view as `diptych status`. Bounded: long lists are cut. Pure."""
+"""The data of the page, from the same view as `diptych status`. Long lists are cut. Pure."""
 
 from typing import Any
 

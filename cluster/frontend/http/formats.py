@@ -1,6 +1,6 @@
-"""Answers as OpenAI writes them: whole, or as the chunks of a stream. A choice is one answer to one prompt.
+"""Choices in OpenAI's form: whole, or as the chunks of a stream. A choice is one answer to one prompt.
 
-Pure but for the tokenizer; knows no connection. Owned by one reply: the shapes count what was already given.
+Pure but for the tokenizer; knows no connection. Owned by one reply: formats remember what they have sent.
 """
 
 import codecs
@@ -19,36 +19,36 @@ FINISH = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENG
 Choice = dict[str, Any]
 
 
-class Shape(Protocol):
-    """What one of the two endpoints answers with."""
+class Format(Protocol):
+    """The form of one of the two endpoints."""
 
     prefix: str  # of ids
     whole_kind: str
     chunk_kind: str
 
-    def whole(self, place: int, answer: TextDelta, finish: FinishReason) -> Choice:
+    def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
         """A whole answer."""
         ...
 
-    def part(self, place: int, delta: TextDelta) -> Choice:
+    def part(self, index: int, delta: TextDelta) -> Choice:
         """What is new of an answer."""
         ...
 
-    def end(self, place: int, finish: FinishReason) -> Choice:
+    def end(self, index: int, finish: FinishReason) -> Choice:
         """The last of an answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that its answers repeat."""
+    """A prompt that its answers repeat (`echo`)."""
 
     text: str
     tokens: tuple[int, ...]
 
 
-class CompletionShape:
-    """`echoes`, where answers begin with their prompt: of each one, with `n` answers to it."""
+class CompletionFormat:
+    """`echoes`: the prompts, where answers repeat them; each has `n` answers."""
 
     prefix = "cmpl"
     whole_kind = chunk_kind = "text_completion"
@@ -63,39 +63,41 @@ class CompletionShape:
         self._echoes = echoes
         self._n = n
         self._echoed: set[int] = set()
-        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}  # of prompts; they come with the first answer
+        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt; they come with its first answer
 
-    def whole(self, place: int, answer: TextDelta, finish: FinishReason) -> Choice:
-        return self.part(place, answer) | {"finish_reason": FINISH[finish]}
+    def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
+        return self.part(index, answer) | {"finish_reason": FINISH[finish]}
 
-    def part(self, place: int, delta: TextDelta) -> Choice:
-        echo, scores = self._echo(place, delta)
+    def part(self, index: int, delta: TextDelta) -> Choice:
+        echo, scores = self._echo(index, delta)
         logprobs = None
         if self._logprobs:
             tokens, scored = (*echo.tokens, *delta.tokens), (*scores, *delta.logprobs)
-            logprobs = self._told(place, tokens, scored)
-        return {"index": place, "text": echo.text + delta.text, "logprobs": logprobs, "finish_reason": None}
+            logprobs = self._logprobs_json(index, tokens, scored)
+        return {"index": index, "text": echo.text + delta.text, "logprobs": logprobs, "finish_reason": None}
 
-    def end(self, place: int, finish: FinishReason) -> Choice:
-        echo, _ = self._echo(place, TextDelta("", (), 0))
-        return {"index": place, "text": echo.text, "logprobs": None, "finish_reason": FINISH[finish]}
+    def end(self, index: int, finish: FinishReason) -> Choice:
+        echo, _ = self._echo(index, TextDelta("", (), 0))
+        return {"index": index, "text": echo.text, "logprobs": None, "finish_reason": FINISH[finish]}
 
-    def _echo(self, place: int, delta: TextDelta) -> tuple[Echo, Sequence[TokenLogprobs | None]]:
-        """What stands before an answer's first words: its prompt, and what is known of each of its tokens."""
-        if not self._echoes or place in self._echoed:
+    def _echo(self, index: int, delta: TextDelta) -> tuple[Echo, Sequence[TokenLogprobs | None]]:
+        """The prompt, before the first part of an answer, and the logprobs of its tokens."""
+        if not self._echoes or index in self._echoed:
             return NOTHING, ()
-        self._echoed.add(place)
-        prompt = place // self._n
+        self._echoed.add(index)
+        prompt = index // self._n
         scores = self._scores.setdefault(prompt, delta.prompt_logprobs)
         return self._echoes[prompt], (None, *scores)
 
-    def _told(self, place: int, tokens: Sequence[int], scored: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """Nothing is known of a prompt's first token."""
+    def _logprobs_json(
+        self, index: int, tokens: Sequence[int], scored: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        """`scored` has None for a prompt's first token, which has no logprob."""
         pieces = [text_of(self._tokenizer, (token,)) for token in tokens]
         offsets = []
         for token in tokens:
-            offsets.append(self._offsets[place])
-            self._offsets[place] += len(self._characters[place].decode(self._tokenizer.token_bytes(token)))
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._characters[index].decode(self._tokenizer.token_bytes(token)))
         return {
             "tokens": pieces,
             "token_logprobs": [each and _finite(each.chosen) for each in scored],
@@ -110,7 +112,7 @@ class CompletionShape:
 NOTHING = Echo("", ())
 
 
-class ChatShape:
+class ChatFormat:
     prefix = "chatcmpl"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -120,26 +122,26 @@ class ChatShape:
         self._logprobs = logprobs
         self._begun: set[int] = set()
 
-    def whole(self, place: int, answer: TextDelta, finish: FinishReason) -> Choice:
+    def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        told = self._told(answer)
-        return {"index": place, "message": message, "logprobs": told, "finish_reason": FINISH[finish]}
+        logprobs = self._logprobs_json(answer)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": FINISH[finish]}
 
-    def part(self, place: int, delta: TextDelta) -> Choice:
-        new = self._opening(place) | {"content": delta.text}
-        return {"index": place, "delta": new, "logprobs": self._told(delta), "finish_reason": None}
+    def part(self, index: int, delta: TextDelta) -> Choice:
+        new = self._opening(index) | {"content": delta.text}
+        return {"index": index, "delta": new, "logprobs": self._logprobs_json(delta), "finish_reason": None}
 
-    def end(self, place: int, finish: FinishReason) -> Choice:
-        return {"index": place, "delta": self._opening(place), "logprobs": None, "finish_reason": FINISH[finish]}
+    def end(self, index: int, finish: FinishReason) -> Choice:
+        return {"index": index, "delta": self._opening(index), "logprobs": None, "finish_reason": FINISH[finish]}
 
-    def _opening(self, place: int) -> dict[str, str]:
-        """The role, said once for each answer, with its first token and not before."""
-        if place in self._begun:
+    def _opening(self, index: int) -> dict[str, str]:
+        """The role, once for each answer, with its first token and not before."""
+        if index in self._begun:
             return {}
-        self._begun.add(place)
+        self._begun.add(index)
         return {"role": "assistant", "content": ""}
 
-    def _told(self, delta: TextDelta) -> dict[str, Any] | None:
+    def _logprobs_json(self, delta: TextDelta) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         return {
@@ -172,7 +174,7 @@ class Usage:
         self.cached_tokens += end.cached_tokens
 
     @property
-    def told(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
