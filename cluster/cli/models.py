@@ -50,10 +50,10 @@ def pull(name: str) -> None:
     Example:
       diptych models pull smollm2-135m
     """
-    from workers.model.store import pull as pull_model
+    from workers.model.store import inspect as inspect_model
 
     with progress_bar() as progress:
-        summary = pull_model(name, progress)
+        summary = inspect_model(name, progress)
     click.echo(f"{summary.name}: {summary.num_parameters / 1e6:.0f} M parameters in {summary.path}")
 
 

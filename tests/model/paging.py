@@ -55,6 +55,15 @@ def next_tokens(prompts: list[list[int]], done: list[int], step: list[tuple[int,
     return tokens, positions
 
 
+def forward(
+    model: Decoder, tokens: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor
+) -> Tensor:
+    """Logits [rows, vocab] of a whole model for the given rows of the token axis; writes KV into the pool."""
+    logits = model.logits(model.run(model.embed(tokens), positions, rows, batch, pool))
+    assert logits is not None
+    return logits
+
+
 def run_chunks(
     model: Decoder, pool: KVPool, prompts: list[list[int]], tables: list[list[int]], steps: list[list[tuple[int, int]]]
 ) -> list[Tensor]:
@@ -70,7 +79,7 @@ def run_chunks(
             pool.region.layout.block_size,
         )
         rows = torch.arange(len(tokens))
-        answer = model.forward(torch.tensor(tokens), torch.tensor(positions), rows, batch, pool.blocks)
+        answer = forward(model, torch.tensor(tokens), torch.tensor(positions), rows, batch, pool.blocks)
         for (prompt, _), part in zip(step, answer.split([length for _, length in step]), strict=True):
             logits[prompt].append(part)
     return [torch.cat(parts) for parts in logits]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.model.families import FAMILIES, reference, write_family
-from tests.model.paging import pool_for, ragged, run_chunks, scattered_tables
+from tests.model.paging import forward, pool_for, ragged, run_chunks, scattered_tables
 from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool
 from workers.model.decoder import Decoder
@@ -71,7 +71,7 @@ def test_a_prefix_that_another_prompt_left_serves_as_its_own(folder: ModelFolder
     positions = torch.arange(shared, 41)
     batch = ragged(tables[1:], [41 - shared], [41], BLOCK)
     rows = torch.arange(41 - shared)
-    logits = model.forward(torch.tensor(second[shared:]), positions, rows, batch, pool.blocks)
+    logits = forward(model, torch.tensor(second[shared:]), positions, rows, batch, pool.blocks)
     torch.testing.assert_close(logits, expected(folder, [second])[0][shared:], rtol=1e-4, atol=1e-4)
 
 
@@ -133,7 +133,7 @@ def greedy(model: Decoder, pool: KVPool, prompts: list[list[int]], num_tokens: i
         positions = [at for context, new in zip(contexts, news, strict=True) for at in range(len(context))[-new:]]
         batch = ragged(tables, news, [len(context) for context in contexts], BLOCK)
         rows = torch.tensor(news).cumsum(0) - 1
-        logits = model.forward(torch.tensor(tokens), torch.tensor(positions), rows, batch, pool.blocks)
+        logits = forward(model, torch.tensor(tokens), torch.tensor(positions), rows, batch, pool.blocks)
         for context, token in zip(contexts, logits.argmax(-1).tolist(), strict=True):
             context.append(token)
         news = [1] * len(prompts)

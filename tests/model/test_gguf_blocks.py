@@ -160,7 +160,7 @@ def test_a_gang_computes_with_the_files_blocks(
         shard = shard_of(read_model_config(folder.path), parallel, number)
         model = load_decoder(folder, CPU, torch.float32, SDPA, weight_format, True, shard, group)
         batch = ragged([list(range(5))], [20], [20], 4)
-        hidden = model.hidden(tokens, positions, positions, batch, pool_for(model.config, 5).blocks)
+        hidden = model.run(model.embed(tokens), positions, positions, batch, pool_for(model.config, 5).blocks)
         return model.logits(hidden)
 
     (found, _), (wanted, _) = (

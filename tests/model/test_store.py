@@ -189,7 +189,7 @@ class FakeIndex:
 def test_a_download_with_another_hash_is_refused(cache: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeIndex(tiny_gguf, monkeypatch, sha256="0" * 64)
     with pytest.raises(ModelError, match="expected 0000000000000000…: the download is damaged"):
-        store.pull("fake")
+        store.inspect("fake")
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
@@ -205,7 +205,7 @@ def test_two_pulls_at_once_fetch_and_convert_once(
 
     monkeypatch.setattr(store, "convert_gguf", converted)
     summaries: list[store.ModelSummary] = []
-    threads = [threading.Thread(target=lambda: summaries.append(store.pull("fake"))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: summaries.append(store.inspect("fake"))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -18,7 +18,7 @@ from platformdirs import user_cache_dir
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 from workers.model.config import read_model_config
-from workers.model.description import GenerationDefaults
+from workers.model.description import NO_OPINION
 from workers.model.folder import ModelFolder, read_header, weight_files
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def content_id(folder: ModelFolder) -> str:
     file's inode, size and times in the cache folder. Not for an event loop. It is no defence against somebody who makes
     two files of one hash on purpose.
     """
-    config = replace(read_model_config(folder.path), generation=GenerationDefaults())  # advice, not computation
+    config = replace(read_model_config(folder.path), generation=NO_OPINION)  # does not change the computation
     digest = hashlib.sha256(repr(astuple(config)).encode())
     for path in weight_files(folder.path):
         entries = sorted(read_header(path), key=lambda entry: entry.name)

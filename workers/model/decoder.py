@@ -78,16 +78,6 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.layers[0].attention_norm.dtype
 
-    def forward(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
-        """Logits [rows, vocab] for the given rows of the token axis; writes every token's K and V into the pool.
-
-        tokens and positions are [tokens] int64 on the model's device, positions below the context length. For a decoder
-        that is no stage of several and no rank that lacks the logits.
-        """
-        logits = self.logits(self.hidden(tokens, positions, rows, batch, pool))
-        assert logits is not None
-        return logits
-
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[rows, vocab] of hidden states [rows, hidden], by the head alone: many rows may be asked for in slices.
 
@@ -96,10 +86,6 @@ class Decoder:
         assert self.head is not None, "logits come from the last stage"
         logits = self.head(hidden)
         return None if logits is None else _cap(logits, self.config.logit_softcap)
-
-    def hidden(self, tokens: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
-        """As `forward`, up to what the head reads: [rows, hidden]."""
-        return self.run(self.embed(tokens), positions, rows, batch, pool)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first stage's `run` begins with: [tokens, hidden]."""

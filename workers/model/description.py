@@ -3,7 +3,7 @@
 Knows sizes and features. Knows no file, no torch, and no family: a feature is here or it is not.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 SILU = "silu"
@@ -107,6 +107,9 @@ class GenerationDefaults:
         return tuple((each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None)
 
 
+NO_OPINION = GenerationDefaults()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that fixes the computation, sizes in numbers of features, heads, layers or tokens."""
@@ -134,8 +137,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
-    names: TensorNames = field(default_factory=TensorNames)
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    names: TensorNames = TensorNames()
+    generation: GenerationDefaults = NO_OPINION
 
     @property
     def num_layers(self) -> int:

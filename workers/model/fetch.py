@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.errors import ModelError
-from workers.model.description import GenerationDefaults
+from workers.model.description import NO_OPINION, GenerationDefaults
 from workers.model.gguf.file import Progress
 
-NO_OPINION = GenerationDefaults()
 _HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"]
 _HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.*"]
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from workers.errors import ModelError
 from workers.model.config import read_model_config
-from workers.model.description import GenerationDefaults, ModelConfig
+from workers.model.description import NO_OPINION, GenerationDefaults, ModelConfig
 from workers.model.fields import read_fields
 from workers.model.tensors import is_harmless, tensor_shapes
 
-NO_OPINION = GenerationDefaults()
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
 

@@ -29,7 +29,7 @@ from workers.model.content import cache_folder, content_id
 from workers.model.fetch import PINNED, fetch_from_hub, fetch_pinned
 from workers.model.folder import ModelFolder, check_folder, count_parameters, read_header, weight_files
 from workers.model.gguf.file import CONVERTER_VERSION, Progress, convert_gguf
-from workers.model.gguf.origin import find_origin, moved, write_origin
+from workers.model.gguf.origin import find_origin, write_origin
 from workers.model.gguf.origin import read_origin as read_origin
 from workers.model.shard import check_parallel as check_parallel
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
@@ -98,14 +98,8 @@ def resolve(name: str, progress: Progress = no_progress) -> ModelFolder:
     return folder
 
 
-def pull(name: str, progress: Progress = no_progress) -> ModelSummary:
-    """Fetch the model now, so that a later `resolve` only maps it."""
-    resolve(name, progress)
-    return inspect(name, progress)
-
-
 def inspect(name: str, progress: Progress = no_progress) -> ModelSummary:
-    """What the model is, read from its headers."""
+    """Fetch the model if it is not here yet, and read its headers."""
     folder = resolve(name, progress)
     config = read_model_config(folder.path)
     entries = [entry for path in weight_files(folder.path) for entry in read_header(path)]
@@ -170,7 +164,7 @@ def _remember(gguf: Path, sha256: str, folder: Path) -> None:
         return
     try:
         with _unfinished(folder) as scratch:
-            write_origin(moved(origin, gguf) if origin else find_origin(gguf, sha256, folder), folder, scratch)
+            write_origin(replace(origin, path=gguf) if origin else find_origin(gguf, sha256, folder), folder, scratch)
     except OSError as error:
         logger.debug("%s cannot keep a record of %s: %s", folder, gguf, error)
 

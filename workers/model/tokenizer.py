@@ -19,35 +19,13 @@ from workers.model.token_bytes import byte_letters, token_bytes
 
 NOTHING: Mapping[str, Any] = {}
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
-# What transformers gives a template, and the names of its own arguments.
-OWN_VARIABLES = frozenset(
-    [
-        "messages",
-        "conversation",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "raise_exception",
-        "strftime_now",
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "pad_token",
-        "sep_token",
-        "cls_token",
-        "mask_token",
-    ]
-)
+# Variables that transformers sets, and the names of its own arguments.
+OWN_VARIABLES = {
+    *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now"),
+    *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
+}
 # Of a template over what a client sent.
 REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # What a decoder shows for bytes that are no character, or not yet one.
@@ -102,11 +80,6 @@ class ModelTokenizer:
     def vocab_size(self) -> int:
         """Ids the tokenizer knows, special ones included; the model's own vocabulary may be padded beyond."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def eos_token_id(self) -> int | None:
-        eos: int | None = self._tokenizer.eos_token_id
-        return eos
 
     @property
     def has_chat_template(self) -> bool:

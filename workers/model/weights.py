@@ -13,8 +13,8 @@ from torch import Tensor
 
 from workers.errors import ModelError
 from workers.model.folder import TensorEntry, read_header, weight_files
+from workers.model.shard import Range
 
-Range = tuple[int, int]  # [first, end)
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # those of `folder.WEIGHT_DTYPES`
 
 

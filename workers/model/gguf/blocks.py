@@ -14,7 +14,8 @@ from torch import Tensor
 
 from workers.errors import ModelError
 from workers.model.gguf.origin import Stored, read_origin
-from workers.model.weights import Part, Range
+from workers.model.shard import Range
+from workers.model.weights import Part
 from workers.ops.linear import BLOCK_FORMATS
 from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, dequantise
 

@@ -5,7 +5,7 @@ Knows the record, one JSON file beside config.json; knows no cache, no torch and
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from workers.model.config import read_model_config
@@ -45,10 +45,6 @@ def find_origin(gguf: Path, sha256: str, folder: Path) -> Origin:
         start = int(source.tensor.data_offset) + num_bytes * (source.expert or 0)
         stored[source.name] = Stored(source.tensor.tensor_type.name.lower(), start, num_bytes, source.heads)
     return Origin(gguf, sha256, gguf.stat().st_size, stored)
-
-
-def moved(origin: Origin, gguf: Path) -> Origin:
-    return replace(origin, path=gguf)
 
 
 def write_origin(origin: Origin, folder: Path, scratch: Path) -> None:
