@@ -66,7 +66,7 @@ def draw(folder: Path, found: Record, suffix: str) -> None:
             style.save(_over_time(result), folder / f"elastic-{result.scenario}.{suffix}")
 
 
-@style.drawn
+@style.styled
 def _goodputs(found: Record) -> Any:
     """One panel per workload: the best contender of each kind, with intervals. The page's tables have all of them."""
     rows = -(-len(found.results) // COLUMNS)
@@ -118,7 +118,7 @@ def _bars(panel: Any, labeled: list[tuple[str, str, Entry]], gpus: int) -> None:
     panel.grid(axis="y", visible=False)
 
 
-@style.drawn
+@style.styled
 def _headline(result: Result) -> Any:
     """For a narrow page: Diptych's goodput beside the best of each kind, and what its workers computed over time."""
     kinds = list(reversed(HEADLINE_NAMES))
@@ -145,7 +145,7 @@ def _headline(result: Result) -> Any:
     return picture
 
 
-@style.drawn
+@style.styled
 def _over_time(result: Result) -> Any:
     """Above, SLO attainment over time; below, what each of Diptych's workers computes."""
     ours = result.timelines[0]

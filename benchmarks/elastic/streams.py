@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.offline.workload.arrivals import MOST_REQUESTS, Arrival, Workload, WorkloadError
+from cluster.offline.workload.arrivals import MAX_REQUESTS, Arrival, Workload, WorkloadError
 from cluster.offline.workload.lengths import Lengths
 
 SPREAD_S = 2.0  # how far a copy of a trace's request comes from the original, at most
@@ -44,8 +44,8 @@ def superposed(name: str, streams: Sequence[Stream], scale: float, seed: int) ->
     """
     if not 0.0 < scale < math.inf:
         raise WorkloadError(f"{name}: the scale is {scale}; it must be above 0")
-    if scale * sum(stream.requests for stream in streams) > MOST_REQUESTS:
-        raise WorkloadError(f"{name}: more than {MOST_REQUESTS:,} requests at {scale:g} times its rates")
+    if scale * sum(stream.requests for stream in streams) > MAX_REQUESTS:
+        raise WorkloadError(f"{name}: more than {MAX_REQUESTS:,} requests at {scale:g} times its rates")
     arrivals = [arrival for stream in streams for arrival in _drawn(name, stream, scale, seed)]
     ordered = tuple(sorted(arrivals, key=lambda each: each.at_s))
     return Workload(name, ordered, notes=(f"{scale:.4g} times its rates (seed {seed})",))
@@ -81,7 +81,7 @@ def denser(workload: Workload, factor: float, seed: int) -> Workload:
     Copies come up to `SPREAD_S` apart from the original. The n-th copies of all requests share prefixes with one
     another, as the originals do, and with nobody else: they stand for other users. Raises `WorkloadError`.
     """
-    if not 0.0 < factor < math.inf or factor * len(workload.arrivals) > MOST_REQUESTS:
+    if not 0.0 < factor < math.inf or factor * len(workload.arrivals) > MAX_REQUESTS:
         raise WorkloadError(f"{workload.name} cannot be made {factor:g} times as dense")
     source = random.Random(f"{workload.name}, denser, {seed}")
     last_s = workload.arrivals[-1].at_s

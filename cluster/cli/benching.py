@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import click
 
-from cluster.cli.comparison import positive_slo, print_comparison, system_json, write_report
+from cluster.cli.comparison import positive_slo, print_comparison, write_report
 from cluster.cli.lifetime import run
 from cluster.cli.screen import PullProgress, console, print_json, progress_bar, say
 from cluster.cli.simulate import rates_of
@@ -246,7 +246,7 @@ def _finish(
     note: str = "",
 ) -> None:
     """Print the JSON and write the folder, where they were asked for. `note` goes into the page."""
-    document = {"about": about.as_json(), "systems": [system_json(each) for each in compared], **results}
+    document = {"about": about.as_json(), "systems": [each.as_json() for each in compared], **results}
     if options.as_json:
         print_json(document)
     if options.out is not None:

@@ -30,7 +30,7 @@ def print_comparison(compared: "Sequence[Compared]", as_json: bool) -> None:
     from cluster.offline.report.table import comparison, pools, terminal
 
     if as_json:
-        print_json([system_json(each) for each in compared])
+        print_json([each.as_json() for each in compared])
         return
     screen = console()
     screen.print(terminal(comparison(compared)))
@@ -44,14 +44,6 @@ def print_comparison(compared: "Sequence[Compared]", as_json: bool) -> None:
 def _file_name(name: str) -> str:
     """The system's name as a safe file name."""
     return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "system"
-
-
-def system_json(system: "Compared") -> dict[str, Any]:
-    return {
-        "system": system.name,
-        "figures": system.figures.as_json(),
-        "goodput": [found.as_json() for found in system.goodputs],
-    }
 
 
 def write_report(
@@ -76,7 +68,7 @@ def write_report(
 
     more = more or NO_MORE
     out.mkdir(parents=True, exist_ok=True)
-    shown = document if document is not None else [system_json(each) for each in compared]
+    shown = document if document is not None else [each.as_json() for each in compared]
     (out / "figures.json").write_text(json.dumps(shown, indent=2) + "\n")
     written = ["figures.json", "report.html"]
     images = {each.name: png(each.draw()) for each in (*more.pictures, *pictures(compared))}

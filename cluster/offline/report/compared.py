@@ -1,4 +1,4 @@
-"""What there is to show of one system. Pure."""
+"""One system's results, for reports. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from cluster.offline.scoring.records import Run
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`figures` at the load that is shown; `goodputs` by rising target; `sweep` at rising rates, for curves.
+    """`figures` at the main load; `goodputs` by rising target; `sweep` at rising rates, for curves.
 
-    `run` is the one behind `figures`; with its steps when it was traced.
+    `run`: the run behind `figures`, with its steps if it was traced.
     """
 
     name: str
@@ -23,15 +23,11 @@ class Compared:
     run: Run | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """All figures, built of what JSON knows; the run's records are not among them."""
-        return {
-            "name": self.name,
-            "figures": self.figures.as_json(),
-            "goodputs": [goodput.as_json() for goodput in self.goodputs],
-            "sweep": [figures.as_json() for figures in self.sweep],
-        }
+        """All but the sweep and the run's records."""
+        goodputs = [goodput.as_json() for goodput in self.goodputs]
+        return {"system": self.name, "figures": self.figures.as_json(), "goodput": goodputs}
 
 
 def unit_of(systems: Sequence[Compared]) -> str:
-    """What is counted, in words that are right for all of them."""
+    """What all of these systems count: GPUs, or ranks if any ran in real time."""
     return "GPU" if all(system.figures.unit == "GPU" for system in systems) else "rank"

@@ -1,11 +1,11 @@
-"""Who computed what when: one request's phases, and the steps of a pool's workers. Pictures for matplotlib."""
+"""Gantt charts with matplotlib: one request's phases, and the steps of workers."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from cluster.observe.ledger import TRANSFER, Span
 from cluster.offline.report.spans import lanes, middle, phases, transfer
-from cluster.offline.report.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, drawn, panels
+from cluster.offline.report.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, panels, styled
 from cluster.offline.scoring.records import Run, Served, StepRecord
 
 PHASE_COLOURS = {
@@ -23,22 +23,23 @@ PHASE_COLOURS = {
 }
 PREFILL, MIXED, DECODE = "prompts only", "prompts and decodes", "decodes only"
 STEP_COLOURS = {PREFILL: BLUE, MIXED: YELLOW, DECODE: RED}
-MOST_WORKERS = 24
-TOLD: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "pad": 0.5, "alpha": 0.8}}
+MAX_WORKERS = 24
+ANNOTATION: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "pad": 0.5, "alpha": 0.8}}
 
 
-@drawn
+@styled
 def request_gantt(served: Served) -> Any:
-    """One row for each phase of the ledger, the hand-off behind them, and a tick for each token."""
+    """One row for each ledger phase, a row for the KV handoff, and a tick for each token."""
     rows = _rows(served)
     picture, ((panel,),) = panels(1, 1, 8.5, 1.6 + 0.27 * (len(rows) + 1))
     begin_ns = served.arrival_s * 1e9
     unit, unit_ns = ("s", 1e9) if rows[-1].end_ns - begin_ns > 10e9 else ("ms", 1e6)
     for row, span in enumerate(rows):
         left, width = (span.begin_ns - begin_ns) / unit_ns, (span.end_ns - span.begin_ns) / unit_ns
-        panel.barh(row, width, left=left, height=0.7, **_look(span))
-        told = _time(span.end_ns - span.begin_ns)
-        panel.annotate(told, (left + width, row), (4, 0), textcoords="offset points", **TOLD)
+        panel.barh(row, width, left=left, height=0.7, **_bar_style(span))
+        panel.annotate(
+            _time(span.end_ns - span.begin_ns), (left + width, row), (4, 0), textcoords="offset points", **ANNOTATION
+        )
     tokens = [1e9 / unit_ns * (at - served.arrival_s) for at in served.token_s]
     panel.plot(tokens, [len(rows)] * len(tokens), "|", color="black")
     panel.axvline(tokens[0], color="black", linewidth=0.8, linestyle="--", zorder=0.5)
@@ -52,7 +53,7 @@ def request_gantt(served: Served) -> Any:
 
 
 def _rows(served: Served) -> list[Span]:
-    """The phases up to the first token, the hand-off, the phases after it."""
+    """The phases up to the first token, the KV handoff, the later phases."""
     spans, moved = phases(served), transfer(served)
     if served.ledger is None or not spans:
         raise ValueError(f"request {served.index} was {served.ending.value} and has no ledger: nothing to draw")
@@ -61,10 +62,10 @@ def _rows(served: Served) -> list[Span]:
     return [*spans[:split], *([moved] if moved else []), *spans[split:]]
 
 
-def _look(span: Span) -> dict[str, Any]:
+def _bar_style(span: Span) -> dict[str, Any]:
     if span.name == TRANSFER:
         return {"hatch": "////", "facecolor": "white", "edgecolor": PURPLE}
-    return {"color": PHASE_COLOURS[span.name], "linewidth": 1.0}  # so that the shortest is seen
+    return {"color": PHASE_COLOURS[span.name], "linewidth": 1.0}  # so that the shortest phase is visible
 
 
 def _label(span: Span) -> str:
@@ -83,17 +84,17 @@ def _title(served: Served) -> str:
     return f"{asked}{where and ', '}{where}\n{took}"
 
 
-@drawn
+@styled
 def pool_gantt(run: Run, window: tuple[float, float] | None = None) -> Any:
-    """Every worker's steps, coloured by what they held; steps in flight at once stand above each other.
+    """Every worker's steps, coloured by their contents; steps in flight at the same time are stacked.
 
-    `window`: seconds from and to on the run's clock; without it, a part around the middle. At most 24 workers.
+    `window`: begin and end in seconds on the run's clock; None: around the middle. Shows at most 24 workers.
     """
     if not run.steps:
         raise ValueError(f"the run of {run.system} was not traced: it has no steps to draw")
     begin_s, end_s = window or middle(run)
     names = list(dict.fromkeys(each.name for each in run.workers)) or sorted({step.worker for step in run.steps})
-    shown = _some(names)
+    shown = _sampled(names)
     picture, ((panel,),) = panels(1, 1, 10.0, 1.6 + 0.34 * len(shown))
     seen = [step for step in run.steps if step.end_s > begin_s and step.begin_s < end_s]
     for row, name in enumerate(shown):
@@ -114,11 +115,11 @@ def pool_gantt(run: Run, window: tuple[float, float] | None = None) -> Any:
     return picture
 
 
-def _some(names: Sequence[str]) -> list[str]:
-    """At most `MOST_WORKERS`, evenly over all, so that every large pool is among them."""
-    if len(names) <= MOST_WORKERS:
+def _sampled(names: Sequence[str]) -> list[str]:
+    """At most `MAX_WORKERS` names, evenly spaced, so that every large pool is included."""
+    if len(names) <= MAX_WORKERS:
         return list(names)
-    return [names[number * len(names) // MOST_WORKERS] for number in range(MOST_WORKERS)]
+    return [names[number * len(names) // MAX_WORKERS] for number in range(MAX_WORKERS)]
 
 
 def _kind(step: StepRecord) -> str:

@@ -1,4 +1,4 @@
-"""One HTML page that stands alone: tables, pictures and what the words mean. No script, no link to anywhere."""
+"""A self-contained HTML report: tables, pictures and definitions, without scripts or external links."""
 
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """`name` is a word for a file; `draw` gives a figure of matplotlib."""
+    """`name`: file name without suffix. `draw` returns a matplotlib figure."""
 
     name: str
     caption: str
@@ -30,7 +30,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """What a page has besides its systems: lines that sum up, tables, pictures."""
+    """Further content of a page: summary lines, tables, pictures."""
 
     summary: tuple[str, ...] = ()
     grids: tuple[Grid, ...] = ()
@@ -40,12 +40,8 @@ class More:
 NO_MORE = More()
 
 
-def pictures(systems: Sequence[Compared]) -> tuple[Picture, ...]:
-    """All that these systems have figures for; nothing is drawn yet."""
-    return tuple(_pictures(systems))
-
-
-def _pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
+def pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
+    """All pictures for which these systems have data; nothing is drawn yet."""
     if any(system.goodputs for system in systems):
         yield Picture("goodput", f"Goodput per {unit_of(systems)}, by target.", partial(goodput_bars, systems))
         curves = (
@@ -71,17 +67,10 @@ def _pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
 
 
 def ran(systems: Sequence[Compared]) -> Grid:
-    """What was run, with which seeds, on how many GPUs, and by which clock."""
+    """The workload, seeds, number of GPUs and clock of each system."""
     headers = (
-        "system",
-        "workload",
-        "requests",
-        f"{unit_of(systems)}s",
-        "clock",
-        "seed",
-        "goodput seeds",
-        "seconds",
-        "wall seconds",
+        *("system", "workload", "requests", f"{unit_of(systems)}s", "clock"),
+        *("seed", "goodput seeds", "seconds", "wall seconds"),
     )
     return Grid("", headers, tuple(_ran(system) for system in systems))
 
@@ -106,10 +95,9 @@ def page(
     images: Mapping[str, bytes] | None = None,
     more: More = NO_MORE,
 ) -> str:
-    """The whole page. Raises `NoPictures` without matplotlib, ValueError with nothing to show.
+    """The whole page. Raises `NoPictures` without matplotlib, ValueError without systems and tables.
 
-    `notes` go below what was run, with the notes of the runs behind them. `images`: pictures that are PNGs already,
-    by name; all others are drawn.
+    `notes` are listed before those of the runs. `images`: PNGs by picture name; all other pictures are drawn.
     """
     from jinja2 import Environment, StrictUndefined
 

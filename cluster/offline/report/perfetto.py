@@ -1,13 +1,13 @@
-"""Any run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open. Real and virtual runs alike.
+"""Writes a real or simulated run as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-    process of each worker     a thread for each lane: steps in flight at once must not overlap on one thread
-    process "requests"         an async track for each request, with the phases of its ledger
-    arrows                     from the last prefill step of a request to its first decode step elsewhere
+    process of each worker     a thread for each lane: steps in flight at the same time need separate threads
+    process "requests"         an async track for each request, with its ledger phases
+    arrows                     from a request's last prefill step to its first decode step on another worker
 
-Written in the Trace Event Format (JSON), as Perfetto reads it: `ts` and `dur` in microseconds; threads are numbered
-over all processes, because Perfetto names them by number alone; async events that share category and id nest. Times
-are whole microseconds, so that what touches in the run touches here and nothing overlaps by a rounding.
-Arrows need steps, so a run must have been traced to have them.
+Uses the Trace Event Format (JSON) as Perfetto reads it: `ts` and `dur` in microseconds; thread numbers are unique over
+all processes, because Perfetto names threads by number alone; async events with the same category and id nest. Times
+are rounded to whole microseconds, so adjacent spans neither overlap nor leave a gap. Only traced runs have steps and
+arrows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,14 +19,14 @@ from cluster.offline.report.spans import lanes, phases, transfer, whole
 from cluster.offline.scoring.records import Run, Served, StepRecord
 
 Event = dict[str, Any]
-REQUESTS = 1  # the process of the requests; workers follow
+REQUESTS = 1  # process id of the requests; workers follow
 
 
 def events(run: Run) -> Iterator[Event]:
-    """Names first, then steps by worker, arrows, and requests."""
+    """Names, then steps by worker, arrows, and requests."""
     yield named("process_name", REQUESTS, 0, f"requests of {run.system}")
     yield {"ph": "M", "name": "process_sort_index", "pid": REQUESTS, "tid": 0, "args": {"sort_index": -1}}
-    places: dict[int, tuple[int, int]] = {}  # step, by identity -> process and thread
+    places: dict[int, tuple[int, int]] = {}  # id(step) -> process, thread
     thread = REQUESTS
     workers = dict.fromkeys([*(worker.name for worker in run.workers), *(step.worker for step in run.steps)])
     by_worker: dict[str, list[StepRecord]] = {name: [] for name in workers}
@@ -47,7 +47,7 @@ def events(run: Run) -> Iterator[Event]:
 
 
 def named(what: str, process: int, thread: int, title: str) -> Event:
-    """What a process or a thread is called."""
+    """The name of a process or thread."""
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": title}}
 
 
@@ -62,13 +62,13 @@ def _step(step: StepRecord, process: int, thread: int) -> Event:
 
 
 def _arrows(run: Run, places: dict[int, tuple[int, int]]) -> Iterator[Event]:
-    """A flow starts within the slice it leaves, and ends at the beginning of the slice it enters."""
+    """Each flow starts inside the prefill slice and ends at the beginning of the decode slice."""
     prefills: dict[int, StepRecord] = {}
     decodes: dict[int, StepRecord] = {}
-    handed = {each.index: each for each in run.served if each.prefill_worker != each.decode_worker}
+    split = {each.index: each for each in run.served if each.prefill_worker != each.decode_worker}
     for step in sorted(run.steps, key=lambda step: step.begin_s):
         for index in step.requests:
-            if (served := handed.get(index)) is None:
+            if (served := split.get(index)) is None:
                 continue
             if step.worker == served.prefill_worker:
                 prefills[index] = step
@@ -85,7 +85,7 @@ def _arrows(run: Run, places: dict[int, tuple[int, int]]) -> Iterator[Event]:
 
 
 def _request(served: Served) -> Iterator[Event]:
-    """The whole request, its phases within it, and the hand-off on a track of its own, for it overlaps with them."""
+    """The request with its phases, and its KV handoff on a separate track, because it overlaps with them."""
     args = {
         "ending": served.ending.value,
         "detail": served.detail,
@@ -106,7 +106,7 @@ def _request(served: Served) -> Iterator[Event]:
 
 
 def track(number: int, title: str, span: Span, parts: Iterable[Span], args: Event) -> Iterator[Event]:
-    """An async track: one span and its parts within it."""
+    """An async track: a span with nested parts."""
     on = _track(number)
     yield {"ph": "b", **on, "name": title, "ts": us(span.begin_ns), "args": args}
     for part in parts:
@@ -120,17 +120,17 @@ def _track(number: int) -> Event:
 
 
 def us(ns: int) -> int:
-    return (ns + 500) // 1000  # a float has too few digits for the time of day in nanoseconds
+    return (ns + 500) // 1000  # integers: a float cannot hold Unix time in nanoseconds
 
 
 def write(run: Run, path: Path) -> int:
-    """As one file, an event a line; returns how many. Holds few events at a time. The folder is made."""
+    """Write one file, an event per line, and return the number of events. Creates the folder."""
     about = {"system": run.system, "workload": run.workload, "clock": run.clock, "seed": run.seed, "gpus": run.gpus}
     return write_events(events(run), about, path)
 
 
 def write_events(events: Iterable[Event], about: Event, path: Path) -> int:
-    """As `write`."""
+    """Write any events with the given metadata, like `write`."""
     import msgspec
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Systems side by side: goodput, attainment and latency over the rate, every request against its SLO.
+"""Pictures that compare systems with matplotlib: goodput, attainment and latency over the rate, requests and the SLO.
 
-Pictures for matplotlib, from figures alone. Rates are per GPU, counting all that were provisioned.
+Rates are per GPU, counting all that were provisioned.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.offline.report.compared import Compared, unit_of
 from cluster.offline.report.gantt import PHASE_COLOURS
-from cluster.offline.report.style import BLUE, COLOURS, GREEN, GREY, RED, drawn, look, panels, plain
+from cluster.offline.report.style import BLUE, COLOURS, GREEN, GREY, RED, look, panels, plain, styled
 from cluster.offline.scoring.figures import Figures, Percentiles, attainment, slo_text
 from cluster.offline.scoring.goodput import Goodput
 from cluster.offline.scoring.latencies import latencies
@@ -26,7 +26,7 @@ METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Call
 }
 
 
-@drawn
+@styled
 def goodput_bars(systems: Sequence[Compared]) -> Any:
     """Goodput per GPU for each target, with the 95 % confidence interval over seeds."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
@@ -59,13 +59,15 @@ def _interval(panel: Any, goodput: Goodput, at: float) -> None:
     low, high = goodput.low / goodput.gpus, goodput.high / goodput.gpus
     if high > low:
         panel.plot([low, high], [at, at], "|-", color="black", linewidth=1.0, markersize=5)
-    told = "not attainable" if goodput.unattainable else f"{'at least ' if goodput.capped else ''}{goodput.per_gpu:.3g}"
-    panel.annotate(told, (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    label = (
+        "not attainable" if goodput.unattainable else f"{'at least ' if goodput.capped else ''}{goodput.per_gpu:.3g}"
+    )
+    panel.annotate(label, (high, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
 
 
-@drawn
+@styled
 def attainment_curves(systems: Sequence[Compared]) -> Any:
-    """SLO attainment over the rate: means of all seeds, and a dot for each seed's probe."""
+    """SLO attainment over the rate: the mean of all seeds, and a dot for each seed's probe."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
     if not targets:
         raise ValueError("no system's goodput was searched, so there are no curves to draw")
@@ -101,9 +103,9 @@ def attainment_curves(systems: Sequence[Compared]) -> Any:
     return picture
 
 
-@drawn
+@styled
 def scatter(runs: Sequence[Run], slo: SLO) -> Any:
-    """Every finished request's TTFT and TPOT, and the box of the SLO; one panel per run."""
+    """TTFT and TPOT of every finished request, with the SLO as a box; one panel per run."""
     columns = min(COLUMNS, len(runs))
     rows = -(-len(runs) // columns)
     picture, grid = panels(rows, columns, 1.0 + 3.6 * columns, 0.9 + 3.0 * rows, sharex=True, sharey=True)
@@ -141,7 +143,7 @@ def _bound(seconds: float | None) -> float:
 
 
 def _box(panel: Any, slo: SLO) -> None:
-    """The SLO as a box from the lower left corner; the axes reach beyond it."""
+    """The SLO as a box from the lower left corner; extends the axes beyond it."""
     ttft_s, tpot_ms = _bound(slo.ttft_s), 1e3 * _bound(slo.tpot_s)
     (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
     right, high = (max(end, 1.3 * bound) if bound < inf else end for end, bound in ((right, ttft_s), (high, tpot_ms)))
@@ -151,21 +153,21 @@ def _box(panel: Any, slo: SLO) -> None:
     panel.set(xlim=(left, right), ylim=(low, high))
 
 
-@drawn
+@styled
 def latency_curves(systems: Sequence[Compared]) -> Any:
-    """TTFT, TPOT and E2E over the rate that was offered: p50 drawn out, p90 dashed, p99 dotted."""
+    """TTFT, TPOT and E2E over the offered rate: p50 solid, p90 dashed, p99 dotted."""
     swept = [system for system in systems if system.sweep]
     if not swept:
         raise ValueError("no system was run at several rates: there are no curves to draw")
     picture, grid = panels(1, len(METRICS), 11.5, 4.2)
-    for panel, (label, (metric, factor, promised)) in zip(grid.flat, METRICS.items(), strict=True):
+    for panel, (label, (metric, factor, slo_of)) in zip(grid.flat, METRICS.items(), strict=True):
         for number, system in enumerate(swept):
             taken = [(each.offered_rate / each.gpus, metric(each)) for each in system.sweep]
             for name, line in LINES.items():
                 points = [(rate, factor * getattr(found, name)) for rate, found in taken if found is not None]
                 style = look(number) if name == "p50" else {"color": look(number)["color"]}
                 panel.plot([x for x, _ in points], [y for _, y in points], **style, linestyle=line, markersize=4)
-        if (bound := promised(swept[0].sweep[0].slo)) is not None:
+        if (bound := slo_of(swept[0].sweep[0].slo)) is not None:
             panel.axhline(factor * bound, color="black", linewidth=1.2, alpha=0.6)
         panel.set(yscale="log", title=label, xlabel=f"offered requests/s per {unit_of(systems)}")
         plain(panel.yaxis)
@@ -188,23 +190,23 @@ def _line_legend(picture: Any, systems: Sequence[Compared]) -> None:
     picture.legend(handles=handles, loc="outside lower center", ncols=4)
 
 
-@drawn
+@styled
 def phase_bars(systems: Sequence[Compared]) -> Any:
-    """Where a finished request's time went on average, by the phases of its ledger."""
-    told = [system for system in systems if system.figures.phases_s]
-    if not told:
+    """Mean time of finished requests in each ledger phase."""
+    measured = [system for system in systems if system.figures.phases_s]
+    if not measured:
         raise ValueError("no request has a ledger: there are no phases to draw")
-    picture, ((panel,),) = panels(1, 1, 9.0, 1.9 + 0.42 * len(told))
-    most_s = max(sum(seconds for _, seconds in system.figures.phases_s) for system in told)
-    for row, system in enumerate(told):
+    picture, ((panel,),) = panels(1, 1, 9.0, 1.9 + 0.42 * len(measured))
+    most_s = max(sum(seconds for _, seconds in system.figures.phases_s) for system in measured)
+    for row, system in enumerate(measured):
         left = 0.0
         for name, seconds in system.figures.phases_s:
-            label = name.replace("_", " ") if seconds > 1e-3 * most_s else None  # what nobody sees needs no name
+            label = name.replace("_", " ") if seconds > 1e-3 * most_s else None  # too narrow to see
             panel.barh(row, seconds, left=left, height=0.7, color=PHASE_COLOURS[name], label=label)
             left += seconds
         panel.annotate(f"{left:.3g} s", (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    panel.set_yticks(range(len(told)), [each.name for each in told])
-    panel.set_ylim(len(told) - 0.5, -0.5)
+    panel.set_yticks(range(len(measured)), [each.name for each in measured])
+    panel.set_ylim(len(measured) - 0.5, -0.5)
     panel.margins(x=0.1)
     panel.grid(axis="y", visible=False)
     panel.set(xlabel="mean seconds of a finished request", title="Where the time went")
@@ -213,7 +215,7 @@ def phase_bars(systems: Sequence[Compared]) -> Any:
 
 
 def _legend(picture: Any, panel: Any, **more: Any) -> None:
-    """One entry a label, below everything."""
+    """One entry per label, below all panels."""
     handles, labels = panel.get_legend_handles_labels()
     entries = dict(zip(labels, handles, strict=True))
     picture.legend(entries.values(), entries.keys(), loc="outside lower center", **{"ncols": 3, **more})

@@ -1,4 +1,4 @@
-"""What happened when, by a run's records: a request's phases as spans, steps in lanes, what is worth showing. Pure."""
+"""Spans of a run for charts: a request's phases, steps in lanes, and which part to show. Pure."""
 
 from bisect import bisect
 from collections import Counter
@@ -10,14 +10,14 @@ from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRec
 
 T = TypeVar("T")
 
-WINDOW_STEPS = 100  # of the busiest worker, in the part that is shown
+WINDOW_STEPS = 100  # steps of the busiest worker in the window that is shown
 
 
 def phases(served: Served) -> tuple[Span, ...]:
-    """The ledger's phases one behind the other from the arrival on, up to the first token and up to the last.
+    """The ledger's phases in order from the arrival: those up to the first token, then those up to the last.
 
-    A ledger has sums: what a request did several times, over several attempts, is one span. Without a ledger (the
-    request did not finish) there are none; phases of less than a microsecond are left out.
+    A ledger has sums, so a phase that occurred several times is one span. Empty without a ledger (the request did not
+    finish); phases below one microsecond are left out.
     """
     if served.ledger is None:
         return ()
@@ -26,7 +26,7 @@ def phases(served: Served) -> tuple[Span, ...]:
 
 
 def whole(served: Served) -> Span:
-    """From arrival to the end of the books, or to the last token that came."""
+    """From the arrival to the end of the ledger, or else to the last token."""
     begin = round(served.arrival_s * 1e9)
     if served.ledger is not None:
         return Span("request", begin, begin + served.ledger.total_ns)
@@ -34,25 +34,27 @@ def whole(served: Served) -> Span:
 
 
 def transfer(served: Served) -> Span | None:
-    """The hand-off's elapsed time, ending where the wait for it ended; most of it lies behind the prefill."""
+    """The KV handoff, which ends when the wait for it ended; most of it overlaps with the prefill."""
     if served.ledger is None:
         return None
     return transfer_span(served.ledger, round(served.arrival_s * 1e9), round(served.transfer_s * 1e9))
 
 
-_SAME_S = 1e-9  # times are sums of floats: a step may seem to begin just before the one that it follows ended
+_SAME_S = 1e-9  # rounding of float sums: a step may seem to begin just before its predecessor ends
 
 
 def lanes(steps: Iterable[StepRecord]) -> tuple[tuple[int, StepRecord], ...]:
-    """Each step of one worker with its lane: steps in flight at the same time (pipeline stages) have different ones."""
-    return laid(steps, lambda step: (step.begin_s, step.end_s), _SAME_S)
+    """Each step of a worker with its lane: steps in flight at the same time (pipeline stages) get different lanes."""
+    return in_lanes(steps, lambda step: (step.begin_s, step.end_s), _SAME_S)
 
 
-def laid(each: Iterable[T], extent: Callable[[T], tuple[float, float]], slack: float = 0) -> tuple[tuple[int, T], ...]:
-    """All in the order of their beginnings, each with the first lane that is free then."""
-    free: list[float] = []  # when each lane's last one ends
+def in_lanes(
+    items: Iterable[T], extent: Callable[[T], tuple[float, float]], slack: float = 0
+) -> tuple[tuple[int, T], ...]:
+    """The items by begin, each with the first lane that is free at that time."""
+    free: list[float] = []  # end of the last item in each lane
     found = []
-    for one in sorted(each, key=extent):
+    for one in sorted(items, key=extent):
         begin, end = extent(one)
         lane = next((lane for lane, until in enumerate(free) if until <= begin + slack), len(free))
         free[lane : lane + 1] = [end]
@@ -61,9 +63,9 @@ def laid(each: Iterable[T], extent: Callable[[T], tuple[float, float]], slack: f
 
 
 def middle(run: Run) -> tuple[float, float]:
-    """Seconds from and to, so that the worker with the most steps has `WINDOW_STEPS` there, around the middle prompt.
+    """A window (begin, end in seconds) around the middle prompt, with `WINDOW_STEPS` steps of the busiest worker.
 
-    Not around the middle step: at the end of a run come long answers and no prompts. The run must have been traced.
+    Not around the middle step, because a run ends with long answers and no prompts. The run must have been traced.
     """
     most = Counter(step.worker for step in run.steps).most_common(1)[0][0]
     steps = sorted((step for step in run.steps if step.worker == most), key=lambda step: step.begin_s)
@@ -74,7 +76,7 @@ def middle(run: Run) -> tuple[float, float]:
 
 
 def typical(run: Run, percentile: float = 50.0) -> Served | None:
-    """The finished request with a ledger that stands at this percentile of E2E; None when there is none."""
+    """The finished request with a ledger at this percentile of E2E; None if there is none."""
     finished = [each for each in run.served if each.ending is RequestOutcome.FINISHED and each.ledger is not None]
     ordered: Sequence[Served] = sorted(finished, key=lambda each: (each.e2e_s or 0.0, each.index))
     return ordered[min(len(ordered) - 1, int(len(ordered) * percentile / 100.0))] if ordered else None

@@ -1,4 +1,4 @@
-"""How pictures look, and how they become files. The same figures give the same bytes. Needs matplotlib, an extra."""
+"""The style of pictures, and how they are saved; output bytes are deterministic. Needs matplotlib (an extra)."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 P = ParamSpec("P")
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
+# Okabe and Ito's palette, which is safe for colour-blind readers.
 BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, RED, GREY = (
     *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#56B4E9", "#D55E00", "#7F7F7F"),
 )
@@ -18,7 +18,7 @@ MARKERS = "osD^vP*X<>"
 RULES: Any = {
     "svg.hashsalt": "diptych",
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # do not parse $ in names as math
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -32,22 +32,22 @@ DPI = 120
 
 
 class NoPictures(RuntimeError):
-    """Pictures were asked for and cannot be drawn; the message says what to install."""
+    """matplotlib is missing; the message says what to install."""
 
 
-def drawn(draw: Callable[P, Any]) -> Callable[P, Any]:
-    """In our style, or `NoPictures`."""
+def styled(draw: Callable[P, Any]) -> Callable[P, Any]:
+    """Decorator: draw in this style. Raises `NoPictures` without matplotlib."""
 
     @wraps(draw)
-    def styled(*args: P.args, **more: P.kwargs) -> Any:
+    def with_rules(*args: P.args, **more: P.kwargs) -> Any:
         with _rules():
             return draw(*args, **more)
 
-    return styled
+    return with_rules
 
 
 def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """A picture of so many inches, and its panels by [row][column]."""
+    """A figure of this size in inches, and its panels by [row][column]."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(width, height), layout="constrained")
@@ -55,7 +55,7 @@ def panels(rows: int, columns: int, width: float, height: float, **options: Any)
 
 
 def plain(axis: Any) -> None:
-    """Whole and broken numbers instead of powers of ten on a logarithmic axis, at few places."""
+    """Few ticks with plain numbers instead of powers of ten on a logarithmic axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -67,7 +67,7 @@ def plain(axis: Any) -> None:
 
 
 def look(number: int) -> dict[str, Any]:
-    """Colour and marker of the n-th system: never the same pair for dozens of them."""
+    """Colour and marker of the n-th system; pairs repeat only after 40 systems."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
@@ -79,7 +79,7 @@ def png(picture: Any) -> bytes:
 
 
 def save(picture: Any, path: Path) -> Path:
-    """As what the suffix says (.png, .svg, .pdf); the folder is made."""
+    """Save in the format of the suffix (.png, .svg, .pdf). Creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".png":
         path.write_bytes(png(picture))

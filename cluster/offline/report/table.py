@@ -1,4 +1,4 @@
-"""Systems beside each other as tables of text: for a terminal, and for the HTML report. Needs no picture."""
+"""Tables that compare systems, for a terminal and for the HTML report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SPREAD = "p50/p90/p99"
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table as text: the first column names the rows."""
+    """A table of text; the first column names the rows."""
 
     title: str
     headers: tuple[str, ...]
@@ -22,7 +22,7 @@ class Grid:
 
 
 def comparison(systems: Sequence[Compared]) -> Grid:
-    """One row a system: goodput by target, then what it did at the load that is shown."""
+    """One row per system: goodput by target, then its figures at the main load."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
     unit = unit_of(systems)
     headers = (
@@ -74,7 +74,7 @@ def _goodput(found: Sequence[Goodput]) -> str:
 
 
 def probes(systems: Sequence[Compared]) -> Grid:
-    """One row for each rate and seed that a search for goodput tried."""
+    """One row for each rate and seed that the goodput search probed."""
     rows = [
         (
             *(f"{system.name}, {probe.rate:.4g}", str(probe.seed)),
@@ -90,7 +90,7 @@ def probes(systems: Sequence[Compared]) -> Grid:
 
 
 def details(systems: Sequence[Compared]) -> Grid:
-    """One column a system, one row a figure: everything that `comparison` has no room for."""
+    """All figures: one column per system, one row per figure."""
     rows = [_detail(system.figures) for system in systems]
     names = list(rows[0]) if rows else []
     return Grid(
@@ -135,7 +135,7 @@ def _detail(figures: Figures) -> dict[str, str]:
 
 
 def pools(systems: Sequence[Compared]) -> Grid:
-    """One row a pool of each system."""
+    """One row per pool of each system."""
     headers = (
         *("system", "pool", "role", "workers", f"{unit_of(systems)}s", "busy", "KV occupancy"),
         *("steps", "prompt tokens", "output tokens", "preemptions", "swaps"),
@@ -167,7 +167,7 @@ def _percent(share: float | None) -> str:
 
 
 def terminal(grid: Grid) -> Any:
-    """For `rich.console.Console.print`."""
+    """As a rich table."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table

@@ -1,9 +1,9 @@
-"""Configurations compared over seeds: tables with confidence intervals, who wins what, and pictures of both."""
+"""Tables, summary lines and pictures of configurations compared over seeds, with confidence intervals."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.offline.report.style import GREEN, GREY, RED, drawn, look, panels
+from cluster.offline.report.style import GREEN, GREY, RED, look, panels, styled
 from cluster.offline.report.table import NOTHING, Grid
 from cluster.offline.scoring.trials import METRICS, Against, Interval, Metric, Trials, TrialVerdict
 
@@ -21,7 +21,7 @@ SHADES = {TrialVerdict.BETTER: GREEN, TrialVerdict.WORSE: RED, TrialVerdict.EVEN
 
 
 def trial_tables(trials: Trials) -> Iterator[Grid]:
-    """For each load: every configuration's figures, then each against the best colocated one."""
+    """For each load: every configuration's figures, then each split one against the best colocated one."""
     for load in trials.loads:
         seeds = f"{len(trials.seeds)} seeds" if len(trials.seeds) > 1 else "one seed, so no interval"
         yield Grid(
@@ -79,7 +79,7 @@ def by_text(found: Against, metric: Metric, *, sure: bool = True) -> str:
 
 
 def summary_lines(trials: Trials) -> Iterator[str]:
-    """Who wins where, and where not, in words: a line for each load and configuration that splits."""
+    """A line for each load and split configuration: which figures it wins and loses."""
     for load in trials.loads:
         for name in trials.configurations:
             if _compared(trials, name):
@@ -96,9 +96,9 @@ def _regions(trials: Trials, name: str, load: str) -> str:
     return "; ".join(f"{heads[verdict]}: {', '.join(lines)}" for verdict, lines in named.items() if lines)
 
 
-@drawn
+@styled
 def trial_intervals(trials: Trials) -> Any:
-    """Each configuration's means over the loads, with their confidence intervals."""
+    """Each configuration's means by load, with their confidence intervals."""
     metrics = [metric for metric in METRICS if metric.name in SHOWN]
     columns = 4
     picture, grid = panels(-(-len(metrics) // columns), columns, 13.0, 6.4)
@@ -124,9 +124,9 @@ def trial_intervals(trials: Trials) -> Any:
     return picture
 
 
-@drawn
+@styled
 def verdict_map(trials: Trials) -> Any:
-    """Where each configuration beats the best colocated one, and where it loses."""
+    """By which figures each split configuration beats the best colocated one or loses to it."""
     columns = [(name, load) for name in trials.configurations if _compared(trials, name) for load in trials.loads]
     picture, ((panel,),) = panels(1, 1, 3.6 + 1.9 * len(columns), 1.4 + 0.36 * len(METRICS))
     for row, metric in enumerate(METRICS):
@@ -146,5 +146,5 @@ def verdict_map(trials: Trials) -> Any:
 
 
 def has_verdicts(trials: Trials) -> bool:
-    """Whether there is a colocated configuration, and one that splits."""
+    """Whether there are a colocated and a split configuration to compare."""
     return any(_compared(trials, name) for name in trials.configurations)

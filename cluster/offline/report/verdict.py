@@ -1,14 +1,13 @@
-"""What a report says first: who did best, in one sentence. Pure."""
+"""The first sentence of a report: which system did best. Pure."""
 
 from collections.abc import Sequence
 from operator import attrgetter
 
 from cluster.offline.report.compared import Compared, unit_of
-from cluster.offline.scoring.goodput import Goodput
 
 
 def verdict(systems: Sequence[Compared]) -> str:
-    """By goodput at the highest target that was searched for all of them, else by SLO attainment at the load shown."""
+    """By goodput at the highest target that all systems have, else by SLO attainment at the main load."""
     if not systems:
         return ""
     targets = set.intersection(*({goodput.target for goodput in system.goodputs} for system in systems))
@@ -27,16 +26,8 @@ def _by_goodput(systems: Sequence[Compared], target: float) -> str:
     second, other = others[0]
     if not other.rate:
         return f"{carries}; no other system does at any rate that was tried."
-    doubt = "; the 95 % intervals overlap" if _low(best) <= _high(other) else ""
+    doubt = "; the 95 % intervals overlap" if best.low / best.gpus <= other.high / other.gpus else ""
     return f"{carries}, {best.per_gpu / other.per_gpu:.2f} times as many as {second}, the next{doubt}."
-
-
-def _low(goodput: Goodput) -> float:
-    return goodput.low / goodput.gpus
-
-
-def _high(goodput: Goodput) -> float:
-    return goodput.high / goodput.gpus
 
 
 def _by_attainment(systems: Sequence[Compared]) -> str:

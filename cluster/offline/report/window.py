@@ -1,12 +1,12 @@
-"""A window of a real run, as gateways remember it, as a Chrome trace: `cluster.offline.report.perfetto` has the format.
+"""A time window of a real cluster, from its gateways' history, as a Chrome trace (format: `perfetto.py`).
 
     process "requests"         an async track for each request, with all its parts
     process of each gateway    admission, route, reserve, recovery; refusals
-    process of each worker     the parts of requests that were spent there, those of one request on one thread; its KV
-                               coming in; counters of queue and KV; flips, moves, losses
+    process of each worker     the parts of requests that ran there, each request on one thread; incoming KV; counters
+                               of queue and KV; flips, migrations, losses
 
-A ledger has sums: what a request did several times is one part, laid behind the part before it. The parts of a request
-sum to its end-to-end time. Nothing is cut at the window's ends: a request that reaches into it is there as a whole.
+A ledger has sums, so a phase that occurred several times is one part. The parts of a request add up to its end-to-end
+time. Requests are not cut at the ends of the window.
 """
 
 from collections import defaultdict
@@ -19,12 +19,12 @@ from cluster.observe.history import Load, RequestTrace, Window
 from cluster.observe.ledger import Span, transfer_span
 from cluster.observe.request_trace import located_parts, parts
 from cluster.offline.report.perfetto import REQUESTS, Event, named, track, us
-from cluster.offline.report.spans import laid
+from cluster.offline.report.spans import in_lanes
 
 
 @dataclass(frozen=True, slots=True)
-class _Stint:
-    """Parts of one request, one behind the other in one place."""
+class _Stay:
+    """Consecutive parts of one request in one process."""
 
     parts: tuple[Span, ...]
     args: Event
@@ -34,94 +34,94 @@ class _Stint:
         return self.parts[0].begin_ns, self.parts[-1].end_ns
 
 
-def events(told: Mapping[str, Window]) -> Iterator[Event]:
-    """Names first, then everything by time. `told` by each gateway, in nanoseconds of one clock.
+def events(windows: Mapping[str, Window]) -> Iterator[Event]:
+    """Names, then all events by time. `windows`: by gateway, in nanoseconds of one clock.
 
-    What gateways say of workers' loads they heard of the same workers: the first one's counts.
+    All gateways record the loads of the same workers; the first gateway's are used.
     """
     places: dict[str, int] = {}
-    stints: dict[tuple[str, str], list[_Stint]] = defaultdict(list)
+    stays: dict[tuple[str, str], list[_Stay]] = defaultdict(list)
     rest: list[Event] = []
     number = count()
     threads = count(REQUESTS + 1)
-    gateways = [*told]
-    for gateway, window in told.items():
+    gateways = [*windows]
+    for gateway, window in windows.items():
         places.setdefault(gateway, REQUESTS + 1 + len(places))
-        for trail in window.trails:
-            rest += _request(next(number), trail)
-            for place, stint in _stints(trail, gateway):
-                stints[place, "requests"].append(stint)
-            if (moved := _transfer(trail)) is not None:
-                stints[moved[0], "KV in"].append(moved[1])
-    for place, _ in stints:
+        for trace in window.trails:
+            rest += _request(next(number), trace)
+            for place, stay in _stays(trace, gateway):
+                stays[place, "requests"].append(stay)
+            if (moved := _transfer(trace)) is not None:
+                stays[moved[0], "KV in"].append(moved[1])
+    for place, _ in stays:
         places.setdefault(place, REQUESTS + 1 + len(places))
-    for window in told.values():
+    for window in windows.values():
         for worker in (*(each.worker for each in window.happenings), *(each.worker for each in window.loads)):
             if worker:
                 places.setdefault(worker, REQUESTS + 1 + len(places))
     yield named("process_name", REQUESTS, 0, f"requests of {', '.join(gateways)}")
     for place, process in places.items():
         yield named("process_name", process, 0, place)
-    for (place, kind), found in stints.items():
+    for (place, kind), found in stays.items():
         lanes: dict[int, int] = {}
-        for lane, stint in laid(found, lambda stint: stint.extent):
+        for lane, stay in in_lanes(found, lambda stay: stay.extent):
             if lane not in lanes:
                 lanes[lane] = next(threads)
                 yield named("thread_name", places[place], lanes[lane], f"{kind}, {lane}" if lane else kind)
-            rest += _slices(stint, places[place], lanes[lane])
-    for gateway, window in told.items():
+            rest += _slices(stay, places[place], lanes[lane])
+    for gateway, window in windows.items():
         for each in window.happenings:
             rest.append(_instant(each.at_ns, each.kind, places[each.worker or gateway], each.text, each.request_id))
-    for load in next((window.loads for window in told.values() if window.loads), ()):
+    for load in next((window.loads for window in windows.values() if window.loads), ()):
         rest += _counters(load, places[load.worker])
     yield from sorted(rest, key=lambda event: event["ts"])
 
 
-def _request(number: int, trail: RequestTrace) -> Iterator[Event]:
-    ledger = trail.ledger
+def _request(number: int, trace: RequestTrace) -> Iterator[Event]:
+    ledger = trace.ledger
     args = {
-        "outcome": trail.outcome or "under way",
-        "detail": trail.detail,
-        "class": trail.class_name,
-        "prompt_tokens": trail.prompt_tokens,
-        "cached_tokens": trail.cached_tokens,
-        "output_tokens": trail.output_tokens,
-        "attempts": trail.attempts,
-        "prefill_worker": trail.prefill_worker,
-        "decode_workers": [trail.decode_worker, *(worker for _, worker in trail.moves)],
-        "transfer_bytes": trail.transfer_bytes,
-        "ttft_ms": ledger.ttft_ns / 1e6 if trail.output_tokens else None,
-        "total_ms": (trail.end_ns - trail.arrived_ns) / 1e6,
+        "outcome": trace.outcome or "under way",
+        "detail": trace.detail,
+        "class": trace.class_name,
+        "prompt_tokens": trace.prompt_tokens,
+        "cached_tokens": trace.cached_tokens,
+        "output_tokens": trace.output_tokens,
+        "attempts": trace.attempts,
+        "prefill_worker": trace.prefill_worker,
+        "decode_workers": [trace.decode_worker, *(worker for _, worker in trace.moves)],
+        "transfer_bytes": trace.transfer_bytes,
+        "ttft_ms": ledger.ttft_ns / 1e6 if trace.output_tokens else None,
+        "total_ms": (trace.end_ns - trace.arrived_ns) / 1e6,
     }
-    shown = filter(_shows, parts(trail))
-    return track(number, trail.request_id, Span("request", trail.arrived_ns, trail.end_ns), shown, args)
+    shown = filter(_is_visible, parts(trace))
+    return track(number, trace.request_id, Span("request", trace.arrived_ns, trace.end_ns), shown, args)
 
 
-def _shows(span: Span) -> bool:
+def _is_visible(span: Span) -> bool:
     return us(span.end_ns) > us(span.begin_ns)
 
 
-def _stints(trail: RequestTrace, gateway: str) -> Iterator[tuple[str, _Stint]]:
-    """Where the request was, in order. A decode that moved is cut where it did."""
-    args = {"request": trail.request_id, "outcome": trail.outcome or "under way"}
-    for place, group in groupby(located_parts(trail, gateway), key=lambda each: each[0]):
-        stint = _Stint(tuple(span for _, span in group), args)
-        if any(_shows(span) for span in stint.parts):
-            yield place, stint
+def _stays(trace: RequestTrace, gateway: str) -> Iterator[tuple[str, _Stay]]:
+    """The processes that the request went through, in order; a migration begins a new stay."""
+    args = {"request": trace.request_id, "outcome": trace.outcome or "under way"}
+    for place, group in groupby(located_parts(trace, gateway), key=lambda each: each[0]):
+        stay = _Stay(tuple(span for _, span in group), args)
+        if any(_is_visible(span) for span in stay.parts):
+            yield place, stay
 
 
-def _transfer(trail: RequestTrace) -> tuple[str, _Stint] | None:
-    """The first hand-off; what moves brought has no time of its own."""
-    span = None if trail.moves else transfer_span(trail.ledger, trail.arrived_ns, trail.transfer_ns)
-    if span is None or not trail.decode_worker:
+def _transfer(trace: RequestTrace) -> tuple[str, _Stay] | None:
+    """The KV handoff; a request that migrated has none, because the ledger does not separate its transfers."""
+    span = None if trace.moves else transfer_span(trace.ledger, trace.arrived_ns, trace.transfer_ns)
+    if span is None or not trace.decode_worker:
         return None
-    return trail.decode_worker, _Stint((span,), {"request": trail.request_id, "bytes": trail.transfer_bytes})
+    return trace.decode_worker, _Stay((span,), {"request": trace.request_id, "bytes": trace.transfer_bytes})
 
 
-def _slices(stint: _Stint, process: int, thread: int) -> Iterator[Event]:
-    for span in filter(_shows, stint.parts):
+def _slices(stay: _Stay, process: int, thread: int) -> Iterator[Event]:
+    for span in filter(_is_visible, stay.parts):
         on = {"pid": process, "tid": thread, "ts": us(span.begin_ns), "dur": us(span.end_ns) - us(span.begin_ns)}
-        yield {"ph": "X", "cat": "part", "name": span.name, **on, "args": stint.args}
+        yield {"ph": "X", "cat": "part", "name": span.name, **on, "args": stay.args}
 
 
 def _instant(at_ns: int, kind: str, process: int, text: str, request_id: str) -> Event:

@@ -1,25 +1,24 @@
-"""A workload: who asks when, with how long a prompt, and how long the answer will be. Pure."""
+"""A workload: requests with arrival times, prompt lengths and output lengths. Pure."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-MOST_TOKENS = 10_000_000  # a longer prompt or answer is a mistake in the source, not a request
-MOST_REQUESTS = 10_000_000  # of a synthetic workload; one request takes some 200 bytes
+MAX_TOKENS = 10_000_000  # a longer prompt or answer is an error in the source
+MAX_REQUESTS = 10_000_000  # a request takes about 200 bytes of memory
 
 
 class WorkloadError(ValueError):
-    """A trace or a description of a workload cannot be used; the message says where and what to write instead."""
+    """A trace or workload description is invalid; the message says where and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `at_s` counts from the beginning of its workload; lengths are tokens, each at least 1.
+    """One request. `at_s` counts from the beginning of the workload; lengths are in tokens, at least 1.
 
-    `prefix` names the prompt's blocks of `Workload.block_tokens` tokens: equal ids are equal blocks behind equal
-    blocks. Empty: the prompt shares nothing with others; what lies behind the named blocks is shared with nobody
-    either. The last block may be shorter.
+    `prefix` has the ids of the prompt's blocks of `Workload.block_tokens` tokens (the last one may be shorter): prompts
+    share the tokens of their common leading ids. Tokens after the last named block are shared with no other prompt.
     """
 
     at_s: float
@@ -31,7 +30,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Arrivals in the order of time. `notes` say what was done to the source (jitter, clipping, another rate)."""
+    """Arrivals ordered by time. `notes` list the changes made to the source (jitter, clipping, another rate)."""
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -51,12 +50,12 @@ class Workload:
                 raise WorkloadError(f"{self.name}, request {number + 1}: time goes back from {sooner.at_s} s")
 
     def _problem(self, arrival: Arrival) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Why the request is invalid; empty if it is valid."""
         prompt, output = arrival.prompt_tokens, arrival.output_tokens
         if not 0.0 <= arrival.at_s < math.inf:
-            return f"it comes at {arrival.at_s} s; times are numbers from 0 on"
-        if not (1 <= prompt <= MOST_TOKENS and 1 <= output <= MOST_TOKENS):
-            return f"prompt and output must have 1 to {MOST_TOKENS:,} tokens, got {prompt} and {output}"
+            return f"it arrives at {arrival.at_s} s; times are finite and at least 0"
+        if not (1 <= prompt <= MAX_TOKENS and 1 <= output <= MAX_TOKENS):
+            return f"prompt and output must have 1 to {MAX_TOKENS:,} tokens, got {prompt} and {output}"
         if (len(arrival.prefix) - 1) * self.block_tokens >= prompt:
             return (
                 f"{len(arrival.prefix)} blocks of {self.block_tokens} tokens are more than the prompt of {prompt} has"
@@ -70,9 +69,9 @@ class Workload:
 
     @property
     def rate(self) -> float:
-        """Mean requests a second; 0 when all come at once."""
+        """Mean requests/s; 0 if all arrive at once."""
         return (len(self.arrivals) - 1) / self.duration_s if self.duration_s else 0.0
 
     def noted(self, arrivals: Sequence[Arrival], note: str) -> "Workload":
-        """The same source, changed as the note says."""
+        """The workload with other arrivals and one more note."""
         return replace(self, arrivals=tuple(arrivals), notes=(*self.notes, note))

@@ -1,7 +1,7 @@
-"""What can be done to a workload: another rate, a part of it, other lengths, parts in a row. Pure; draws are seeded.
+"""Changes of a workload: another rate, a part of it, other lengths, concatenation. Pure; random draws are seeded.
 
-Every change gives a new workload with a note; lengths, prefixes and sessions stay with their requests unless the note
-says otherwise.
+Each returns a new workload with a note. Lengths, prefixes and sessions stay with their requests unless the note says
+otherwise.
 """
 
 import math
@@ -12,7 +12,7 @@ from itertools import accumulate, groupby, pairwise, takewhile
 from operator import attrgetter
 from statistics import median
 
-from cluster.offline.workload.arrivals import MOST_REQUESTS, Arrival, Workload, WorkloadError
+from cluster.offline.workload.arrivals import MAX_REQUESTS, Arrival, Workload, WorkloadError
 from cluster.offline.workload.lengths import Lengths, Resampled
 from cluster.offline.workload.processes import Poisson, Process
 
@@ -30,23 +30,20 @@ def synthetic(
     count: int | None = None,
     duration_s: float | None = None,
 ) -> Workload:
-    """Requests of a process until there are `count`, or `duration_s` is over, whichever comes first.
+    """Generate requests until there are `count` or `duration_s` has passed, whichever comes first.
 
-    `key` and seed name the draws: the same ones give the same lengths in the same order at every rate.
+    `key` and `seed` seed the draws: equal ones give the same lengths in the same order at every rate.
     """
-    drawn, gaps = random.Random(f"{key}, lengths, {seed}"), random.Random(f"{key}, gaps, {seed}")
+    source, gaps = random.Random(f"{key}, lengths, {seed}"), random.Random(f"{key}, gaps, {seed}")
     times = process.times(gaps)
     if duration_s is not None:
         end_s = duration_s
         times = takewhile(lambda at_s: at_s < end_s, times)
-    wanted = MOST_REQUESTS + 1 if count is None else min(count, MOST_REQUESTS + 1)
-    arrivals = tuple(Arrival(at_s, *lengths.draw(drawn)) for _, at_s in zip(range(wanted), times, strict=False))
-    if len(arrivals) > MOST_REQUESTS:
-        raise WorkloadError(f"{name}: more than {MOST_REQUESTS:,} requests; ask for fewer by count, rate or duration")
+    wanted = MAX_REQUESTS + 1 if count is None else min(count, MAX_REQUESTS + 1)
+    arrivals = tuple(Arrival(at_s, *lengths.draw(source)) for _, at_s in zip(range(wanted), times, strict=False))
+    if len(arrivals) > MAX_REQUESTS:
+        raise WorkloadError(f"{name}: more than {MAX_REQUESTS:,} requests; ask for fewer by count, rate or duration")
     return Workload(name, arrivals)
-
-
-# ---- another rate ------------------------------------------------------------------------------------------------
 
 
 def faster(workload: Workload, factor: float) -> Workload:
@@ -55,9 +52,11 @@ def faster(workload: Workload, factor: float) -> Workload:
 
 
 def at_rate(workload: Workload, rate: float) -> Workload:
-    """Times stretched so that `rate` requests come a second in the mean; bursts stay bursts."""
+    """Times scaled to a mean of `rate` requests/s; bursts stay bursts."""
     if not workload.rate:
-        raise WorkloadError(f"{workload.name}: its requests come all at once, which no other rate changes; redraw them")
+        raise WorkloadError(
+            f"{workload.name}: its requests arrive all at once: there is no rate to scale; add arrivals="
+        )
     factor = rate / workload.rate
     return _divided(workload, factor, f"{factor:.4g} times as fast, which is {rate:g} requests a second")
 
@@ -69,7 +68,7 @@ def _divided(workload: Workload, factor: float, note: str) -> Workload:
 
 
 def redrawn(workload: Workload, process: Process, seed: int) -> Workload:
-    """The same requests in the same order at new times, as the Splitwise study does with its traces' lengths."""
+    """The same requests in the same order at generated times, as in the Splitwise study."""
     times = process.times(random.Random(f"{workload.name}, gaps, {seed}"))
     moved = [replace(each, at_s=at_s) for each, at_s in zip(workload.arrivals, times, strict=False)]
     return workload.noted(moved, f"arrivals generated again: {process}")
@@ -78,12 +77,12 @@ def redrawn(workload: Workload, process: Process, seed: int) -> Workload:
 def resampled(workload: Workload, count: int, rate: float, seed: int) -> Workload:
     """`count` requests with lengths drawn from this workload's, Poisson at `rate`. They share no prefixes."""
     lengths = Resampled.of(workload.arrivals)
-    drawn = synthetic(workload.name, Poisson(rate), lengths, key=workload.name, seed=seed, count=count)
-    return workload.noted(drawn.arrivals, f"{count} requests with lengths drawn from it, Poisson at {rate:g}/s")
+    sample = synthetic(workload.name, Poisson(rate), lengths, key=workload.name, seed=seed, count=count)
+    return workload.noted(sample.arrivals, f"{count} requests with lengths drawn from it, Poisson at {rate:g}/s")
 
 
 def tick_s(times: Sequence[float]) -> float:
-    """The grain to which ordered times were rounded: the usual gap between different ones. 0: hardly any are equal."""
+    """The resolution to which sorted times were rounded: the median gap between different ones; 0 if few are equal."""
     different = [at_s for at_s, _ in groupby(times)]
     if len(different) < 2 or 2 * len(different) > len(times):
         return 0.0
@@ -91,9 +90,9 @@ def tick_s(times: Sequence[float]) -> float:
 
 
 def jittered(workload: Workload, tick: float, seed: int) -> Workload:
-    """Requests of one time spread evenly over the `tick` seconds after it, or up to the next time if that is sooner.
+    """Spread requests with the same time uniformly over the next `tick` seconds, or up to the next time if sooner.
 
-    The order of requests stays. Without it a trace with ticks has bursts that never were.
+    Keeps the order. Undoes the rounding of a trace's times, which would otherwise look like bursts.
     """
     if not tick > 0:
         raise WorkloadError(f"{workload.name}: jitter needs a tick above 0 s, got {tick:g}")
@@ -109,9 +108,6 @@ def jittered(workload: Workload, tick: float, seed: int) -> Workload:
     return workload.noted(moved, f"spread evenly inside ticks of {tick:.4g} s (seed {seed})")
 
 
-# ---- a part of it ------------------------------------------------------------------------------------------------
-
-
 def first(workload: Workload, count: int) -> Workload:
     """The first `count` requests; all, if there are fewer."""
     if count > len(workload.arrivals):
@@ -120,21 +116,18 @@ def first(workload: Workload, count: int) -> Workload:
 
 
 def window(workload: Workload, begin_s: float, end_s: float) -> Workload:
-    """What comes from `begin_s` on and before `end_s`, with times counted from `begin_s`."""
+    """Requests from `begin_s` to before `end_s`, with times counted from `begin_s`."""
     kept = [replace(each, at_s=each.at_s - begin_s) for each in workload.arrivals if begin_s <= each.at_s < end_s]
     if not kept:
         raise WorkloadError(
-            f"{workload.name} has no requests from {begin_s:g} s to {end_s:g} s; its last comes at "
+            f"{workload.name} has no requests from {begin_s:g} s to {end_s:g} s; its last arrives at "
             f"{workload.arrivals[-1].at_s:g} s"
         )
     return workload.noted(kept, f"from {begin_s:g} s to {end_s:g} s")
 
 
-# ---- other lengths -----------------------------------------------------------------------------------------------
-
-
 def clipped(workload: Workload, context_tokens: int) -> Workload:
-    """Requests longer than the context are made to fit: first the prompt's end is cut off, then the answer's."""
+    """Cut requests that are longer than the context: the end of the prompt first, then the output."""
     if context_tokens < 2:
         raise WorkloadError(f"{workload.name}: a context has at least 2 tokens, got {context_tokens}")
     cut = [_clip(each, context_tokens, workload.block_tokens) for each in workload.arrivals]
@@ -165,13 +158,11 @@ def fitting(workload: Workload, context_tokens: int) -> Workload:
     return workload.noted(kept, note)
 
 
-# ---- other prompts -----------------------------------------------------------------------------------------------
-
-
 def with_distinct_prompts(workload: Workload, number: int) -> Workload:
-    """The same requests with prompts that no other number's have, so that what one run leaves in caches helps no other.
+    """The same requests with prompts that differ from those of every other `number`, so that one run's prefix cache
+    does not serve the next run.
 
-    Within the workload prompts share what they did. No note: nothing else is another. `number` is below 2**30.
+    Sharing within the workload stays. Adds no note. `number` is below 2**30.
     """
     ids: dict[int, int] = {}
     base = number << _IDS_BITS
@@ -183,16 +174,13 @@ def with_distinct_prompts(workload: Workload, number: int) -> Workload:
 
 
 def run_number(seed: int, turn: int) -> int:
-    """The number for `with_distinct_prompts` of one run among those of other seeds and turns."""
+    """A distinct number for `with_distinct_prompts` for each seed and turn."""
     return (seed % 2**19) * TURNS_PER_SEED + turn % TURNS_PER_SEED
-
-
-# ---- parts in a row ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadPhase:
-    """A part of a longer workload. `seconds` until the next begins; None: its last arrival and one mean gap."""
+    """A part of a longer workload. `seconds` until the next begins; None: one mean gap after its last arrival."""
 
     workload: Workload
     seconds: float | None = None
@@ -204,17 +192,17 @@ class WorkloadPhase:
             return last_s + (1.0 / self.workload.rate if self.workload.rate else 0.0)
         if self.seconds < last_s:
             raise WorkloadError(
-                f"{self.workload.name}: its last request comes at {last_s:g} s, after {self.seconds:g} s"
+                f"{self.workload.name}: its last request arrives at {last_s:g} s, after {self.seconds:g} s"
             )
         return self.seconds
 
 
 def concatenated(phases: Sequence[WorkloadPhase]) -> Workload:
-    """One after another. Prefixes are shared within a source, and between phases of the same name."""
+    """Run phases one after another. Prefixes are shared within a phase and between phases of the same name."""
     sizes = {each.workload.block_tokens for each in phases if any(one.prefix for one in each.workload.arrivals)}
     if len(sizes) > 1:
         raise WorkloadError(f"phases with prefix blocks of {sorted(sizes)} tokens cannot follow one another")
-    ids: dict[str, int] = {}  # how many a source may use
+    ids: dict[str, int] = {}  # workload name -> number of prefix ids
     for phase in phases:
         used = max((max(each.prefix) + 1 for each in phase.workload.arrivals if each.prefix), default=0)
         ids[phase.workload.name] = max(used, ids.get(phase.workload.name, 0))

@@ -1,6 +1,6 @@
-"""From a trace's rows to a workload: what no request may be, the order of time, and requests of one tick.
+"""Makes a workload of a trace's rows: validates them, orders them by time, and spreads requests of the same tick.
 
-Reads no further than the options ask for, so that the first requests of a huge file are there at once.
+Reads no further than the options need, so the first requests of a huge file load fast.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.offline.workload import changes
-from cluster.offline.workload.arrivals import MOST_REQUESTS, MOST_TOKENS, Arrival, Workload, WorkloadError
+from cluster.offline.workload.arrivals import MAX_REQUESTS, MAX_TOKENS, Arrival, Workload, WorkloadError
 from cluster.offline.workload.options import WorkloadOptions
 from cluster.offline.workload.streams import opened
 from cluster.offline.workload.traces import TraceRow, read
@@ -54,7 +54,7 @@ class _Filled:
 
 
 def _arrivals(rows: Iterable[TraceRow], block_tokens: int, any_order: bool) -> Iterator[Arrival]:
-    """Times counted from the first one's."""
+    """Validated rows, with times counted from the first one."""
     begin_s: float | None = None
     last_s, timed = -math.inf, True
     for row in rows:
@@ -68,7 +68,7 @@ def _arrivals(rows: Iterable[TraceRow], block_tokens: int, any_order: bool) -> I
 
 
 def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool, any_order: bool) -> str:
-    """Why this row is no request; empty: it is one."""
+    """Why this row is invalid; empty if it is valid."""
     if timed is not (row.at_s is not None):
         return "some requests have a time and some have none"
     if row.at_s is not None and not math.isfinite(row.at_s):
@@ -76,9 +76,9 @@ def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool, any_o
     if row.at_s is not None and row.at_s < last_s and not any_order:
         return f"time goes back by {last_s - row.at_s:.6g} s; with sort=yes requests are put in order"
     for what, tokens in (("prompt", row.prompt_tokens), ("answer", row.output_tokens)):
-        if not 1 <= tokens <= MOST_TOKENS:
+        if not 1 <= tokens <= MAX_TOKENS:
             hint = "; with zero=drop such requests are left out" if tokens == 0 else ""
-            return f"the {what} has {str(tokens)[:20]} tokens; it must have 1 to {MOST_TOKENS:,}{hint}"
+            return f"the {what} has {str(tokens)[:20]} tokens; it must have 1 to {MAX_TOKENS:,}{hint}"
     if (len(row.prefix) - 1) * block_tokens >= row.prompt_tokens:
         return (
             f"{len(row.prefix)} blocks of {block_tokens} tokens are more than the prompt of {row.prompt_tokens} has; "
@@ -90,7 +90,7 @@ def _problem(row: TraceRow, block_tokens: int, last_s: float, timed: bool, any_o
 
 
 def _wanted(arrivals: Iterator[Arrival], options: WorkloadOptions, path: Path, ticked: bool) -> Iterator[Arrival]:
-    """As many as the options can need; for jitter some ticks more, and those before a window that it may move there."""
+    """The arrivals that the options can need. Jitter needs a few ticks more, and some before a window."""
     in_order = options.sort != "yes"
     begin_s = options.begin or 0.0
     reach_s = options.jitter if isinstance(options.jitter, float) else _LONGEST_TICK_S
@@ -106,10 +106,8 @@ def _wanted(arrivals: Iterator[Arrival], options: WorkloadOptions, path: Path, t
             return
         if in_order and arrival.at_s < begin_s - reach_s:
             continue
-        if count == MOST_REQUESTS:
-            raise WorkloadError(
-                f"{path}: more than {MOST_REQUESTS:,} requests; take a part, by first= or from=, until="
-            )
+        if count == MAX_REQUESTS:
+            raise WorkloadError(f"{path}: more than {MAX_REQUESTS:,} requests; take a part, by first= or from=, until=")
         yield arrival
         count += 1
 

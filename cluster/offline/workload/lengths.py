@@ -1,7 +1,7 @@
-"""How long prompts and answers are: distributions that draw one pair of lengths for each request. Knows no time.
+"""Distributions of prompt and output lengths; each draw is one pair of lengths.
 
-A prompt above 512 tokens and an answer above 128 are long; the borders are TetriInfer's (Hu et al., 2024). The mixes'
-lengths are log-normal between their borders.
+A prompt above 512 tokens and an output above 128 are long, as in TetriInfer (Hu et al., 2024). Lengths of the mixes are
+log-normal within those bounds.
 """
 
 import math
@@ -11,24 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.offline.workload.arrivals import MOST_TOKENS, Arrival, WorkloadError
+from cluster.offline.workload.arrivals import MAX_TOKENS, Arrival, WorkloadError
 
 
 class Distribution(Protocol):
-    """Of one length, in tokens."""
+    """A distribution of lengths in tokens."""
 
     def draw(self, source: random.Random) -> int: ...
 
 
 class Lengths(Protocol):
-    """Of a prompt and its answer, in tokens."""
+    """A distribution of (prompt, output) lengths in tokens."""
 
     def draw(self, source: random.Random) -> tuple[int, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Log-normal with this median, drawn again until it lies between `least` and `most`."""
+    """Log-normal with this median, truncated to `least`..`most` by rejection."""
 
     median: int
     sigma: float
@@ -37,22 +37,22 @@ class LogNormal:
 
     def draw(self, source: random.Random) -> int:
         while True:
-            drawn = round(self.median * math.exp(source.gauss(0.0, self.sigma)))
-            if self.least <= drawn <= self.most:
-                return drawn
+            length = round(self.median * math.exp(source.gauss(0.0, self.sigma)))
+            if self.least <= length <= self.most:
+                return length
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Every length from `least` to `most` is as likely as any other; both the same: a fixed length."""
+    """Uniform from `least` to `most`; a fixed length if they are equal."""
 
     least: int
     most: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most <= MOST_TOKENS:
+        if not 1 <= self.least <= self.most <= MAX_TOKENS:
             raise WorkloadError(
-                f"lengths {self.least}-{self.most}: write the shorter first, from 1 to {MOST_TOKENS:,} tokens"
+                f"lengths {self.least}-{self.most}: write the shorter first, from 1 to {MAX_TOKENS:,} tokens"
             )
 
     def draw(self, source: random.Random) -> int:
@@ -61,7 +61,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class LengthMix:
-    """Each request is of one of these kinds (of prompt, of answer), all equally likely."""
+    """A mix of (prompt, output) distributions, all equally likely."""
 
     kinds: Sequence[tuple[Distribution, Distribution]]
 
@@ -72,7 +72,7 @@ class LengthMix:
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
-    """Pairs seen elsewhere, drawn with replacement: a prompt keeps its own answer."""
+    """Pairs of a trace, drawn with replacement; a prompt keeps its own output length."""
 
     pairs: Sequence[tuple[int, int]]
 
@@ -96,19 +96,19 @@ _PURE = {
 KINDS = {name: (kind,) for name, kind in _PURE.items()} | {"mixed": tuple(_PURE.values())}
 MIXES = {name: LengthMix(kinds) for name, kinds in KINDS.items()}
 
-_WRITTEN = re.compile(r"(?:([1-9]\d?)x)?(\d{1,9})(?:-(\d{1,9}))?/(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_LENGTHS = re.compile(r"(?:([1-9]\d?)x)?(\d{1,9})(?:-(\d{1,9}))?/(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
 
-def written(text: str) -> Lengths | None:
-    """A mix by name, or `PROMPT/OUTPUT` where each is a number or a range (`1500-2000/500`). None: neither.
+def parse_lengths(text: str) -> Lengths | None:
+    """Parse a mix's name, or `PROMPT/OUTPUT` where each is a number or a range (`1500-2000/500`). None: invalid.
 
-    Several with `+` between are a mix of one's own: `4x64/48+1024/48`, of five requests one is long.
+    `+` makes a mix: with `4x64/48+1024/48`, one in five requests is long.
     """
     if text in MIXES:
         return MIXES[text]
     kinds: list[tuple[Distribution, Distribution]] = []
     for part in text.split("+"):
-        found = _WRITTEN.fullmatch(part)
+        found = _LENGTHS.fullmatch(part)
         if found is None:
             return None
         times, least, most, shortest, longest = found.groups()

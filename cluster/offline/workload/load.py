@@ -1,4 +1,4 @@
-"""From one line of text to a workload: `load_workload` and its grammar. The only part that opens files."""
+"""`load_workload`: parses a workload description and loads or generates the workload. Opens trace files."""
 
 import difflib
 import math
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.offline.workload import changes
-from cluster.offline.workload.arrivals import MOST_REQUESTS, Workload, WorkloadError
+from cluster.offline.workload.arrivals import MAX_REQUESTS, Workload, WorkloadError
 from cluster.offline.workload.changes import WorkloadPhase
 from cluster.offline.workload.collect import collect
-from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, written
+from cluster.offline.workload.lengths import MIXES, Lengths, Resampled, parse_lengths
 from cluster.offline.workload.options import FOR_ALL_PROCESSES, FOR_TRACES, WorkloadOptions, parse_options, split
 from cluster.offline.workload.processes import Burst, Constant, Day, Gamma, OnOff, Poisson, Process, Weibull
 
-_OF_TIME = ("rate", "duration")  # which a burst has not
-_SEEDS_APART = 1_000_003  # so that the phases of one seed draw nothing of the next seed's
+_OF_TIME = ("rate", "duration")  # not for bursts
+_SEED_STRIDE = 1_000_003  # so that phases of one seed do not reuse another seed
 
-# name -> its process, and which of its parameters an option sets
+# name -> process, and option -> parameter
 _PROCESSES: dict[str, tuple[Callable[..., Process], dict[str, str]]] = {
     "poisson": (Poisson, {}),
     "gamma": (Gamma, {"cv": "cv"}),
@@ -30,7 +30,7 @@ _PROCESSES: dict[str, tuple[Callable[..., Process], dict[str, str]]] = {
 
 
 def load_workload(source: str, *, seed: int = 0) -> Workload:
-    """A trace file or a synthetic workload, as one line describes it.
+    """Load a trace file or generate a synthetic workload from a one-line description.
 
     SOURCE[:KEY=VALUE,...]             one source with its options
     SOURCE[:...] + SOURCE[:...] + ...  phases, one after another
@@ -72,7 +72,7 @@ def load_workload(source: str, *, seed: int = 0) -> Workload:
     `WorkloadError`, with file and line where there is one.
     """
     parts = [source] if os.path.exists(source) else [part.strip() for part in source.split(" + ")]
-    phases = [_phase(part, seed + _SEEDS_APART * number) for number, part in enumerate(parts)]
+    phases = [_phase(part, seed + _SEED_STRIDE * number) for number, part in enumerate(parts)]
     return phases[0].workload if len(phases) == 1 else changes.concatenated(phases)
 
 
@@ -88,7 +88,7 @@ def _phase(text: str, seed: int) -> WorkloadPhase:
 
 
 def _part(workload: Workload, options: WorkloadOptions) -> Workload:
-    """Of all its requests those asked for, at the lengths asked for."""
+    """The selected requests, with clipped lengths."""
     if options.begin is not None or options.until is not None:
         workload = changes.window(workload, options.begin or 0.0, options.until or math.inf)
     if options.first is not None:
@@ -107,9 +107,6 @@ def _paced(workload: Workload, options: WorkloadOptions, end_s: float | None) ->
     return WorkloadPhase(workload if options.speed is None else changes.faster(workload, speed), seconds)
 
 
-# ---- synthetic ---------------------------------------------------------------------------------------------------
-
-
 def _synthetic(text: str, head: str, rest: str, seed: int) -> WorkloadPhase:
     process, own = _PROCESSES[head]
     timeless = head == "burst"
@@ -124,8 +121,8 @@ def _synthetic(text: str, head: str, rest: str, seed: int) -> WorkloadPhase:
         raise WorkloadError(
             f"{head} needs an end: count=500 (requests){'' if timeless else ' or duration=300 (seconds)'}"
         )
-    if options.count is None and (options.rate or 0.0) * (options.duration or 0.0) > MOST_REQUESTS:
-        raise WorkloadError(f"{head}: rate times duration is more than {MOST_REQUESTS:,} requests; ask for fewer")
+    if options.count is None and (options.rate or 0.0) * (options.duration or 0.0) > MAX_REQUESTS:
+        raise WorkloadError(f"{head}: rate times duration is more than {MAX_REQUESTS:,} requests; ask for fewer")
     set_ones = {name: value for key, name in own.items() if (value := getattr(options, key)) is not None}
     made = changes.synthetic(
         text,
@@ -141,7 +138,7 @@ def _synthetic(text: str, head: str, rest: str, seed: int) -> WorkloadPhase:
 
 
 def _lengths(text: str, seed: int) -> Lengths:
-    if found := written(text):
+    if found := parse_lengths(text):
         return found
     if os.path.exists(text):
         return Resampled.of(collect(Path(text), WorkloadOptions(), seed).arrivals)
@@ -151,9 +148,6 @@ def _lengths(text: str, seed: int) -> Lengths:
     )
 
 
-# ---- traces ------------------------------------------------------------------------------------------------------
-
-
 def _trace(path: Path, options: WorkloadOptions, seed: int) -> WorkloadPhase:
     workload = _part(collect(path, options, seed), options)
     retimed = _retimed(workload, options, seed)
@@ -161,7 +155,7 @@ def _trace(path: Path, options: WorkloadOptions, seed: int) -> WorkloadPhase:
 
 
 def _retimed(workload: Workload, options: WorkloadOptions, seed: int) -> Workload:
-    """At the rate and with the arrivals asked for. A trace without times is redrawn or refused."""
+    """Apply rate, arrivals and sample. A trace without times needs generated arrivals."""
     rate = options.rate or workload.rate
     how = options.arrivals or ("poisson" if options.sample or not workload.rate else "scaled")
     if how == "burst" and not options.sample:

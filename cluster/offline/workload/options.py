@@ -1,48 +1,21 @@
-"""The options in a workload's description: which there are, what they may be, and how they are read from text.
+"""The options of a workload description: their names, valid values and parser.
 
-Knows no file and no process. A wrong option is one `WorkloadError` that names the nearest right one.
+The `WorkloadError` for an unknown option suggests the nearest one.
 """
 
 import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from cluster.offline.workload.arrivals import MOST_REQUESTS, MOST_TOKENS, WorkloadError
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadOptions:
-    """What a description says; None: it says nothing. `load_workload` has what each means."""
-
-    rate: float | None = None
-    count: int | None = None
-    duration: float | None = None
-    lengths: str | None = None
-    cv: float | None = None
-    shape: float | None = None
-    on: float | None = None
-    off: float | None = None
-    swing: float | None = None
-    period: float | None = None
-    begin: float | None = None  # written "from"
-    until: float | None = None
-    first: int | None = None
-    clip: int | None = None
-    drop: int | None = None
-    speed: float | None = None
-    sample: int | None = None
-    arrivals: str | None = None
-    jitter: str | float | None = None
-    block: int | None = None
-    sort: str | None = None
-    zero: str | None = None
+from cluster.offline.workload.arrivals import MAX_REQUESTS, MAX_TOKENS, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """`read` raises ValueError for what breaks the rule."""
+    """`read` raises ValueError for invalid text; `rule` says what is valid."""
 
     rule: str
     read: Callable[[str], str | float | int]
@@ -87,30 +60,43 @@ def _jitter() -> _Option:
     return _Option("auto, on, off, or the tick's seconds", read)
 
 
+def _field(option: _Option) -> Any:
+    return field(default=None, metadata={"option": option})
+
+
 _SECONDS = _number(1e-6, 1e9)
-_OPTIONS = {
-    "rate": _number(1e-6, 1e6),
-    "count": _count(MOST_REQUESTS),
-    "duration": _SECONDS,
-    "lengths": _Option("a mix, PROMPT/OUTPUT or a trace", str),
-    "cv": _number(0.01, 100.0),
-    "shape": _number(0.1, 100.0),
-    "on": _SECONDS,
-    "off": _SECONDS,
-    "swing": _number(0.0, 1.0),
-    "period": _SECONDS,
-    "from": _number(0.0, 1e9),
-    "until": _SECONDS,
-    "first": _count(MOST_REQUESTS),
-    "clip": _count(2 * MOST_TOKENS),
-    "drop": _count(2 * MOST_TOKENS),
-    "speed": _number(1e-6, 1e6),
-    "sample": _count(MOST_REQUESTS),
-    "arrivals": _word("scaled", "poisson", "constant", "burst"),
-    "jitter": _jitter(),
-    "block": _count(MOST_TOKENS),
-    "sort": _word("yes", "no"),
-    "zero": _word("refuse", "drop"),
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """The options of a description; None: not given. `load_workload` documents them."""
+
+    rate: float | None = _field(_number(1e-6, 1e6))
+    count: int | None = _field(_count(MAX_REQUESTS))
+    duration: float | None = _field(_SECONDS)
+    lengths: str | None = _field(_Option("a mix, PROMPT/OUTPUT or a trace", str))
+    cv: float | None = _field(_number(0.01, 100.0))
+    shape: float | None = _field(_number(0.1, 100.0))
+    on: float | None = _field(_SECONDS)
+    off: float | None = _field(_SECONDS)
+    swing: float | None = _field(_number(0.0, 1.0))
+    period: float | None = _field(_SECONDS)
+    begin: float | None = _field(_number(0.0, 1e9))  # written "from"
+    until: float | None = _field(_SECONDS)
+    first: int | None = _field(_count(MAX_REQUESTS))
+    clip: int | None = _field(_count(2 * MAX_TOKENS))
+    drop: int | None = _field(_count(2 * MAX_TOKENS))
+    speed: float | None = _field(_number(1e-6, 1e6))
+    sample: int | None = _field(_count(MAX_REQUESTS))
+    arrivals: str | None = _field(_word("scaled", "poisson", "constant", "burst"))
+    jitter: str | float | None = _field(_jitter())
+    block: int | None = _field(_count(MAX_TOKENS))
+    sort: str | None = _field(_word("yes", "no"))
+    zero: str | None = _field(_word("refuse", "drop"))
+
+
+_OPTIONS: dict[str, _Option] = {
+    "from" if each.name == "begin" else each.name: each.metadata["option"] for each in fields(WorkloadOptions)
 }
 _COMMON = ("from", "until", "first", "clip", "drop", "speed")
 FOR_TRACES = ("rate", "sample", "arrivals", "jitter", "block", "sort", "zero", *_COMMON)
@@ -128,7 +114,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 def parse_options(text: str, known: Sequence[str], source: str) -> WorkloadOptions:
-    """Of a source that knows only these keys."""
+    """Parse `KEY=VALUE,...` for a source that takes the `known` keys."""
     values: dict[str, str | float | int] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, written = (each.strip() for each in part.partition("="))

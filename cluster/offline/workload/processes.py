@@ -1,7 +1,7 @@
-"""When requests come: arrival processes that give endless times from a seeded source. Knows no lengths.
+"""Arrival processes: infinite sequences of arrival times from a seeded source.
 
-Times are seconds from 0 on, in order. Every process has a mean rate in requests a second over long times, and the same
-source gives the same pattern at every rate, only faster. Sources: gamma gaps with a coefficient of variation as in
+Times are seconds from 0 on, in order. `rate` is the long-term mean in requests/s; the same seed gives the same pattern
+at every rate, only faster. Sources: gamma gaps with a coefficient of variation as in
 AlpaServe (Li et al., 2023); Weibull gaps as in BurstGPT (Wang et al., 2024); a rate that changes over time by thinning
 (Lewis and Shedler, 1979).
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class Process(Protocol):
-    """Of arrivals. `times` is endless unless all come at once."""
+    """Arrival times; `times` never ends."""
 
     def times(self, source: random.Random) -> Iterator[float]: ...
 
@@ -29,7 +29,7 @@ def _summed(gap: Callable[[], float]) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Nobody knows of anybody: exponential gaps."""
+    """Independent arrivals: exponential gaps."""
 
     rate: float
 

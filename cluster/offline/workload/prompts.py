@@ -1,10 +1,10 @@
-"""A workload's requests with token ids for prompts. Equal blocks get equal tokens, and nothing else is alike.
+"""Generates the prompts of a workload as token ids. Equal prefix blocks get equal tokens; all other tokens differ.
 
-    tokens of a stretch     [ its number in base vocab_size - 3, lowest digit first | ordinary tokens ]
+    tokens of a segment     [ its number in base vocab_size - 3, lowest digit first | ordinary tokens ]
 
-A stretch is a block that a prefix names, or what a prompt has behind these. Its number says which, so that two
-stretches differ within their first few tokens (5 for vocabularies above 22,000) without any chance in it; the rest is a
-slice of a fixed table, which makes a prompt of 12,000 tokens a matter of copying references.
+A segment is a named prefix block, or the rest of a prompt after its named blocks. It begins with its number, so two
+segments always differ within their first tokens (5 for vocabularies above 22,000). The rest is a slice of a fixed
+table, so long prompts are cheap.
 """
 
 import random
@@ -13,38 +13,38 @@ from functools import lru_cache
 from cluster.offline.workload.arrivals import Workload, WorkloadError
 from workers.request import SLO, Request, SamplingParams
 
-FIRST_TOKEN = 3  # the tokens below often end a text
+FIRST_TOKEN = 3  # tokens below are often end-of-sequence tokens
 _TABLE_TOKENS = 1 << 16
-_NUMBERS = 2**72  # above twice any block's id or request's index
-_STRIDE = 40_503  # odd: neighbours' slices begin far apart, and every place in the table is used
+_NUMBERS = 2**72  # more than twice any block id or request index
+_STRIDE = 40_503  # odd, so that consecutive slices begin far apart and the whole table is used
 _NO_SLO = SLO()
 
 
 def prompt_tokens(workload: Workload, index: int, vocab_size: int) -> tuple[int, ...]:
-    """The prompt of request `index`, from `FIRST_TOKEN` on and below `vocab_size`.
+    """The prompt of request `index`: token ids from `FIRST_TOKEN` to below `vocab_size`.
 
-    Two prompts begin with the same tokens as far as their prefixes name the same blocks. The last block of a prompt
-    may be too short to tell it from others: with very few tokens there are only so many prompts.
+    Two prompts share the tokens of their common leading prefix blocks. Prompts of very few tokens may be equal by
+    chance.
     """
     arrival = workload.arrivals[index]
     size, wanted = workload.block_tokens, arrival.prompt_tokens
     tokens: list[int] = []
     for block in arrival.prefix:
-        tokens += _stretch(2 * block, min(size, wanted - len(tokens)), vocab_size)
+        tokens += _segment(2 * block, min(size, wanted - len(tokens)), vocab_size)
     if len(tokens) < wanted:
-        tokens += _stretch(2 * index + 1, wanted - len(tokens), vocab_size)
+        tokens += _segment(2 * index + 1, wanted - len(tokens), vocab_size)
     return tuple(tokens)
 
 
 def request(workload: Workload, index: int, vocab_size: int, *, slo: SLO = _NO_SLO, seed: int = 0) -> Request:
-    """Greedy, and with exactly as many output tokens as the workload says: no end token ends it sooner."""
+    """A greedy request that generates exactly the workload's number of output tokens (`ignore_eos`)."""
     arrival = workload.arrivals[index]
     sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=arrival.output_tokens, ignore_eos=True)
     prompt = prompt_tokens(workload, index, vocab_size)
     return Request(f"w-{index}", prompt, sampling, slo, session=arrival.session)
 
 
-def _stretch(number: int, count: int, vocab_size: int) -> list[int]:
+def _segment(number: int, count: int, vocab_size: int) -> list[int]:
     table, width = _table(vocab_size)
     if not 0 <= number < _NUMBERS:
         raise WorkloadError(f"a prefix block's id is {number // 2}; ids must be 0 to {_NUMBERS // 2 - 1}")
@@ -62,7 +62,7 @@ def _stretch(number: int, count: int, vocab_size: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _table(vocab_size: int) -> tuple[list[int], int]:
-    """Ordinary tokens, twice in a row, so that a slice may begin anywhere; and how many digits a number has."""
+    """The table of ordinary tokens, repeated once so that a slice can begin anywhere; and the digits of a number."""
     base = vocab_size - FIRST_TOKEN
     if base < 2:
         raise WorkloadError(

@@ -1,6 +1,6 @@
-"""A trace file as a stream: plain or gzip, lines of text or JSON records, never the whole file at once.
+"""Streams a trace file: plain or gzip, lines or JSON records, never the whole file at once.
 
-Knows no trace format. What is wrong with a file is a `WorkloadError` that names it and, where there is one, the line.
+Knows no trace format. Errors are `WorkloadError`s that name the file and, if known, the line.
 """
 
 import csv
@@ -18,7 +18,7 @@ import msgspec
 
 from cluster.offline.workload.arrivals import WorkloadError
 
-LONGEST_LINE = 64 << 20  # bytes; a line beyond this is no line of a trace
+MAX_LINE_BYTES = 64 << 20
 _PIECE = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _BETWEEN = re.compile(r"[\s,]*")  # objects of an array
@@ -43,7 +43,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
 
 
 def first_character(stream: BufferedReader, path: Path) -> str:
-    """What the text begins with, behind white space. Reads nothing off the stream."""
+    """The first character after white space. Consumes nothing."""
     seen = stream.peek(1)
     if not seen:
         raise WorkloadError(f"{path} is empty")
@@ -53,12 +53,12 @@ def first_character(stream: BufferedReader, path: Path) -> str:
 
 
 def lines(stream: BufferedReader, path: Path) -> Iterator[str]:
-    """Every line, blank ones too, so that counting them gives line numbers."""
+    """Every line, including blank ones, so that counting them gives line numbers."""
     number = 0
-    while line := stream.readline(LONGEST_LINE):
+    while line := stream.readline(MAX_LINE_BYTES):
         number += 1
-        if len(line) == LONGEST_LINE:
-            raise WorkloadError(f"{path}, line {number}: longer than {LONGEST_LINE >> 20} MiB; this is no trace")
+        if len(line) == MAX_LINE_BYTES:
+            raise WorkloadError(f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; this is no trace")
         yield (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
 
 
@@ -74,7 +74,7 @@ def table(stream: BufferedReader, path: Path) -> Iterator[tuple[int, list[str]]]
 
 
 def json_lines(stream: BufferedReader, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One object a line, each with its place."""
+    """One object per line, with its file and line."""
     for number, line in enumerate(lines(stream, path), 1):
         if not line.strip():
             continue
@@ -87,27 +87,31 @@ def json_lines(stream: BufferedReader, path: Path) -> Iterator[tuple[str, dict[s
 
 
 def json_array(stream: BufferedReader, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of one large array, each with its place; holds a piece of the file and one object."""
+    """The objects of one large array, with file and record number; holds a piece of the file and one object."""
     text = TextIOWrapper(stream, "utf-8-sig")
     decoder = json.JSONDecoder()
     held, piece, number = text.read(_PIECE), _PIECE, 0
-    at = _behind(held, held.index("[") + 1)
+    at = _skip_separators(held, held.index("[") + 1)
     while held[at : at + 1] != "]":
         place = f"{path}, record {number + 1}"
         try:
             found, at = decoder.raw_decode(held, at)
         except (ValueError, RecursionError) as error:
             more = text.read(piece)
-            if not more or len(held) - at > LONGEST_LINE:
+            if not more or len(held) - at > MAX_LINE_BYTES:
                 raise WorkloadError(f"{place}: not JSON, or cut off ({error})") from error
-            held, at, piece = held[at:] + more, 0, 2 * piece  # one long object is not decoded once for every piece
+            held, at, piece = (
+                held[at:] + more,
+                0,
+                2 * piece,
+            )  # do not decode a long object for every piece
         else:
             piece, number = _PIECE, number + 1
             yield place, _object(found, place)
-        at = _behind(held, at)
+        at = _skip_separators(held, at)
 
 
-def _behind(text: str, at: int) -> int:
+def _skip_separators(text: str, at: int) -> int:
     found = _BETWEEN.match(text, at)
     return found.end() if found else at
 

@@ -1,6 +1,6 @@
-"""The public trace formats, each read as rows of (time, prompt, output, prefix, session). Knows no rate and no jitter.
+"""Reads public trace formats as rows of (time, prompt, output, prefix, session).
 
-A format is found by columns and keys, never by a file's name:
+The format is recognized by columns and keys, not by the file's name:
 
     CSV         Azure LLM inference 2023 and 2024, Splitwise's simulator, Vidur (with or without times), BurstGPT
     JSON lines  Mooncake (ms, blocks of 512 tokens) and Qwen-Bailian (s, blocks of 16 tokens, chats)
@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 
 class TraceRow(NamedTuple):
-    """One request as its file has it. `at_s` None: the file has no times. `place` is the file and line."""
+    """One request of a file. `at_s` is None if the file has no times. `place`: file and line, for errors."""
 
     place: str
     at_s: float | None
@@ -38,10 +38,10 @@ class TraceRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A file being read. `rows` can be gone through once, while the file is open.
+    """A file being read. `rows` can be iterated once, while the file is open.
 
-    `ticked`: times are known to be rounded, so that requests of one tick did not really come at once. `drops_empty`:
-    requests without an output are failures that the format records. `note`: what was done to the source.
+    `ticked`: times are rounded, so requests with the same time did not arrive at once. `drops_empty`: the format
+    records failed requests as empty outputs. `note`: a note for the workload.
     """
 
     rows: Iterable[TraceRow]
@@ -52,7 +52,7 @@ class Trace:
 
 
 def four_characters(text: str) -> int:
-    """The usual guess at a text's tokens, for lack of a tokenizer."""
+    """An estimate of a text's tokens without a tokenizer."""
     return -(-len(text) // 4)
 
 
@@ -66,9 +66,6 @@ def read(stream: BufferedReader, path: Path) -> Trace:
     return _columns(table(stream, path), path)
 
 
-# ---- CSV ---------------------------------------------------------------------------------------------------------
-
-
 def _utc_seconds(text: str) -> float:
     """`2023-11-16 18:15:46.6805900`, with or without an offset; UTC where there is none."""
     found = datetime.fromisoformat(text.strip())
@@ -77,7 +74,7 @@ def _utc_seconds(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """Which columns hold what; names are compared without case."""
+    """The columns of a CSV format; names are case-insensitive."""
 
     name: str
     at: str
@@ -140,7 +137,7 @@ def _cells(
 
 
 def _whole(text: str) -> int:
-    """Tokens, which some tools write as 12.0."""
+    """A number of tokens, which some tools write as 12.0."""
     try:
         return int(text)
     except ValueError:
@@ -151,7 +148,7 @@ def _whole(text: str) -> int:
 
 
 def _misread(cells: Iterable[tuple[str, Callable[[str], float], str]], place: str) -> WorkloadError:
-    """Names the first of (column, its reader, its text) that cannot be read."""
+    """The error for the first of (column, reader, text) that cannot be read."""
     for column, read_cell, text in cells:
         try:
             read_cell(text)
@@ -165,11 +162,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-# ---- JSON --------------------------------------------------------------------------------------------------------
-
-
-class _Blocks(msgspec.Struct):
-    """One request of Mooncake or Qwen-Bailian."""
+class _BlockRequest(msgspec.Struct):
+    """A request of Mooncake or Qwen-Bailian."""
 
     input_length: int
     output_length: int
@@ -185,7 +179,7 @@ class _Turn(msgspec.Struct):
 
 
 class _Conversation(msgspec.Struct):
-    """One of ShareGPT."""
+    """A conversation of ShareGPT."""
 
     conversations: list[_Turn]
     id: int | str = ""
@@ -219,17 +213,17 @@ def _converted(record: dict[str, Any], kind: type[Kind], place: str) -> Kind:
 
 def _blocks(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
     for place, record in records:
-        found = _converted(record, _Blocks, place)
+        found = _converted(record, _BlockRequest, place)
         at_s = None if found.timestamp is None else found.timestamp / 1000.0
         session = "" if found.session_id is None else str(found.session_id)
         yield TraceRow(place, at_s, found.input_length, found.output_length, found.hash_ids, session)
 
 
 def _chats(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
-    """A turn belongs to the session of the turn before it; the first has -1 there."""
+    """A turn has the session of its parent turn; the first turn's parent is -1."""
     sessions: dict[int | str, str] = {}
     for place, record in records:
-        found = _converted(record, _Blocks, place)
+        found = _converted(record, _BlockRequest, place)
         chat, parent = found.chat_id, found.parent_chat_id
         if chat is None:
             raise WorkloadError(f"{place}: no chat_id")
@@ -240,7 +234,7 @@ def _chats(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
 
 
 def _conversations(records: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
-    """The first text is the prompt, the second the answer, as vLLM's and SGLang's benchmarks take them."""
+    """The first text is the prompt and the second the answer, as in vLLM's and SGLang's benchmarks."""
     for place, record in records:
         turns = _converted(record, _Conversation, place).conversations
         texts = [each.value.strip() for each in turns[:2]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.report.gantt import DECODE, MOST_WORKERS, PREFILL, STEP_COLOURS, pool_gantt, request_gantt
+from cluster.offline.report.gantt import DECODE, MAX_WORKERS, PREFILL, STEP_COLOURS, pool_gantt, request_gantt
 from cluster.offline.report.html import pictures
 from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
 from cluster.offline.report.spans import phases
@@ -107,7 +107,7 @@ def test_of_many_workers_some_are_shown_and_the_title_says_so() -> None:
     workers = tuple(WorkerRecord(f"w-{n}", "p", "mixed", 1, 10) for n in range(512))
     steps = tuple(StepRecord(worker.name, 0.0, 1.0, 8, 0) for worker in workers)
     picture = pool_gantt(replace(split_run(1), workers=workers, steps=steps))
-    assert len(panel(picture).get_yticklabels()) == MOST_WORKERS
+    assert len(panel(picture).get_yticklabels()) == MAX_WORKERS
     assert "24 of 512 workers" in texts(picture)
 
 
@@ -131,7 +131,7 @@ def test_everything_is_drawn_for_a_run_without_a_served_request() -> None:
 
 
 def test_all_pictures_of_systems_have_names_of_their_own() -> None:
-    made = pictures(systems())
+    made = list(pictures(systems()))
     names = [each.name for each in made]
     assert len(set(names)) == len(names)
     assert {"goodput", "attainment", "latency", "requests", "phases", "steps-0", "request-0-p50"} <= set(names)

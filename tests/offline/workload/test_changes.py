@@ -110,7 +110,7 @@ def test_phases_that_cannot_follow_one_another() -> None:
     large = Workload("large", (Arrival(0.0, 20, 1, (1,)),))
     with pytest.raises(WorkloadError, match=r"prefix blocks of \[16, 512\] tokens"):
         changes.concatenated([WorkloadPhase(small), WorkloadPhase(large)])
-    with pytest.raises(WorkloadError, match="its last request comes at 5 s, after 4 s"):
+    with pytest.raises(WorkloadError, match="its last request arrives at 5 s, after 4 s"):
         changes.concatenated([WorkloadPhase(small, 4.0), WorkloadPhase(small)])
 
 
@@ -123,8 +123,8 @@ def test_ticks_are_found_where_requests_share_them() -> None:
 @pytest.mark.parametrize(
     ("arrival", "problem"),
     [
-        (Arrival(-1.0, 1, 1), "it comes at -1.0 s"),
-        (Arrival(float("nan"), 1, 1), "it comes at nan s"),
+        (Arrival(-1.0, 1, 1), "it arrives at -1.0 s"),
+        (Arrival(float("nan"), 1, 1), "it arrives at nan s"),
         (Arrival(0.0, 0, 1), "1 to 10,000,000 tokens, got 0 and 1"),
         (Arrival(0.0, 1, 10_000_001), "got 1 and 10000001"),
         (Arrival(0.0, 512, 1, (1, 2)), "2 blocks of 512 tokens are more than the prompt of 512 has"),

@@ -138,7 +138,7 @@ WRONG = {
     "poisson:rate=1,count=5,lengths=9-5/5": "lengths 9-5: write the shorter first",
     "poisson:rate=1,count=5,lengths=99999999/5": "from 1 to 10,000,000 tokens",
     "poisson:rate=1e5,duration=1e6,lengths=1/1": "more than 10,000,000 requests",
-    "poisson:rate=1,count=5,lengths=1/1,from=50": "no requests from 50 s to inf s; its last comes at",
+    "poisson:rate=1,count=5,lengths=1/1,from=50": "no requests from 50 s to inf s; its last arrives at",
     "poisson:rate=1,count=5,lengths=1/1 + nothing": "'nothing' is neither",
     "poisson:rate=1,count=5,lengths=1/1\0": "lengths=1/1\0 are neither",
 }
