@@ -121,7 +121,7 @@ def case_of(contender: Contender, scenario: Scenario, view: View = FRESH) -> Cas
 def _arranged(contender: Contender, scenario: Scenario) -> ClusterSpec:
     fleet, prefills = scenario.fleet, contender.prefills
     if not prefills and system(contender.system).is_split:
-        prefills = balanced(fleet.workers, scenario.machines.model().cost, scenario.draw(1.0, 0), fleet.engine)
+        prefills = balanced(fleet.count, scenario.machines.model().cost, scenario.draw(1.0, 0), fleet.engine)
     spec = arrange(contender.system, fleet, prefills)
     engine: dict[str, Any] = {"batching": "chunked"} if contender.plain else {}
     if contender.chunk:

@@ -17,7 +17,7 @@ from benchmarks.elastic.streams import Stream, denser, sine, superposed
 from cluster.offline.plan.trial import capacity
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.fleet import fleet, pool_model
-from cluster.offline.sim.systems import Fleet
+from cluster.offline.sim.systems import EqualWorkers
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.changes import window
 from cluster.offline.workload.lengths import LengthMix, Lengths, Uniform
@@ -56,7 +56,7 @@ class Machines:
     def model(self) -> PoolModel:
         return pool_model(MODEL, self.hardware, PARALLEL)
 
-    def fleet(self, workers: int) -> Fleet:
+    def fleet(self, workers: int) -> EqualWorkers:
         made = fleet(MODEL, self.hardware, PARALLEL, workers)
         blocks = made.engine.kv_blocks * made.engine.block_size // self.block_size
         return replace(made, engine=replace(made.engine, block_size=self.block_size, kv_blocks=blocks))
@@ -98,7 +98,7 @@ class Scenario:
         return self.phases[-1].end_s
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> EqualWorkers:
         return self.machines.fleet(self.workers)
 
     def draw(self, scale: float, seed: int) -> Workload:

@@ -1,10 +1,10 @@
 """`diptych plan`: the best cluster for a load, or what one instance of a model delivers."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,13 +14,9 @@ from cluster.cli.screen import print_json, say
 from cluster.cli.searching import INTERRUPTED, cut_short, search
 
 if TYPE_CHECKING:
-    from cluster.cli.searching import SearchProgress
-    from cluster.offline.plan.budget import Budget
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.request import PlanRequest
     from workers.request import SLO
-
-T = TypeVar("T")
 
 INSTANCE_S, PLACEMENT_S = 120.0, 600.0  # default time limits
 TTFT_S, TPOT_S = 1.0, 0.05  # default SLOs with --prompt
@@ -159,18 +155,12 @@ def _print_estimate(options: PlanOptions, lines: list[str]) -> None:
         sys.stdout.flush()
 
 
-def _search(options: PlanOptions, default_s: float, work: "Callable[[Budget, SearchProgress], T]") -> tuple[T, str]:
-    return search(options.limit or default_s, options.processes, work)
-
-
-def _print_answer(
-    options: PlanOptions, lines: list[str], value: dict[str, Any], ended_by: str, default_s: float
-) -> None:
+def _print_answer(options: PlanOptions, lines: list[str], value: dict[str, Any], ended_by: str, limit_s: float) -> None:
     """The simulated answer. Exits as an interrupted program does if Ctrl-C cut it short."""
     if options.as_json:
         print_json({**value, "ended_by": ended_by})
     else:
-        click.echo("\n".join([*lines, *cut_short(ended_by, options.limit or default_s)]))
+        click.echo("\n".join([*lines, *cut_short(ended_by, limit_s)]))
     if ended_by == "Ctrl-C":
         sys.exit(INTERRUPTED)
 
@@ -190,16 +180,17 @@ def _place(options: PlanOptions) -> None:
     request = _request(options, _kinds(options), options.gpus or 0, load, positive_slo(options.ttft, options.tpot))
     estimates = outline(request)
     _print_estimate(options, estimate_lines(request, estimates))
-    found, ended_by = _search(
-        options,
-        PLACEMENT_S,
+    limit_s = options.limit or PLACEMENT_S
+    found, ended_by = search(
+        limit_s,
+        options.processes,
         lambda budget, progress: PlacementSearch(request, budget.each, progress.update, budget.past).search(),
     )
     verdict = judge(request, found.options, found.complete) if found.options else None
     if verdict is not None and options.out is not None:
         say(f"written to {options.out}. {write_plan(options.out, request, found, verdict)}")
     value = {**plan_json(request, found, verdict), "estimates": to_builtins(estimates)}
-    _print_answer(options, plan_lines(request, found, verdict), value, ended_by, PLACEMENT_S)
+    _print_answer(options, plan_lines(request, found, verdict), value, ended_by, limit_s)
     if verdict is None and options.out is not None:
         raise click.ClickException(f"{options.out} was not written: nothing was decided in time; give a longer --limit")
 
@@ -231,11 +222,12 @@ def _measure_instances(options: PlanOptions) -> None:
         raise PlanError("; ".join(refused) or "--hardware names no kind of GPU")
     lines = instance_estimate_lines(requests[0], lengths, [one.estimate for one in instances])
     _print_estimate(options, [*lines, *(f"  {each}" for each in refused)])
-    found, ended_by = _search(
-        options, INSTANCE_S, lambda budget, progress: answers(instances, users, budget.each, progress.update)
+    limit_s = options.limit or INSTANCE_S
+    found, ended_by = search(
+        limit_s, options.processes, lambda budget, progress: answers(instances, users, budget.each, progress.update)
     )
     value = {**instance_json(requests[0], lengths, found), "does_not_fit": refused}
-    _print_answer(options, instance_lines(requests[0], lengths, found), value, ended_by, INSTANCE_S)
+    _print_answer(options, instance_lines(requests[0], lengths, found), value, ended_by, limit_s)
 
 
 def _users(text: str) -> list[int]:

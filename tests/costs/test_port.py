@@ -1,4 +1,4 @@
-"""What every cost model promises, whatever it was made from."""
+"""The contract of every cost model, whatever its source."""
 
 import math
 import pickle
@@ -99,7 +99,7 @@ def test_a_slower_machine_is_slower_at_steps_alone(cost: CostModel, tokens: int,
 
 
 @EVERY
-def test_verbs_are_the_mixed_step_of_one_kind(cost: CostModel) -> None:
+def test_prefill_and_decode_are_mixed_steps_of_one_kind(cost: CostModel) -> None:
     assert cost.prefill_seconds(300, 20) == cost.mixed_seconds([(300, 20)], 0, 0)
     assert cost.decode_seconds(3, 900) == cost.mixed_seconds(iter(()), 3, 900)
     assert cost.transfer_seconds(2 * 10**9) > cost.transfer_seconds(10**9) > cost.transfer_seconds(0) >= 0.0
@@ -150,7 +150,7 @@ def test_times_that_cannot_be_are_refused(kind: type[CostModel], fields: dict[st
         StepCurve((1.0, 2.0), (1.0, value))
 
 
-def test_what_is_no_number_or_would_make_mixing_pay_is_refused() -> None:
+def test_text_and_a_mixed_factor_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cost\.step_s is 1 ms"):
         LinearCost(step_s="1 ms")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"mixed_factor is 0\.9"):
@@ -158,7 +158,7 @@ def test_what_is_no_number_or_would_make_mixing_pay_is_refused() -> None:
 
 
 @EVERY
-def test_a_model_survives_the_way_to_another_process(cost: CostModel) -> None:
+def test_a_cost_model_can_be_pickled(cost: CostModel) -> None:
     assert pickle.loads(pickle.dumps(cost)) == cost
     assert hash(cost) == hash(pickle.loads(pickle.dumps(cost)))
 
@@ -202,7 +202,7 @@ def test_a_prompt_is_cut_into_at_most_as_many_parts_as_stages(cost: CostModel, n
     assert -(-num_tokens // stages) <= share <= num_tokens
 
 
-def test_what_a_step_hides_is_not_worth_cutting() -> None:
+def test_a_prompt_hidden_behind_the_weights_is_not_cut() -> None:
     """A roofline's few tokens are free beside the weights that every part would read again."""
     roofline: Any = cost_of("llama-2-7b", "h200")
     bound_by_memory = replace(roofline, send_token_s=0.0)

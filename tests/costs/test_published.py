@@ -1,4 +1,4 @@
-"""The shipped profiles say what their sources say, and the one that is taken says where it comes from."""
+"""The shipped profiles agree with their sources, and a profile names its source."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -209,7 +209,7 @@ def test_a_layer_of_vidur_is_the_sum_of_its_operators() -> None:
         ("opt-13b", A100, 5, "roofline", RooflineCost),
     ],
 )
-def test_the_best_source_that_exists_is_taken_and_named(
+def test_the_best_source_with_data_is_used_and_named(
     model: str, hardware: str, tensor: int, source: str, kind: type
 ) -> None:
     found = profile_of(model, hardware, tensor)
@@ -218,7 +218,7 @@ def test_the_best_source_that_exists_is_taken_and_named(
     assert profile_of(model, hardware, tensor, source=source) == found
 
 
-def test_a_shape_of_ones_own_is_never_taken_for_a_published_one() -> None:
+def test_a_custom_shape_is_never_taken_for_a_published_one() -> None:
     assert profile_of(replace(SHAPES["opt-13b"], element_bytes=1), A100).source == "roofline"
 
 
@@ -230,7 +230,7 @@ def test_transfers_go_over_all_links_of_the_instance() -> None:
     assert cost_of("opt-66b", A100, 2, link=NODE).transfer_byte_s < one.transfer_byte_s
 
 
-def test_what_a_source_has_not_is_said_with_what_it_has() -> None:
+def test_an_error_for_missing_data_lists_what_the_source_has() -> None:
     with pytest.raises(
         ProfileError, match=r"splitwise has no llama-3-8b on h200 at TP 1; it has .*llama-2-70b on a100"
     ):
@@ -246,9 +246,9 @@ def test_what_a_source_has_not_is_said_with_what_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "said"),
+    ("tensor", "pipeline", "message"),
     [(0, 1, "1 or more"), (1, 41, "too few"), (3, 1, "cannot share"), (10, 1, "do not fit in a node")],
 )
-def test_a_split_that_no_engine_runs_is_refused(tensor: int, pipeline: int, said: str) -> None:
-    with pytest.raises(ProfileError, match=said):
+def test_a_split_that_no_engine_runs_is_refused(tensor: int, pipeline: int, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
         cost_of("opt-13b", A100, tensor, pipeline)

@@ -1,4 +1,4 @@
-"""How far the roofline is from what was measured. Run with -s to see the table of errors."""
+"""The error of the roofline against measurements. Run with -s to see the table."""
 
 from itertools import pairwise
 

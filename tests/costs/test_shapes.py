@@ -1,4 +1,4 @@
-"""Sizes of models and machines, where they come from, and what is said when they do not go together."""
+"""Sizes of models and GPUs, where they come from, and errors when they do not fit together."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_flops_of_a_prompt_are_those_of_its_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("name", "found"),
     [
         ("facebook/opt-13b", "opt-13b"),
         ("meta-llama/Llama-2-70b-chat-hf", "llama-2-70b"),
@@ -54,11 +54,11 @@ def test_flops_of_a_prompt_are_those_of_its_chunks() -> None:
         ("bigscience/bloom", "bloom-176b"),
     ],
 )
-def test_names_of_the_hub_are_understood(asked: str, found: str) -> None:
-    assert shape_of(asked).name == found
+def test_names_of_the_hub_are_understood(name: str, found: str) -> None:
+    assert shape_of(name).name == found
 
 
-def test_unknown_names_come_with_the_nearest() -> None:
+def test_an_error_for_an_unknown_name_has_the_nearest() -> None:
     with pytest.raises(UnknownName, match="unknown model 'lama-2-70b'; did you mean 'llama-2-70b'"):
         shape_of("lama-2-70b")
     with pytest.raises(UnknownName, match="did you mean 'a100-40gb' or 'a100-80gb'"):
@@ -101,7 +101,7 @@ def test_other_families_name_their_sizes_otherwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"num_hidden_layers": None}, "has no num_hidden_layers or n_layer"),
         ({"num_hidden_layers": "32"}, "layers is '32'; it must be an integer"),
@@ -111,8 +111,8 @@ def test_other_families_name_their_sizes_otherwise(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "experts"),
     ],
 )
-def test_a_config_that_states_no_dense_decoder_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(ProfileError, match=said):
+def test_a_config_of_no_dense_decoder_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
         shape_of(str(config(tmp_path, **changed)))
 
 
@@ -135,12 +135,12 @@ def test_every_figure_of_a_sheet_has_its_source() -> None:
         assert (sheet.price_per_hour is not None) == ("price" in sheet.sources)
 
 
-def test_a_sheet_of_ones_own_is_read(tmp_path: Path) -> None:
+def test_a_hardware_file_is_read(tmp_path: Path) -> None:
     fields = json.loads((DATA / "hardware.json").read_text())["h100-80gb"]
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"mine": fields | {"price_per_hour": 2.5}}))
     assert hardware_of(str(path)).price_per_hour == 2.5
-    for changed, said in (
+    for changed, message in (
         ({"watts": -1}, "watts is -1"),
         ({"memory_bytes": "80 GB"}, "memory_bytes is '80 GB'"),
         ({"flops": {"float16": float("nan")}}, "flops.float16 is nan"),
@@ -149,7 +149,7 @@ def test_a_sheet_of_ones_own_is_read(tmp_path: Path) -> None:
         ({"colour": 1}, "colour"),
     ):
         path.write_text(json.dumps({"mine": fields | changed}))
-        with pytest.raises(ProfileError, match=said):
+        with pytest.raises(ProfileError, match=message):
             hardware_of(str(path))
     path.write_text(json.dumps({"one": fields, "two": fields}))
     assert set(read_hardware(path)) == {"one", "two"}

@@ -64,12 +64,6 @@ class RooflineCost(ProfiledCost):
 Fit = tuple[float, float, float]
 
 
-def _non_negative(fit: Fit) -> Fit:
-    """A least-squares fit may decrease slightly with more work; a step time does not."""
-    a, b, c = fit
-    return max(0.0, a), max(0.0, b), max(0.0, c)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasedCost(ProfiledCost):
     """DistServe's step times, in seconds through all stages: one fit for prefills, two for decodes.
@@ -96,21 +90,6 @@ class PhasedCost(ProfiledCost):
         for value in (*self.prefill, *self.small_batch, *self.large_batch):
             if not 0.0 <= value < float("inf"):
                 raise ValueError(f"a coefficient of a step time is {value}; it must be 0 or more, and finite")
-
-    @classmethod
-    def of_milliseconds(cls, prefill: Fit, small: Fit, large: Fit, border: int, pipeline: int) -> "PhasedCost":
-        """From the published coefficients in ms. DistServe adds 2 ms and 1e-4 ms per token on the first stage, and to
-        every stage of a prefill 1 ms times the number of stages."""
-        fits = [_non_negative((a / 1e3, b / 1e3, c / 1e3)) for a, b, c in (prefill, small, large)]
-        return cls(
-            prefill=fits[0],
-            small_batch=fits[1],
-            large_batch=fits[2],
-            border=border,
-            overhead_s=2e-3,
-            overhead_token_s=1e-7,
-            prefill_stages_s=1e-3 * pipeline * pipeline,
-        )
 
     def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
         tokens = squares = present = 0

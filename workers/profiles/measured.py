@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+import msgspec
+
 from workers.costs import LinearCost
 from workers.profiles.fit import FitError, Point, error_of
 from workers.profiles.profile_errors import ProfileError
@@ -124,8 +126,6 @@ class ClusterProfile:
 
 def load(file: Path) -> ClusterProfile:
     """Raises `ProfileError` for a file that is missing or is no profile."""
-    import msgspec
-
     try:
         return msgspec.json.decode(file.read_bytes(), type=ClusterProfile)
     except OSError as error:
@@ -136,8 +136,6 @@ def load(file: Path) -> ClusterProfile:
 
 def save(profile: ClusterProfile, file: Path) -> None:
     """Raises OSError."""
-    import msgspec
-
     file.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
 
 

@@ -15,9 +15,9 @@ class ProfileError(ValueError):
 
 class UnknownName(ProfileError):
     def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
-        names, asked = sorted(known), name.lower()
-        longer = [each for each in names if asked and each.startswith(asked)]
-        nearest = " or ".join(map(repr, longer or get_close_matches(asked, names, n=1)))
+        names, wanted = sorted(known), name.lower()
+        completions = [each for each in names if wanted and each.startswith(wanted)]
+        nearest = " or ".join(map(repr, completions or get_close_matches(wanted, names, n=1)))
         question = f"did you mean {nearest}? " if nearest else ""
         super().__init__(f"unknown {what} {name!r}; {question}known: {', '.join(names)}{hint}")
 

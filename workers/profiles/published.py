@@ -71,12 +71,20 @@ def distserve(
     fit = distserve_fits(engine).get((shape.name, hardware.name, tensor))
     if fit is None:
         return None
-    return PhasedCost.of_milliseconds(
-        fit["prefill"],
-        fit["decoding_smallbs"],
-        fit["decoding_largebs"],
-        fit["decoding_large_small_bs_threshold"],
-        pipeline,
+
+    def seconds(coefficients: list[float]) -> tuple[float, float, float]:
+        """From ms. Least-squares fits may decrease slightly with more work; step times do not."""
+        a, b, c = (max(0.0, each / 1e3) for each in coefficients)
+        return a, b, c
+
+    return PhasedCost(
+        prefill=seconds(fit["prefill"]),
+        small_batch=seconds(fit["decoding_smallbs"]),
+        large_batch=seconds(fit["decoding_largebs"]),
+        border=fit["decoding_large_small_bs_threshold"],
+        overhead_s=2e-3,  # DistServe's simulator: 2 ms and 1e-4 ms per token on the first stage,
+        overhead_token_s=1e-7,
+        prefill_stages_s=1e-3 * pipeline * pipeline,  # and the number of stages in ms on each stage of a prefill
     )
 
 

@@ -6,8 +6,8 @@ from cluster.offline.plan.request import PlanRequest
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.compare import Case
 from cluster.offline.sim.fleet import BLOCK_SIZE, MAX_RUNNING, pool_model
-from cluster.offline.sim.systems import PROMPT_BATCH
-from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Resources, Role
+from cluster.offline.sim.systems import PROMPT_BATCH, RARE_HEARTBEATS
+from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Resources, Role
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import LinearCost
 from workers.profiles.capacity import kv_capacity_tokens
@@ -169,4 +169,4 @@ def _quick(request: PlanRequest, spec: ClusterSpec) -> ClusterSpec:
     """The same, faster to simulate: fewer heartbeats, and no prefix cache where no prefix recurs."""
     caching = request.load.has_prefixes
     pools = tuple(replace(pool, engine=replace(pool.engine, prefix_caching=caching)) for pool in spec.pools)
-    return replace(spec, pools=pools, health=HealthSpec(heartbeat_s=1.0, dead_after_s=10.0))
+    return replace(spec, pools=pools, health=RARE_HEARTBEATS)

@@ -70,7 +70,7 @@ class PlacementResult:
 
 
 class PlacementSearch:
-    """One search. `each` may be an executor's `map`; `past` tells whether a share of the time is over.
+    """One search. `each` may be an executor's `map`; `past` returns whether a share of the time is over.
 
     Once `each` raises `TimeUp`, the result is what is known by then.
     """

@@ -20,7 +20,7 @@ from cluster.spec import PoolSpec, Role
 from workers.costs import CostModel
 from workers.request import SLO
 
-MAX_LENGTHENING = 8  # a run at a high rate has at most this many times the requests asked for
+MAX_LENGTHENING = 8  # a run at a high rate has at most this many times `requests`
 MARGIN = 0.05  # a sample of a few hundred requests attains at most this much more than the whole load
 MIN_CHUNK = 16  # prompt tokens beside decodes
 

@@ -104,7 +104,7 @@ def difference(left: Sequence[float], right: Sequence[float]) -> Difference:
 
     Raises ValueError for unequal numbers of seeds.
     """
-    pairs = [ours - theirs for theirs, ours in zip(left, right, strict=True)]
+    pairs = [two - one for one, two in zip(left, right, strict=True)]
     mean = fmean(pairs)
     off = half_width(pairs) if len(pairs) > 1 else inf
     return Difference(mean, mean - off, mean + off)

@@ -1,1 +1,1 @@
-"""A running cluster measured from outside, through its door, for whoever simulates or plans it."""
+"""Measure a running cluster from outside, through its gateway, for simulations and plans."""

@@ -148,7 +148,7 @@ def _waiters(loop: VirtualLoop) -> str:
 
 
 def _place(task: "asyncio.Task[Any]") -> str:
-    """The innermost coroutine of ours: file and line."""
+    """The innermost coroutine outside asyncio: file and line."""
     here: Any = task.get_coro()
     place = getattr(here, "__qualname__", "?")
     while here is not None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cluster.offline.sim.cluster import Environment, PoolModel
-from cluster.offline.sim.systems import Fleet
+from cluster.offline.sim.systems import EqualWorkers
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
@@ -39,7 +39,7 @@ def pool_model(
     )
 
 
-def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> Fleet:
+def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> EqualWorkers:
     """Equal workers with as much KV as their memory has room for. Raises `ProfileError` and `DoesNotFit`."""
     tokens = kv_capacity_tokens(model, hardware, parallel.tensor, parallel.pipeline)
     engine = EngineConfig(
@@ -49,7 +49,7 @@ def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> 
         max_running=MAX_RUNNING,
         max_waiting=1 << 20,
     )
-    return Fleet(model, workers, engine, parallel)
+    return EqualWorkers(model, workers, engine, parallel)
 
 
 def with_kv_blocks(spec: ClusterSpec) -> ClusterSpec:

@@ -9,11 +9,12 @@ from typing import Any
 
 from cluster.offline.workload.arrivals import Workload
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
-from workers.config import EngineConfig, ParallelConfig, TransferConfig
+from workers.config import EngineConfig, ParallelConfig
 from workers.costs import CostModel
 
 MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"  # pool names
 CHUNK = 512  # tokens; of SplitFuse and Sarathi's strict setting
+RARE_HEARTBEATS = HealthSpec(heartbeat_s=1.0, dead_after_s=10.0)  # so that a simulation spends less time on them
 PROMPT_BATCH = 2048  # prompt tokens in one batch; above it throughput falls (Splitwise, section V)
 
 
@@ -68,16 +69,13 @@ SYSTEMS: dict[str, System] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """Equal workers for every system. `engine`: of one worker; systems change its batching."""
+class EqualWorkers:
+    """The workers that every system arranges. `engine`: of one worker; systems change its batching."""
 
     model: str
-    workers: int
+    count: int
     engine: EngineConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    gateway: GatewaySpec = field(default_factory=GatewaySpec)
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    health: HealthSpec = field(default_factory=lambda: HealthSpec(heartbeat_s=1.0, dead_after_s=10.0))
 
 
 def system(name: str) -> System:
@@ -87,36 +85,35 @@ def system(name: str) -> System:
     return SYSTEMS[name]
 
 
-def arrange(name: str, fleet: Fleet, prefills: int) -> ClusterSpec:
+def arrange(name: str, fleet: EqualWorkers, prefills: int) -> ClusterSpec:
     """The fleet arranged as this system; one that splits puts `prefills` workers into its prefill pool.
 
     Raises `SpecError` for an unknown system, and when a pool would be empty.
     """
     chosen = system(name)
     if chosen.mixed is not None:
-        pools: tuple[PoolSpec, ...] = (_pool(MIXED, Role.MIXED, fleet.workers, fleet, chosen.mixed),)
-    elif 0 < prefills < fleet.workers:
+        pools: tuple[PoolSpec, ...] = (_pool(MIXED, Role.MIXED, fleet.count, fleet, chosen.mixed),)
+    elif 0 < prefills < fleet.count:
         pools = (
             _pool(PREFILL, Role.PREFILL, prefills, fleet, chosen.prefill),
-            _pool(DECODE, Role.DECODE, fleet.workers - prefills, fleet, chosen.decode),
+            _pool(DECODE, Role.DECODE, fleet.count - prefills, fleet, chosen.decode),
         )
     else:
         raise SpecError(
-            f"{name} splits its workers: {prefills} of {fleet.workers} cannot be the prefill pool; "
+            f"{name} splits its workers: {prefills} of {fleet.count} cannot be the prefill pool; "
             "give it at least one, and leave one to decode"
         )
     return ClusterSpec(
         model=fleet.model,
         pools=pools,
-        transfer=fleet.transfer,
-        gateway=replace(fleet.gateway, routing=chosen.routing, admission=chosen.admission, rebalance=chosen.rebalance),
-        health=fleet.health,
+        gateway=GatewaySpec(routing=chosen.routing, admission=chosen.admission, rebalance=chosen.rebalance),
+        health=RARE_HEARTBEATS,
         executor="modelled",
         elastic=chosen.elastic,
     )
 
 
-def _pool(name: str, role: Role, replicas: int, fleet: Fleet, settings: Mapping[str, Any]) -> PoolSpec:
+def _pool(name: str, role: Role, replicas: int, fleet: EqualWorkers, settings: Mapping[str, Any]) -> PoolSpec:
     batch = settings.get("max_batch_tokens", fleet.engine.max_batch_tokens)
     engine = replace(fleet.engine, **{**settings, "max_batch_tokens": max(batch, fleet.engine.max_running)})
     return PoolSpec(name, role, replicas, parallel=fleet.parallel, engine=engine)

@@ -135,7 +135,7 @@ def test_a_rate_that_is_too_much_names_what_the_closest_attains() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"gpus": 0}, "gpus is 0"),
         ({"rate": float("nan")}, "rate is nan"),
@@ -149,8 +149,8 @@ def test_a_rate_that_is_too_much_names_what_the_closest_attains() -> None:
         ({"requests": 1}, "requests is 1"),
     ],
 )
-def test_invalid_numbers_are_refused(changed: dict[str, object], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_invalid_numbers_are_refused(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         plan_request(**changed)
 
 

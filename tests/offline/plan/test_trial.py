@@ -87,7 +87,7 @@ def test_decode_alone_waits_for_no_prompt() -> None:
 
 
 def test_the_whole_attains_no_more_than_its_prefill_phase_alone() -> None:
-    question = plan_request(slo=SLO(0.15, 0.1), requests=80)  # so many that both runs have the same
+    question = plan_request(slo=SLO(0.15, 0.1), requests=80)  # enough that both runs have the same
     one, two = WorkerGroup(Role.PREFILL, L4), WorkerGroup(Role.DECODE, L4)
     rate = 0.5 * prefill_trial(question, one).max_rate
     both = full_trial(question, Layout("split", (one, two)))(rate, 0)

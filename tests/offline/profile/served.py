@@ -1,4 +1,4 @@
-"""Modelled workers behind a real gRPC door, in this process."""
+"""Modelled workers behind a real gRPC server, in this process."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ COST = LinearCost(1e-3, 2e-5, 3e-8, 1e-4, 2e-7, swap_byte_s=1e-10)
 
 
 class AnyTokenizer:
-    """Text that says how many tokens came."""
+    """One character of text per token."""
 
     has_chat_template = False
     longest_text_bytes: int | None = None

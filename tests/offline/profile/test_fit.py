@@ -1,4 +1,4 @@
-"""The fit: it finds what made its points, never a negative coefficient, and the best there is without one."""
+"""The fit finds the cost behind its points, and the best coefficients that are not negative."""
 
 from dataclasses import replace
 

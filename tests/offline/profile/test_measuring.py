@@ -1,4 +1,4 @@
-"""A worker times steps of nobody's request: what it takes it gives back, requests come first, nonsense is refused."""
+"""A worker times steps without a request: it releases what it used, requests come first, invalid shapes are refused."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

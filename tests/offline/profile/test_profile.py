@@ -1,4 +1,4 @@
-"""A cluster is measured through its door: the fit finds the cost that made the steps, and the file tells it again."""
+"""A cluster is measured through its gateway: the fit finds the cost behind the steps, and the file keeps it."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ PROFILE = ClusterProfile(
 
 
 def ignore(what: str, done: int, total: int | None) -> None:
-    """Nobody looks."""
+    """No progress is shown."""
 
 
 async def test_a_profile_has_the_cost_that_made_the_steps() -> None:

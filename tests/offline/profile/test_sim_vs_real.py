@@ -1,4 +1,4 @@
-"""The comparison of simulated and real runs: what is equal has no error, what is off is told, the page holds both."""
+"""The comparison of simulated and real runs: equal runs have no error, different ones do, and the page has both."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def real_of(run: Run, profile: ClusterProfile, load: float = 0.5) -> record.Real
 
 
 @pytest.mark.parametrize("spec", SYSTEMS.values(), ids=SYSTEMS)
-def test_a_run_that_the_simulator_made_is_met_by_it(spec: ClusterSpec) -> None:
+def test_the_simulator_reproduces_its_own_run(spec: ClusterSpec) -> None:
     profile = profile_of(spec)
     real = real_of(ran(spec, profile), profile)
     found = compare(real, profile)
@@ -54,7 +54,7 @@ def test_a_run_that_the_simulator_made_is_met_by_it(spec: ClusterSpec) -> None:
     assert max(found.each_ttft, found.each_tpot) < 1e-2
 
 
-def test_a_cluster_twice_as_slow_is_told_as_such() -> None:
+def test_a_cluster_twice_as_slow_has_errors() -> None:
     profile = profile_of(COLOCATED)
     slow = profile_of(COLOCATED, COST.scaled(2.0))
     found = compare(real_of(ran(COLOCATED, slow), profile), profile)
@@ -67,7 +67,7 @@ def test_a_cluster_twice_as_slow_is_told_as_such() -> None:
     assert f"| TPOT p50 | {tpot_s * 1e3:.1f} ms |" in text and "**-" in text
 
 
-def test_every_leaf_of_the_profile_reaches_the_simulation() -> None:
+def test_every_part_of_the_profile_reaches_the_simulation() -> None:
     plain = profile_of(SPLIT, ratio=1.0, call_s=0.0)
     plain = replace(plain, door_s=0.0)
     base = figures(ran(SPLIT, plain), promise(plain, SPLIT))

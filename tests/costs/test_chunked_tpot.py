@@ -1,4 +1,4 @@
-"""Chunked batching fills a step up to its promise, exactly, under step times that are no sums of their parts."""
+"""Chunked batching fills a step exactly up to its TPOT SLO, also where step times are not sums of their parts."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def is_decode(chunk: Chunk) -> bool:
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
-def test_a_promise_bounds_every_step_and_leaves_nothing_of_itself(cost: CostModel) -> None:
+def test_the_tpot_slo_bounds_every_step_and_is_used_up(cost: CostModel) -> None:
     decodes = [(50, 50)] * 8
     bound_s = 1.5 * cost.mixed_seconds([(256, 0)], len(decodes), 8 * 60)
     engine = engine_with(cost, bound_s)

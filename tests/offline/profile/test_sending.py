@@ -1,4 +1,4 @@
-"""A workload is sent at its own times, every request gets an end, and the record says which."""
+"""A workload is sent at its own times, and every request's outcome is recorded."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
@@ -35,7 +35,7 @@ async def test_every_request_of_a_split_cluster_is_recorded_as_its_client_saw_it
         assert run.seconds <= run.wall_s
 
 
-async def test_through_a_door_it_is_the_same() -> None:
+async def test_a_run_over_grpc_is_recorded_the_same_way() -> None:
     async with served(spec()) as (client, _):
         run = await drive_cluster(client, WORKLOAD, LoadOptions(VOCAB, deadline_s=20.0))
         assert [each.ending for each in run.served] == [RequestOutcome.FINISHED] * 8
@@ -58,7 +58,7 @@ def test_a_worker_is_counted_from_the_beginning_of_the_run() -> None:
 
 
 class Scripted:
-    """Answers when it is let, or raises."""
+    """Answers once `go` is set, or raises."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -81,7 +81,7 @@ def ended(run: object) -> Iterator[RequestOutcome]:
     return (each.ending for each in run.served)  # type: ignore[attr-defined]
 
 
-async def test_one_more_than_may_be_in_flight_is_refused_and_nobody_waits_for_it() -> None:
+async def test_a_request_above_the_in_flight_limit_is_refused_at_once() -> None:
     ask = Scripted()
     driving = asyncio.ensure_future(drive(ask, WORKLOAD, LoadOptions(VOCAB, max_in_flight=3, deadline_s=20.0)))
     async with asyncio.timeout(5.0):
@@ -94,7 +94,7 @@ async def test_one_more_than_may_be_in_flight_is_refused_and_nobody_waits_for_it
     assert "3 requests were in flight" in run.served[-1].detail
 
 
-async def test_a_request_past_its_deadline_is_given_up() -> None:
+async def test_a_request_past_its_deadline_fails() -> None:
     ask = Scripted()
     run = await drive(ask, WORKLOAD, LoadOptions(VOCAB, deadline_s=0.05))
     assert set(ended(run)) == {RequestOutcome.FAILED} and "0.05" in run.served[0].detail
@@ -110,7 +110,7 @@ async def test_what_a_cluster_refuses_is_an_ending(error: Exception, ending: Req
     assert set(ended(run)) == {ending} and str(error) in run.served[0].detail
 
 
-async def test_what_nobody_foresaw_ends_the_run_and_every_request() -> None:
+async def test_an_unexpected_error_ends_the_run_and_every_request() -> None:
     ask = Scripted(ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError):
         await drive(ask, WORKLOAD, LoadOptions(VOCAB))
@@ -143,7 +143,7 @@ async def test_requests_are_sent_when_the_workload_says_though_none_is_answered(
     assert "load generator lag" in run.notes[-1]
 
 
-def test_bounds_that_are_none_are_refused() -> None:
+def test_invalid_limits_are_refused() -> None:
     for bad in (partial(LoadOptions, VOCAB, deadline_s=0.0), partial(LoadOptions, VOCAB, max_in_flight=0)):
         with pytest.raises(ValueError, match="above 0"):
             bad()
