@@ -46,6 +46,7 @@ def compares_torch_version(tree: ast.Module) -> bool:
     return any("torch.__version__" in ast.unparse(node) for node in compared)
 
 
+@pytest.mark.full  # `make check` runs this file, too
 def test_no_file_needs_what_newer_pythons_removed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an invalid escape is a warning since 3.12

@@ -174,6 +174,7 @@ def test_llama_cpp_is_compiled_with_the_whole_tile_configuration(
     assert "ldtilecfg" in (tmp_path / "amx_config.h").read_text()
 
 
+@pytest.mark.full
 def test_a_driver_that_does_not_load_says_why() -> None:
     broken = Program("transformers", Order("/nowhere/at/all", 1))
     with stage({"broken": broken, "limits": Program("limits", Order("", 1))}) as loaded:

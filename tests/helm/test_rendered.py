@@ -14,11 +14,13 @@ from tests.helm.kuberay import mistakes
 from tests.helm.monitoring import operator_mistakes
 from tests.helm.programs import run
 
-OLDEST, VERSIONS = "1.27", ("1.31", "1.34", "1.37")
+OLDEST, NEWEST, OTHERS = "1.27", "1.37", ("1.31", "1.34")
+VERSIONS = [NEWEST, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)]
 FOREIGN = dict.fromkeys(("GRPCRoute", "HTTPRoute"), "gateway.networking.k8s.io/v1")
 EACH = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 
 
+@pytest.mark.grid(keep=6)
 @EACH
 def test_it_passes_helm_lint(path: Path) -> None:
     code, out, err = run("helm", "lint", "--strict", CHART, "-f", path)
@@ -101,6 +103,7 @@ def test_names_are_said_once_and_are_short_enough(path: Path) -> None:
     assert all(len(name) <= 63 for _, name in names)
 
 
+@pytest.mark.grid(keep=6)
 @EACH
 def test_rendering_twice_gives_the_same(path: Path) -> None:
     assert rendered(path) == rendered(path, "--debug")

@@ -57,6 +57,7 @@ def test_two_stages_queue_for_half_as_long(load: float) -> None:
     assert [served.ttft_s for served in run.served] == pytest.approx(lindley(run, D_S / 2, D_S / 2), abs=1e-8)
 
 
+@pytest.mark.full
 def test_mean_times_are_those_of_the_formulas() -> None:
     """Within what 1,500 draws allow; that nothing else is off is what Lindley's recursion shows."""
     rate = 0.5 / D_S
@@ -66,6 +67,7 @@ def test_mean_times_are_those_of_the_formulas() -> None:
     assert tensor == pytest.approx(tensor_ttft_s(rate, D_S, 1.5), rel=0.08)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("speedup", [1.3, 1.7])
 def test_tensor_parallelism_wins_below_the_crossover_and_pipelining_above_it(speedup: float) -> None:
     border = crossover_load(speedup)

@@ -83,7 +83,8 @@ def close_to(found: object, expected: object) -> bool:
     return found == expected
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (5, 1)])
+@pytest.mark.grid(keep=3)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2), (5, 1)])
 async def test_a_gang_gives_the_results_of_one_rank(nine_heads: ModelFolder, tensor: int, pipeline: int) -> None:
     solo = await open_solo(config(1, 1), nine_heads, "s-1", SharedMemory())
     gang = await open_tasks(nine_heads, tensor, pipeline)
@@ -214,6 +215,7 @@ def an_order() -> PullOrder:
     return PullOrder("nobody", (1,), (4,), 0, 8, (), 5.0)
 
 
+@pytest.mark.grid(keep=6)
 @pytest.mark.parametrize(
     ("moment", "how"),
     [(moment, signal.SIGKILL) for moment in MOMENTS]
@@ -250,7 +252,8 @@ async def test_a_rank_process_may_die_at_any_moment(
         await asyncio.gather(*(ended(process) for process in launcher.processes))
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (1, 3), (2, 2)], ids=str)
+@pytest.mark.grid
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (1, 3)], ids=str)
 async def test_a_rank_that_raises_in_a_step_leaves_nobody_waiting(
     nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
@@ -270,6 +273,7 @@ async def test_a_rank_that_raises_in_a_step_leaves_nobody_waiting(
         await gang.close()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
 async def test_beats_tell_whether_a_step_gets_on_and_one_rank_that_hangs_stops_all(
     nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
@@ -308,6 +312,7 @@ async def test_beats_tell_whether_a_step_gets_on_and_one_rank_that_hangs_stops_a
         await gang.close()
 
 
+@pytest.mark.grid(keep=2)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("when", ["loading", "idle", "in a step"])
 async def test_ranks_end_when_their_leader_does(nine_heads: ModelFolder, how: signal.Signals, when: str) -> None:

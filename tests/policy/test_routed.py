@@ -1,7 +1,7 @@
 """Every policy through a whole cluster: the same tokens, nothing left behind on workers or in the books."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -119,11 +119,7 @@ async def test_a_prefix_is_fetched_where_that_is_sooner_and_stays_there() -> Non
         assert await fetched(subject) == 496, "all but the last, partial block"
 
 
-async def test_a_prefix_that_is_gone_or_refused_is_computed_again() -> None:
-    for break_it in (forget_the_cache, refuse_to_hold, leave_no_room, damage):
-        async with occupied() as subject:
-            break_it(subject.workers)
-            assert await fetched(subject) == 0, break_it.__name__
+Break = Callable[[dict[str, Worker]], None]
 
 
 def forget_the_cache(workers: dict[str, Worker]) -> None:
@@ -155,6 +151,16 @@ def damage(workers: dict[str, Worker]) -> None:
         return lease
 
     workers["prefill-0"].engine.leases.hold_cached = lying
+
+
+@pytest.mark.grid(keep=2)
+@pytest.mark.parametrize("break_it", [forget_the_cache, leave_no_room, damage, refuse_to_hold])
+async def test_a_prefix_that_is_gone_or_refused_is_computed_again(
+    break_it: Callable[[dict[str, Worker]], None],
+) -> None:
+    async with occupied() as subject:
+        break_it(subject.workers)
+        assert await fetched(subject) == 0
 
 
 async def test_a_cancelled_borrower_leaves_nothing() -> None:

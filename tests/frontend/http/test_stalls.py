@@ -34,6 +34,7 @@ async def there() -> AsyncIterator[Clients]:
         yield clients
 
 
+@pytest.mark.grid(keep=8)
 @pytest.mark.parametrize(("path", "body"), [each[1:] for each in bodies()], ids=[each[0] for each in bodies()])
 async def test_no_body_holds_the_loop_up(there: Clients, path: str, body: bytes) -> None:
     Homebound.largest = 0
@@ -44,6 +45,7 @@ async def test_no_body_holds_the_loop_up(there: Clients, path: str, body: bytes)
     assert Homebound.largest <= LARGE_BYTES
 
 
+@pytest.mark.grid(keep=4)
 @pytest.mark.parametrize(("method", "message"), [each[1:] for each in messages()], ids=[each[0] for each in messages()])
 async def test_no_message_holds_the_loop_up(there: Clients, method: str, message: bytes) -> None:
     Homebound.largest = 0

@@ -64,6 +64,7 @@ def test_a_folder_has_json_pictures_and_one_page(served: Served, tmp_path: Path)
     assert len(list(tmp_path.glob("*.trace.json"))) == 1, "whatever a model is called, its trace lies in the folder"
 
 
+@pytest.mark.full
 def test_goodput_of_a_server_with_a_known_capacity(server: MadeUp) -> None:
     """Five at once, each for 50 ms: 100 a second. Above, a queue grows and promises of 100 ms break."""
     workload = "constant:rate=30,count=30,lengths=8/5"

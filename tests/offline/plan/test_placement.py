@@ -29,7 +29,7 @@ def search(question: PlanRequest) -> tuple[PlacementResult, PlanVerdict]:
 
 @pytest.fixture(scope="module")
 def small() -> tuple[PlanRequest, PlacementResult, PlanVerdict]:
-    question = plan_request(seeds=(0, 1))
+    question = plan_request(seeds=(0,))
     return question, *search(question)
 
 

@@ -52,6 +52,7 @@ def test_the_same_command_prints_the_same_again(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.full
 def test_goodput_and_rates_come_with_report_pictures_and_trace(tmp_path: Path) -> None:
     out = tmp_path / "out"
     (found,) = simulated(
