@@ -1,13 +1,13 @@
 """A worker: one engine, one executor, one lease server, and the calls that a dispatcher makes.
 
-The async shell around the engine. It translates calls into engine verbs, runs fetches, answers the readers of its
-leases, and keeps a mailbox for each subscriber. It has no role: prefill, decode and both are the same code.
+The async shell around the engine. It translates calls into engine methods, runs fetches, serves the readers of its
+leases, and keeps a mailbox for each subscriber. It has no role: prefill, decode and colocated requests share the code.
 
     prefill                       compute a prompt, hold its KV for a reader
-    reserve -> fetch -> decode    read that KV, and decode
+    reserve -> fetch -> decode    fetch that KV, and decode
     generate                      both, on one worker
-    hand_over                     offer the KV of a running decode to another worker
-    cancel                        end any of them, at any time, twice if you like
+    hand_over                     offer the KV of a running decode to another worker (migration)
+    cancel                        end any of them, at any time, idempotent
 """
 
 import asyncio
@@ -41,14 +41,14 @@ from workers.transfer.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_CANCELS = 4096  # a cancel may overtake the call that it cancels
+REMEMBERED_CANCELS = 4096  # a cancel may arrive before the call that it cancels
 SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that has not polled for this long is gone, and its requests with it
 SWEEP_S = 0.5
-MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing: a loop that is always late must reclaim too
+MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; an always late loop must reclaim too
 
 
 class Worker:
-    """Whole once it is constructed: its engine steps at once. Owned by a `WorkerServer`; lives on one event loop."""
+    """Its engine runs as soon as it is constructed. Owned by a `WorkerServer`; uses one event loop."""
 
     def __init__(self, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> None:
         transfer, facts = config.transfer, executor.facts
@@ -93,7 +93,7 @@ class Worker:
 
     @classmethod
     async def open(cls, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> "Worker":
-        """A worker that readers of its leases can reach. Takes the executor over. Raises OSError: it cannot listen."""
+        """Open a worker with its lease server. Takes over the executor. Raises OSError if it cannot listen."""
         worker = cls(config, incarnation, executor, heartbeat_s=heartbeat_s)
         try:
             await worker._leases.listen()
@@ -102,10 +102,10 @@ class Worker:
             raise
         return worker
 
-    # ---- life ------------------------------------------------------------------------------------------------
+    # ---- lifecycle -------------------------------------------------------------------------------------------
 
     def _peer_now(self) -> PeerAddress:
-        """How others reach us; a transport that was rebuilt has a new address."""
+        """Our address for peers; a rebuilt transport changes it."""
         return PeerAddress(
             worker=self.config.name,
             incarnation=self.incarnation,
@@ -116,7 +116,7 @@ class Worker:
         )
 
     async def info(self) -> WorkerInfo:
-        """Who this worker is, and how much memory it takes now."""
+        """The worker's identity, model and present memory use."""
         self._require_open()
         peer = self._peer_now()
         facts = self._executor.facts
@@ -141,11 +141,11 @@ class Worker:
             self._unfit(error)
 
     async def _watch(self) -> None:
-        """A device may be lost while nothing is computed on it."""
+        """Notice a device that is lost while it is idle."""
         self._unfit(await self._executor.failure())
 
     def _unfit(self, error: BaseException) -> None:
-        """Refuse every call from now on, and tell pollers; the controller replaces this worker."""
+        """Refuse every call from now on, and wake pollers; the controller replaces this worker."""
         if self._failure is not None or self._closed:
             return
         self._failure = f"the engine stopped: {type(error).__name__}: {error}"
@@ -192,7 +192,7 @@ class Worker:
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
         """Wait, first come first served, for blocks and a slot. Raises `Overloaded` after `timeout_s`."""
         self._accept(request)
-        self._mailbox(request.reply_to)  # from now on its silence is noticed
+        self._mailbox(request.reply_to)  # from now on the subscriber must poll
         reserving = self._reservations.ask(request, timeout_s)
         self._arm()
         reservation = await reserving
@@ -200,10 +200,10 @@ class Worker:
         return reservation
 
     async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
-        """Pull what the ticket holds into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut.
+        """Pull the ticket's KV into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut.
 
-        No ticket: nothing is to come, and there is no output. `goes_on`: then compute what is left of the prompt and
-        draw, without `decode`. Outputs: TokensOut too.
+        Without a ticket there is nothing to fetch and no such output. `goes_on`: then compute the rest of the prompt
+        and sample, without waiting for `decode`. Outputs: TokensOut too.
         """
         self._require_open()
         self.engine.reserved(key)
@@ -217,45 +217,45 @@ class Worker:
         task.add_done_callback(lambda _: self._fetches.pop(key, None))
 
     async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
-        """Decode after the tokens that were generated elsewhere, once the KV is here. Outputs: TokensOut."""
+        """Decode after these tokens, generated elsewhere, once the KV is here. Outputs: TokensOut."""
         self._require_open()
         self.engine.decode(key, tokens, self._now_s())
         self._changed()
         self._log(key, "decode after %d tokens computed elsewhere", len(tokens))
 
     async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
-        """Hold the KV of a running sequence, of its first `most_tokens` tokens at most, for another worker.
+        """Hold the KV of at most the first `most_tokens` tokens of a running sequence for another worker.
 
-        It goes on here until it is cancelled. None: it was preempted, or has no full block. Raises `UnknownSequence`.
+        It continues here until it is cancelled. None: it was preempted or has no full block. Raises `UnknownSequence`.
         """
         self._require_open()
         lease = self.engine.hand_over(key, most_tokens, self._now_s())
         self._arm()
-        return None if lease is None else self._ticket(lease).ticket
+        return None if lease is None else self._ticket(lease)
 
     async def hold_prefix(self, request: Request) -> TransferTicket | None:
-        """Hold what our cache has of this prompt's prefix for one reader. None: nothing that it could read."""
+        """Hold the cached part of this prompt's prefix for one reader. None: there is none that it could read."""
         self._accept(request)
         tokens = (*request.prompt, *request.generated)
         lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
         self._arm()
-        return None if lease is None else self._ticket(lease).ticket
+        return None if lease is None else self._ticket(lease)
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        """Pull what another worker holds of this prompt into our cache.
+        """Pull a prefix that another worker holds into our cache.
 
-        Answers how many tokens lie there then; 0 when they did not come in time, which is no error.
+        Returns how many tokens of it are then cached; 0 when they did not arrive in time, which is no error.
         """
         self._accept(request)
         return await self._kv_fetcher.fetch_prefix(request, ticket, timeout_s)
 
     async def cache_since(self, last: int, reach: int) -> KVEvents:
-        """What changed in our prefix cache for a reader who stands there; (0, 0): he knows nothing. See `KVEvents`."""
+        """Prefix cache changes for a reader at this position; (0, 0): a reader that knows nothing. See `KVEvents`."""
         self._require_open()
         return self.engine.pool.log.since(last, reach)
 
     async def cancel(self, key: str) -> None:
-        """End whatever this worker does for the key and free what it holds. Always succeeds."""
+        """End all work for the key and free what it holds. Always succeeds."""
         self._cancelled[key] = None
         while len(self._cancelled) > REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
@@ -267,21 +267,20 @@ class Worker:
         self._routes.pop(key, None)
 
     async def holds(self, key: str) -> bool:
-        """Whether the request of this key is still under way here: reserved, waiting, or computed."""
+        """Whether the request of this key is still here: reserved, waiting, or running."""
         self._require_open()
         return self.engine.holds(key)
 
     async def poll(self, subscriber: str, received: int) -> Bundle:
         """The next bundle for this subscriber, after at most a heartbeat. `received`: the last bundle that arrived.
 
-        Raises `WorkerError` for a subscriber that was silent for so long that its requests have ended: it must begin
-        under a new name.
+        Raises `WorkerError` for a subscriber whose requests ended because it did not poll: it must use a new name.
         """
         self._require_open()
         mailbox = self._mailbox(subscriber)
         if received > mailbox.number:
             raise WorkerError(
-                f"subscriber {subscriber} was silent for {SUBSCRIBER_TIMEOUT_S:.0f} s; its requests ended"
+                f"subscriber {subscriber} did not poll for {SUBSCRIBER_TIMEOUT_S:.0f} s; its requests ended"
             )
         mailbox.polling += 1
         try:
@@ -293,7 +292,7 @@ class Worker:
         return Bundle(self.config.name, self.incarnation, number, outputs, self._stats())
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
-        """Preflight: meet an owner, move one real block with its digest, measure. Errors: `TransferError`."""
+        """Preflight: connect to an owner, move one real block with its digest, measure. Errors: `TransferError`."""
         self._require_open()
         _, link = await self._peer_links.meet(peer)
         return link
@@ -304,7 +303,7 @@ class Worker:
         self.engine.check()
 
     async def measure(self, shape: Shape, repeats: int) -> Timings:
-        """Time steps of this shape on an idle worker (`workers.engine.step_timing`). A caller may leave at any time.
+        """Time steps of this shape on an idle worker (`workers.engine.step_timing`). The caller may be cancelled.
 
         Errors: `InvalidRequest`, `Overloaded`.
         """
@@ -322,9 +321,9 @@ class Worker:
         self._measurements.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), TimeoutError):
             return self._unfit(error)
-        self._changed()  # somebody may have waited for the blocks
+        self._changed()  # a reservation may wait for the blocks
 
-    # ---- inside ----------------------------------------------------------------------------------------------
+    # ---- internals -------------------------------------------------------------------------------------------
 
     def _log(self, key: str, message: str, *args: object) -> None:
         """Log what this worker does for a request."""
@@ -347,7 +346,7 @@ class Worker:
     def _accept(self, request: Request) -> None:
         self._require_open()
         if request.key in self._cancelled:
-            raise UnknownSequence(f"{request.key} was cancelled before it began")
+            raise UnknownSequence(f"{request.key} was cancelled before it arrived")
 
     def _add(self, request: Request, *, hold: bool, cut_tokens: int = 0) -> None:
         self.engine.add(request, self._now_s(), hold=hold, cut_tokens=cut_tokens)
@@ -368,9 +367,9 @@ class Worker:
         self.engine.abort(key)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Put the engine's outputs into mailboxes, wake the readers of leases, and let freed blocks be reserved."""
+        """Put the engine's outputs into mailboxes, wake the readers of leases, and grant reservations."""
         for each in outputs:
-            output: Output = self._ticket(each) if isinstance(each, Lease) else each
+            output: Output = TicketOut(each.key, self._ticket(each)) if isinstance(each, Lease) else each
             self._post(output)
         for each in outputs:
             if not self.engine.holds(each.key):
@@ -381,9 +380,8 @@ class Worker:
         if self._sweeper is None:
             self._arm()
 
-    def _ticket(self, lease: Lease) -> TicketOut:
-        ticket = TransferTicket(lease.key, lease.epoch, self._peer_now(), lease.blocks, lease.num_tokens, lease.ttl_s)
-        return TicketOut(lease.key, ticket)
+    def _ticket(self, lease: Lease) -> TransferTicket:
+        return TransferTicket(lease.key, lease.epoch, self._peer_now(), lease.blocks, lease.num_tokens, lease.ttl_s)
 
     def _post(self, output: Output) -> None:
         subscriber = self._routes.get(output.key)
@@ -406,7 +404,7 @@ class Worker:
             report = fetched.report
             self._log(
                 key,
-                "%d bytes of KV came from %s over %s in %.1f ms",
+                "%d bytes of KV arrived from %s over %s in %.1f ms",
                 report.num_bytes,
                 ticket.owner.worker,
                 report.transport,
@@ -417,7 +415,7 @@ class Worker:
     # ---- reclaim -----------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
-        """Sweep while there is something that can expire."""
+        """Schedule a sweep while anything can expire."""
         pending = self._routes or self._reservations or len(self.engine.leases)
         if self._sweeper is None and pending and not self._closed:
             self._sweep_due_s = self._now_s() + SWEEP_S
@@ -429,12 +427,12 @@ class Worker:
         is_late = now - self._sweep_due_s > SWEEP_S
         self._late_sweeps = self._late_sweeps + 1 if is_late else 0
         if 0 < self._late_sweeps < MOST_LATE_SWEEPS:
-            return self._arm()  # our own loop was blocked: read what arrived meanwhile before judging silence
+            return self._arm()  # our own loop was blocked: read what arrived meanwhile first
         self.engine.expire(now)
         for subscriber, mailbox in list(self._mailboxes.items()):
             if mailbox.polling or now - mailbox.last_poll_s < SUBSCRIBER_TIMEOUT_S:
                 continue
-            logger.warning("worker %s: subscriber %s went silent; its requests end", self.config.name, subscriber)
+            logger.warning("worker %s: subscriber %s stopped polling; its requests end", self.config.name, subscriber)
             self._mailboxes.pop(subscriber).close()
             self._end_reservations(subscriber)
             for key in [key for key, owner in self._routes.items() if owner == subscriber]:
@@ -444,4 +442,4 @@ class Worker:
         self._changed()
 
     def _end_reservations(self, subscriber: str) -> None:
-        self._reservations.give_up(lambda each: each.reply_to == subscriber, f"subscriber {subscriber} went silent")
+        self._reservations.give_up(lambda each: each.reply_to == subscriber, f"subscriber {subscriber} stopped polling")

@@ -113,7 +113,7 @@ def test_one_request_is_followed_by_grep_through_gateway_and_both_workers(served
         next(n for n, (who, event) in enumerate(events) if who == whose and words in event) for whose, words in order
     ]
     assert places == sorted(places), events
-    assert any("bytes of KV came from prefill-0" in event for _, event in events)
+    assert any("bytes of KV arrived from prefill-0" in event for _, event in events)
     assert told[places[-1]]["output_tokens"] == 8 and told[places[-1]]["outcome"] == "completed"
 
 

@@ -15,7 +15,7 @@ from workers.engine.step import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the rest of the worker must know of the loaded model."""
+    """What the rest of the worker needs to know about the loaded model."""
 
     name: str
     vocab_size: int
@@ -25,7 +25,7 @@ class ModelFacts:
     num_parameters: int
     weight_bytes: int
     tokenizer: str = ""  # its id; empty: it has none
-    default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) of what its makers recommend
+    default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     kv_blocks: int = 0  # of the pool, where the configuration leaves that to the executor
 
 
@@ -42,11 +42,11 @@ class Executor(Protocol):
 
     @property
     def ticks(self) -> int:
-        """Another number whenever a step has got on by some part, on any rank. It need not be exact."""
+        """A number that changes whenever a step makes progress on any rank. It need not be exact."""
         ...
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
-        """Run one plan, in the order of the calls. Not cancellable: a step that began ends."""
+        """Run one plan, in the order of the calls. Not cancellable: a started step runs to its end."""
         ...
 
     def shards(self) -> tuple[ShardAddress, ...]:
@@ -54,7 +54,7 @@ class Executor(Protocol):
         ...
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
-        """Make every rank meet the peer's ranks, probe with one real block, and measure. Errors: `TransferError`."""
+        """Connect every rank to the peer's ranks, probe with one real block, and measure. Errors: `TransferError`."""
         ...
 
     def pull(self, order: PullOrder) -> Read:
@@ -66,7 +66,7 @@ class Executor(Protocol):
         ...
 
     async def failure(self) -> Exception:
-        """Wait until this executor can compute no more, even when it is idle; returns why."""
+        """Wait until this executor is lost, even while it is idle; returns why."""
         ...
 
     async def close(self) -> None:

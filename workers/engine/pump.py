@@ -1,6 +1,6 @@
-"""The one loop that drives an engine: keep plans in flight, commit the oldest, hand out what came of it.
+"""The loop that drives an engine: keeps plans in flight, commits the oldest, delivers the outputs.
 
-Knows the engine's three verbs and the executor's one; knows no request and no wire.
+Knows three methods of the engine and one of the executor; knows no request and no network.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from workers.errors import RankLost
 
 logger = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step of a sane budget takes so long
-STALLED_S = 10.0  # a step that gets on by no part of a layer for so long, on no rank, hangs
-BEAT_S = 1.0  # stalls are counted in beats of this process, so its own pause is no stall
-FIRST_STEPS = 8  # these may compile, or load from disk: only `STEP_TIMEOUT_S` bounds them
+STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step with a sane budget takes so long
+STALLED_S = 10.0  # a step hangs when no rank makes progress for so long
+BEAT_S = 1.0  # stalls are counted in beats of this process, so a pause of the process is no stall
+FIRST_STEPS = 8  # these may compile or load from disk: only `STEP_TIMEOUT_S` bounds them
 MOST_FAILURES = 3  # this many failed steps in a row: the device is at fault, not the requests
 
 
 class Pump:
-    """Owned by a Worker. `deliver` gets the engine's outputs after every change; `wake` says that there is work."""
+    """Owned by a Worker. `deliver` gets the engine's outputs after every change; call `wake` when there is new work."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Pump:
         self._work = asyncio.Event()
         self._closing = False
         self._in_flight: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
-        self._watch = Timer(self._look)
-        self._begun_s = 0.0  # when the oldest step was first waited for
-        self._ticks, self._still = 0, 0  # as last seen, and for how many looks
+        self._watch = Timer(self._check_progress)
+        self._begun_s = 0.0  # when the wait for the oldest step began
+        self._ticks, self._still = 0, 0  # last ticks seen, and for how many beats
         self._good_steps = 0
         self._gave_up = ""
         self._failures = 0  # since the last good step
@@ -57,10 +57,10 @@ class Pump:
         self._work.set()
 
     async def run(self) -> None:
-        """Until `stop`. A step that fails costs the requests in it.
+        """Run until `stop`. A failed step fails its requests.
 
-        Raises when the worker is unfit and must be replaced: the device hangs or fails again and again, a rank is lost,
-        or the engine's books do not balance.
+        Raises when the worker is unfit and must be replaced: the device hangs or fails repeatedly, a rank is lost, or
+        `Engine.check` fails.
         """
         in_flight = self._in_flight
         try:
@@ -109,7 +109,7 @@ class Pump:
         self._deliver(self._engine.drain())
 
     async def _oldest(self) -> tuple[StepPlan, StepResult | Exception]:
-        """The oldest plan, no longer in flight, and what came of it."""
+        """Wait for the oldest plan; returns it with its result or error."""
         plan, step = self._in_flight[0]
         self._begun_s, self._still = self._now_s(), 0
         self._watch.start(BEAT_S)
@@ -128,7 +128,7 @@ class Pump:
             self._in_flight.popleft()
 
     async def _recover(self, plan: StepPlan, error: Exception) -> None:
-        """Go on without the requests of the failed step, and of those behind it: they may rest on what it copied."""
+        """Fail the requests of this step and of later ones, which may depend on its copies; then continue."""
         logger.error("step %d failed, with %d requests in it", plan.number, len(plan.chunks), exc_info=error)
         plans = [plan]
         while self._in_flight:
@@ -139,15 +139,15 @@ class Pump:
         if self._failures >= MOST_FAILURES:
             raise error
 
-    def _look(self) -> None:
-        """Once in a beat, while a step is waited for."""
+    def _check_progress(self) -> None:
+        """Check for progress, once each beat while waiting for a step."""
         ticks = self._executor.ticks
         self._still = self._still + 1 if ticks == self._ticks else 0
         self._ticks = ticks
         if self._now_s() - self._begun_s >= STEP_TIMEOUT_S:
             self._gave_up = f"has not ended within {STEP_TIMEOUT_S:.0f} s"
         elif self._still * BEAT_S >= STALLED_S and self._good_steps >= FIRST_STEPS:
-            self._gave_up = f"hangs: no rank got on for {STALLED_S:.0f} s"
+            self._gave_up = f"hangs: no rank made progress for {STALLED_S:.0f} s"
         else:
             return self._watch.start(BEAT_S)
         self._in_flight[0][1].cancel()

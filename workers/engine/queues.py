@@ -1,4 +1,4 @@
-"""Who waits and who runs, and whose turn it is. Knows no block. Pure: time is an argument."""
+"""The waiting and the running sequences of one engine, and which prompt is next. Knows no block. Pure."""
 
 from collections import deque
 from itertools import islice
@@ -10,7 +10,7 @@ from workers.engine.slo import next_prompt
 
 
 class Queues:
-    """Owned by a Scheduler. Every sequence that waits or runs is in one of the two, once."""
+    """Owned by a Scheduler. Every sequence that waits or runs is in exactly one of the two queues."""
 
     def __init__(self, config: EngineConfig, estimate: StepEstimate) -> None:
         self.waiting: deque[Sequence] = deque()
@@ -28,13 +28,13 @@ class Queues:
         self.waiting.append(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """A waiting sequence has its blocks."""
+        """A waiting sequence got its blocks and runs."""
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.state = State.RUNNING
 
     def preempt(self, sequence: Sequence, *, swapped: bool) -> None:
-        """A running sequence lost its blocks: it waits, before all others. `swapped`: its KV is in host memory."""
+        """A running sequence lost its blocks; it waits at the front. `swapped`: its KV is in host memory."""
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         sequence.was_preempted = True
@@ -49,9 +49,9 @@ class Queues:
             self.waiting.remove(sequence)
 
     def next(self, now_s: float) -> Sequence | None:
-        """Whose turn it is, if a slot is free: preempted ones first, then in the configured order.
+        """The next sequence, if a slot is free: preempted ones first, then by the configured order.
 
-        A prompt whose sibling is computing the very same tokens lets others pass: it will share them.
+        A prompt whose sibling is computing the same tokens is skipped: it will share them.
         """
         if len(self.running) >= self._config.max_running:
             return None

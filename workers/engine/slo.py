@@ -1,4 +1,4 @@
-"""What SLOs mean to an engine: whether one more sequence may decode here, and whose prompt is next. Pure."""
+"""SLO decisions of an engine: whether one more sequence may decode, and which prompt is next. Pure."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
@@ -9,15 +9,15 @@ from workers.costs import CostModel
 from workers.engine.sequence import Sequence
 from workers.request import Request
 
-CAREFUL = 1.3  # times the predicted time of a prompt: one that is just too late was computed for nothing
+CAREFUL = 1.3  # safety factor on predicted prompt times: a prompt that is just late was computed for nothing
 
 
 def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, depth: int = 1) -> str:
-    """Why no decode slot is left for one more beside those that decode or have a reservation; empty: one is left.
+    """Why no decode slot is left beside those that decode or have a reservation; empty: one is left.
 
-    With the newcomer, a step must stay within the TPOT SLO of each of them. An SLO that even a step for its request
-    alone would miss does not count. So an empty worker takes any request; and every worker takes an answer that was
-    lost half way elsewhere. Each of `depth` steps in flight has an equal part of the decodes.
+    With the newcomer, a step must stay within the TPOT SLO of every request. An SLO that its request would miss even
+    alone does not count, so an empty worker takes any request. Every worker takes an answer that was interrupted
+    elsewhere. Each of `depth` steps in flight has an equal part of the decodes.
     """
     if newcomer.generated and not newcomer.num_moves:
         return ""
@@ -37,12 +37,12 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
 def next_prompt(
     candidates: Iterable[Sequence], config: EngineConfig, prompt_seconds: Callable[[int, int], float], now_s: float
 ) -> Sequence:
-    """The first of them in `prompt_order`, of those that came less than `prompt_window` arrivals behind the oldest.
+    """The first in `prompt_order` of those that arrived less than `prompt_window` arrivals after the oldest.
 
-    "deadline": lower priority first. Among equals, the largest set that can meet their TTFT deadlines together, the
+    "deadline": lowest priority number first. Among equals, the largest set that can meet its TTFT deadlines together,
     earliest deadline first; then those that would make others late, then those without a deadline.
-    `prompt_seconds(tokens, computed)`: what these tokens behind computed ones will take here. Raises ValueError when
-    there are no candidates.
+    `prompt_seconds(tokens, computed)` is the time to compute `tokens` after `computed` ones. Raises ValueError without
+    candidates.
     """
     waiting = list(candidates)
     behind = min(each.number for each in waiting) + config.prompt_window
@@ -55,21 +55,21 @@ def next_prompt(
 
 
 def _most_in_time(candidates: Items[Sequence], prompt_seconds: Callable[[int, int], float], now_s: float) -> Sequence:
-    """The first one of an order in which the fewest are late (Moore, 1968): by deadline, and whenever one would be
-    late, the longest so far is put off.
+    """The first in an order with the fewest late prompts (Moore, 1968): by deadline, and whenever one would be late,
+    the longest so far is postponed.
     """
     with_slo = [each for each in candidates if each.request.slo.ttft_s is not None]
     if not with_slo:
         return min(candidates, key=lambda each: each.number)
-    kept: list[tuple[float, int, Sequence]] = []  # a heap, the longest on top
+    in_time: list[tuple[float, int, Sequence]] = []  # a heap, the longest on top
     end_s = now_s
     for each in sorted(with_slo, key=lambda each: (_due_s(each), each.number)):
         seconds = CAREFUL * prompt_seconds(len(each.tokens) - each.num_computed, each.num_computed)
-        heappush(kept, (-seconds, each.number, each))
+        heappush(in_time, (-seconds, each.number, each))
         end_s += seconds
         if end_s > _due_s(each):
-            end_s += heappop(kept)[0]
-    chosen = [each for _, _, each in kept] or with_slo
+            end_s += heappop(in_time)[0]
+    chosen = [each for _, _, each in in_time] or with_slo
     return min(chosen, key=lambda each: (_due_s(each), each.number))
 
 

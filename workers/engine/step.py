@@ -1,4 +1,4 @@
-"""What one forward pass computes and what it gives back: the joint between scheduler and device."""
+"""Input and output of one forward pass: the interface between scheduler and executor."""
 
 from msgspec import Struct
 
@@ -6,12 +6,12 @@ from workers.request import SamplingParams, TokenLogprobs
 
 
 class Draw(Struct, frozen=True, gc=False):
-    """How to draw the token after a chunk's last position.
+    """How to sample the token after a chunk's last position.
 
-    `position` is the absolute position of the drawn token and, with `seed`, the whole state of the generator.
-    `seen` are the tokens so far, each once, and `counts` how often the answer has them; both only when a penalty asks,
-    and as the bytes of an array, which cost nothing to copy, compare or send.
-    `banned` tokens cannot be drawn (end tokens before `min_tokens`).
+    `position` is the absolute position of the sampled token and, with `seed`, the whole state of the generator. `seen`
+    are the distinct tokens so far and `counts` how often the answer has each; both only for penalties, and as bytes of
+    an array, which are cheap to copy, compare and send. `banned` tokens are not sampled (end tokens before
+    `min_tokens`).
     """
 
     params: SamplingParams
@@ -32,8 +32,8 @@ class Chunk(Struct, frozen=True, gc=False):
 
     `tokens` stand at positions first_position ...; `blocks` is the block table up to the chunk's end: token at
     position p lives in slot p % block_size of blocks[p // block_size]. A decode is a chunk of one token.
-    `draw` None: a chunk in the middle of a prompt, nothing to sample. `targets` are the tokens that really follow the
-    chunk's first rows, when the prompt's own log probabilities are wanted, with the `num_top` best of each row.
+    `draw` None: a chunk in the middle of a prompt, nothing to sample. `targets` are the prompt tokens that follow the
+    chunk's first rows, for prompt log probabilities with the `num_top` best of each row.
     """
 
     key: str
@@ -51,11 +51,11 @@ class Chunk(Struct, frozen=True, gc=False):
 
 
 class StepPlan(Struct, frozen=True, gc=False):
-    """One iteration: first the copies, in this order, then the chunks, at last the digests.
+    """One iteration: first the copies, in this order, then the chunks, then the digests.
 
-    `swap_out` are pairs (block, host block) to save, `swap_in` pairs (host block, block) to bring back, `copies` pairs
+    `swap_out` are pairs (block, host block) to save, `swap_in` pairs (host block, block) to restore, `copies` pairs
     (source block, target block) within the pool. Chunks of one token that draw (decodes) come first.
-    `digest_blocks` are pairs (block, slots that hold tokens) to be digested after it (their KV is then complete).
+    `digest_blocks` are pairs (block, slots that hold tokens) to digest after the step, when their KV is complete.
     """
 
     number: int
@@ -71,12 +71,11 @@ class StepPlan(Struct, frozen=True, gc=False):
 
 
 class StepResult(Struct, frozen=True, gc=False):
-    """`tokens[i]` belongs to the i-th chunk, `logprobs` likewise. None: the chunk draws nothing, or could not.
+    """`tokens[i]` belongs to the i-th chunk, `logprobs` likewise. None: nothing to sample, or logits were not finite.
 
-    It could not where its logits are not finite.
-    `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: nobody asked).
-    `digests[rank][j]` are those of the cells of the plan's digest_blocks[j] there (see `kvtransfer.digest`). `seconds`
-    is the device's time for the step, through all stages, without the waits for other plans.
+    `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: none requested).
+    `digests[rank][j]` are the cell digests of the plan's digest_blocks[j] on that rank (see `kvtransfer.digest`).
+    `seconds` is the device's time for the step, through all stages, without waits for other plans.
     """
 
     number: int

@@ -1,7 +1,7 @@
-"""One step in the making: what a batching policy chose so far, and the blocks and copies that it takes.
+"""A step under construction: what the batching policy has chosen so far, with the blocks and copies it takes.
 
-Out of blocks, the youngest sequence is preempted, all of it. It is first in the queue to come back, so the oldest
-always moves on. Nobody in a step in flight is preempted, and no prompt that is held for a reader.
+Without free blocks, the youngest sequence is preempted completely. It returns to the front of the queue, so the oldest
+always makes progress. Sequences in flight and prompts held for a reader are not preempted.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Slice:
 
 
 class StepBuilder:
-    """`batching.Step` to the policy, and its outcome to the Scheduler that made it.
+    """A `batching.Step` for the policy, and its result for the Scheduler.
 
-    `rows`: decodes that the step takes. `coming`: blocks that come free with steps in flight.
+    `rows`: most decodes in the step. `coming`: blocks that come free with steps in flight.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class StepBuilder:
         self.slices: list[Slice] = []
         self.admitted: list[Sequence] = []
         self.moves = BlockMoves()
-        self.at_hand: Sequence | None = None  # the one that something is done for now
-        self.error: Exception | None = None  # that ended the making of it
+        self.at_hand: Sequence | None = None  # the sequence being worked on
+        self.error: Exception | None = None  # that ended the construction
         self._queues = queues
         self._kv = kv
         self._leases = leases
@@ -64,7 +64,7 @@ class StepBuilder:
         self._rows = rows
         self._coming = coming
         self._chosen: set[Sequence] = set()
-        self._stopped: set[Sequence] = set()  # in flight, to be preempted when they no longer are
+        self._stopped: set[Sequence] = set()  # in flight; preempted once they are not
 
     @property
     def has_waiting(self) -> bool:
@@ -121,15 +121,15 @@ class StepBuilder:
         return sequence
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """A free block, by preempting younger sequences or at last this one. False: not in this step."""
+        """Get a free block by preempting younger sequences, or else this one. False: not in this step."""
         while not self._kv.has_free_block:
-            if self._coming > 0:  # one comes free when a step ends: wait for it
+            if self._coming > 0:  # wait for a block that comes free when a step ends
                 self._coming -= 1
                 return False
             victim = self._victim()
             if victim is None:
                 return False
-            if victim.in_flight:  # rather wait for its steps to end, and order no more of it, than take an older one
+            if victim.in_flight:  # wait for its steps to end rather than preempt an older one
                 self._stopped.add(victim)
                 return False
             self._preempt(victim)
@@ -138,14 +138,14 @@ class StepBuilder:
         return True
 
     def _victim(self) -> Sequence | None:
-        """The youngest sequence outside this step. Held prompts stay: a reader may be half way through."""
+        """The youngest sequence outside this step. Held prompts stay, because a reader may be fetching them."""
         others = [
             each for each in self._queues.running if not (each.hold or each in self._chosen or each in self.admitted)
         ]
         return max(others, key=lambda each: (each.arrival_s, each.number), default=None)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._leases.drop(sequence.key)  # of a hand-over: its reader is refused, and the sequence stays here
+        self._leases.drop(sequence.key)  # of a migration: the reader is refused, and the sequence stays here
         num_saved = self._kv.swap_out(sequence, self.moves)
         self._coming += num_saved
         self._queues.preempt(sequence, swapped=num_saved > 0)

@@ -1,7 +1,7 @@
-"""Times steps that belong to no request: plans of a given shape, on an idle worker's own executor.
+"""Times steps of a given shape on an idle worker's executor, without any request.
 
-Their blocks come from the engine's pool and go back to it. Steps stop as soon as a request comes. Knows shapes and
-plans; knows no cost model.
+Blocks come from the engine's pool and go back to it. Timing stops as soon as a request arrives. Knows shapes and plans;
+knows no cost model.
 """
 
 import asyncio
@@ -17,15 +17,14 @@ from workers.errors import Overloaded
 from workers.request import SamplingParams, check_shape, refuse_outside
 
 CALL_S = 5.0  # no step begins later than this after the call
-TOUCH_BLOCKS = 32  # copied at once: the pool gathers copies in memory of its own
+TOUCH_BLOCKS = 32  # copied at once: the pool gathers copies in extra memory
 STRIDE = 7919  # token ids that differ, so that not all tokens go to the same experts
 
 
 def step_plan(shape: Shape, blocks: Sequence[int], block_size: int, vocab_size: int, swaps: int = 0) -> StepPlan:
-    """The shape as a step that greedily draws after every chunk; every sequence has blocks of its own, as in service.
+    """A step of this shape that samples greedily after every chunk; every sequence has its own blocks, as in service.
 
-    `blocks` are at least as many as `num_blocks` says. The last 2 * `swaps` of them are swapped: to the first host
-    blocks, and back into others.
+    Needs `num_blocks` blocks. The last 2 * `swaps` of them are swapped: out to the first host blocks, and in from them.
     """
     chunks = []
     free = iter(blocks)
@@ -46,7 +45,7 @@ def step_plan(shape: Shape, blocks: Sequence[int], block_size: int, vocab_size: 
 
 
 def num_blocks(shape: Shape, block_size: int, swaps: int = 0) -> int:
-    """That its plan needs."""
+    """Blocks that the shape's plan needs."""
     return sum(-(-(tokens + first) // block_size) for tokens, first in shape.runs) + 2 * swaps
 
 
@@ -58,7 +57,7 @@ async def measure(
     repeats: int,
     interrupted: Callable[[], bool],
 ) -> Timings:
-    """Time up to `repeats` steps of this shape, in `CALL_S` or the time of one step, and until `interrupted`.
+    """Time up to `repeats` steps of this shape, for `CALL_S` or one step, and until `interrupted`.
 
     Raises `InvalidRequest` for a shape that no step of this engine can have, `Overloaded` when the engine has work,
     `TimeoutError` when the device hangs.

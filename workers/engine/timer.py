@@ -1,7 +1,7 @@
-"""A timer that is cheap to restart: a restart costs an assignment, not a new timer of the event loop.
+"""A timer that is cheap to restart: `start` and `stop` mostly cost an assignment, not a new event loop timer.
 
-For what is nearly always stopped in time: the bound of a step, a heartbeat. One timer of the loop stands behind it and
-goes on for the rest when it fires too early. Knows nothing but the loop's clock.
+For timeouts that are nearly always stopped in time: of a step, of a heartbeat. The one loop timer behind it is armed
+again when it fires too early. Knows only the loop's clock.
 
 Source of the idea: Varghese and Lauck, Hashed and hierarchical timing wheels (SOSP'87): stopping must be cheap.
 """
@@ -12,17 +12,17 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Calls `expired` once when the time is over. Close it, or its timer keeps it alive."""
+    """Calls `expired` once when its time is up. `close` it, or its loop timer keeps it alive."""
 
     def __init__(self, expired: Callable[[], object]) -> None:
         self._expired = expired
         self._loop = asyncio.get_running_loop()
         self._due_s = math.inf
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf  # when it comes
+        self._timer_s = math.inf  # when the loop timer fires
 
     def start(self, seconds: float) -> None:
-        """Fire in `seconds`, whatever was set before."""
+        """Fire in `seconds`, replacing an earlier start."""
         self._due_s = self._loop.time() + seconds
         if self._timer is None:
             self._arm()

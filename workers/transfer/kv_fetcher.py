@@ -1,4 +1,4 @@
-"""KV that comes from other workers: pulled into a reservation's blocks, or, as a prefix, into this worker's cache.
+"""Pulls KV from other workers: into the blocks of a reservation, or, for a prefix, into this worker's cache.
 
 Knows the engine, tickets and peers; knows no subscriber.
 """
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVFetcher:
-    """Owned by a Worker. `changed` is called when blocks became free. `close` before the peers."""
+    """Owned by a Worker. Calls `changed` when blocks become free. Close it before the peer links."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class KVFetcher:
         self.pulls = NO_PULLS
 
     async def reserved(self, key: str, ticket: TransferTicket, *, goes_on: bool) -> FetchedOut | None:
-        """Bring what the ticket holds into the blocks of a reservation; None when it failed, and the sequence with it.
+        """Pull a ticket's KV into the blocks of a reservation; None: it failed, and so did the sequence.
 
         See `Engine.fetched` for `goes_on`.
         """
@@ -54,7 +54,7 @@ class KVFetcher:
             if num_tokens > sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {num_tokens} tokens, {key} has {sequence.request.num_tokens}")
             if self._is_rounded(ticket) and not sequence.kv_dtype:
-                sequence.kv_dtype = MIXED_KV  # unknown when it was reserved: its block names would be wrong
+                sequence.kv_dtype = MIXED_KV  # not known at reservation; keeps its blocks out of the prefix cache
             skip_tokens = min(sequence.cached_tokens, num_tokens)
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
             report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)
@@ -71,7 +71,7 @@ class KVFetcher:
         return None
 
     async def pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
-        """Bring what the ticket holds behind `skip_tokens` into these blocks of ours. Errors: `TransferError`."""
+        """Pull the ticket's KV after `skip_tokens` into these blocks. Errors: `TransferError`."""
         try:
             report = await self._pull(ticket, blocks, skip_tokens)
         except TransferError as error:
@@ -100,10 +100,9 @@ class KVFetcher:
             raise
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        """Bring the prefix that the ticket holds into our cache; answers how many tokens of it lie there.
+        """Pull the ticket's prefix into our cache; returns how many tokens of it are there.
 
-        0 when there is no room, when it has another dtype or did not come: then the prompt is computed, and nothing is
-        lost but time.
+        0 without room, for another dtype, or after a failure: the prompt is then computed, which only costs time.
         """
         task = asyncio.ensure_future(self._fetch_prefix(request, ticket, timeout_s))
         self._prefix_fetches.add(task)
@@ -113,7 +112,7 @@ class KVFetcher:
     async def _fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         tokens = (*request.prompt, *request.generated)[: ticket.num_tokens]
         if self._is_rounded(ticket):
-            return 0  # rounded on its way, it would not be what this worker computes
+            return 0  # converted KV is rounded, so it differs from what this worker computes
         try:
             fetch = self._engine.prefix_fetches.begin(tokens, request.cache_salt)
         except OutOfBlocks:
@@ -133,14 +132,14 @@ class KVFetcher:
         return ticket.num_tokens if arrived else 0
 
     async def close(self) -> None:
-        """End the fetches of prefixes."""
+        """Cancel prefix fetches."""
         for task in self._prefix_fetches:
             task.cancel()
         if self._prefix_fetches:
             await asyncio.wait(self._prefix_fetches)
 
     def _is_rounded(self, ticket: TransferTicket) -> bool:
-        """Whether what it holds is of another dtype than ours."""
+        """Whether the owner's KV has another dtype than ours."""
         return ticket.owner.shards[0].layout.dtype != self._executor.shards()[0].layout.dtype
 
     def _read(self, order: PullOrder) -> Read:

@@ -1,4 +1,4 @@
-"""Answers the readers of a worker's leases: the `LeaseSource` port of kvtransfer.control over an engine's leases.
+"""Serves the readers of a worker's leases: the `LeaseSource` port of kvtransfer.control over an engine's leases.
 
 Knows leases and the loop's clock; knows no sequence and no KV byte.
 """
@@ -15,7 +15,7 @@ from workers.engine.leases import LeaseBook
 
 
 class LeaseServer:
-    """Owned by a Worker. `address` says how others reach it now; `released` is called after a lease has ended."""
+    """Owned by a Worker. `address` is its current peer address; `released` is called after a release."""
 
     def __init__(
         self,
@@ -35,20 +35,20 @@ class LeaseServer:
         self._port: int | None = None
 
     async def listen(self) -> None:
-        """Take readers from now on. Raises OSError."""
+        """Start to accept readers. Raises OSError."""
         self._port = await self._control.start(self._host)
 
     @property
     def port(self) -> int:
-        assert self._port is not None, "it does not listen yet"
+        assert self._port is not None, "call listen first"
         return self._port
 
     async def close(self) -> None:
-        """Hang up on all readers; their leases end with the engine."""
+        """Disconnect all readers; their leases end with the engine."""
         await self._control.close()
 
     def progressed(self) -> None:
-        """Watermarks may have moved: wake the readers."""
+        """Watermarks may have moved: wake waiting readers."""
         if self._num_waiting:
             self._progressed.set()
             self._progressed = asyncio.Event()
@@ -56,7 +56,7 @@ class LeaseServer:
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
     ) -> Progress:
-        """Answer when the watermark passed `have_blocks`, or the prompt is done, or after `timeout_s`."""
+        """Return when the watermark has passed `have_blocks`, the prompt is done, or `timeout_s` is over."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while True:
@@ -77,11 +77,11 @@ class LeaseServer:
                 async with asyncio.timeout_at(deadline_s):
                     await progressed.wait()
             except TimeoutError:
-                continue  # the deadline is over: the next round answers with what there is
+                continue  # the next iteration returns the present watermark
             finally:
                 self._num_waiting -= 1
 
     def release(self, lease: str, epoch: int) -> None:
-        """The reader has everything. Raises `LeaseLost`."""
+        """The reader has all KV. Raises `LeaseLost`."""
         self._leases.release(lease, epoch)
         self._released()

@@ -1,8 +1,7 @@
-"""The owners that this worker reads from: one control connection and one proven link for each incarnation.
+"""The owners that this worker reads from: one control connection and one verified link for each incarnation.
 
-Opened on first use, shared by all, dropped when the connection breaks. A transport that is rebuilt, ours
-or the owner's, has another address; the next reader proves the link again before it reads. Knows no sequence and no
-lease.
+Opened on first use, shared by all fetches, dropped when the connection breaks. A rebuilt transport, ours or the
+owner's, has another address; the next fetch verifies the link again. Knows no sequence and no lease.
 """
 
 import asyncio
@@ -24,9 +23,9 @@ Addresses: TypeAlias = tuple[tuple[tuple[str, bytes], ...], ...]  # of each rank
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """`proof` of the way from `ours` to `peer`; None when it does not hold any more.
+    """`proof`: preflight from `ours` to `peer`; None when it must run again.
 
-    `known` are all addresses that the peer has had: an older ticket names an older one, and means the same memory.
+    `known` are all addresses that the peer has had: an older ticket has an older address of the same memory.
     """
 
     peer: PeerAddress
@@ -43,12 +42,12 @@ class PeerLinks:
         self._deadline_s = config.transfer.read_timeout_s
         self._executor = executor
         self._clients: dict[str, asyncio.Future[ControlClient]] = {}
-        self._links: dict[str, _Link] = {}  # of all incarnations that the executor may hold a link to, proven or not
+        self._links: dict[str, _Link] = {}  # incarnation -> link the executor may hold, verified or not
         self._forgetting: set[asyncio.Future[None]] = set()
         self._closed = False
 
     async def meet(self, peer: PeerAddress) -> tuple[ControlClient, LinkReport]:
-        """The connection to this incarnation and its link, as proven by preflight. Errors: `TransferError`."""
+        """The connection to this incarnation and its link, verified by preflight. Errors: `TransferError`."""
         client = await self._client(peer)
         return client, await asyncio.shield(self._proof(peer))
 
@@ -61,12 +60,12 @@ class PeerLinks:
             if link.ours == ours and link.proof and not _failed(link.proof):
                 return link.proof
         proof = asyncio.ensure_future(self._executor.connect(peer))
-        proof.add_done_callback(_failed)  # those who asked may have left
+        proof.add_done_callback(_failed)  # its callers may have been cancelled
         self._links[peer.incarnation] = _Link(peer, ours, known | {theirs}, proof)
         return proof
 
     def unlink(self, incarnation: str) -> None:
-        """A read found the owner's memory gone: the next reader proves the link again, if the owner lives."""
+        """A read found the owner's memory gone: the next fetch verifies the link again, if the owner still runs."""
         link = self._links.get(incarnation)
         if link and link.proof and link.proof.done():
             self._links[incarnation] = replace(link, proof=None)
@@ -96,7 +95,7 @@ class PeerLinks:
         return await asyncio.shield(opening)
 
     def _lost(self, incarnation: str) -> None:
-        """The control connection broke: that incarnation is dead to us, and so is its memory."""
+        """The control connection broke: treat that incarnation and its memory as gone."""
         self._clients.pop(incarnation, None)
         link = self._links.pop(incarnation, None)
         if link is not None and not self._closed:
@@ -105,9 +104,9 @@ class PeerLinks:
             forgetting.add_done_callback(self._forgetting.discard)
 
     async def _forget(self, incarnation: str, linking: "asyncio.Future[LinkReport] | None") -> None:
-        """Let go of the transport's threads, handles and memory for this owner."""
+        """Release the transport's threads, handles and memory for this owner."""
         if linking is not None:
-            await asyncio.wait([linking])  # what is being made would stay
+            await asyncio.wait([linking])  # a link that is still being made would leak
         try:
             await self._executor.forget(incarnation)
         except Exception:
