@@ -3,7 +3,9 @@
 Every call has a timeout. While the controller is away the gateway continues; only changes are refused.
 """
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from cluster.control.changes import ControllerAway
 from cluster.control.membership import Membership
@@ -50,23 +52,18 @@ class ControllerCalls:
 
     async def decisions(self) -> tuple[Taken, ...]:
         """The latest decisions of the elastic policy, oldest first; none while the controller is away."""
-        if not self._decides:
-            return ()
-        try:
-            taken: tuple[Taken, ...] = await self._controller.call("decisions", timeout_s=DECISIONS_S)
-        except WorkerGone:
-            return ()
-        return taken
+        decisions: tuple[Taken, ...] = await self._elastic("decisions") or ()
+        return decisions
 
     async def decision_counts(self) -> DecisionCounts | None:
         """Decisions of the elastic policy by kind and outcome; None while unknown."""
-        if not self._decides:
-            return None
-        try:
-            counts: DecisionCounts = await self._controller.call("decision_counts", timeout_s=DECISIONS_S)
-        except WorkerGone:
-            return None
+        counts: DecisionCounts | None = await self._elastic("decision_counts")
         return counts
+
+    async def _elastic(self, method: str) -> Any:
+        """None: there is no elastic policy, or the controller is away."""
+        with suppress(WorkerGone):
+            return await self._controller.call(method, timeout_s=DECISIONS_S) if self._decides else None
 
     async def flip(self, worker: str, role: Role, revision: int) -> int:
         """Change a worker's role. Returns the new revision. All changes raise `ChangeError`."""

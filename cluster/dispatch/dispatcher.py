@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import uuid
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
 from cluster.dispatch.admission_queue import AdmissionQueue
@@ -92,26 +92,6 @@ class Dispatcher:
 
     # ---- requests --------------------------------------------------------------------------------------------
 
-    async def generate(
-        self, request: Request, *, deadline_s: float | None = None, arrived_ns: int | None = None
-    ) -> AsyncGenerator[Event, None]:
-        """Run one request: Accepted, Delta..., Completed. Closing the iterator cancels it on every worker.
-
-        `arrived_ns` (of `cluster.observe.ledger.now_ns`): so that the ledger includes the gateway's work before.
-        Errors: `cluster.events`.
-        """
-        events: asyncio.Queue[Event | None] = asyncio.Queue()  # bounded by the request's own tokens
-        running = self.run(request, events.put_nowait, deadline_s=deadline_s, arrived_ns=arrived_ns)
-        task = asyncio.ensure_future(running)
-        task.add_done_callback(lambda _: events.put_nowait(None))
-        try:
-            while (event := await events.get()) is not None:
-                yield event
-            await task
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-
     async def run(
         self,
         request: Request,
@@ -120,9 +100,10 @@ class Dispatcher:
         deadline_s: float | None = None,
         arrived_ns: int | None = None,
     ) -> None:
-        """Like `generate`, but calls `emit` with each event at once.
+        """Run one request, and `emit` each event: Accepted, Delta..., Completed. Cancellation ends it on every worker.
 
-        Also raises `InvalidRequest`, for a class or a tenant that the specification does not have.
+        `arrived_ns` (of `cluster.observe.ledger.now_ns`): so that the ledger includes the gateway's work before.
+        Errors: `cluster.events`, and `InvalidRequest` for a class or a tenant that the specification does not have.
         """
         request = replace(self._classes.resolved(request), origin=f"{self._process}.{next(self._numbers)}")
         await self._runner.run(request, emit, deadline_s, now_ns() if arrived_ns is None else arrived_ns)

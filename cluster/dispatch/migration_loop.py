@@ -71,7 +71,10 @@ class MigrationLoop:
     async def _wait_for_occasion(self) -> None:
         """Until the membership changes, all migrations have ended, or `LOOK_S` has passed."""
         self._looking.clear()
-        either = {asyncio.ensure_future(self._looking.wait()), asyncio.ensure_future(_wait(self._change()))}
+        either: set[asyncio.Future[object]] = {
+            asyncio.ensure_future(self._looking.wait()),
+            asyncio.ensure_future(self._change()),
+        }
         try:
             await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -113,7 +116,3 @@ class MigrationLoop:
             extra = log_fields(key=move.key, source=move.source, target=move.target)
             args = move.key, outcome, move.source, move.target, move.reason
             logger.info("%s %s from %s to %s: %s", *args, extra=extra)
-
-
-async def _wait(change: Awaitable[object]) -> None:
-    await change

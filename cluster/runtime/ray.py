@@ -212,7 +212,8 @@ class RayRuntime:
             bundle_label_selector=selectors(resources, parallel),
         )
         try:
-            await asyncio.wait_for(_ready(group), order.place_timeout_s)
+            async with asyncio.timeout(order.place_timeout_s):
+                await group.ready()
         except asyncio.CancelledError:
             remove_placement_group(group)
             raise
@@ -226,9 +227,9 @@ class RayRuntime:
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
         """Ray restarts actors that died. Kill one that still is `incarnation` or does not answer."""
         assert isinstance(handle, RayWorker)
-        reference = handle.actor.incarnation.remote()
         try:
-            unfit = await asyncio.wait_for(_plain(reference), UNFIT_TIMEOUT_S) == incarnation
+            async with asyncio.timeout(UNFIT_TIMEOUT_S):
+                unfit = await handle.actor.incarnation.remote() == incarnation
         except RayActorError:
             unfit = False  # dead: Ray restarts it
         except TimeoutError:
@@ -326,11 +327,3 @@ async def _wait_until_free(name: str) -> None:
             ray.get_actor(name, NAMESPACE)  # raises when there is none
             await asyncio.sleep(NAME_FREE_LOOK_S)
         logger.warning("Ray still knows %s, %.0f s after it was killed", name, NAME_FREE_TIMEOUT_S)
-
-
-async def _ready(group: PlacementGroup) -> None:
-    await group.ready()
-
-
-async def _plain(reference: Any) -> Any:
-    return await reference

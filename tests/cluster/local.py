@@ -1,7 +1,7 @@
 """A whole cluster in this process, with modelled or real workers, for tests that look inside."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -62,7 +62,7 @@ class Cluster:
         return self.runtime.workers
 
     async def run(self, request: Request, **options: Any) -> list[Event]:
-        return [event async for event in self.dispatcher.generate(request, **options)]
+        return [event async for event in generate(self.dispatcher, request, **options)]
 
     async def until(self, is_so: Callable[[ClusterView], bool], timeout_s: float = 20.0) -> ClusterView:
         """Wait until the gateway sees it."""
@@ -86,6 +86,22 @@ class Cluster:
 def _busy(worker: Worker) -> bool:
     stats = worker.engine.stats()
     return bool(stats.free_blocks != stats.total_blocks or stats.running or stats.waiting or stats.reserved)
+
+
+async def generate(
+    dispatcher: Dispatcher, request: Request, *, deadline_s: float | None = None
+) -> AsyncGenerator[Event, None]:
+    """The events of one request. Closing the iterator cancels it on every worker."""
+    events: asyncio.Queue[Event | None] = asyncio.Queue()
+    task = asyncio.ensure_future(dispatcher.run(request, events.put_nowait, deadline_s=deadline_s))
+    task.add_done_callback(lambda _: events.put_nowait(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 @asynccontextmanager

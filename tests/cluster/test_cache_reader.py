@@ -30,7 +30,7 @@ class Source:
     """A worker that has a cache and nothing else; calls to it take time and may be made to go wrong."""
 
     def __init__(self) -> None:
-        self.log = CacheLog(1, most_gone=4)
+        self.log = CacheLog(1, most_removed=4)
         self.calls: list[float] = []
         self.under_way = 0
         self.trouble: list[str] = []  # of the next calls

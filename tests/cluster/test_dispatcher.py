@@ -14,7 +14,7 @@ from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejec
 from cluster.spec import Role
 from diptych.view import WorkerState
 from kvtransfer.transport import Read
-from tests.cluster.local import cluster, completed, mixed_spec, request, split_spec, tokens_of
+from tests.cluster.local import cluster, completed, generate, mixed_spec, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.errors import UnknownSequence, WorkerError
 from workers.executor.modelled import modelled_token
@@ -106,7 +106,7 @@ async def test_a_shared_prefix_is_moved_once() -> None:
 @pytest.mark.parametrize("after", [0, 1, 3])
 async def test_closing_the_stream_frees_both_sides(after: int) -> None:
     async with cluster(split_spec(), SLOW) as subject:
-        stream = subject.dispatcher.generate(request("a", 120, max_tokens=500))
+        stream = generate(subject.dispatcher, request("a", 120, max_tokens=500))
         seen = 0
         async for event in stream:
             if isinstance(event, Accepted) and after == 0:
@@ -121,7 +121,7 @@ async def test_closing_the_stream_frees_both_sides(after: int) -> None:
 async def test_finish_ends_with_balanced_books() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         events = []
-        async for event in subject.dispatcher.generate(request("a", 20, max_tokens=500)):
+        async for event in generate(subject.dispatcher, request("a", 20, max_tokens=500)):
             events.append(event)
             if isinstance(event, Delta) and event.first_position >= 3:
                 subject.dispatcher.finish("a")
@@ -142,7 +142,7 @@ async def test_a_deadline_says_where_it_passed_and_frees_both_sides(
     async with cluster(split_spec(**engine), SLOW) as subject:
         blocker = None
         if phase == "queueing":
-            blocker = subject.dispatcher.generate(request("blocker", 400, max_tokens=100))
+            blocker = generate(subject.dispatcher, request("blocker", 400, max_tokens=100))
             await anext(blocker)
         with pytest.raises(DeadlinePassed) as caught:
             await subject.run(request("a", length, max_tokens=500, first=400), deadline_s=deadline_s)
@@ -163,7 +163,7 @@ async def test_a_request_nobody_can_take_in_time_is_rejected_with_a_time_to_retr
     spec = split_spec()
     spec = replace(spec, gateway=replace(spec.gateway, placement_timeout_s=0.3))
     async with cluster(spec, SLOW) as subject:
-        running = [subject.dispatcher.generate(request(f"b{n}", 20, max_tokens=2000)) for n in range(16)]
+        running = [generate(subject.dispatcher, request(f"b{n}", 20, max_tokens=2000)) for n in range(16)]
         for stream in running:
             await anext(stream)
         with pytest.raises(Rejected) as caught:

@@ -11,7 +11,7 @@ from cluster.events import Accepted, Event
 from cluster.spec import ElasticSpec, Role
 from diptych.view import WorkerState
 from kvtransfer.errors import PeerLost
-from tests.cluster.local import Cluster, cluster, completed, mixed_spec, request, split_spec, tokens_of
+from tests.cluster.local import Cluster, cluster, completed, generate, mixed_spec, request, split_spec, tokens_of
 from workers.request import Request
 
 
@@ -38,7 +38,7 @@ class Streaming:
         self._task = asyncio.ensure_future(self._run(subject, asked))
 
     async def _run(self, subject: Cluster, asked: Request) -> None:
-        async for event in subject.dispatcher.generate(asked):
+        async for event in generate(subject.dispatcher, asked):
             self.events.append(event)
             if tokens_of(self.events):
                 self.begun.set()

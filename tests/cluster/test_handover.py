@@ -15,7 +15,7 @@ from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
 from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import ClusterSpec, PoolSpec, Role
-from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
+from tests.cluster.local import Cluster, cluster, completed, generate, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import Overloaded, UnknownSequence
@@ -223,7 +223,7 @@ def test_a_moved_decode_goes_on_elsewhere_and_was_never_still() -> None:
             told: list[float] = []
             clock_s = asyncio.get_running_loop().time
             moved: asyncio.Task[bool] | None = None
-            async for event in subject.dispatcher.generate(request("a", 100, max_tokens=60)):
+            async for event in generate(subject.dispatcher, request("a", 100, max_tokens=60)):
                 if isinstance(event, Accepted):
                     owner = event.decode_worker
                 if isinstance(event, Delta):
@@ -248,7 +248,7 @@ def test_a_decode_moves_to_and_fro_even_where_it_has_no_full_block(length: int) 
         async with cluster(peer_spec(2), SLOW) as subject:
             moving: list[asyncio.Task[bool]] = []
             events: list[Event] = []
-            async for event in subject.dispatcher.generate(request("a", length, max_tokens=50)):
+            async for event in generate(subject.dispatcher, request("a", length, max_tokens=50)):
                 events.append(event)
                 if isinstance(event, Delta) and event.first_position in (3, 15, 25, 35):
                     owner = next(work.decode for work in subject.dispatcher._policy.active)
@@ -381,7 +381,7 @@ def test_a_move_that_fails_costs_the_stream_nothing(failure: str) -> None:
             told: list[float] = []
             events: list[Event] = []
             moving: asyncio.Task[bool] | None = None
-            async for event in subject.dispatcher.generate(request("a", 100, max_tokens=120)):
+            async for event in generate(subject.dispatcher, request("a", 100, max_tokens=120)):
                 events.append(event)
                 if isinstance(event, Delta):
                     told.append(asyncio.get_running_loop().time())
@@ -412,7 +412,7 @@ async def test_a_decode_whose_kv_arrives_with_other_bytes_stays_where_it_is() ->
             worker._executor.execute = lying
         moved = []
         events = []
-        async for event in subject.dispatcher.generate(request("a", 100, max_tokens=400)):
+        async for event in generate(subject.dispatcher, request("a", 100, max_tokens=400)):
             events.append(event)
             if isinstance(event, Delta) and event.first_position in (10, 150):
                 owner = next(each.decode_worker for each in events if isinstance(each, Accepted))

@@ -14,7 +14,7 @@ from cluster.policy.routing.router import Ask, Placement
 from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
-from tests.cluster.local import Cluster, cluster, completed, tokens_of
+from tests.cluster.local import Cluster, cluster, completed, generate, tokens_of
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
@@ -68,7 +68,7 @@ class Gangs:
         events: list[Event] = []
         moving: list[asyncio.Task[bool]] = []
         num_moves, behind = len(moves), 0
-        async for event in self.subject.dispatcher.generate(request):
+        async for event in generate(self.subject.dispatcher, request):
             events.append(event)
             if len(moving) == num_moves > 0 and all(each.done() for each in moving):
                 behind += 1

@@ -12,7 +12,7 @@ from cluster.events import Event, Unservable
 from cluster.offline.sim import clock
 from cluster.offline.sim.cluster import PoolModel, SimCluster, open_cluster
 from cluster.spec import HealthSpec
-from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
+from tests.cluster.local import Cluster, cluster, completed, generate, request, split_spec, tokens_of
 from tests.offline.sim.cases import split
 from workers.costs import LinearCost
 from workers.errors import InvalidRequest, WorkerError
@@ -36,7 +36,7 @@ async def opened() -> AsyncIterator[Cluster]:
 
 
 async def of(subject: SimCluster, gateway: int, wanted: Request) -> list[Event]:
-    return [event async for event in subject.dispatchers[gateway].generate(wanted)]
+    return [event async for event in generate(subject.dispatchers[gateway], wanted)]
 
 
 def test_clients_of_two_gateways_may_choose_the_same_id_at_the_same_time() -> None:
@@ -56,7 +56,7 @@ def test_clients_of_two_gateways_may_choose_the_same_id_at_the_same_time() -> No
 def test_an_id_may_be_used_again_at_once_after_its_request_was_canceled() -> None:
     async def scene() -> None:
         async with opened() as subject:
-            stream = subject.dispatcher.generate(request("job-1", 50, max_tokens=60))
+            stream = generate(subject.dispatcher, request("job-1", 50, max_tokens=60))
             async for event in stream:
                 if tokens_of([event]):
                     break

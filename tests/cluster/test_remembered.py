@@ -9,7 +9,7 @@ import pytest_asyncio
 from cluster.events import ClusterError, Delta
 from cluster.observe.ledger import now_ns
 from cluster.spec import Role
-from tests.cluster.local import Cluster, cluster, completed, request, split_spec
+from tests.cluster.local import Cluster, cluster, completed, generate, request, split_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -45,7 +45,7 @@ async def test_what_went_through_is_counted_where_it_did(subject: Cluster) -> No
 
 async def test_a_move_is_a_happening_and_cuts_the_trail(subject: Cluster) -> None:
     other, before = "", {name: each.output_tokens for name, each in subject.dispatcher.recent().traffic}
-    async for event in subject.dispatcher.generate(request("moving", 40, max_tokens=60)):
+    async for event in generate(subject.dispatcher, request("moving", 40, max_tokens=60)):
         if isinstance(event, Delta) and event.first_position >= 3 and not other:
             (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if not each.outcome]
             assert [each.request_id for each in subject.dispatcher.under_way(8)] == [trail.request_id]

@@ -14,7 +14,7 @@ from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
 from cluster.policy.routing.router import Placement
 from cluster.spec import PoolSpec, Role
-from tests.cluster.local import Cluster, cluster, request, split_spec, tokens_of
+from tests.cluster.local import Cluster, cluster, generate, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token
 from workers.request import SLO, Request
@@ -61,7 +61,7 @@ async def timed(subject: Cluster, wanted: Request) -> tuple[float, list[Event]]:
     """With when its first token came."""
     loop = asyncio.get_running_loop()
     begin_s, first_s, events = loop.time(), 0.0, []
-    async for event in subject.dispatcher.generate(wanted):
+    async for event in generate(subject.dispatcher, wanted):
         first_s = first_s or (loop.time() - begin_s) * isinstance(event, Delta)
         events.append(event)
     return first_s, events

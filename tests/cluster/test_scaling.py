@@ -23,7 +23,7 @@ from diptych.view import ClusterView, WorkerState
 from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress
-from tests.cluster.local import FAST, Cluster, cluster, completed, request, split_spec, tokens_of
+from tests.cluster.local import FAST, Cluster, cluster, completed, generate, request, split_spec, tokens_of
 from workers.build import build_worker
 from workers.config import WorkerConfig
 
@@ -51,7 +51,7 @@ async def begun(subject: Cluster, count: int, max_tokens: int) -> list["asyncio.
     async def stream(index: int) -> list[Event]:
         events = []
         asked = request(f"r{index}", max_tokens=max_tokens)
-        async for event in subject.dispatcher.generate(asked):
+        async for event in generate(subject.dispatcher, asked):
             events.append(event)
             if tokens_of(events):
                 first[index].set()

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.events import Delta
 from cluster.spec import ClusterSpec
-from tests.cluster.local import cluster, completed, request, split_spec, tokens_of
+from tests.cluster.local import cluster, completed, generate, request, split_spec, tokens_of
 from workers.config import ParallelConfig
 from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token
@@ -46,7 +46,7 @@ async def test_pipelines_give_every_request_its_own_tokens_and_balanced_books(pr
 
 async def test_streams_that_close_in_mid_flight_free_both_pipelines() -> None:
     async def first_delta(name: str) -> None:
-        async with aclosing(subject.dispatcher.generate(request(name, 120, max_tokens=50))) as stream:
+        async with aclosing(generate(subject.dispatcher, request(name, 120, max_tokens=50))) as stream:
             async for event in stream:
                 if isinstance(event, Delta):
                     return

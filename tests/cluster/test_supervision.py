@@ -18,7 +18,7 @@ from cluster.runtime.errors import WorkerGone
 from cluster.serving import GatewayService, Serving
 from diptych.status import VIEW
 from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
-from tests.cluster.local import request
+from tests.cluster.local import generate, request
 from tests.cluster.processes import Door, Processes, in_virtual_time
 from workers.errors import ModelError
 
@@ -65,7 +65,7 @@ async def seen(runtime: Processes, gateway: str) -> ClusterView:
 async def serves(runtime: Processes, gateway: str) -> None:
     """A request through this gateway has its answer, of workers that were never replaced."""
     dispatcher = runtime.services[gateway].target._dispatcher
-    *_, last = [event async for event in dispatcher.generate(request("r"), deadline_s=10.0)]
+    *_, last = [event async for event in generate(dispatcher, request("r"), deadline_s=10.0)]
     assert isinstance(last, Completed) and last.attempts == 1
     view = dispatcher.view
     assert [(each.state, each.restarts) for each in view.workers] == [(WorkerState.READY, 0)] * 2

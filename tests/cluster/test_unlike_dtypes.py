@@ -12,7 +12,7 @@ import pytest
 
 from cluster.events import Delta, Event
 from cluster.spec import ClusterSpec
-from tests.cluster.local import Cluster, cluster, completed, split_spec
+from tests.cluster.local import Cluster, cluster, completed, generate, split_spec
 from tests.model.families import write_family
 from workers.request import Request, SamplingParams, TokensOut
 
@@ -98,7 +98,7 @@ async def test_a_restart_on_another_worker_of_the_pool_gives_the_same_answer(
         whole = await ask(subject, FIRST)
     async with opened(spec) as subject:
         events: list[Event] = []
-        async for event in subject.dispatcher.generate(FIRST):
+        async for event in generate(subject.dispatcher, FIRST):
             events.append(event)
             if isinstance(event, Delta) and event.first_position == lost_after - 1:
                 (worker,) = [each for each in subject.workers.values() if each.engine._sequences]

@@ -166,12 +166,12 @@ async def test_pods_follow_a_pool_that_is_scaled_by_hand(
         await until(lambda: kubernetes.replicas("decode") == 3)
         await settled(client, 3)
         await client.scale("decode", 1)
-        await until(lambda: " goes from 3 to 1 pods" in said(caplog)[-1])
+        await until(lambda: " from 3 to 1 pods" in said(caplog)[-1])
         running.cancel()
     lines = said(caplog)
-    assert lines[0].startswith(f"the gateway at {endpoint} says how many workers there shall be: decode ")
-    assert "release-diptych-decode goes from 1 to 3 pods: target is 3 workers" in lines
-    assert "decode goes from 3 to 1 pods: the pool has had no more than 1 workers for" in lines[-1]
+    assert lines[0].startswith(f"target numbers of workers from the gateway at {endpoint}: decode ")
+    assert "scaling release-diptych-decode from 1 to 3 pods: target is 3 workers" in lines
+    assert "decode from 3 to 1 pods: the pool has had no more than 1 workers for" in lines[-1]
     assert (kubernetes.replicas("decode"), kubernetes.replicas("prefill")) == (1, 1)
     assert subject.trouble == ""
 
@@ -201,7 +201,7 @@ async def test_without_a_gateway_there_is_room_to_begin(
     for _ in range(3):
         assert await subject.round() == ""
     assert (kubernetes.replicas("decode"), kubernetes.replicas("prefill")) == (1, 1)
-    told = [each.getMessage() for each in caplog.records if "no gateway says what is wanted" in each.getMessage()]
+    told = [each.getMessage() for each in caplog.records if "no gateway answers" in each.getMessage()]
     assert len(told) == 1, "once, not in every round"
 
 
@@ -290,13 +290,13 @@ async def test_a_guarded_gateway_is_asked_with_the_key_of_now(
     try:
         subject = autoscaler(kubernetes, endpoint)
         subject._access = partial(_access, str(files.servers.ca), str(pair.cert), str(pair.key), str(shown))
-        for key, is_told in (("", False), ("of-somebody-else-entirely", False), (KEY, True)):
+        for key, has_targets in (("", False), ("of-somebody-else-entirely", False), (KEY, True)):
             shown.write_text(key)
             assert await subject.round() == "", "it is no trouble of Kubernetes"
-            assert subject._is_told is is_told
+            assert subject._has_targets is has_targets
     finally:
         await doors.close(0.0)
-    (failed,) = [each for each in said(caplog) if each.startswith("no gateway says")]
+    (failed,) = [each for each in said(caplog) if each.startswith("no gateway answers")]
     assert "has no key; write one a line" in failed and KEY not in caplog.text
 
 
@@ -407,7 +407,7 @@ def file(tmp_path: Path) -> Path:
 COMMAND = [sys.executable, "-m", "cluster.cli", "autoscaler", "--prefix", "release-diptych"]
 
 
-async def test_the_command_goes_on_until_it_is_told_to_end(kubernetes: Kubernetes, file: Path) -> None:
+async def test_the_command_runs_until_it_is_interrupted(kubernetes: Kubernetes, file: Path) -> None:
     host, _, port = kubernetes.server.address.removeprefix("https://").partition(":")
     there = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
     given = ["-f", str(file), "--service-account", str(kubernetes.server.account), "--endpoint", "127.0.0.1:1"]
@@ -423,8 +423,8 @@ async def test_the_command_goes_on_until_it_is_told_to_end(kubernetes: Kubernete
         if process.returncode is None:
             process.kill()
     assert (process.returncode, out, err) == (0, b"closed\n", b"")
-    assert b"no gateway says what is wanted, so nothing shrinks: nothing answers at 127.0.0.1:1" in lines[0]
-    assert b"release-diptych-decode goes from 1 to 2 pods: the cluster begins with them" in lines[1]
+    assert b"no gateway answers, so nothing shrinks: nothing answers at 127.0.0.1:1" in lines[0]
+    assert b"release-diptych-decode from 1 to 2 pods: the cluster starts with them" in lines[1]
     assert kubernetes.replicas("decode") == 2
 
 
@@ -437,7 +437,7 @@ async def test_the_command_goes_on_until_it_is_told_to_end(kubernetes: Kubernete
             ["-f", str(ROOT / "examples" / "laptop.yaml")],
             "no pool may grow or shrink; write replicas: {min: 1, max: 4}",
         ),
-        (["-f", "FILE"], "KUBERNETES_SERVICE_HOST is not set: this is no pod of Kubernetes"),
+        (["-f", "FILE"], "KUBERNETES_SERVICE_HOST is not set: this is not a Kubernetes pod"),
         (["-f", "FILE", "--window", "-1"], "is not in the range x>=0"),
     ],
 )
@@ -447,8 +447,8 @@ def test_wrong_arguments_end_it_at_once(file: Path, arguments: list[str], words:
     assert done.returncode != 0 and words in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_a_pod_without_a_token_is_told(file: Path, tmp_path: Path) -> None:
+def test_a_pod_without_a_token_is_refused(file: Path, tmp_path: Path) -> None:
     there = environment(KUBERNETES_SERVICE_HOST="10.96.0.1")
     given = ["-f", str(file), "--service-account", str(tmp_path)]
     done = subprocess.run([*COMMAND, *given], env=there, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "there is no token; the pod needs automountServiceAccountToken" in done.stderr
+    assert done.returncode == 1 and "has no token; the pod needs automountServiceAccountToken" in done.stderr

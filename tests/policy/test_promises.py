@@ -33,7 +33,7 @@ from cluster.policy.slo_attainment import (
     SLOScores,
 )
 from cluster.spec import ClusterSpec
-from tests.cluster.local import cluster, split_spec
+from tests.cluster.local import cluster, generate, split_spec
 from tests.cluster.local import request as asked
 from tests.offline.sim.cases import COST, colocated, models, split
 from tests.policy.views import Story, request, view, worker
@@ -330,7 +330,7 @@ async def test_refusals_and_cancelled_requests_are_told_apart() -> None:
     async with cluster(replace(spec, gateway=gateway)) as subject:
         with pytest.raises(Rejected):
             await subject.run(asked("no"))
-        events = subject.dispatcher.generate(replace(asked("left", max_tokens=90), slo=SLO(60.0, 60.0)))
+        events = generate(subject.dispatcher, replace(asked("left", max_tokens=90), slo=SLO(60.0, 60.0)))
         await anext(events)
         await events.aclose()
         await subject.settle()

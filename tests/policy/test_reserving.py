@@ -16,6 +16,7 @@ from cluster.offline.sim.cluster import open_cluster
 from cluster.policy.estimate.reservation_wait import Reserving
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
+from tests.cluster.local import generate
 from tests.offline.sim.cases import ENGINE, models, split
 from tests.policy.views import BLOCK, SIMPLE, Story, request, view, worker
 from workers.config import EngineConfig
@@ -100,7 +101,7 @@ def told_and_seen(engine: EngineConfig, count: int = 40) -> list[tuple[float, fl
                 prompt = tuple((37 * number + index) % 900 + 1 for index in range(100 + number % 7 * 40))
                 begin_s, told_s, seen_s = loop.time(), 0.0, 0.0
                 wanted = Request(f"r{number}", prompt, SamplingParams(seed=1, max_tokens=20 + number % 5 * 10))
-                async for event in dispatcher.generate(wanted):
+                async for event in generate(dispatcher, wanted):
                     if isinstance(event, Accepted) and event.predicted_ttft_s is not None:
                         told_s = event.predicted_ttft_s
                     elif isinstance(event, Delta):

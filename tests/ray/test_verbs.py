@@ -17,6 +17,6 @@ def test_a_ray_worker_has_every_verb(verb: str) -> None:
 
 def test_a_ray_worker_has_no_other_verb_and_crosses_processes() -> None:
     worker = RayWorker("worker", None, 1.0)
-    with pytest.raises(AttributeError, match="no verb 'shout'"):
+    with pytest.raises(AttributeError, match="no method 'shout'"):
         worker.shout  # noqa: B018
     assert pickle.loads(pickle.dumps(worker)) == worker

@@ -1,8 +1,8 @@
-"""Pods follow workers: each pool on Kubernetes has the pods that its target number of workers needs.
+"""Scales the pods of each pool on Kubernetes to its target number of workers.
 
-    pods        how many pods there shall be; pure
-    kubernetes  the scale of StatefulSets, over the API server's HTTPS
-    loop        asks a gateway and the API server, over and over, and tells a kubelet how that goes
+    pods        the target number of pods; pure
+    kubernetes  reads and writes the scale of StatefulSets, at the API server
+    loop        polls a gateway and the API server, and answers the kubelet's probes
 
-Who decides how many workers there are is elsewhere (`cluster.control.scaling_loop`, an operator).
+The scaling loop (`cluster.control.scaling_loop`) or an operator sets the number of workers.
 """

@@ -1,7 +1,7 @@
-"""The scale of StatefulSets, at the API server of the Kubernetes in whose pod this runs.
+"""Reads and writes the scale of StatefulSets at the API server of this pod's Kubernetes.
 
-What a service account has lies in three files (token, ca.crt, namespace), which are renewed: they are read again for
-every session. Every call has a deadline. Knows no pool.
+Kubernetes rotates the files of a service account (token, ca.crt, namespace), so every session reads them again.
+Every call has a timeout. Knows no pool.
 """
 
 import json
@@ -21,12 +21,12 @@ PATCH = "application/merge-patch+json"
 
 
 class ScaleError(Exception):
-    """What the API server refused, or why there was no answer, in one line."""
+    """The API server refused, or did not answer: one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """`address`: https://HOST:PORT. `account`: the folder with what this pod shows to it."""
+    """`address`: https://HOST:PORT. `account`: the folder of this pod's service account."""
 
     address: str
     account: Path
@@ -51,17 +51,17 @@ class ApiServer:
 
 
 def api_server(account: Path, environment: Mapping[str, str] = os.environ) -> ApiServer:
-    """That of this pod. Raises `ScaleError` outside of one."""
+    """The API server of this pod. Raises `ScaleError` outside of Kubernetes."""
     host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise ScaleError("KUBERNETES_SERVICE_HOST is not set: this is no pod of Kubernetes")
+        raise ScaleError("KUBERNETES_SERVICE_HOST is not set: this is not a Kubernetes pod")
     if not (account / "token").exists():
-        raise ScaleError(f"{account}: there is no token; the pod needs automountServiceAccountToken: true")
+        raise ScaleError(f"{account} has no token; the pod needs automountServiceAccountToken: true")
     return ApiServer(f"https://{f'[{host}]' if ':' in host else host}:{port}", account)
 
 
 class Scales:
-    """One session. How many pods StatefulSets ask for."""
+    """One session with the API server: numbers of replicas of StatefulSets."""
 
     def __init__(self, http: aiohttp.ClientSession, namespace: str) -> None:
         self._http = http
@@ -86,15 +86,15 @@ class Scales:
         except aiohttp.ClientError as error:
             raise ScaleError(f"{method} the scale of {name}: {_one_line(str(error))}") from None
         if answer.status != 200:
-            raise ScaleError(f"{method} the scale of {name}: {answer.status} {_told(text)}")
+            raise ScaleError(f"{method} the scale of {name}: {answer.status} {_status_message(text)}")
         try:
-            return int(json.loads(text)["spec"].get("replicas", 0))  # 0 is left out
+            return int(json.loads(text)["spec"].get("replicas", 0))  # Kubernetes leaves out 0
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ScaleError(f"{method} the scale of {name}: the answer is no Scale: {_one_line(text)[:100]}") from None
 
 
-def _told(text: str) -> str:
-    """The message of a Status."""
+def _status_message(text: str) -> str:
+    """The message of a Kubernetes Status."""
     try:
         return _one_line(str(json.loads(text)["message"]))
     except (ValueError, KeyError, TypeError):

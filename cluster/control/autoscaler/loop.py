@@ -1,6 +1,6 @@
-"""The autoscaler's shell: asks a gateway what is wanted and the API server what is asked for, and writes what differs.
+"""The autoscaler loop: gets targets from a gateway, and sets the StatefulSets' scales where they differ.
 
-Nothing that fails ends it: it is one line in the log and tried again, later each time.
+Failures never end it: each is logged and retried, with a growing pause.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ MOST_WAIT_S = 60.0
 
 
 class Autoscaler:
-    """`access` is asked for every look: keys and certificates are renewed. `prefix`: PREFIX-POOL is a StatefulSet.
+    """`access` is called in every round, since keys and certificates rotate. The StatefulSet of a pool is PREFIX-POOL.
 
-    `trouble`: what of Kubernetes failed in the last round; None before the first one. `looked_s`: when that ended.
+    `trouble`: the last round's failure at Kubernetes; None before the first round. `looked_s`: the end of that round.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Autoscaler:
         self._access = access
         self._prefix = prefix
         self._period_s = period_s
-        self._is_told: bool | None = None  # whether a gateway said something last time
+        self._has_targets: bool | None = None  # whether a gateway answered in the last round
         self.trouble: str | None = None
         self.looked_s = time.monotonic()
 
@@ -50,7 +50,7 @@ class Autoscaler:
         while True:
             try:
                 self.trouble = await self.round()
-            except Exception as error:  # whatever it is, pods follow again when it is over
+            except Exception as error:  # the next round may succeed
                 logger.exception("a round failed")
                 self.trouble = f"{type(error).__name__}: {error}"
             self.looked_s = time.monotonic()
@@ -78,18 +78,18 @@ class Autoscaler:
             async with AsyncClient(self._endpoint, access=self._access()) as client:
                 view = (await client.status(timeout_s=LOOK_S)).view
         except (DiptychError, SpecError, OSError) as error:
-            if self._is_told is not False:
-                logger.warning("no gateway says what is wanted, so nothing shrinks: %s", error)
-            self._is_told = False
+            if self._has_targets is not False:
+                logger.warning("no gateway answers, so nothing shrinks: %s", error)
+            self._has_targets = False
             return None
-        if not self._is_told:
+        if not self._has_targets:
             wanted = ", ".join(f"{pool.name} {pool.wanted}" for pool in view.pools)
-            logger.info("the gateway at %s says how many workers there shall be: %s", self._endpoint, wanted)
-        self._is_told = True
+            logger.info("target numbers of workers from the gateway at %s: %s", self._endpoint, wanted)
+        self._has_targets = True
         return view
 
     async def _read(self, scales: Scales, pool: str) -> tuple[int | None, str]:
-        """Pods, and what failed."""
+        """The number of pods, and the failure."""
         try:
             return await scales.read(self._named(pool)), ""
         except ScaleError as error:
@@ -101,10 +101,10 @@ class Autoscaler:
         try:
             await scales.write(name, change.after)
         except ScaleError as error:
-            logger.warning("%s stays as it is, not %s: %s", name, pods, error)
+            logger.warning("could not scale %s %s: %s", name, pods, error)
             return str(error)
         facts = log_fields(pool=change.pool, pods=change.after, before=change.before)
-        logger.info("%s goes %s: %s", name, pods, change.why, extra=facts)
+        logger.info("scaling %s %s: %s", name, pods, change.why, extra=facts)
         return ""
 
     def _named(self, pool: str) -> str:
@@ -116,14 +116,14 @@ STUCK_S = 2 * MOST_WAIT_S
 
 @asynccontextmanager
 async def probed(autoscaler: Autoscaler, port: int) -> AsyncIterator[None]:
-    """Answers on all addresses."""
+    """Serve liveness and readiness probes on all addresses."""
 
     async def health(_: web.Request) -> web.Response:
         silent_s = time.monotonic() - autoscaler.looked_s
-        return _said(f"no round has ended for {silent_s:.0f} s" if silent_s > STUCK_S else "")
+        return _probe_response(f"no round has ended for {silent_s:.0f} s" if silent_s > STUCK_S else "")
 
     async def ready(_: web.Request) -> web.Response:
-        return _said("no round has ended yet" if autoscaler.trouble is None else autoscaler.trouble)
+        return _probe_response("no round has ended yet" if autoscaler.trouble is None else autoscaler.trouble)
 
     app = web.Application()
     app.add_routes([web.get("/health", health), web.get("/ready", ready)])
@@ -136,5 +136,5 @@ async def probed(autoscaler: Autoscaler, port: int) -> AsyncIterator[None]:
         await runner.cleanup()
 
 
-def _said(trouble: str) -> web.Response:
+def _probe_response(trouble: str) -> web.Response:
     return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")

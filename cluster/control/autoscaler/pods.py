@@ -1,8 +1,8 @@
-"""The number of pods for each pool. Pure: the cluster's view, the pods that are asked for now, and time come in.
+"""The target number of pods of each pool. Pure: the cluster view, the current scales and the time are arguments.
 
-It grows at once, and shrinks only when exactly the target number of workers has existed, all ready, for a while. A pod
-takes its Ray node along: a worker that waits for a node must not lose it.
-Without a view nothing shrinks, and there is room for the workers with which a cluster begins.
+It grows at once. It shrinks only when exactly the target number of workers has existed, all ready, for a while, because
+a pod that goes takes its Ray node along, for which another worker may be waiting. Without a view nothing shrinks, and
+the target is the cluster's initial number of workers.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ SPREAD = ("spread", "strict_spread")
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A pool whose pods come and go. `each`: pods of one worker; the other numbers are of workers."""
+    """A pool that scales. `each`: pods of one worker; the other numbers are of workers."""
 
     name: str
     each: int
@@ -37,14 +37,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Fewer:
-    """So many pods have been enough since then."""
+    """Since when this many pods have been enough."""
 
     pods: int
     since_s: float
 
 
 def scaled(spec: ClusterSpec) -> tuple[Scaled, ...]:
-    """The pools that may grow and shrink. A pod holds all ranks of a worker, or one where they are spread."""
+    """The pools that scale. A pod holds all ranks of a worker, or one rank if they are spread."""
     found = (Scaled(each.name, _pods_of_one(each), each.replicas, *each.bounds) for each in spec.pools)
     return tuple(each for each in found if each.least < each.most)
 
@@ -54,7 +54,7 @@ def _pods_of_one(pool: PoolSpec) -> int:
 
 
 class Pods:
-    """Owned by the loop. `window_s`: for how long fewer must have been enough."""
+    """Owned by the loop. `window_s`: how long fewer pods must have been enough before it shrinks."""
 
     def __init__(self, pools: tuple[Scaled, ...], window_s: float) -> None:
         self.pools = pools
@@ -62,20 +62,20 @@ class Pods:
         self._fewer: dict[str, _Fewer] = {}
 
     def judge(self, view: ClusterView | None, asked_for: Mapping[str, int], now_s: float) -> list[Change]:
-        """What to change. `asked_for`: pods by pool, as far as known; `view`: None while no gateway tells one."""
-        there = {} if view is None else {pool.name: pool for pool in view.pools}
+        """The changes to make. `asked_for`: current pods by pool, if known. `view` None: no gateway answers."""
+        views = {} if view is None else {pool.name: pool for pool in view.pools}
         changes = []
         for pool in self.pools:
             fewer = self._fewer.pop(pool.name, None)
             if (before := asked_for.get(pool.name)) is None:
                 continue
-            told = there.get(pool.name)
-            workers = pool.first if told is None else min(max(told.wanted, pool.least), pool.most)
+            pool_view = views.get(pool.name)
+            workers = pool.first if pool_view is None else min(max(pool_view.wanted, pool.least), pool.most)
             after = workers * pool.each
             if after > before:
-                why = "the cluster begins with them" if told is None else f"target is {workers} workers"
+                why = "the cluster starts with them" if pool_view is None else f"target is {workers} workers"
                 changes.append(Change(pool.name, before, after, why))
-            elif after < before and view is not None and told is not None and _is_settled(view, told):
+            elif after < before and view is not None and pool_view is not None and _is_settled(view, pool_view):
                 since_s = fewer.since_s if fewer and fewer.pods == after else now_s
                 if now_s - since_s >= self._window_s:
                     why = f"the pool has had no more than {workers} workers for {now_s - since_s:.0f} s"

@@ -55,7 +55,7 @@ def test_more_pods_come_at_once_and_fewer_after_a_while() -> None:
 
 def test_it_says_why() -> None:
     rule = Pods((DECODE,), WINDOW_S)
-    assert rule.judge(None, {"decode": 0}, 0.0) == [Change("decode", 0, 1, "the cluster begins with them")]
+    assert rule.judge(None, {"decode": 0}, 0.0) == [Change("decode", 0, 1, "the cluster starts with them")]
     assert rule.judge(seen(3), {"decode": 1}, 0.0) == [Change("decode", 1, 3, "target is 3 workers")]
     assert rule.judge(seen(2), {"decode": 3}, 0.0) == []
     (change,) = rule.judge(seen(2), {"decode": 3}, 31.0)

@@ -13,7 +13,7 @@ from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
-from tests.cluster.local import VOCAB, cluster, split_spec
+from tests.cluster.local import VOCAB, cluster, generate, split_spec
 from tests.offline.profile.served import served, spec
 from workers.request import Request
 from workers.stats import WorkerStats
@@ -23,7 +23,7 @@ WORKLOAD = Workload("few", tuple(Arrival(0.01 * index, 20 + index, 3 + index % 4
 
 async def test_every_request_of_a_split_cluster_is_recorded_as_its_client_saw_it() -> None:
     async with cluster(split_spec()) as running:
-        run = await drive(running.dispatcher.generate, WORKLOAD, LoadOptions(VOCAB, deadline_s=20.0, seed=3))
+        run = await drive(partial(generate, running.dispatcher), WORKLOAD, LoadOptions(VOCAB, deadline_s=20.0, seed=3))
         await running.settle()
         assert run.clock == "real" and run.seed == 3 and run.workload == "few"
         for each, arrival in zip(run.served, WORKLOAD.arrivals, strict=True):
