@@ -63,16 +63,16 @@ class InstantDispatcher:
     def slo_attainment(self) -> GatewayAttainment:
         return GatewayAttainment()
 
-    def turned_away(self, class_name: str, cause: str) -> None:
+    def count_refusal(self, class_name: str, cause: str) -> None:
         """Nobody keeps scores here."""
 
     def recent(self) -> Recent:
         return Recent()
 
-    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+    def window(self, begin_ns: int, end_ns: int) -> Window:
         return Window()
 
-    def under_way(self, most: int) -> list[RequestTrace]:
+    def oldest_requests(self, most: int) -> list[RequestTrace]:
         return []
 
     def view_change(self) -> Awaitable[object]:

@@ -13,10 +13,10 @@ from rich.text import Text
 from cluster.cli.rates import Rates, Snapshots, WorkerRates
 from cluster.cli.screen import size, view_json
 from cluster.cli.shape import decision_json, decision_words
-from cluster.observe.history import Happening, Traffic
-from cluster.policy.slo_attainment import Kept
+from cluster.observe.history import ClusterEvent, Traffic
+from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
-from diptych.view import ClusterView, Taken, WorkerState, WorkerView
+from diptych.view import ClusterView, DecisionRecord, WorkerState, WorkerView
 
 WIDE = 120  # columns; narrower screens leave details out
 MAX_FOOTER_LINES, MAX_SLO_LINES = 6, 3
@@ -59,7 +59,7 @@ def _line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def _attainment_text(ttft: Kept, tpot: Kept) -> str:
+def _attainment_text(ttft: SLOCount, tpot: SLOCount) -> str:
     known = [(name, kept) for name, kept in (("TTFT", ttft), ("TPOT", tpot)) if kept.share is not None]
     return TIED.join(f"{name}{TIED}{kept.share:.0%}{TIED}of{TIED}{kept.settled}" for name, kept in known)
 
@@ -208,16 +208,16 @@ def _footer(status: ClusterStatus, width: int) -> Iterator[Text]:
     troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
     for worker in troubled[:MAX_FOOTER_LINES]:
         yield _line(f"{worker.name}: {worker.trouble}")
-    entries = [*map(_decided, status.decisions), *_events(status.recent.happenings)]
+    entries = [*map(_decided, status.decisions), *_events(status.recent.events)]
     for age_s, words in sorted(entries, key=lambda entry: entry[0])[:MAX_FOOTER_LINES]:
         yield _line(f"{duration_text(age_s):>7} ago  {words}")
 
 
-def _decided(taken: Taken) -> tuple[float, str]:
+def _decided(taken: DecisionRecord) -> tuple[float, str]:
     return taken.age_s, f"{taken.outcome}: {decision_words(taken.decision)}: {taken.decision.reason}"
 
 
-def _events(events: tuple[tuple[float, Happening], ...]) -> Iterator[tuple[float, str]]:
+def _events(events: tuple[tuple[float, ClusterEvent], ...]) -> Iterator[tuple[float, str]]:
     """Refusals with the same cause are one line: the latest one and the count."""
     causes = Counter(each.text.partition(":")[0] for _, each in events if each.kind == "refused")
     for age_s, each in reversed(events):
@@ -239,7 +239,7 @@ def screen_json(snapshots: Snapshots) -> dict[str, Any]:
     }
     happenings = [
         {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text, "request_id": each.request_id}
-        for age_s, each in status.recent.happenings
+        for age_s, each in status.recent.events
     ]
     return view_json(status.view) | {
         "gateway": gateway,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.observe.history import Traffic
-from cluster.policy.slo_attainment import ClassScore, Kept
+from cluster.policy.slo_attainment import ClassScore, SLOCount
 
 if TYPE_CHECKING:
     from diptych.client import ClusterStatus
@@ -138,10 +138,10 @@ def _since(first: "ClusterStatus", now: "ClusterStatus") -> Iterator[ClassScore]
     """Each class since `first`, without classes that had no request since."""
     before = {score.name: score for score in first.standing.classes}
     for score in now.standing.classes:
-        was = before.get(score.name, ClassScore(score.name, 0, Kept(), Kept(), Kept()))
+        was = before.get(score.name, ClassScore(score.name, 0, SLOCount(), SLOCount(), SLOCount()))
         if score.requests > was.requests:
             ttft, tpot, both = (
-                Kept(one.settled - other.settled, one.kept - other.kept)
+                SLOCount(one.settled - other.settled, one.kept - other.kept)
                 for one, other in ((score.ttft, was.ttft), (score.tpot, was.tpot), (score.both, was.both))
             )
             yield ClassScore(score.name, score.requests - was.requests, ttft, tpot, both)

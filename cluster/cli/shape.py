@@ -7,7 +7,7 @@ import msgspec
 
 from cluster.cli.screen import plain_table
 from cluster.policy.scaling.evidence import Decision
-from diptych.view import ClusterView, Taken, WorkerState
+from diptych.view import ClusterView, DecisionRecord, WorkerState
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +24,7 @@ def pools_table(view: ClusterView) -> "Table":
     return table
 
 
-def decisions_table(decisions: Iterable[Taken]) -> "Table":
+def decisions_table(decisions: Iterable[DecisionRecord]) -> "Table":
     """The latest first."""
     from rich.markup import escape
 
@@ -41,6 +41,6 @@ def decision_words(decision: Decision) -> str:
     return f"grow {decision.pool}" if decision.kind == "grow" else f"shrink {decision.pool}: {decision.worker}"
 
 
-def decision_json(taken: Taken) -> dict[str, Any]:
+def decision_json(taken: DecisionRecord) -> dict[str, Any]:
     built: dict[str, Any] = msgspec.to_builtins(taken.decision)
     return built | {"age_s": taken.age_s, "outcome": taken.outcome}

@@ -12,7 +12,7 @@ from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import console, links_table, plain_table, print_json, trouble_lines, view_json, workers_table
 from cluster.cli.shape import decision_json, decisions_table, pools_table
 from diptych.access import Access
-from diptych.slo import Calibration, Errors, Kept, SLOAttainment
+from diptych.slo import Calibration, Errors, SLOAttainment, SLOCount
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -132,7 +132,7 @@ def standing_json(standing: SLOAttainment) -> dict[str, Any]:
     }
 
 
-def _share(kept: Kept) -> str:
+def _share(kept: SLOCount) -> str:
     return "" if kept.share is None else f"{kept.share:.1%} of {kept.settled}"
 
 

@@ -129,9 +129,9 @@ def _write(windows: dict[str, "Window"], out: Path) -> None:
     if cut:
         about["complete_from"] = {gateway: whole.isoformat() for gateway, whole in cut.items()}
     write_events(events(windows), about, out)
-    traces = [trace for window in windows.values() for trace in window.trails]
+    traces = [trace for window in windows.values() for trace in window.traces]
     running = sum(not trace.outcome for trace in traces)
-    num_events = sum(len(window.happenings) for window in windows.values())
+    num_events = sum(len(window.events) for window in windows.values())
     say(f"{out}: {len(traces)} requests, {running} of them in progress, {num_events} events")
     for gateway, whole in cut.items():
         say(f"{gateway}: complete only from {whole.astimezone():%H:%M:%S} on; older requests are no longer in memory")

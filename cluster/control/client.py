@@ -13,7 +13,7 @@ from cluster.policy.scaling.evidence import Report
 from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import ServiceHandle
 from cluster.spec import Role
-from diptych.view import Taken
+from diptych.view import DecisionRecord
 from kvtransfer.ticket import LinkReport
 
 GRACE_S = 5.0  # beyond the controller's own timeout
@@ -50,9 +50,9 @@ class ControllerCalls:
         """Raises `WorkerGone`."""
         await self._controller.call("report", report, timeout_s=GRACE_S)
 
-    async def decisions(self) -> tuple[Taken, ...]:
+    async def decisions(self) -> tuple[DecisionRecord, ...]:
         """The latest decisions of the elastic policy, oldest first; none while the controller is away."""
-        decisions: tuple[Taken, ...] = await self._elastic("decisions") or ()
+        decisions: tuple[DecisionRecord, ...] = await self._elastic("decisions") or ()
         return decisions
 
     async def decision_counts(self) -> DecisionCounts | None:

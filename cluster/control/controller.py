@@ -38,7 +38,7 @@ from cluster.policy.scaling.evidence import Report
 from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import Runtime
 from cluster.spec import ClusterSpec, PoolSpec, Role
-from diptych.view import ClusterView, ModelView, Taken, WorkerState
+from diptych.view import ClusterView, DecisionRecord, ModelView, WorkerState
 from diptych.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ class Controller:
         if self._scaling_loop is not None:
             self._scaling_loop.on_report(report)
 
-    async def decisions(self) -> tuple[Taken, ...]:
+    async def decisions(self) -> tuple[DecisionRecord, ...]:
         """The latest of the elastic policy, oldest first."""
         return () if self._scaling_loop is None else self._scaling_loop.taken()
 

@@ -15,7 +15,7 @@ from cluster.control.changes import ChangeError
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.scaling.evidence import Decision, Report
 from cluster.spec import Role
-from diptych.view import ClusterView, Taken, WorkerState
+from diptych.view import ClusterView, DecisionRecord, WorkerState
 from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
@@ -87,10 +87,10 @@ class ScalingLoop:
         """Take a gateway's load report."""
         self._decider.on_report(report, asyncio.get_running_loop().time())
 
-    def taken(self) -> tuple[Taken, ...]:
+    def taken(self) -> tuple[DecisionRecord, ...]:
         """The latest decisions, oldest first."""
         now_s = asyncio.get_running_loop().time()
-        return tuple(Taken(each.decision, now_s - each.at_s, each.outcome) for each in self._entries)
+        return tuple(DecisionRecord(each.decision, now_s - each.at_s, each.outcome) for each in self._entries)
 
     async def _round(self) -> None:
         await asyncio.sleep(self._period_s)

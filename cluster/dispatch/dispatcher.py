@@ -146,7 +146,7 @@ class Dispatcher:
             tally=self._metrics.snapshot(),
         )
 
-    def turned_away(self, class_name: str, cause: str) -> None:
+    def count_refusal(self, class_name: str, cause: str) -> None:
         """The frontend refused a request before it got here."""
         self._observer.on_turned_away(class_name, cause)
 
@@ -154,11 +154,11 @@ class Dispatcher:
         """Traffic of each worker since this gateway started, and the latest events."""
         return self.history.recent(member.view.name for member in self.discovery.membership.members)
 
-    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+    def window(self, begin_ns: int, end_ns: int) -> Window:
         """The history of a time window (of `cluster.observe.ledger.now_ns`), running requests included."""
         return self.history.window(begin_ns, end_ns, self._runner.traces())
 
-    def under_way(self, most: int) -> list[RequestTrace]:
+    def oldest_requests(self, most: int) -> list[RequestTrace]:
         """Traces of the oldest `most` running requests."""
         return list(itertools.islice(self._runner.traces(), most))
 

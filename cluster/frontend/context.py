@@ -9,7 +9,7 @@ from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import ClusterView, ModelView, Taken
+from diptych.view import ClusterView, DecisionRecord, ModelView
 from workers.request import Request
 
 
@@ -55,7 +55,7 @@ class RequestDispatcher(Protocol):
         """How this gateway's requests met their SLOs."""
         ...
 
-    def turned_away(self, class_name: str, cause: str) -> None:
+    def count_refusal(self, class_name: str, cause: str) -> None:
         """The frontend refused a request of this class, for one of `cluster.policy.slo_attainment.REASONS`."""
         ...
 
@@ -63,11 +63,11 @@ class RequestDispatcher(Protocol):
         """What went through each worker, and what happened lately."""
         ...
 
-    def remembered(self, begin_ns: int, end_ns: int) -> Window:
+    def window(self, begin_ns: int, end_ns: int) -> Window:
         """What is known of a stretch of time, of `cluster.observe.ledger.now_ns`."""
         ...
 
-    def under_way(self, most: int) -> Sequence[RequestTrace]:
+    def oldest_requests(self, most: int) -> Sequence[RequestTrace]:
         """How the oldest `most` requests under way go."""
         ...
 
@@ -82,7 +82,7 @@ class Operator(Protocol):
     async def flip(self, worker: str, role: Role, revision: int) -> int: ...
     async def drain(self, worker: str, revision: int, deadline_s: float) -> int: ...
     async def scale(self, pool: str, replicas: int, revision: int) -> int: ...
-    async def decisions(self) -> tuple[Taken, ...]: ...
+    async def decisions(self) -> tuple[DecisionRecord, ...]: ...
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None: ...
 
 

@@ -214,7 +214,7 @@ class Gateway:
             raise DuplicateRequest(f"request {request_id} is running already; choose another id or leave it empty")
         most = self._context.spec.gateway.max_requests
         if (active := self.active) + num_answers > most:
-            self._context.dispatcher.turned_away(slo.class_name, "gateway-full")
+            self._context.dispatcher.count_refusal(slo.class_name, "gateway-full")
             room = f"{active} of {most} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
         running = self._active[request_id] = _Running(called, num_answers)

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from cluster.observe.request_observer import OnTokens, RequestEnd, RequestObserver
-from diptych.history import Happening as Happening
+from diptych.history import ClusterEvent as ClusterEvent
 from diptych.history import Load as Load
 from diptych.history import Recent as Recent
 from diptych.history import RequestTrace as RequestTrace
@@ -21,7 +21,7 @@ from diptych.view import ClusterView
 from kvtransfer.ticket import TransferReport
 from workers.request import Request
 
-MOST_HAPPENINGS = 1024
+MOST_EVENTS = 1024
 MOST_LOADS = 65_536  # one for each worker and sample
 RECENT = 32
 LONGEST_TEXT = 300
@@ -40,8 +40,8 @@ class History(RequestObserver):
         self._whole_ns = self._began_ns  # time of the newest entry that was dropped
         self._traffic: dict[str, Traffic] = {}
         self._traces: deque[RequestTrace] = deque(maxlen=most)
-        self._happenings: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)
-        self._refusals: deque[Happening] = deque(maxlen=MOST_HAPPENINGS)  # apart: there may be very many
+        self._events: deque[ClusterEvent] = deque(maxlen=MOST_EVENTS)
+        self._refusals: deque[ClusterEvent] = deque(maxlen=MOST_EVENTS)  # apart: there may be very many
         self._loads: deque[Load] = deque(maxlen=MOST_LOADS if most else 0)
 
     def of(self, worker: str) -> Traffic:
@@ -92,8 +92,8 @@ class History(RequestObserver):
 
     def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
         now_ns = self._now_ns()
-        among = self._refusals if kind == "refused" else self._happenings
-        self._keep(among, Happening(now_ns, kind, worker, text[:LONGEST_TEXT], request_id), AT_NS)
+        among = self._refusals if kind == "refused" else self._events
+        self._keep(among, ClusterEvent(now_ns, kind, worker, text[:LONGEST_TEXT], request_id), AT_NS)
         if kind == "left":
             self._traffic.pop(worker, None)  # the number of names over time is unbounded
         elif kind in CHANGES:
@@ -123,9 +123,9 @@ class History(RequestObserver):
             (name, replace(each, changed_ns=now_ns - each.changed_ns if each.change else 0))
             for name, each in known.items()
         )
-        latest = _merged(list(self._happenings)[-RECENT:], list(self._refusals)[-RECENT:])
-        happenings = tuple(((now_ns - each.at_ns) / 1e9, each) for each in latest)
-        return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), happenings)
+        latest = _merged(list(self._events)[-RECENT:], list(self._refusals)[-RECENT:])
+        events = tuple(((now_ns - each.at_ns) / 1e9, each) for each in latest)
+        return Recent((now_ns - self._began_ns) / 1e9, tuple(traffic), events)
 
     def window(self, begin_ns: int, end_ns: int, running: Iterable[RequestTrace] = ()) -> Window:
         """Everything that overlaps with this time window, running requests included."""
@@ -157,9 +157,9 @@ class History(RequestObserver):
         among.append(new)
 
     @property
-    def _both(self) -> tuple[deque[Happening], deque[Happening]]:
-        return self._happenings, self._refusals
+    def _both(self) -> tuple[deque[ClusterEvent], deque[ClusterEvent]]:
+        return self._events, self._refusals
 
 
-def _merged(one: Iterable[Happening], other: Iterable[Happening]) -> tuple[Happening, ...]:
+def _merged(one: Iterable[ClusterEvent], other: Iterable[ClusterEvent]) -> tuple[ClusterEvent, ...]:
     return tuple(merge(one, other, key=lambda each: each.at_ns))

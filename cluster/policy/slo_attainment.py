@@ -13,8 +13,8 @@ from cluster.policy.estimate.histograms import Tallied
 from cluster.policy.estimate.lengths import Calibration
 from diptych.slo import ClassScore as ClassScore
 from diptych.slo import Errors as Errors
-from diptych.slo import Kept as Kept
 from diptych.slo import SLOAttainment
+from diptych.slo import SLOCount as SLOCount
 
 MOST_CLASSES = 64
 OTHER = "other"  # the class beyond the limit of classes, and the reason of refusals without one
@@ -96,7 +96,7 @@ class _Class:
         self.errors: dict[str, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in KINDS}
 
     def score(self, name: str) -> ClassScore:
-        ttft, tpot, both = (Kept(self.settled[kind], self.kept[kind]) for kind in (*KINDS, "both"))
+        ttft, tpot, both = (SLOCount(self.settled[kind], self.kept[kind]) for kind in (*KINDS, "both"))
         return ClassScore(
             name, self.requests, ttft, tpot, both, _errors(self.errors["ttft"]), _errors(self.errors["tpot"])
         )

@@ -37,7 +37,7 @@ class RequestTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class ClusterEvent:
     """Something beside the ordinary: a flip, a move, a prompt placed anew, a refusal, a worker that is gone."""
 
     at_ns: int
@@ -83,7 +83,7 @@ class Recent:
 
     uptime_s: float = 0.0
     traffic: tuple[tuple[str, Traffic], ...] = ()
-    happenings: tuple[tuple[float, Happening], ...] = ()
+    events: tuple[tuple[float, ClusterEvent], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class Window:
     `whole_ns`: what was up to then may be missing, and nothing behind it; 0: nothing at all is missing.
     """
 
-    trails: tuple[RequestTrace, ...] = ()
-    happenings: tuple[Happening, ...] = ()
+    traces: tuple[RequestTrace, ...] = ()
+    events: tuple[ClusterEvent, ...] = ()
     loads: tuple[Load, ...] = ()
     whole_ns: int = 0
 
@@ -107,9 +107,9 @@ class Window:
                     arrived_ns=each.arrived_ns + offset_ns,
                     moves=tuple((at_ns + offset_ns, worker) for at_ns, worker in each.moves),
                 )
-                for each in self.trails
+                for each in self.traces
             ),
-            tuple(replace(each, at_ns=each.at_ns + offset_ns) for each in self.happenings),
+            tuple(replace(each, at_ns=each.at_ns + offset_ns) for each in self.events),
             tuple(replace(each, at_ns=each.at_ns + offset_ns) for each in self.loads),
             self.whole_ns and self.whole_ns + offset_ns,
         )

@@ -20,7 +20,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SLOCount:
     """Promises of one kind: those that are settled, and those of them that were kept."""
 
     settled: int = 0
@@ -46,9 +46,9 @@ class ClassScore:
 
     name: str
     requests: int
-    ttft: Kept
-    tpot: Kept
-    both: Kept
+    ttft: SLOCount
+    tpot: SLOCount
+    both: SLOCount
     ttft_errors: Errors | None = None
     tpot_errors: Errors | None = None
 

@@ -4,14 +4,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from diptych.codec import NANOSECONDS, SAME, SECONDS, Codec, Pair, duration_of, enum, repeated, seconds
-from diptych.history import Happening, Load, Recent, RequestTrace, Traffic, Window
+from diptych.history import ClusterEvent, Load, Recent, RequestTrace, Traffic, Window
 from diptych.messages import LEDGER
 from diptych.shapes import Shape, Timings
-from diptych.slo import Calibration, ClassScore, Errors, Kept, SLOAttainment
+from diptych.slo import Calibration, ClassScore, Errors, SLOAttainment, SLOCount
 from diptych.v1 import admin_pb2, common_pb2
 from diptych.view import (
     ClusterView,
     Decision,
+    DecisionRecord,
     GatewayState,
     GatewayView,
     LinkReport,
@@ -19,7 +20,6 @@ from diptych.view import (
     ParallelConfig,
     PoolView,
     Role,
-    Taken,
     TaskFailures,
     WorkerState,
     WorkerStats,
@@ -67,14 +67,14 @@ VIEW = Codec(
     failures=("failures", repeated(FAILURES)),
 )
 _DECISION = Codec(Decision, admin_pb2.Decision, role=("role", OPTIONAL_ROLE))
-TAKEN = Pair(
+DECISION_RECORD = Pair(
     lambda taken: _DECISION.encode(taken.decision, age=duration_of(taken.age_s), outcome=taken.outcome),
-    lambda message: Taken(_DECISION.decode(message), seconds(message.age), message.outcome),
+    lambda message: DecisionRecord(_DECISION.decode(message), seconds(message.age), message.outcome),
 )
 
 # ---- SLOs ------------------------------------------------------------------------------------------------------
 
-KEPT = Codec(Kept, admin_pb2.Kept)
+KEPT = Codec(SLOCount, admin_pb2.Kept)
 ERRORS = Codec(Errors, admin_pb2.Errors)
 CLASS = Codec(
     ClassScore,
@@ -105,7 +105,7 @@ ATTAINMENT = Codec(
 _TRAFFIC = Codec(
     Traffic, admin_pb2.Traffic, transfer_s=("transfer_time", SECONDS), changed_ns=("change_age", NANOSECONDS)
 )
-_HAPPENING = Codec(Happening, admin_pb2.Happening)
+_HAPPENING = Codec(ClusterEvent, admin_pb2.Happening)
 TRAFFIC = repeated(
     Pair(
         lambda named: _TRAFFIC.encode(named[1], worker=named[0]),
@@ -131,13 +131,13 @@ TRACE = Codec(
     ledger=("ledger", LEDGER),
     moves=("moves", MOVES),
 )
-MOMENT = Codec(Happening, admin_pb2.Moment, at_ns=("unix_ns", SAME))
+MOMENT = Codec(ClusterEvent, admin_pb2.Moment, at_ns=("unix_ns", SAME))
 LOAD = Codec(Load, admin_pb2.Load, at_ns=("unix_ns", SAME))
 
 
 def trace_pages(window: Window, gateway: str) -> Iterator[admin_pb2.TracePage]:
     """A window in nanoseconds of the time of day as messages. At least one page."""
-    traces, events, loads = window.trails, window.happenings, window.loads
+    traces, events, loads = window.traces, window.events, window.loads
     while True:
         yield admin_pb2.TracePage(
             gateway=gateway,
@@ -188,7 +188,7 @@ class ClusterStatus:
     gateway: str
     active_requests: int
     max_requests: int
-    decisions: tuple[Taken, ...] = ()
+    decisions: tuple[DecisionRecord, ...] = ()
     standing: SLOAttainment = field(default_factory=SLOAttainment)
     recent: Recent = field(default_factory=Recent)
 
@@ -200,7 +200,7 @@ class ClusterStatus:
             gateway.name,
             gateway.active_requests,
             gateway.max_requests,
-            tuple(map(TAKEN.decode, message.decisions)),
+            tuple(map(DECISION_RECORD.decode, message.decisions)),
             ATTAINMENT.decode(message.standing),
             Recent(seconds(gateway.uptime), TRAFFIC.decode(message.traffic), RECENT_EVENTS.decode(message.happenings)),
         )
@@ -215,9 +215,9 @@ class ClusterStatus:
         message: admin_pb2.GetClusterResponse = VIEW.encode(
             self.view,
             gateway=gateway,
-            decisions=map(TAKEN.encode, self.decisions),
+            decisions=map(DECISION_RECORD.encode, self.decisions),
             standing=ATTAINMENT.encode(self.standing),
             traffic=TRAFFIC.encode(self.recent.traffic),
-            happenings=RECENT_EVENTS.encode(self.recent.happenings),
+            happenings=RECENT_EVENTS.encode(self.recent.events),
         )
         return message

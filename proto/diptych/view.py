@@ -259,7 +259,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class DecisionRecord:
     """A decision of the elastic policy, `age_s` seconds old, and what became of it.
 
     `outcome`: "advised", "under way", "done", or "failed: " and why.

@@ -268,11 +268,11 @@ def test_a_trace_of_the_last_minute_has_requests_flips_and_loads(served: Served,
 async def test_a_window_before_anything_is_empty_and_a_request_under_way_is_in_it(served: Served) -> None:
     async with AsyncClient(served.endpoint) as client:
         name, before = await client.trace(begin_unix_ns=1, end_unix_ns=2)
-        assert (name, before.trails, before.loads) == ("gateway-0", (), ())
+        assert (name, before.traces, before.loads) == ("gateway-0", (), ())
         stream = client.generate("the sea", max_tokens=400, request_id="long", ignore_eos=True)
         async for _ in stream:
             _, now = await client.trace(last_s=5.0)
             break
         await stream.aclose()
-    (trail,) = [each for each in now.trails if each.request_id == "long"]
-    assert trail.outcome == "" and trail.end_ns - trail.arrived_ns >= trail.ledger.total_ns
+    (trace,) = [each for each in now.traces if each.request_id == "long"]
+    assert trace.outcome == "" and trace.end_ns - trace.arrived_ns >= trace.ledger.total_ns

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from cluster.cli.dashboard import duration_text, screen
 from cluster.cli.rates import Snapshot, Snapshots, rates
-from cluster.observe.history import Happening, Recent, Traffic
+from cluster.observe.history import ClusterEvent, Recent, Traffic
 from cluster.policy.scaling.evidence import Decision
-from cluster.policy.slo_attainment import ClassScore, GatewayAttainment, Kept
+from cluster.policy.slo_attainment import ClassScore, GatewayAttainment, SLOCount
 from cluster.spec import Role
 from diptych.client import ClusterStatus
-from diptych.view import Taken, WorkerState
+from diptych.view import DecisionRecord, WorkerState
 from tests.frontend.grpc.fake import view
 
 COUNTS = st.integers(0, 1000)
@@ -36,7 +36,9 @@ def status(
     first = seen.workers[0]
     first = structs.replace(first, incarnation=incarnation, stats=structs.replace(first.stats, steps=steps))
     standing = GatewayAttainment(
-        (ClassScore("chat", kept[0], Kept(*kept), Kept(), Kept()),), (("completed", completed),), (("waited", 0),)
+        (ClassScore("chat", kept[0], SLOCount(*kept), SLOCount(), SLOCount()),),
+        (("completed", completed),),
+        (("waited", 0),),
     )
     recent = Recent(uptime_s, (("prefill-0", traffic or Traffic()),))
     found = replace(seen, workers=(first, seen.workers[1]))
@@ -93,8 +95,8 @@ def test_promises_are_those_of_the_last_minute() -> None:
         snapshots.add(Snapshot(float(second), status(uptime_s=float(second), kept=(second, second // 2))))
     found = snapshots.rates()
     (chat,) = found.kept
-    assert (found.kept_s, chat.ttft) == (60.0, Kept(60, 30))
-    assert snapshots.rates(since_beginning=True).kept[0].ttft == Kept(99, 49)
+    assert (found.kept_s, chat.ttft) == (60.0, SLOCount(60, 30))
+    assert snapshots.rates(since_beginning=True).kept[0].ttft == SLOCount(99, 49)
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 140])
@@ -105,10 +107,10 @@ def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
         for n in range(40)
     ]
     some[1] = structs.replace(some[1], detail="lost [/bold] once")
-    flip = (30.0, Happening(0, "flip", "prefill-2", "decode -> prefill"))
-    refused = [(3.0 - n, Happening(0, "refused", "", "queue-full: it waits", f"req-{n}")) for n in range(3)]
-    decision = Taken(Decision("flip", "decodes wait " * 20, "prefill-3", Role.DECODE), 5.0, "done")
-    recent = replace(seen.recent, happenings=(flip, *refused))
+    flip = (30.0, ClusterEvent(0, "flip", "prefill-2", "decode -> prefill"))
+    refused = [(3.0 - n, ClusterEvent(0, "refused", "", "queue-full: it waits", f"req-{n}")) for n in range(3)]
+    decision = DecisionRecord(Decision("flip", "decodes wait " * 20, "prefill-3", Role.DECODE), 5.0, "done")
+    recent = replace(seen.recent, events=(flip, *refused))
     seen = replace(seen, view=replace(seen.view, workers=tuple(some)), decisions=(decision,), recent=recent)
     snapshots = Snapshots()
     snapshots.add(Snapshot(0.0, seen))

@@ -67,7 +67,7 @@ def dispatcher(runtime: Processes) -> Any:
 
 
 def kinds(runtime: Processes) -> list[str]:
-    return [each.kind for _, each in dispatcher(runtime).recent().happenings if each.worker == "decode-0"]
+    return [each.kind for _, each in dispatcher(runtime).recent().events if each.worker == "decode-0"]
 
 
 def test_whatever_stops_a_restart_it_is_tried_again_and_said_to_be_back() -> None:

@@ -22,12 +22,12 @@ async def subject() -> AsyncIterator[Cluster]:
 
 async def test_the_ledger_that_is_kept_is_the_one_that_the_client_got(subject: Cluster) -> None:
     end = completed(await subject.run(request("kept", 40)))
-    (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if each.request_id == "kept"]
-    assert trail.ledger == end.ledger and trail.open_ns == 0
-    trail.ledger.check()
-    assert (trail.outcome, trail.prompt_tokens, trail.output_tokens, trail.attempts) == ("completed", 40, 8, 1)
-    assert (trail.prefill_worker, trail.decode_worker) == ("prefill-0", end.decode_workers[0])
-    assert trail.transfer_bytes == sum(report.num_bytes for report in end.transfers) > 0
+    (trace,) = [each for each in subject.dispatcher.window(0, now_ns()).traces if each.request_id == "kept"]
+    assert trace.ledger == end.ledger and trace.open_ns == 0
+    trace.ledger.check()
+    assert (trace.outcome, trace.prompt_tokens, trace.output_tokens, trace.attempts) == ("completed", 40, 8, 1)
+    assert (trace.prefill_worker, trace.decode_worker) == ("prefill-0", end.decode_workers[0])
+    assert trace.transfer_bytes == sum(report.num_bytes for report in end.transfers) > 0
 
 
 async def test_what_went_through_is_counted_where_it_did(subject: Cluster) -> None:
@@ -47,30 +47,30 @@ async def test_a_move_is_a_happening_and_cuts_the_trail(subject: Cluster) -> Non
     other, before = "", {name: each.output_tokens for name, each in subject.dispatcher.recent().traffic}
     async for event in generate(subject.dispatcher, request("moving", 40, max_tokens=60)):
         if isinstance(event, Delta) and event.first_position >= 3 and not other:
-            (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if not each.outcome]
-            assert [each.request_id for each in subject.dispatcher.under_way(8)] == [trail.request_id]
-            assert subject.dispatcher.under_way(0) == []
-            assert trail.request_id == "moving" and trail.end_ns <= now_ns()
-            other = next(name for name in ("decode-0", "decode-1") if name != trail.decode_worker)
+            (trace,) = [each for each in subject.dispatcher.window(0, now_ns()).traces if not each.outcome]
+            assert [each.request_id for each in subject.dispatcher.oldest_requests(8)] == [trace.request_id]
+            assert subject.dispatcher.oldest_requests(0) == []
+            assert trace.request_id == "moving" and trace.end_ns <= now_ns()
+            other = next(name for name in ("decode-0", "decode-1") if name != trace.decode_worker)
             moving = asyncio.ensure_future(subject.dispatcher.move("moving", other))
     assert await moving
-    (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if each.request_id == "moving"]
-    ((at_ns, worker),) = trail.moves
-    assert worker == other != trail.decode_worker and trail.arrived_ns < at_ns < trail.end_ns
-    (_, happening) = subject.dispatcher.recent().happenings[-1]
+    (trace,) = [each for each in subject.dispatcher.window(0, now_ns()).traces if each.request_id == "moving"]
+    ((at_ns, worker),) = trace.moves
+    assert worker == other != trace.decode_worker and trace.arrived_ns < at_ns < trace.end_ns
+    (_, happening) = subject.dispatcher.recent().events[-1]
     assert (happening.kind, happening.worker, happening.request_id) == ("move", other, "moving")
-    assert dict(subject.dispatcher.recent().traffic)[other].change == f"move from {trail.decode_worker}"
+    assert dict(subject.dispatcher.recent().traffic)[other].change == f"move from {trace.decode_worker}"
     after = {name: each.output_tokens - before.get(name, 0) for name, each in subject.dispatcher.recent().traffic}
-    assert after[other] > 0 < after[trail.decode_worker], "tokens count where they were computed"
-    assert sum(after.values()) == trail.output_tokens == 60
+    assert after[other] > 0 < after[trace.decode_worker], "tokens count where they were computed"
+    assert sum(after.values()) == trace.output_tokens == 60
 
 
 async def test_a_request_that_fails_has_all_of_its_time(subject: Cluster) -> None:
     with pytest.raises(ClusterError):
         await subject.run(request("late", 40, max_tokens=60), deadline_s=0.03)
-    (trail,) = [each for each in subject.dispatcher.remembered(0, now_ns()).trails if each.request_id == "late"]
-    assert trail.outcome == "deadline" and "deadline" in trail.detail
-    assert trail.end_ns - trail.arrived_ns >= 0.03e9
+    (trace,) = [each for each in subject.dispatcher.window(0, now_ns()).traces if each.request_id == "late"]
+    assert trace.outcome == "deadline" and "deadline" in trace.detail
+    assert trace.end_ns - trace.arrived_ns >= 0.03e9
 
 
 async def test_workers_that_are_lost_or_leave_are_told_apart() -> None:
@@ -80,5 +80,5 @@ async def test_workers_that_are_lost_or_leave_are_told_apart() -> None:
         await subject.until(lambda view: sorted(each.restarts for each in view.ready(Role.DECODE)) == [0, 1])
         await subject.controller.drain("decode-1", 0, 1.0)
         await subject.until(lambda view: all(worker.name != "decode-1" for worker in view.workers))
-        told = [(each.kind, each.worker) for _, each in subject.dispatcher.recent().happenings]
+        told = [(each.kind, each.worker) for _, each in subject.dispatcher.recent().events]
     assert ("lost", "decode-0") in told and ("left", "decode-1") in told

@@ -8,7 +8,7 @@ import pytest
 from cluster.events import Event
 from cluster.offline.sim.clock import run
 from cluster.spec import ClusterSpec, ElasticSpec, Role
-from diptych.view import Taken
+from diptych.view import DecisionRecord
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.request import SLO
@@ -34,7 +34,7 @@ def roles(subject: Cluster) -> list[Role]:
     return sorted((each.role for each in subject.controller.view().workers), key=lambda role: role.value)
 
 
-async def served(mode: str) -> tuple[list[list[Event]], list[list[Role]], tuple[Taken, ...]]:
+async def served(mode: str) -> tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, ...]]:
     """What each request got, the roles in the middle and at the end, and the decisions."""
     async with cluster(shifting(mode), COST) as subject:
         streams, seen = [], []
@@ -55,12 +55,12 @@ def kept(told: list[list[Event]]) -> float:
 
 
 @pytest.fixture(scope="module")
-def still() -> tuple[list[list[Event]], list[list[Role]], tuple[Taken, ...]]:
+def still() -> tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, ...]]:
     return run(served("off"))
 
 
 def test_roles_follow_the_load_and_no_token_changes(
-    still: tuple[list[list[Event]], list[list[Role]], tuple[Taken, ...]],
+    still: tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, ...]],
 ) -> None:
     told, (after_prompts, after_answers), decisions = run(served("act"))
     assert after_prompts.count(Role.PREFILL) > 1, "prompts got more workers"
@@ -73,7 +73,9 @@ def test_roles_follow_the_load_and_no_token_changes(
 
 
 @pytest.mark.full
-def test_advice_is_given_and_not_taken(still: tuple[list[list[Event]], list[list[Role]], tuple[Taken, ...]]) -> None:
+def test_advice_is_given_and_not_taken(
+    still: tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, ...]],
+) -> None:
     told, seen, decisions = run(served("advise"))
     assert seen == still[1] and still[2] == ()
     assert decisions and {taken.outcome for taken in decisions} == {"advised"}

@@ -17,7 +17,7 @@ from cluster.policy.scaling.evidence import Decision, Report
 from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.spec import ClusterSpec, Role
-from diptych.view import ClusterView, PoolView, Taken, WorkerState, WorkerView
+from diptych.view import ClusterView, DecisionRecord, PoolView, WorkerState, WorkerView
 from tests.cluster.local import cluster, completed, request, split_spec
 
 if TYPE_CHECKING:
@@ -100,14 +100,14 @@ def bounded(spec: ClusterSpec) -> ClusterSpec:
     return replace(spec, pools=(prefill, replace(decode, min_replicas=1, max_replicas=4)))
 
 
-async def until(scaling_loop: ScalingLoop, is_so: Callable[[tuple[Taken, ...]], bool]) -> list[str]:
+async def until(scaling_loop: ScalingLoop, is_so: Callable[[tuple[DecisionRecord, ...]], bool]) -> list[str]:
     async with asyncio.timeout(20):
         while not is_so(scaling_loop.taken()):
             await asyncio.sleep(PERIOD_S)
     return [taken.outcome for taken in scaling_loop.taken()]
 
 
-def over(count: int) -> Callable[[tuple[Taken, ...]], bool]:
+def over(count: int) -> Callable[[tuple[DecisionRecord, ...]], bool]:
     return lambda taken: len(taken) == count and all(each.outcome != "under way" for each in taken)
 
 

@@ -29,7 +29,7 @@ from cluster.policy.slo_attainment import (
     Ended,
     Errors,
     GatewayAttainment,
-    Kept,
+    SLOCount,
     SLOScores,
 )
 from cluster.spec import ClusterSpec
@@ -57,7 +57,7 @@ def test_a_promise_is_kept_to_the_very_second_and_both_only_together() -> None:
     slow = replace(KEPT, tpot_s=0.07)
     (score,) = standing(KEPT, late, slow, replace(KEPT, tpot_slo_s=None)).classes
     assert (score.name, score.requests) == ("fast", 4)
-    assert (score.ttft, score.tpot, score.both) == (Kept(4, 3), Kept(3, 2), Kept(3, 1))
+    assert (score.ttft, score.tpot, score.both) == (SLOCount(4, 3), SLOCount(3, 2), SLOCount(3, 1))
     assert score.ttft.share == 0.75
 
 
@@ -69,7 +69,7 @@ def test_what_nothing_tells_of_is_neither_kept_nor_broken() -> None:
         replace(nothing, outcome="deadline", waited_s=1.0),
         Ended("completed", "fast", ttft_s=1.0),
     ).classes
-    assert (score.requests, score.ttft, score.tpot, score.both) == (4, Kept(), Kept(), Kept())
+    assert (score.requests, score.ttft, score.tpot, score.both) == (4, SLOCount(), SLOCount(), SLOCount())
 
 
 def test_a_first_token_that_never_came_breaks_its_promise_once_it_is_due() -> None:
@@ -79,7 +79,7 @@ def test_a_first_token_that_never_came_breaks_its_promise_once_it_is_due() -> No
         replace(nothing, outcome="deadline", waited_s=1.5),
         replace(nothing, outcome="failed", waited_s=0.1),
     ).classes
-    assert score.ttft == Kept(3, 0)
+    assert score.ttft == SLOCount(3, 0)
 
 
 def test_errors_are_relative_signed_and_of_the_latest_only() -> None:
@@ -309,8 +309,8 @@ async def test_requests_are_scored_by_their_class_and_promise() -> None:
             await subject.run(asked("long", 100_000))
         told = subject.dispatcher.slo_attainment()
     scores = {score.name: score for score in told.classes}
-    assert (scores["easy"].both, scores["hard"].both) == (Kept(2, 2), Kept(1, 0))
-    assert (scores["default"].ttft, scores["default"].tpot) == (Kept(), Kept(1, 1)), "the gateway's own promise"
+    assert (scores["easy"].both, scores["hard"].both) == (SLOCount(2, 2), SLOCount(1, 0))
+    assert (scores["default"].ttft, scores["default"].tpot) == (SLOCount(), SLOCount(1, 1)), "the gateway's own promise"
     assert {name: count for name, count in told.outcomes if count} == {"completed": 4, "invalid": 1}
 
 

@@ -186,7 +186,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         offset_ns = time.time_ns() - now_ns()
         sender = Sender(context)
         begin_ns, end_ns = _interval(request, now_ns(), offset_ns)
-        window = self._context.dispatcher.remembered(begin_ns, end_ns).shifted(offset_ns)
+        window = self._context.dispatcher.window(begin_ns, end_ns).shifted(offset_ns)
         for page in trace_pages(window, self._context.name):
             await sender.send(page)
 

@@ -7,7 +7,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from cluster.observe.metrics.families import Counts, Rows, counter, gauge
-from cluster.policy.slo_attainment import ERROR_BOUNDS, ClassScore, GatewayAttainment, Kept
+from cluster.policy.slo_attainment import ERROR_BOUNDS, ClassScore, GatewayAttainment, SLOCount
 from cluster.spec import Role
 
 Pairs = tuple[tuple[str, str], ...]
@@ -50,7 +50,7 @@ def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts 
 def _slos(attainment: GatewayAttainment, gateway: str) -> Rows:
     asked = {each.name for each in attainment.classes}
     known = (row.labels[0] for row in attainment.tally.ttft.rows)
-    idle = (ClassScore(name, 0, Kept(), Kept(), Kept()) for name in known if name not in asked)
+    idle = (ClassScore(name, 0, SLOCount(), SLOCount(), SLOCount()) for name in known if name not in asked)
     for each in (*attainment.classes, *idle):
         for kind, score in (("ttft", each.ttft), ("tpot", each.tpot), ("both", each.both)):
             yield (gateway, each.name, kind, "yes"), score.kept

@@ -47,7 +47,7 @@ def events(windows: Mapping[str, Window]) -> Iterator[Event]:
     gateways = [*windows]
     for gateway, window in windows.items():
         places.setdefault(gateway, REQUESTS + 1 + len(places))
-        for trace in window.trails:
+        for trace in window.traces:
             rest += _request(next(number), trace)
             for place, stay in _stays(trace, gateway):
                 stays[place, "requests"].append(stay)
@@ -56,7 +56,7 @@ def events(windows: Mapping[str, Window]) -> Iterator[Event]:
     for place, _ in stays:
         places.setdefault(place, REQUESTS + 1 + len(places))
     for window in windows.values():
-        for worker in (*(each.worker for each in window.happenings), *(each.worker for each in window.loads)):
+        for worker in (*(each.worker for each in window.events), *(each.worker for each in window.loads)):
             if worker:
                 places.setdefault(worker, REQUESTS + 1 + len(places))
     yield named("process_name", REQUESTS, 0, f"requests of {', '.join(gateways)}")
@@ -70,7 +70,7 @@ def events(windows: Mapping[str, Window]) -> Iterator[Event]:
                 yield named("thread_name", places[place], lanes[lane], f"{kind}, {lane}" if lane else kind)
             rest += _slices(stay, places[place], lanes[lane])
     for gateway, window in windows.items():
-        for each in window.happenings:
+        for each in window.events:
             rest.append(_instant(each.at_ns, each.kind, places[each.worker or gateway], each.text, each.request_id))
     for load in next((window.loads for window in windows.values() if window.loads), ()):
         rest += _counters(load, places[load.worker])

@@ -90,7 +90,7 @@ class FakeDispatcher:
         self._promises = SLOScores()
         self._changed = asyncio.Event()
         self._view = view()
-        self.past, self.window = Recent(), Window()
+        self.past, self.remembered = Recent(), Window()
         self.traces: list[RequestTrace] = []
         self.queued = 0
 
@@ -157,7 +157,7 @@ class FakeDispatcher:
     def slo_attainment(self) -> GatewayAttainment:
         return replace(self._promises.attainment(Calibration(7, 0.5, 0.875, 12.0, 90.0)), queued=self.queued)
 
-    def turned_away(self, class_name: str, cause: str) -> None:
+    def count_refusal(self, class_name: str, cause: str) -> None:
         self._promises.ended(Ended("refused", class_name, cause))
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
@@ -166,10 +166,10 @@ class FakeDispatcher:
     def recent(self) -> Recent:
         return self.past
 
-    def remembered(self, begin_ns: int, end_ns: int) -> Window:
-        return self.window
+    def window(self, begin_ns: int, end_ns: int) -> Window:
+        return self.remembered
 
-    def under_way(self, most: int) -> Sequence[RequestTrace]:
+    def oldest_requests(self, most: int) -> Sequence[RequestTrace]:
         return self.traces[:most]
 
     def view_change(self) -> Awaitable[object]:

@@ -20,11 +20,11 @@ from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from diptych.v1 import admin_pb2, admin_pb2_grpc
-from diptych.view import PoolView, Taken, WorkerState
+from diptych.view import DecisionRecord, PoolView, WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
-FLIPPED = Taken(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
-GROWN = Taken(Decision("grow", "both [over] 2.0", pool="decode"), 1.0, "failed: no room")
+FLIPPED = DecisionRecord(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
+GROWN = DecisionRecord(Decision("grow", "both [over] 2.0", pool="decode"), 1.0, "failed: no room")
 
 
 class FakeOperator:
@@ -33,7 +33,7 @@ class FakeOperator:
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
         self.error: ChangeError | None = None
-        self.taken: tuple[Taken, ...] = (FLIPPED, GROWN)
+        self.taken: tuple[DecisionRecord, ...] = (FLIPPED, GROWN)
 
     async def flip(self, worker: str, role: Role, revision: int) -> int:
         return self._done("flip", worker, role, revision)
@@ -44,7 +44,7 @@ class FakeOperator:
     async def scale(self, pool: str, replicas: int, revision: int) -> int:
         return self._done("scale", pool, replicas, revision)
 
-    async def decisions(self) -> tuple[Taken, ...]:
+    async def decisions(self) -> tuple[DecisionRecord, ...]:
         return self.taken
 
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...]:

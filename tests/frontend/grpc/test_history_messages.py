@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.observe.history import LONGEST_TEXT, Happening, Load, Recent, RequestTrace, Traffic, Window
+from cluster.observe.history import LONGEST_TEXT, ClusterEvent, Load, Recent, RequestTrace, Traffic, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
 from diptych.status import PAGE_TRACES, ClusterStatus, trace_pages, window_from
 from diptych.v1 import admin_pb2
@@ -16,11 +16,11 @@ LEDGERS = st.builds(LatencyLedger, PARTS, PARTS, NS, NS)
 MOVES = st.lists(st.tuples(NS, WORD), max_size=2).map(tuple)
 WORDS, COUNTS = (WORD,) * 4, (COUNT,) * 4
 TRAILS = st.builds(RequestTrace, *WORDS, NS, LEDGERS, WORD, NS, *COUNTS, WORD, WORD, MOVES, COUNT, NS)
-HAPPENINGS = st.builds(Happening, NS, WORD, WORD, WORD, WORD)
+HAPPENINGS = st.builds(ClusterEvent, NS, WORD, WORD, WORD, WORD)
 LOADS = st.builds(Load, NS, WORD, *COUNTS)
 WINDOWS = st.builds(Window, *(st.lists(each, max_size=3).map(tuple) for each in (TRAILS, HAPPENINGS, LOADS)), NS)
 TRAFFIC = st.builds(Traffic, *(COUNT,) * 6, st.integers(0, 2**40).map(lambda ns: ns / 1e9), WORD, NS)
-AGED = st.tuples(st.integers(0, 10**6).map(float), st.builds(Happening, st.just(0), WORD, WORD, WORD, WORD))
+AGED = st.tuples(st.integers(0, 10**6).map(float), st.builds(ClusterEvent, st.just(0), WORD, WORD, WORD, WORD))
 RECENTS = st.builds(
     Recent,
     st.integers(0, 10**6).map(float),
@@ -47,14 +47,14 @@ def test_the_recent_survives_the_wire(recent: Recent) -> None:
 def test_pages_are_small_and_in_order() -> None:
     long = "x" * LONGEST_TEXT
     ledger = LatencyLedger(tuple((phase, 10**12) for phase in PHASES), (), 0, 0)
-    trails = tuple(
+    traces = tuple(
         RequestTrace(str(n), long, "failed", long, n, ledger, "decode", 0, 1, 1, 1, 1, long, long) for n in range(1000)
     )
-    window = Window(trails, tuple(Happening(n, "flip", "", long) for n in range(10)), (), 100)
+    window = Window(traces, tuple(ClusterEvent(n, "flip", "", long) for n in range(10)), (), 100)
     made = list(trace_pages(window.shifted(5), "gateway-0"))
     assert len(made) == -(-1000 // PAGE_TRACES) and all(page.gateway == "gateway-0" for page in made)
     assert max(page.ByteSize() for page in made) < MAX_MESSAGE_BYTES / 64
-    assert [trail.arrived_ns for trail in window_from(made).trails] == [n + 5 for n in range(1000)]
+    assert [trace.arrived_ns for trace in window_from(made).traces] == [n + 5 for n in range(1000)]
     assert window_from(made).whole_ns == 105
     (empty,) = trace_pages(Window().shifted(5), "gateway-0")
     assert window_from([empty]).whole_ns == 0

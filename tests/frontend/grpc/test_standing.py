@@ -18,7 +18,7 @@ from cluster.frontend.grpc.server import GrpcServer
 from cluster.policy.slo_attainment import Ended
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
-from diptych.slo import Calibration, ClassScore, Errors, Kept, SLOAttainment
+from diptych.slo import Calibration, ClassScore, Errors, SLOAttainment, SLOCount
 from diptych.status import ATTAINMENT
 from tests.frontend.grpc.conftest import OpenClient
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
@@ -27,7 +27,7 @@ from workers.request import SLO
 COUNT = st.integers(0, 2**63)
 REAL = st.floats(allow_nan=False)
 WORD = st.text(max_size=9)
-KEPT = st.builds(Kept, COUNT, COUNT)
+KEPT = st.builds(SLOCount, COUNT, COUNT)
 ERRORS = st.none() | st.builds(Errors, REAL, REAL, REAL)
 COUNTS = st.lists(st.tuples(WORD, COUNT), max_size=3).map(tuple)
 STANDINGS = st.builds(
@@ -96,7 +96,7 @@ async def test_requests_that_the_server_turns_away_are_counted(
 
 
 async def test_metrics_come_as_prometheus_reads_them(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
-    dispatcher.turned_away("batch", "no-room")
+    dispatcher.count_refusal("batch", "no-room")
     lines = (await client.metrics()).splitlines()
     assert 'diptych_refused_total{gateway="gateway-0",reason="no-room"} 1.0' in lines
     assert 'diptych_length_within_ratio{gateway="gateway-0",prediction="p90"} 0.875' in lines

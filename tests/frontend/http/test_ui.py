@@ -11,7 +11,7 @@ from msgspec import structs
 
 from cluster.frontend.http.ui.routes import FILES
 from cluster.frontend.http.ui.status import MOST_STREAMS, MOST_WORKERS
-from cluster.observe.history import Happening, Recent, RequestTrace, Traffic
+from cluster.observe.history import ClusterEvent, Recent, RequestTrace, Traffic
 from cluster.observe.ledger import LatencyLedger
 from cluster.spec import Role
 from diptych.view import PoolView, WorkerState
@@ -48,7 +48,9 @@ async def test_the_status_tells_what_diptych_status_tells(there: Clients, dispat
     pools = (PoolView("prefill", Role.PREFILL, 2, 2, 2), PoolView("decode", Role.DECODE, 1, 1, 1))
     dispatcher.view = replace(view(), pools=pools)
     dispatcher.traces = [trace(1, moves=((5, "decode-1"),))]
-    dispatcher.past = Recent(9.0, (("decode-0", Traffic(output_tokens=70)),), ((1.5, Happening(0, "flip", "w", "t")),))
+    dispatcher.past = Recent(
+        9.0, (("decode-0", Traffic(output_tokens=70)),), ((1.5, ClusterEvent(0, "flip", "w", "t")),)
+    )
     dispatcher.queued = 3
     answer = await there.http.get("/ui/status")
     status = answer.json()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from cluster.observe.history import Happening, Recent
+from cluster.observe.history import ClusterEvent, Recent
 from cluster.spec import Role
 from diptych.view import PoolView
 from tests.frontend.grpc.fake import FakeDispatcher, view
@@ -43,7 +43,7 @@ async def test_a_person_sees_pools_workers_streams_and_events(
     pools = (PoolView("prefill", Role.PREFILL, 1, 1, 1), PoolView("decode", Role.DECODE, 2, 1, 2))
     dispatcher.view = replace(view(), pools=pools)
     dispatcher.traces = [trace(1)]
-    dispatcher.past = Recent(75.0, (), ((3.0, Happening(0, "back", "decode-0", "after 2 s")),))
+    dispatcher.past = Recent(75.0, (), ((3.0, ClusterEvent(0, "back", "decode-0", "after 2 s")),))
     await tab.open(f"{url(there)}/ui")
     await tab.until("document.querySelectorAll('#workers .worker').length === 2")
     table = await tab.value("document.getElementById('workers').innerText")
@@ -59,7 +59,7 @@ async def test_names_are_text_whatever_is_in_them(tab: Page, there: Clients, dis
     model = replace(view().model, name=EVIL)  # type: ignore[type-var]
     dispatcher.view = replace(view(), name=EVIL, model=model, workers=tuple(workers))
     dispatcher.traces = [replace(trace(1), request_id=EVIL, class_name=EVIL, phase=EVIL, decode_worker=EVIL)]
-    dispatcher.past = Recent(1.0, (), ((3.0, Happening(0, EVIL, EVIL, EVIL)),))
+    dispatcher.past = Recent(1.0, (), ((3.0, ClusterEvent(0, EVIL, EVIL, EVIL)),))
     await tab.open(f"{url(there)}/ui")
     await tab.until("document.querySelectorAll('#workers .worker').length === 4")
     await tab.until("document.querySelectorAll('#roles rect').length > 0")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.observe.history import CHANGES, MOST_HAPPENINGS, Happening, History, Load, RequestTrace, Window
+from cluster.observe.history import CHANGES, MOST_EVENTS, ClusterEvent, History, Load, RequestTrace, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
 from cluster.observe.request_trace import parts
 from cluster.offline.report.perfetto import us
@@ -39,8 +39,8 @@ def trail(name: str, arrived_ns: int = DAY_NS, ledger: LatencyLedger = LEDGER, *
     return RequestTrace(name, arrived_ns=arrived_ns, ledger=ledger, **(told | more))
 
 
-def drawn(*trails: RequestTrace, **more: Any) -> list[dict[str, Any]]:
-    found = list(events({"gateway-0": Window(trails, **more)}))
+def drawn(*traces: RequestTrace, **more: Any) -> list[dict[str, Any]]:
+    found = list(events({"gateway-0": Window(traces, **more)}))
     check(found)
     times = [event["ts"] for event in found if event["ph"] != "M"]
     assert times == sorted(times)
@@ -92,12 +92,12 @@ TRAILS = st.builds(
 
 @settings(max_examples=40)
 @given(st.lists(TRAILS, max_size=6))
-def test_the_slices_of_a_request_touch_and_sum_to_its_time(trails: list[RequestTrace]) -> None:
-    found = drawn(*trails)
+def test_the_slices_of_a_request_touch_and_sum_to_its_time(traces: list[RequestTrace]) -> None:
+    found = drawn(*traces)
     by_request = defaultdict(list)
     for event in slices(found):
         by_request[event["args"]["request"]].append((event["ts"], event["ts"] + event["dur"]))
-    for each in trails:
+    for each in traces:
         whole = us(each.end_ns) - us(each.arrived_ns)
         spans = by_request[each.request_id]
         assert sum(end - begin for begin, end in spans) == whole
@@ -122,10 +122,10 @@ def test_a_request_under_way_ends_now() -> None:
 
 
 def test_happenings_are_instants_and_loads_are_counters() -> None:
-    flip = Happening(DAY_NS, "flip", "decode-1", "decode -> prefill")
-    refused = Happening(DAY_NS + MS, "refused", "", "queue-full", "two")
+    flip = ClusterEvent(DAY_NS, "flip", "decode-1", "decode -> prefill")
+    refused = ClusterEvent(DAY_NS + MS, "refused", "", "queue-full", "two")
     load = Load(DAY_NS, "decode-1", 3, 2, 128, 40)
-    found = drawn(happenings=(flip, refused), loads=(load,))
+    found = drawn(events=(flip, refused), loads=(load,))
     places = processes(found)
     told = [(places[event["pid"]], event["name"], event["args"]) for event in found if event["ph"] == "i"]
     assert told == [
@@ -160,9 +160,9 @@ def test_no_more_requests_are_kept_than_asked_for_and_none_that_is_older() -> No
     for n in range(5):
         clock.now_ns += 10**9
         history.ended(trail(str(n), clock.now_ns - LEDGER.total_ns))
-    assert [each.request_id for each in history.window(0, clock.now_ns).trails] == ["2", "3", "4"]
+    assert [each.request_id for each in history.window(0, clock.now_ns).traces] == ["2", "3", "4"]
     clock.now_ns += 9 * 10**9
-    assert [each.request_id for each in history.window(0, clock.now_ns).trails] == ["3", "4"]
+    assert [each.request_id for each in history.window(0, clock.now_ns).traces] == ["3", "4"]
 
 
 def test_a_window_tells_from_when_on_nothing_is_missing() -> None:
@@ -176,7 +176,7 @@ def test_a_window_tells_from_when_on_nothing_is_missing() -> None:
         ends_ns.append(clock.now_ns)
         history.ended(trail(str(n), clock.now_ns - LEDGER.total_ns))
     window = history.window(DAY_NS, clock.now_ns)
-    assert window.whole_ns == ends_ns[1] and [each.request_id for each in window.trails] == ["2", "3", "4"]
+    assert window.whole_ns == ends_ns[1] and [each.request_id for each in window.traces] == ["2", "3", "4"]
     assert history.window(ends_ns[1], clock.now_ns).whole_ns == 0
     clock.now_ns = ends_ns[3] + 10 * 10**9
     assert history.window(DAY_NS, clock.now_ns).whole_ns == ends_ns[2], "the third is too old now"
@@ -186,7 +186,7 @@ def test_a_window_tells_from_when_on_nothing_is_missing() -> None:
 def test_a_window_tells_that_happenings_are_missing(kind: str) -> None:
     clock = Clock()
     history = History(8, 1e6, clock)
-    for _ in range(MOST_HAPPENINGS + 2):
+    for _ in range(MOST_EVENTS + 2):
         clock.now_ns += 1
         history.happened(kind, "", "queue-full")
     assert history.window(DAY_NS, clock.now_ns).whole_ns == DAY_NS + 2
@@ -207,9 +207,9 @@ def test_a_window_has_what_reaches_into_it() -> None:
     for each in (early, late):
         history.ended(each)
     window = history.window(early.end_ns, late.arrived_ns - 1, [replace(late, request_id="now", outcome="")])
-    assert [each.request_id for each in window.trails] == ["early"]
+    assert [each.request_id for each in window.traces] == ["early"]
     window = history.window(early.end_ns + 1, late.arrived_ns, [replace(late, request_id="now", outcome="")])
-    assert [each.request_id for each in window.trails] == ["late", "now"]
+    assert [each.request_id for each in window.traces] == ["late", "now"]
 
 
 @pytest.mark.parametrize("kind", CHANGES)
@@ -222,7 +222,7 @@ def test_a_workers_last_change_is_remembered(kind: str) -> None:
     recent = history.recent(["decode-0", "prefill-0"])
     ((name, traffic),) = recent.traffic
     assert (name, traffic.change, traffic.changed_ns) == ("decode-0", f"{kind} decode -> prefill", 3 * 10**9)
-    assert [(age_s, each.kind) for age_s, each in recent.happenings] == [(3.0, kind), (3.0, "refused")]
+    assert [(age_s, each.kind) for age_s, each in recent.events] == [(3.0, kind), (3.0, "refused")]
 
 
 def test_a_flood_of_refusals_drowns_no_flip() -> None:
@@ -230,8 +230,8 @@ def test_a_flood_of_refusals_drowns_no_flip() -> None:
     history.happened("flip", "decode-0", "decode -> prefill")
     for n in range(5000):
         history.happened("refused", "", "gateway-full", f"req-{n}")
-    assert "flip" in {each.kind for _, each in history.recent(()).happenings}
-    kinds = [each.kind for each in history.window(0, DAY_NS).happenings]
+    assert "flip" in {each.kind for _, each in history.recent(()).events}
+    kinds = [each.kind for each in history.window(0, DAY_NS).events]
     assert kinds.count("flip") == 1 and 100 < kinds.count("refused") < 5000
 
 

@@ -30,11 +30,11 @@ def status(context: GatewayContext, gateway: Gateway, now_ns: int) -> dict[str, 
         "pools": [_pool(name, view) for name in dict.fromkeys([*(pool.name for pool in view.pools), *_pools(view)])],
         "workers": [_worker(each) for each in view.workers[:MOST_WORKERS]],
         "num_workers": len(view.workers),
-        "streams": [_stream(each, now_ns) for each in context.dispatcher.under_way(MOST_STREAMS)],
+        "streams": [_stream(each, now_ns) for each in context.dispatcher.oldest_requests(MOST_STREAMS)],
         "classes": [_class(each) for each in attainment.classes[:MOST_CLASSES]],
         "events": [
             {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text}
-            for age_s, each in reversed(recent.happenings[-MOST_EVENTS:])
+            for age_s, each in reversed(recent.events[-MOST_EVENTS:])
         ],
     }
 
