@@ -1,4 +1,4 @@
-"""What workers have cached reaches the index of a gateway: by number, past gaps, failures and restarts."""
+"""KV cache events of workers reach a gateway's prefix index: by number, past gaps, failures and restarts."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,4 +1,4 @@
-"""The dispatcher over real workers with modelled seconds: hand-off, books, cancel, deadlines, recovery."""
+"""The dispatcher over real workers with modelled times: KV handoff, ledger, cancel, deadlines, recovery."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A NIXL fence, at either end, gives the pool new addresses: the next pull goes over a link that was proven anew."""
+"""A NIXL fence, at either end, gives the pool new addresses: the next pull first repeats preflight."""
 
 import asyncio
 

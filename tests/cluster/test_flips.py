@@ -1,4 +1,4 @@
-"""Roles change while requests stream: nothing that runs is touched, and new work follows the new role."""
+"""Roles change while requests stream: running requests continue, and new work follows the new role."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Gateways that join a cluster that is served already: they serve alike, go without a loss, and end with it."""
+"""Gateways that join a running cluster: they serve like others, leave without a loss, and end with the cluster."""
 
 import asyncio
 from typing import Any

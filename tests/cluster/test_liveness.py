@@ -1,4 +1,4 @@
-"""Nobody is dropped without a word: equal ids do not meet, what was refused is not canceled, and silence is noticed."""
+"""Equal request ids of two gateways do not collide, refused requests are not canceled, and silence is detected."""
 
 import asyncio
 from collections.abc import AsyncIterator

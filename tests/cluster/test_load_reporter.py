@@ -1,4 +1,4 @@
-"""What a gateway tells of the load is what happened, once, and bounded."""
+"""A load report has each event once, and is bounded."""
 
 import asyncio
 from dataclasses import replace

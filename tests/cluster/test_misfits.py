@@ -1,4 +1,4 @@
-"""Workers that could never serve one request together are refused when they meet, not at the first request."""
+"""Workers that could never serve one request together are refused in preflight, not at the first request."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A request for which the model gives no finite numbers: it fails once, with words, and no other request notices."""
+"""A request with non-finite logits fails once, with an explanation, and no other request is affected."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a cluster file asks for in vain is said before anything starts, with the line and the pool."""
+"""A cluster file that cannot work is refused before anything starts, with the line and the pool."""
 
 import dataclasses
 from importlib import import_module

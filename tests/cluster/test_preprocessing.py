@@ -1,4 +1,4 @@
-"""Work on large inputs runs in a process of its own, which may die, take too long or be busy, and harms nobody else."""
+"""Large inputs are processed in another process, which may die, time out or be busy, and affects no other request."""
 
 import asyncio
 import os

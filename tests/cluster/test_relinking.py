@@ -1,4 +1,4 @@
-"""Pairs that cannot be linked cost nobody else, and links to owners that are gone are let go of."""
+"""Pairs that cannot be linked delay no other pair, and links to dead owners are dropped."""
 
 import asyncio
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""A prefix that was fetched from another worker's cache gives the tokens that a computed one gives: a real model."""
+"""A prefix fetched from another worker's cache gives the same tokens as a computed one: a real model."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts that have not begun go to other workers: token-exact, sooner, no failure, and nothing stays behind."""
+"""Prompts that have not begun are placed on other workers: token-exact, sooner, no failure, no leak."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""How other commands of the same user find the Ray that `serve` started, and are not led astray by what was left."""
+"""Other commands of the same user find the Ray that `serve` started, and ignore stale session files."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Background tasks survive what they meet, and a gateway that hangs harms nobody but its own streams."""
+"""Background tasks survive exceptions, and a gateway that hangs affects only its own streams."""
 
 import asyncio
 import logging

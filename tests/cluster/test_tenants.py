@@ -1,4 +1,4 @@
-"""Tenants and cached prefixes: each finds its own, whichever way it comes, and others' only where that is asked."""
+"""Cached prefixes of tenants: each finds its own on every path, and others' only with `share_prefixes`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`ray job submit` brings the service up on a cluster that is already there; stopping the job takes everything down."""
+"""`ray job submit` starts the service on a running cluster; stopping the job stops everything."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""On Ray: a worker that drains hands its running answers to others, over real processes and sockets."""
+"""On Ray: a draining worker migrates its running answers, over real processes and sockets."""
 
 import asyncio
 from pathlib import Path

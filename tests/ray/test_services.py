@@ -1,4 +1,4 @@
-"""What else may die: gateways and controllers come back, and a Ray that is not there is told in one line."""
+"""Gateways and controllers that die come back, and a Ray that cannot be reached is one line of error."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Two Ray nodes that differ, on this machine: workers lie where their pool's labels and custom resources say."""
+"""Two Ray nodes that differ, on this machine: workers are placed by their pool's labels and custom resources."""
 
 import secrets
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A worker behind Ray answers to every verb of a worker."""
+"""A handle to a worker on Ray has every method of a worker."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Dashboard and rules of the chart: PromQL that promtool takes, panels that Grafana can place, alerts that fire."""
+"""Dashboard and rules of the chart: PromQL that promtool accepts, panels that Grafana can place, alerts that fire."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Where Prometheus cannot be had its tests are skipped and say why, unless it must be there."""
+"""Without Prometheus its tests are skipped with a reason, unless it is required."""
 
 import shutil
 

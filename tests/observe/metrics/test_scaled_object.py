@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md gives to KEDA: a query that promtool takes, of a series that there is."""
+"""The KEDA query of docs/kubernetes.md: promtool accepts it, and its series exists."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Collectors that speak HTTP, sample, are away or hang; and moves and ends that a served cluster rarely has."""
+"""Collectors that speak HTTP, sample, are away or hang; and migrations and ends that a served cluster rarely has."""
 
 import asyncio
 import secrets

@@ -1,4 +1,4 @@
-"""What a gateway remembers of real requests: how each went, what happened, and what went through each worker."""
+"""A gateway's history of real requests: their traces, events, and the traffic of each worker."""
 
 import asyncio
 from collections.abc import AsyncIterator

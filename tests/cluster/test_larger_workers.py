@@ -1,4 +1,4 @@
-"""An answer ends where its client or its model ends it, never where one of several workers is full."""
+"""An answer ends where its client or its model ends it, not where one of several workers is full."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""The elastic shell: one change at a time, each with its outcome; advice changes nothing, and nothing is fatal."""
+"""The scaling loop: one change at a time, each with its outcome; advice changes nothing, and no error is fatal."""
 
 import asyncio
 import logging

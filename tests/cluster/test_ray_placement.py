@@ -1,4 +1,4 @@
-"""A worker that nobody has room for is told what it lacks. Arithmetic; that Ray is asked is shown in tests/ray."""
+"""The error for a worker that fits on no node says what is missing. Arithmetic only; tests/ray asks Ray."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Of several gateways exactly one tells vLLM's series of workers, whatever they are called and whoever leaves."""
+"""Of several gateways exactly one exports vLLM's series of workers, whatever their names, and also when one leaves."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import cluster.control.controller as cluster_controller
-import cluster.dispatch.discovery as cluster_roster
+import cluster.dispatch.discovery as discovery
 from cluster.control.membership import Listeners
 from cluster.frontend.context import GatewayContext
 from cluster.join import described, join
@@ -72,7 +72,7 @@ class Door:
 
 
 async def test_when_the_gateway_that_tells_leaves_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_roster, "WATCH_S", 0.2)
+    monkeypatch.setattr(discovery, "WATCH_S", 0.2)
     monkeypatch.setattr(cluster_controller, "SILENT_S", 1.0)
     shared = SharedMemory()
     doors: list[Door] = []

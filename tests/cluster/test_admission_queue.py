@@ -1,4 +1,4 @@
-"""Requests that wait in a gateway for their turn, over real dispatchers and workers in virtual time."""
+"""Requests in a gateway's admission queue, over real dispatchers and workers in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

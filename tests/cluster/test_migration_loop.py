@@ -1,4 +1,4 @@
-"""Moves that fail, and that raise: each is counted and told, and the next ones are looked for."""
+"""Migrations that fail or raise are counted and logged, and the next ones are planned."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Any changes in any order under load, in virtual time: no request is lost, no token is another, nothing is left."""
+"""Random changes in random order under load, in virtual time: no request is lost, no token differs, nothing leaks."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A request that changes workers in the middle of its prompt or of its answer: modelled seconds, every moment."""
+"""Requests that change workers within their prompt or their answer, at every moment, with modelled times."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""A worker that failed is started again, for ever, later each time, and everybody can see how it fares."""
+"""A failed worker is restarted without end, with growing pauses, and its view shows the failures."""
 
 import asyncio
 import time

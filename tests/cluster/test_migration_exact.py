@@ -1,4 +1,4 @@
-"""Cut prompts and moved decodes give the tokens of one worker alone: a real model, unlike gangs, unlike blocks."""
+"""Cut prompts and migrated decodes give the tokens of one worker: a real model, different gangs and blocks."""
 
 import asyncio
 from collections.abc import Iterator
