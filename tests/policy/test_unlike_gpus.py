@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from benchmarks.unlike import ARRANGED, ELASTIC, FIXED, Kind, cluster_of, run, told
-from benchmarks.unlike import PROMPTS as LONG_PROMPTS
 from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim.fleet import models_of
 from cluster.policy.active_requests import ActiveRequests
@@ -29,6 +27,18 @@ from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from tests.policy.test_roles import Answering, report
+from tests.policy.unlike_gpus import (
+    BOTH,
+    CHEAP_FIRST,
+    ELASTIC,
+    FAST_FIRST,
+    FIXED,
+    Kind,
+    both_slos,
+    cluster_of,
+    run_long_prompts,
+    share_prefilled_by_h100s,
+)
 from tests.policy.views import BLOCK, BLOCKS, view
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
@@ -110,9 +120,6 @@ Counts = tuple[int, int, int]  # workers that prefill, decode, do both
 PROMPTS = Mix(rate=8, prompt_tokens=2750, computed_tokens=2750, output_tokens=70, ttft_s=4.0, tpot_s=0.075)
 ANSWERS = Mix(rate=9, prompt_tokens=350, computed_tokens=350, output_tokens=400, ttft_s=4.0, tpot_s=0.075)
 ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
-FAST_FIRST = ARRANGED["H100s prefill, A100s decode"]
-CHEAP_FIRST = ARRANGED["A100s prefill, H100s decode"]
-BOTH = ARRANGED["all do both"]
 
 
 class Unlike:
@@ -231,14 +238,13 @@ def test_a_quicker_worker_never_needs_more(share: float, prefills: int, decodes:
 
 def test_workers_of_other_blocks_and_ranks_share_requests() -> None:
     kinds = (Kind("h100-80gb", 1, Role.PREFILL), Kind("a100-80gb", 1, Role.DECODE, tensor=8, block_size=32))
-    found = run(kinds, FIXED, replace(LONG_PROMPTS, rate=2.0), seed=0, seconds=5.0)
+    found = run_long_prompts(kinds, FIXED, rate=2.0, duration_s=5.0)
     assert all(each.ending is RequestOutcome.FINISHED for each in found.served)
     fast, cheap = sorted(found.workers, key=lambda each: each.name, reverse=True)
     assert fast.prompt_tokens > cheap.prompt_tokens and cheap.output_tokens > fast.output_tokens
 
 
-def test_roles_that_are_the_wrong_way_round_are_put_right() -> None:
-    fixed, elastic = (
-        told(CHEAP_FIRST, run(CHEAP_FIRST, each, LONG_PROMPTS, seed=0, seconds=8.0)) for each in (FIXED, ELASTIC)
-    )
-    assert elastic.prompts > fixed.prompts and elastic.kept >= fixed.kept
+def test_reversed_roles_are_corrected() -> None:
+    fixed, elastic = (run_long_prompts(CHEAP_FIRST, each, rate=8.0, duration_s=8.0) for each in (FIXED, ELASTIC))
+    assert share_prefilled_by_h100s(elastic) > share_prefilled_by_h100s(fixed)
+    assert both_slos(elastic) >= both_slos(fixed)
