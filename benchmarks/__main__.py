@@ -13,20 +13,18 @@ import click
 from benchmarks import doors, handoff, overhead, peer, simulator, startup, transfer
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import PEERS, VLLM
-from benchmarks.figures import Part, Report, report_json
+from benchmarks.figures import Part, Progress, Report, report_json
 from benchmarks.gang import bubble, delivery, reshard, steps
 from benchmarks.hosted import refuse_foreign_ray
 from benchmarks.screen import markdown, show, summary
 from cluster.offline.load import machine
 
-Tell = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One part: (rounds, quick, tell) -> what came out; its rounds unless told otherwise, and when quick."""
+    """One part: (rounds, quick, progress) -> what came out; its rounds unless told otherwise, and when quick."""
 
-    measure: Callable[[int, bool, Tell], Part]
+    measure: Callable[[int, bool, Progress], Part]
     rounds: int
     quick_rounds: int = 1
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.figures import Figure, Part, ratios, spread
+from benchmarks.figures import Figure, Part, Progress, ratios, spread
 from benchmarks.hosted import split_spec
 from benchmarks.pinning import process_cpu_s
 from benchmarks.streams import Ask, Steady, grpc_door, http_door, one_token_each, steady
@@ -41,8 +41,6 @@ AT_ONCE = 32  # of the requests for one token
 ROUNDS = 3
 TRIES = 3
 START_TIMEOUT_S = 120.0
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +76,9 @@ class Sample:
 Samples = Mapping[tuple[str, str], Sequence[Sample]]  # kind of door, way
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Raises `ProcessFailed` or `DiptychError`."""
-    samples = sampled(WAYS, rounds, QUICK if quick else FULL, tell)
+    samples = sampled(WAYS, rounds, QUICK if quick else FULL, progress)
     return Part("doors", figures(samples), (), (*NOTES, _disturbed(samples)))
 
 
@@ -94,7 +92,7 @@ def _disturbed(samples: Samples) -> str:
     )
 
 
-def sampled(ways: Sequence[str], rounds: int, size: Size, tell: Tell) -> Samples:
+def sampled(ways: Sequence[str], rounds: int, size: Size, progress: Progress) -> Samples:
     """The order of the servers changes every round."""
     samples: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     with ExitStack() as stack:
@@ -103,7 +101,7 @@ def sampled(ways: Sequence[str], rounds: int, size: Size, tell: Tell) -> Samples
             for kind in KINDS:
                 for way in ways[:: -1 if number % 2 else 1]:
                     samples[kind, way].append(asyncio.run(_sample(servers[way], kind, size)))
-            tell(f"round {number + 1} of {rounds}")
+            progress(f"round {number + 1} of {rounds}")
     return samples
 
 

@@ -45,20 +45,20 @@ class PeerEnvironment:
             return ""
         return f"no {self.title} in {self.path}; make it with `python -m benchmarks peer-install`"
 
-    def install(self, tell: Callable[[str], None]) -> None:
+    def install(self, progress: Callable[[str], None]) -> None:
         """Make it. Raises `subprocess.CalledProcessError`."""
-        tell(f"creating {self.path}")
+        progress(f"creating {self.path}")
         subprocess.run([sys.executable, "-m", "venv", str(self.path)], check=True)
         for name, text in self.files.items():
             (self.path / name).write_text(text)
         settings = {name: value.format(path=self.path) for name, value in self.settings.items()}
         pip = [str(self.python), "-m", "pip", "--disable-pip-version-check"]
         for wanted in self.installs:
-            tell(f"installing {wanted[-1]}")
+            progress(f"installing {wanted[-1]}")
             subprocess.run([*pip, "install", "--quiet", *wanted], check=True, env=dict(os.environ) | settings)
         if self.unwanted:
             subprocess.run([*pip, "uninstall", "--quiet", "--yes", *self.unwanted], check=True)
-        tell(f"{self.title} is installed")
+        progress(f"{self.title} is installed")
 
     def versions(self) -> str:
         """As pip knows them: "one 1.0, other 2.0"."""

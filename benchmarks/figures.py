@@ -1,12 +1,11 @@
-"""What a measurement amounts to: spreads over rounds, figures in tables, claims that are met or fall short.
+"""Results of a measurement: spreads over rounds, figures in tables, claims that are met or fall short. Pure."""
 
-Pure: knows no clock and no cluster.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+Progress = Callable[[str], None]  # receives one line at a time
 
 
 @dataclass(frozen=True, slots=True)

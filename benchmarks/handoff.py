@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.asking import Asked, ask, fresh_prompt
-from benchmarks.figures import Claim, Figure, Part, ratios, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, ratios, spread
 from benchmarks.hosted import Hosted, hosted, mixed_spec, split_spec
 from diptych.client import AsyncClient
 
@@ -23,8 +23,6 @@ QUICK_LENGTHS = (64, 256)
 NUM_TOKENS = 12
 ROUNDS = 5
 SYSTEMS = ("split", "colocated")
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +48,14 @@ class Sample:
 Samples = Mapping[int, Mapping[str, Sequence[Sample]]]  # prompt length -> system -> rounds
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Raises `ProcessFailed` or `DiptychError`."""
     with hosted([split_spec(), mixed_spec()]) as clusters:
-        samples = asyncio.run(_rounds(clusters, QUICK_LENGTHS if quick else LENGTHS, rounds, tell))
+        samples = asyncio.run(_rounds(clusters, QUICK_LENGTHS if quick else LENGTHS, rounds, progress))
     return Part("handoff", figures(samples), claims(samples), NOTES)
 
 
-async def _rounds(clusters: Hosted, lengths: Sequence[int], rounds: int, tell: Tell) -> Samples:
+async def _rounds(clusters: Hosted, lengths: Sequence[int], rounds: int, progress: Progress) -> Samples:
     samples: dict[int, dict[str, list[Sample]]] = {length: defaultdict(list) for length in lengths}
     draw = random.Random(0)
     async with (
@@ -75,7 +73,7 @@ async def _rounds(clusters: Hosted, lengths: Sequence[int], rounds: int, tell: T
                     moved = len(asked.completed.transfers)
                     assert moved == (name == "split"), f"{name} made {moved} transfers"
                     samples[length][name].append(Sample.of(asked))
-                tell(f"round {number + 1} of {rounds}: {length} tokens")
+                progress(f"round {number + 1} of {rounds}: {length} tokens")
     return samples
 
 

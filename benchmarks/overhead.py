@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from benchmarks.asking import Asked, ask
-from benchmarks.figures import Figure, Part, ratios, spread
+from benchmarks.figures import Figure, Part, Progress, ratios, spread
 from benchmarks.hosted import Hosted, hosted, split_spec
 from benchmarks.pinning import family_cpu_s
 from cluster.spec import ClusterSpec
@@ -35,8 +35,6 @@ VOCABULARY = 1000  # of modelled workers
 LEAST_REQUESTS, REQUESTS_EACH = 32, 4
 QUICK_REQUESTS = 16
 ROUNDS = 3
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def _slope(short_s: float, long_s: float) -> float:
 Samples = Mapping[tuple[int, str], Sequence[Sample]]  # concurrency, way
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Raises `ProcessFailed` or `DiptychError`."""
     samples: dict[tuple[int, str], list[Sample]] = defaultdict(list)
     with ExitStack() as stack:
@@ -96,7 +94,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
                 for way, system in systems.items():
                     sample = asyncio.run(_sample(system, way, concurrency, max(requests, concurrency)))
                     samples[concurrency, way].append(sample)
-                tell(f"round {number + 1} of {rounds}: {concurrency} at once")
+                progress(f"round {number + 1} of {rounds}: {concurrency} at once")
     return Part("overhead", figures(samples), (), NOTES)
 
 

@@ -9,13 +9,13 @@ configuration, whichever that is at this length.
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.asking import ask, fresh_prompt
 from benchmarks.environments import VLLM
-from benchmarks.figures import Claim, Figure, Part, Spread, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, Spread, spread
 from benchmarks.handoff import LENGTHS, NUM_TOKENS, QUICK_LENGTHS
 from benchmarks.hosted import hosted, model_folder, split_spec
 from benchmarks.peer_pair import Pair, PairTimed, pair
@@ -29,8 +29,6 @@ AIM = 0.5
 TRIES = 3
 OURS, THEIRS = "diptych", "vLLM pair"
 CONFIGURATIONS = ("unpinned", "pinned")
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class Sample:
 Samples = Mapping[tuple[int, str, str], Sequence[Sample]]  # prompt length, system, configuration
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Skipped when the peer is not installed. Raises `ProcessFailed` or `DiptychError`."""
     reason = VLLM.missing()
     if reason:
@@ -57,14 +55,14 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     lengths = QUICK_LENGTHS if quick else LENGTHS
     samples: dict[tuple[int, str, str], list[Sample]] = defaultdict(list)
     draw = random.Random(0)
-    tell("starting the pair")
+    progress("starting the pair")
     with pair(model_folder()) as peer:
         for number in range(rounds):
-            _ask_pair(peer, lengths, draw, samples, cores, tell)
-            tell(f"round {number + 1} of {rounds}: the pair is done")
+            _ask_pair(peer, lengths, draw, samples, cores, progress)
+            progress(f"round {number + 1} of {rounds}: the pair is done")
             with paused(peer.pids()), hosted([split_spec()]) as ours:
                 asyncio.run(_ask_ours(ours.endpoints["split"], lengths, draw, samples, cores))
-            tell(f"round {number + 1} of {rounds}: done")
+            progress(f"round {number + 1} of {rounds}: done")
     notes = (*NOTES, f"The peer is {VLLM.versions()}, float32, eager, prefix cache off, one thread a server.")
     return Part("peer", figures(samples), claims(samples), notes)
 
@@ -75,28 +73,28 @@ def _ask_pair(
     draw: random.Random,
     samples: dict[tuple[int, str, str], list[Sample]],
     cores: Sequence[int],
-    tell: Tell,
+    progress: Progress,
 ) -> None:
     places = {"unpinned": (cores, cores), "pinned": (cores[:1], cores[1:2])}
     for configuration in CONFIGURATIONS:
         for server, allowed in zip((peer.prefill, peer.decode), places[configuration], strict=True):
             pin(server.pids(), allowed)
-        _ask_again(peer, 64, draw, tell)
+        _ask_again(peer, 64, draw, progress)
         for length in lengths:
-            asked = _ask_again(peer, length, draw, tell)
+            asked = _ask_again(peer, length, draw, progress)
             timed = asked.timed
             samples[length, THEIRS, configuration].append(
                 Sample(timed.ttft_s, timed.second_s, timed.step_s, asked.prefill_s)
             )
 
 
-def _ask_again(peer: Pair, length: int, draw: random.Random, tell: Tell) -> PairTimed:
+def _ask_again(peer: Pair, length: int, draw: random.Random, progress: Progress) -> PairTimed:
     """Its first requests may fail while its servers meet; a failed one is told and asked again, and not timed."""
     for _ in range(TRIES - 1):
         try:
             return peer.ask(fresh_prompt(draw, length), NUM_TOKENS)
         except (ProcessFailed, OSError) as error:
-            tell(f"the pair failed, asking again: {error}")
+            progress(f"the pair failed, asking again: {error}")
     return peer.ask(fresh_prompt(draw, length), NUM_TOKENS)
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.figures import Claim, Figure, Part, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, spread
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.fleet import fleet, pool_model
 from cluster.offline.sim.run import simulate
@@ -36,8 +36,6 @@ QUICK_SIZES, QUICK_EACH = (2, 4), 2
 HOUR_WORKERS, HOUR_PREFILLS = 40, 25
 HOUR_CPU_S = 60.0
 ROUNDS = 1
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ def claims(samples: Sequence[Sample]) -> tuple[Claim, ...]:
     return tuple(Claim(f"CPU of {each.case.name}", each.start_s + each.run_s, HOUR_CPU_S, "s") for each in hours[:1])
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Each case in a fresh process."""
     sizes, each = (QUICK_SIZES, QUICK_EACH) if quick else (SIZES, EACH)
     has_trace = _trace() is not None
@@ -154,7 +152,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as fresh:
         for case in wanted:
             taken.append(fresh.submit(sample, case).result())
-            tell(f"{case.name}: {taken[-1].run_s:.1f} s of CPU for {taken[-1].requests} requests")
+            progress(f"{case.name}: {taken[-1].run_s:.1f} s of CPU for {taken[-1].requests} requests")
     note = (
         f"Lengths of {TRACE}." if has_trace else "Lengths drawn around the trace's medians: DIPTYCH_SHARED is not set."
     )

@@ -12,14 +12,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from benchmarks.figures import Figure, Part, ratios, spread
+from benchmarks.figures import Figure, Part, Progress, ratios, spread
 from benchmarks.hosted import ENGINE, MODEL, START_TIMEOUT_S, model_folder, split_spec
 from benchmarks.pinning import cpu_seconds
 from cluster.offline.load.processes import Child, Line
@@ -47,8 +47,6 @@ print("floor: ready", flush=True)
 input()
 """
 
-Tell = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -69,7 +67,7 @@ class Sample:
     floor: Weight
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Raises `ProcessFailed` or `DiptychError`."""
     folder = model_folder()  # a first conversion is not part of a start
     samples = []
@@ -77,7 +75,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
         phases_s, weights = _ours(QUICK_IDLE_S if quick else IDLE_S)
         floor_s, floor = _floor(QUICK_IDLE_S if quick else IDLE_S)
         samples.append(Sample(phases_s, floor_s, weights, floor))
-        tell(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
+        progress(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
     return Part("startup", figures(samples, least_bytes(folder)), (), NOTES)
 
 

@@ -8,13 +8,13 @@ import multiprocessing as mp
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from benchmarks.figures import Figure, Part, ratios, spread
+from benchmarks.figures import Figure, Part, Progress, ratios, spread
 from kvtransfer.digest import combine, digest_cells
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import RESERVED_BLOCKS, TransportSet, host_identity, open_transports
@@ -29,8 +29,6 @@ PATTERNS = ("contiguous", "scattered")
 ROUNDS = 9
 WAIT_S = 60.0
 SECRET = b"of this run"
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +70,17 @@ def plans(sizes: Mapping[str, int], num_blocks: int) -> tuple[Plan, ...]:
     return tuple(made)
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """A backend that does not work here is left out and noted. Raises `TransferError` when one fails on the way."""
     sizes = QUICK_SIZES if quick else SIZES
     num_blocks = 2 * max(sizes.values()) + RESERVED_BLOCKS
-    samples, paths = asyncio.run(_measure(plans(sizes, num_blocks), num_blocks, rounds, tell))
+    samples, paths = asyncio.run(_measure(plans(sizes, num_blocks), num_blocks, rounds, progress))
     notes = (*paths, "GB/s of whole pulls between two processes of this host; 64 KiB blocks; memcpy by one thread.")
     return Part("transfer", figures(samples), (), notes)
 
 
 async def _measure(
-    planned: Sequence[Plan], num_blocks: int, rounds: int, tell: Tell
+    planned: Sequence[Plan], num_blocks: int, rounds: int, progress: Progress
 ) -> tuple[Samples, tuple[str, ...]]:
     truth, region = _pool(num_blocks, filled=True), _pool(num_blocks, filled=False)
     with _Owner(num_blocks) as owner:
@@ -96,7 +94,7 @@ async def _measure(
             report = await opened.connect(owner.address, deadline_s=WAIT_S)
             readers[backend] = (opened, f"{backend}: {report.path}")
         try:
-            samples = await _rounds(planned, rounds, readers, owner.address.incarnation, truth, region, tell)
+            samples = await _rounds(planned, rounds, readers, owner.address.incarnation, truth, region, progress)
         finally:
             for opened, _ in readers.values():
                 await opened.close()
@@ -110,7 +108,7 @@ async def _rounds(
     peer: str,
     truth: Region,
     region: Region,
-    tell: Tell,
+    progress: Progress,
 ) -> Samples:
     samples: dict[tuple[str, str, str], list[Pulled]] = defaultdict(list)
     for plan in planned:
@@ -128,7 +126,7 @@ async def _rounds(
                     samples[backend, plan.size, plan.pattern].append(
                         Pulled(seconds, copy_s, checked_s, stats.digest_seconds)
                     )
-        tell(f"{plan.size} {plan.pattern}")
+        progress(f"{plan.size} {plan.pattern}")
     return samples
 
 

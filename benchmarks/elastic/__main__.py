@@ -15,7 +15,8 @@ from benchmarks.elastic.contenders import COLOCATED, SPLIT, Contender, View, cas
 from benchmarks.elastic.probe import Probe
 from benchmarks.elastic.record import Record
 from benchmarks.elastic.scenarios import SCENARIOS, Absent, Size, scenario
-from benchmarks.elastic.search import TARGET, Effort, Job, Tell, searched
+from benchmarks.elastic.search import TARGET, Effort, Job, searched
+from benchmarks.figures import Progress
 from cluster.offline.load import machine
 from cluster.offline.scoring.figures import slo_text
 from cluster.offline.scoring.goodput import Map
@@ -159,10 +160,10 @@ def main(
         plan = _Plan(chosen, size, effort, frozenset(AGAIN[each] for each in again))
         wanted = () if stale_only else _wanted(found, workloads, again, names)
         try:
-            with _telling(len(wanted) * plan.lines) as tell, processes(count) as each:
-                found = _measured(_stamped(found), file, wanted, plan, each, tell)
+            with _progress(len(wanted) * plan.lines) as progress, processes(count) as each:
+                found = _measured(_stamped(found), file, wanted, plan, each, progress)
                 if stale_only or not (workloads or again):
-                    found = replace(found, stale=staleness.study(size, each, tell))
+                    found = replace(found, stale=staleness.study(size, each, progress))
                     record.save(found, file)
         except Unlike as error:
             raise click.ClickException(str(error)) from None
@@ -227,43 +228,44 @@ def _stamped(found: Record) -> Record:
     )
 
 
-def _measured(found: Record, file: Path, names: Sequence[str], plan: _Plan, each: Map, tell: Tell) -> Record:
+def _measured(found: Record, file: Path, names: Sequence[str], plan: _Plan, each: Map, progress: Progress) -> Record:
     """Saved after each workload, so that a campaign that is ended keeps what it has. Raises `Unlike`."""
     for number, name in enumerate(names, 1):
-        tell(f"workload {number} of {len(names)}: {name}")
+        progress(f"workload {number} of {len(names)}: {name}")
         try:
             made = scenario(name, plan.size)
         except Absent as error:
-            tell(f"{name} is left out: {error}")
+            progress(f"{name} is left out: {error}")
             found = replace(found, absent=tuple(dict.fromkeys((*found.absent, name))))
             continue
         if plan.kinds:
             known = next(each for each in found.results if each.scenario == name)
-            result = replace(measure(made, plan.effort, each, tell, plan.kinds, known), effort=known.effort)
+            result = replace(measure(made, plan.effort, each, progress, plan.kinds, known), effort=known.effort)
         else:
-            result = replace(measure(made, plan.effort, each, tell), effort=plan.word)
+            result = replace(measure(made, plan.effort, each, progress), effort=plan.word)
         found = found.with_result(result)
         record.save(found, file)
     return found
 
 
 @contextmanager
-def _telling(total: int) -> Iterator[Tell]:
-    """A bar above what is told on a terminal; lines alone elsewhere."""
+def _progress(total: int) -> Iterator[Progress]:
+    """Prints lines, on a terminal above a progress bar."""
     if not sys.stderr.isatty():
         yield lambda line: click.echo(line, err=True)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+    from rich.progress import Progress as ProgressBar
 
-    with Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("campaign", total=total)
+    with ProgressBar(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("campaign", total=total)
 
-        def tell(line: str) -> None:
-            progress.console.print(line, markup=False, highlight=False)
-            progress.advance(task)
+        def progress(line: str) -> None:
+            bar.console.print(line, markup=False, highlight=False)
+            bar.advance(task)
 
-        yield tell
+        yield progress
 
 
 def contender(text: str) -> Contender:

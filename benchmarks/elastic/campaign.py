@@ -29,7 +29,6 @@ from benchmarks.elastic.search import (
     Effort,
     Job,
     Statics,
-    Tell,
     best_colocated,
     best_split,
     jobs_of,
@@ -37,6 +36,7 @@ from benchmarks.elastic.search import (
 )
 from benchmarks.elastic.timeline import Timeline, timeline
 from benchmarks.elastic.timetable import timetabled
+from benchmarks.figures import Progress
 from cluster.offline.scoring.goodput import Map
 
 SHOWN = (KIND_OURS, *STATIC)
@@ -51,7 +51,7 @@ def measure(
     scenario: Scenario,
     effort: Effort,
     each: Map,
-    tell: Tell,
+    progress: Progress,
     kinds: Collection[str] = KINDS,
     known: Result | None = None,
 ) -> Result:
@@ -60,15 +60,15 @@ def measure(
     Raises `Unlike`, and what simulations raise.
     """
     begun_s = time.perf_counter()
-    found = _statics(scenario, effort, each, tell, kinds, known)
+    found = _statics(scenario, effort, each, progress, kinds, known)
     jobs, twins = _twins(scenario, jobs_of(scenario, found, effort, kinds), found)
     if PER_PHASE in kinds and len(scenario.phases) > 1:
-        jobs.insert(0, per_phase(scenario, found, effort, each, tell))
+        jobs.insert(0, per_phase(scenario, found, effort, each, progress))
     if TIMETABLE in kinds and scenario.shifts:
         ours = known.of(KIND_OURS) if known else None
         rate = ours.by_seed[0] if ours else FORESEEN * found.rate
-        jobs.insert(0, timetabled(scenario, rate, effort, each, tell))
-    new = searched(jobs, effort, each, tell)
+        jobs.insert(0, timetabled(scenario, rate, effort, each, progress))
+    new = searched(jobs, effort, each, progress)
     entries = _entries(new.entries, twins, kinds, known)
     if known is not None and not set(SHOWN) & set(kinds):
         shown = list(zip(known.phases, known.timelines, strict=True))
@@ -99,14 +99,14 @@ def measure(
 
 
 def _statics(
-    scenario: Scenario, effort: Effort, each: Map, tell: Tell, kinds: Collection[str], known: Result | None
+    scenario: Scenario, effort: Effort, each: Map, progress: Progress, kinds: Collection[str], known: Result | None
 ) -> Statics:
     """By the ladder, or who they are in the record."""
     if known is not None:
         _check_alike(scenario, known)
-    split = best_split(scenario, effort, each, tell) if SPLIT in kinds else _known(scenario, known, SPLIT)
+    split = best_split(scenario, effort, each, progress) if SPLIT in kinds else _known(scenario, known, SPLIT)
     if COLOCATED in kinds:
-        return Statics(split, best_colocated(scenario, effort, each, tell, split.rate))
+        return Statics(split, best_colocated(scenario, effort, each, progress, split.rate))
     return Statics(split, _known(scenario, known, COLOCATED))
 
 

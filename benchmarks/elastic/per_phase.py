@@ -12,7 +12,8 @@ from benchmarks.elastic.contenders import Contender
 from benchmarks.elastic.probe import Probe
 from benchmarks.elastic.record import PER_PHASE
 from benchmarks.elastic.scenarios import Phase, Scenario
-from benchmarks.elastic.search import TARGET, Effort, Job, Statics, Tell, statics
+from benchmarks.elastic.search import TARGET, Effort, Job, Statics, statics
+from benchmarks.figures import Progress
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Map
 
@@ -49,21 +50,21 @@ class PerPhase:
         return "; ".join(f"{name}: {' or '.join(one.name for one in ones)}" for name, ones in self.chosen.items())
 
 
-def chosen_for(scenario: Scenario, start: float, effort: Effort, each: Map, tell: Tell) -> PerPhase:
+def chosen_for(scenario: Scenario, start: float, effort: Effort, each: Map, progress: Progress) -> PerPhase:
     """The best configurations for each kind of phase, by the ladder on that phase alone."""
     chosen: dict[str, tuple[Contender, ...]] = {}
     for phase in scenario.epochs or scenario.phases:
         if phase.name not in chosen:
-            found = statics(scenario.only(phase), replace(effort, finalists=1), each, tell, start)
+            found = statics(scenario.only(phase), replace(effort, finalists=1), each, progress, start)
             near = (1.0 - effort.rung) * found.rate
             bests = (best for best in (found.split, found.colocated) if best.rate >= near)
             chosen[phase.name] = tuple(one for best in bests for one in best.contenders)
     return PerPhase(scenario, chosen)
 
 
-def per_phase(scenario: Scenario, found: Statics, effort: Effort, each: Map, tell: Tell) -> Job:
+def per_phase(scenario: Scenario, found: Statics, effort: Effort, each: Map, progress: Progress) -> Job:
     """Its goodput, to be searched. Steps of prompts are not tried again for each phase; they are those of the best
     static split."""
     chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]
-    knowing = chosen_for(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, tell)
+    knowing = chosen_for(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, progress)
     return Job(PER_PHASE, knowing.told, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)

@@ -6,7 +6,7 @@ after. A configuration that is not the best is thus given up after one run, whic
 target.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.elastic.contenders import (
@@ -25,6 +25,7 @@ from benchmarks.elastic.probe import Probe
 from benchmarks.elastic.record import COLOCATED, KINDS, ROUTER, SPLIT, SYSTEM, Entry
 from benchmarks.elastic.record import OURS as KIND_OURS
 from benchmarks.elastic.scenarios import Scenario
+from benchmarks.figures import Progress
 from cluster.offline.scoring.goodput import Attain, Map, Probes, Search, goodput
 from workers.request import SLO
 
@@ -32,7 +33,6 @@ TARGET = 0.9
 REACH = 16.0  # nothing below 1/16 or above 16 times the start is tried
 STRIDE = 1.1  # by which a search first leaves a start that should be near, or its tolerance
 LEAP = 1.5  # rungs that are taken at once are no more than this
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,15 @@ class Found:
     failed: tuple[str, ...]
 
 
-def searched(jobs: Sequence[Job], effort: Effort, each: Map, tell: Tell) -> Found:
+def searched(jobs: Sequence[Job], effort: Effort, each: Map, progress: Progress) -> Found:
     """The first seed of all, then the others from what it held; all seeds of the best system and the best router."""
     strides = [max(STRIDE, 1.0 + job.tolerance) for job in jobs]
     firsts = []
     for job, first in zip(jobs, each(_held, jobs, *_begun(jobs), strides), strict=True):
         firsts.append(first)
-        tell(f"{job.kind}, {job.name}: {first if isinstance(first, str) else f'{first:.3g} requests/s'}, first seed")
+        progress(
+            f"{job.kind}, {job.name}: {first if isinstance(first, str) else f'{first:.3g} requests/s'}, first seed"
+        )
     later = list(jobs)
     asked = [(number, seed) for number, job in enumerate(jobs) for seed in job.seeds[1:]]
     outcomes: list[list[float | str]] = [[first] for first in firsts]
@@ -125,10 +127,10 @@ def searched(jobs: Sequence[Job], effort: Effort, each: Map, tell: Tell) -> Foun
         broke = next((outcome for outcome in found if isinstance(outcome, str)), None)
         if broke is not None:
             failed.append(f"{job.name}: {broke}")
-            tell(failed[-1])
+            progress(failed[-1])
             continue
         made.append(Entry.of(job.kind, job.name, [each for each in found if isinstance(each, float)], job.prefills))
-        tell(f"{job.kind}, {job.name}: {made[-1].rate:.3f} requests/s")
+        progress(f"{job.kind}, {job.name}: {made[-1].rate:.3f} requests/s")
     return Found(tuple(made), tuple(failed))
 
 
@@ -169,7 +171,9 @@ def pilot(scenario: Scenario, contender: Contender, start: float, effort: Effort
     return Best((contender,), job.held(effort.seeds[0], start, 2.0) or start / REACH)
 
 
-def ladder(scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, tell: Tell) -> Best:
+def ladder(
+    scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, progress: Progress
+) -> Best:
     """`others` may take the place of the best so far, who did not hold a rung higher."""
     alive, leap, rising = [one for one in others if one not in best.contenders], 1.0, True
     while alive:
@@ -177,7 +181,7 @@ def ladder(scenario: Scenario, best: Best, others: Sequence[Contender], effort: 
         keeps = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
         held = [one for one, keep in zip(alive, keeps, strict=True) if keep]
         told = ", ".join(one.name for one in held[:4]) or "nobody else"
-        tell(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {told}")
+        progress(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {told}")
         if held:
             alive, best = held, Best(tuple(held[: effort.finalists]), rate)
         rising = rising and bool(held)
@@ -203,25 +207,25 @@ class Statics:
         return max((self.split, self.colocated), key=lambda best: best.rate).contenders[0]
 
 
-def best_split(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Best:
+def best_split(scenario: Scenario, effort: Effort, each: Map, progress: Progress, start: float | None = None) -> Best:
     """Of all numbers of prefill workers at a middling step; then, beside the best, with other steps."""
     middle, workers = effort.prompt_chunks[len(effort.prompt_chunks) // 2], scenario.workers
     candidates = tuple(splits(workers, (middle,)))
     best = pilot(scenario, candidates[len(candidates) // 2], start or 0.4 * scenario.rate, effort)
-    best = ladder(scenario, best, candidates, effort, each, tell)
+    best = ladder(scenario, best, candidates, effort, each, progress)
     near = {k for one in best.contenders for k in (one.prefills - 1, one.prefills, one.prefills + 1)}
     others = [one for one in splits(workers, effort.prompt_chunks) if one.prefills in near and one not in candidates]
-    return ladder(scenario, best, others, effort, each, tell)
+    return ladder(scenario, best, others, effort, each, progress)
 
 
-def best_colocated(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float) -> Best:
+def best_colocated(scenario: Scenario, effort: Effort, each: Map, progress: Progress, start: float) -> Best:
     mixed = tuple(colocated(effort.chunks))
-    return ladder(scenario, pilot(scenario, mixed[len(mixed) // 2], start, effort), mixed, effort, each, tell)
+    return ladder(scenario, pilot(scenario, mixed[len(mixed) // 2], start, effort), mixed, effort, each, progress)
 
 
-def statics(scenario: Scenario, effort: Effort, each: Map, tell: Tell, start: float | None = None) -> Statics:
-    split = best_split(scenario, effort, each, tell, start)
-    return Statics(split, best_colocated(scenario, effort, each, tell, split.rate))
+def statics(scenario: Scenario, effort: Effort, each: Map, progress: Progress, start: float | None = None) -> Statics:
+    split = best_split(scenario, effort, each, progress, start)
+    return Statics(split, best_colocated(scenario, effort, each, progress, split.rate))
 
 
 # ---- everybody ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from benchmarks.elastic.contenders import OURS, SPLIT, Contender, View
 from benchmarks.elastic.probe import Probe
 from benchmarks.elastic.record import Stale
 from benchmarks.elastic.scenarios import Scenario, Size, scenario
-from benchmarks.elastic.search import Tell
+from benchmarks.figures import Progress
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.systems import balanced
 
@@ -28,7 +28,7 @@ class _Job:
     seed: int
 
 
-def study(size: Size, each: Map, tell: Tell) -> tuple[Stale, ...]:
+def study(size: Size, each: Map, progress: Progress) -> tuple[Stale, ...]:
     """Two routers on one split, and ours as it is, at one rate that all gateways share. Minutes."""
     load = scenario(WORKLOAD, replace(size, stretch=size.stretch / SHORTER))
     prefills = balanced(load.workers, load.machines.model().cost, load.draw(1.0, 0), load.fleet.engine)
@@ -44,7 +44,7 @@ def study(size: Size, each: Map, tell: Tell) -> tuple[Stale, ...]:
     made = [
         Stale(load.name, one.name, view.stale_s, view.gateways, SCALE * load.rate, _shares(kept)) for one, view in cells
     ]
-    tell(f"old views: {len(jobs)} runs")
+    progress(f"old views: {len(jobs)} runs")
     return tuple(made)
 
 

@@ -13,7 +13,8 @@ from benchmarks.elastic.contenders import OURS, case_of
 from benchmarks.elastic.probe import quietly
 from benchmarks.elastic.record import TIMETABLE
 from benchmarks.elastic.scenarios import Scenario
-from benchmarks.elastic.search import TARGET, Effort, Job, Tell
+from benchmarks.elastic.search import TARGET, Effort, Job
+from benchmarks.figures import Progress
 from cluster.offline.plan.trial import last_deadline_s
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Map
@@ -91,7 +92,7 @@ class Foretold:
         return f"{roles}; {self.ahead_s:g} s ahead"
 
 
-def timetabled(scenario: Scenario, rate: float, effort: Effort, each: Map, tell: Tell) -> Job:
+def timetabled(scenario: Scenario, rate: float, effort: Effort, each: Map, progress: Progress) -> Job:
     """The best timetable found at this rate, to be searched for its goodput."""
     middle = scenario.workers // 2
     best = Foretold(scenario, {phase.name: middle for phase in scenario.phases}, give_up=None)
@@ -103,7 +104,7 @@ def timetabled(scenario: Scenario, rate: float, effort: Effort, each: Map, tell:
             found = list(each(_kept, others, [rate] * len(others), [effort.seeds[0]] * len(others)))
             if max(found) > kept:
                 kept, best = max(found), others[found.index(max(found))]
-        tell(f"{scenario.name}: {kept:.1%} kept at {rate:.3g} requests/s by {best.name}")
+        progress(f"{scenario.name}: {kept:.1%} kept at {rate:.3g} requests/s by {best.name}")
         if kept <= before:
             break
     return Job(TIMETABLE, best.name, replace(best, give_up=TARGET), scenario.slo, rate, effort.seeds, effort.tolerance)

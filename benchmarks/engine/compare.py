@@ -9,7 +9,7 @@ counts. Both clocks: wall, and CPU time of all threads of the process.
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from benchmarks.asking import fresh_prompt
@@ -18,7 +18,7 @@ from benchmarks.engine.driven import DISTURBED, Program, Stage, stage
 from benchmarks.engine.drivers.lines import Order, Task
 from benchmarks.engine.limits import Column, Shape, most_tokens
 from benchmarks.environments import LLAMA, VLLM
-from benchmarks.figures import Claim, Figure, Part, Spread, ratios, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, Spread, ratios, spread
 from benchmarks.hosted import model_folder
 from cluster.offline.load.machine import allowed_cores
 from cluster.offline.load.processes import ProcessFailed
@@ -46,25 +46,23 @@ ALLOWED = "Most tokens a second that the machine allows, by the format of weight
 SHARE = "Share of that limit"
 AGAINST = f"{OURS} / peer"
 COST = "Deterministic / not"
-
-Tell = Callable[[str], None]
 Laps = Sequence[tuple[float, float]]  # (wall_s, cpu_s) of a step
 Samples = Mapping[tuple[str, str], Sequence[tuple[float, float]]]  # contender, column -> of each round, the step
 Measured = Sequence[Mapping[str, float]]  # of each round, what `drivers.limits` found
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """A contender that is not there, does not load or cannot compute is left out and noted. Raises `ProcessFailed`."""
     threads = min(THREADS, len(allowed_cores()))
     found, left_out = contenders(threads, quick)
     columns = QUICK_COLUMNS if quick else COLUMNS
-    tell(f"loading {', '.join(each.name for each in found)}")
+    progress(f"loading {', '.join(each.name for each in found)}")
     programs = {each.name: each.program for each in found} | {LIMITS: Program(LIMITS, Order("", threads))}
     with stage(programs, tries=1 if quick else TRIES) as loaded:
         failed = dict(loaded.failed) | _warm(loaded, columns[0].context)
         left_out += tuple(f"{name} was left out: {why}" for name, why in failed.items())
         present = [each for each in found if each.name not in failed]
-        samples, measured = _rounds(loaded, [each.name for each in present], columns, rounds, tell)
+        samples, measured = _rounds(loaded, [each.name for each in present], columns, rounds, progress)
     notes = (f"{threads} threads each.", *NOTES, _quiet(loaded), _versions(present), *left_out)
     return Part("engine", figures(samples, measured, present, columns, shape()), claims(samples, present), notes)
 
@@ -81,7 +79,7 @@ def _warm(loaded: Stage, length: int) -> dict[str, str]:
 
 
 def _rounds(
-    loaded: Stage, names: Sequence[str], columns: Sequence[Column], rounds: int, tell: Tell
+    loaded: Stage, names: Sequence[str], columns: Sequence[Column], rounds: int, progress: Progress
 ) -> tuple[Samples, Measured]:
     draw = random.Random(0)
     largest = columns[-1]
@@ -96,7 +94,7 @@ def _rounds(
                 prompts = contexts[: column.batch] or (prompt,)
                 laps: Laps = loaded.ask(name, Task(prompts, column.steps))
                 samples[name, column.name].append(_step(laps))
-            tell(f"round {number + 1} of {rounds}: {name}")
+            progress(f"round {number + 1} of {rounds}: {name}")
     return samples, measured
 
 

@@ -1,13 +1,13 @@
 """The part `step`: where a decode step of a large batch goes besides the model, and what a step costs without one."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.asking import fresh_prompt
 from benchmarks.engine.compare import BATCH_32, BEHIND, THREADS, TRIES
 from benchmarks.engine.driven import Program, stage
 from benchmarks.engine.drivers.lines import Order, Task
-from benchmarks.figures import Claim, Figure, Part, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, spread
 from benchmarks.hosted import MODEL
 from cluster.offline.load.machine import allowed_cores
 from cluster.offline.load.processes import ProcessFailed
@@ -25,12 +25,10 @@ PARTS = {
     "drain": "drain",
 }
 REST = "threads, loop, mailbox, poll"
-
-Tell = Callable[[str], None]
 Samples = Sequence[Mapping[str, float]]  # of each round, what `drivers.step` found
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Raises `ProcessFailed`."""
     batch = QUICK_BATCH if quick else BATCH_32.batch
     draw = random.Random(0)
@@ -42,7 +40,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
         samples = []
         for number in range(rounds):
             samples.append(loaded.ask("step", task))
-            tell(f"round {number + 1} of {rounds}")
+            progress(f"round {number + 1} of {rounds}")
     return Part("step", figures(samples, batch), claims(samples, batch), NOTES)
 
 

@@ -4,10 +4,10 @@ Real stages, as many as there are cores, and modelled ones, which compute on a c
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from benchmarks.figures import Claim, Figure, Part, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, spread
 from benchmarks.gang.driver import Order
 from benchmarks.gang.loaded import Loaded, loaded
 from benchmarks.gang.recorded import bubble_share, equal_parts_bubble
@@ -24,12 +24,11 @@ STEPS, QUICK_STEPS = 8, 3
 MOST_ABOVE_FILL = 0.10
 
 PROMPTS, FILL, ANSWERS = "prompts", "prompts, fill and drain alone", "answers"
-Tell = Callable[[str], None]
 # (worker, stages, count) -> for each of PROMPTS, FILL and ANSWERS the rounds' shares
 Samples = Mapping[tuple[str, int, int], Mapping[str, Sequence[float]]]
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Real stages that do not start are left out and noted. Raises `ProcessFailed` when modelled ones do not."""
     counts, steps = (QUICK_COUNTS, QUICK_STEPS) if quick else (COUNTS, STEPS)
     samples: dict[tuple[str, int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -49,7 +48,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
                 for count in counts:
                     for name, share in _shares(worker, stages, count, steps).items():
                         samples[kind, stages, count][name].append(share)
-            tell(f"round {number + 1} of {rounds}")
+            progress(f"round {number + 1} of {rounds}")
     return Part("gang-bubble", figures(samples), claims(samples), (*NOTES, *left_out))
 
 

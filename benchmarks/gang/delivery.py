@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.engine.driven import Program, stage
 from benchmarks.engine.drivers.lines import MARK, READY, Order, Task
-from benchmarks.figures import Claim, Figure, Part, ratios, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, ratios, spread
 from benchmarks.gang.plans import PLANS, SENT, encode
 from benchmarks.gang.ways import CHOSEN, LIMIT, WAYS
 from benchmarks.hosted import MODEL
@@ -33,8 +33,6 @@ MODEL_STEPS = 12
 MODEL_PROMPT_TOKENS = 64
 MOST_OF_A_STEP = 0.05
 BURN = "while True: pass"
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +60,14 @@ class Sample:
 Samples = Mapping[str, Sequence[Sample]]  # way
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Raises `ProcessFailed` when a way does not work here."""
     samples: dict[str, list[Sample]] = defaultdict(list)
     with _burners() as burners:
         for number in range(rounds):
             for way in WAYS:
                 samples[way].append(_sample(way, quick, burners))
-            tell(f"round {number + 1} of {rounds}")
+            progress(f"round {number + 1} of {rounds}")
         with paused(burners):
             step_s = None if quick else model_step_s()
     if step_s is None:

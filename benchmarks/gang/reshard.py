@@ -7,13 +7,13 @@ fragmented: each alone at a random place, on both sides.
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
-from benchmarks.figures import Claim, Figure, Part, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, spread
 from kvtransfer.copies import pieces_of, plan_copies
 from kvtransfer.layout import KVLayout
 
@@ -29,7 +29,6 @@ MOST_PLANNING_S = 0.002
 COPIED_BYTES = 64 << 20
 
 Split = tuple[int, int]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def resharding(case: Case, owner: Split, reader: Split) -> Resharding:
     return Resharding(sum(each[1] for each in ranks), sum(each[2] for each in ranks), slowest_s, slowest_bytes)
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     splits = QUICK_SPLITS if quick else SPLITS
     samples: dict[tuple[Case, Split, Split], list[Resharding]] = defaultdict(list)
     copied_s: list[float] = []
@@ -126,7 +125,7 @@ def measure(rounds: int, quick: bool, tell: Tell) -> Part:
             for owner in splits:
                 for reader in splits:
                     samples[case, owner, reader].append(resharding(case, owner, reader))
-        tell(f"round {number + 1} of {rounds}")
+        progress(f"round {number + 1} of {rounds}")
     return Part("gang-reshard", figures(samples, copied_s), claims(samples), NOTES)
 
 

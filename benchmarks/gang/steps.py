@@ -5,11 +5,11 @@ thread and with two.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 
-from benchmarks.figures import Claim, Figure, Part, ratios, spread
+from benchmarks.figures import Claim, Figure, Part, Progress, ratios, spread
 from benchmarks.gang.driver import Order
 from benchmarks.gang.loaded import loaded
 from benchmarks.gang.plans import PROMPT
@@ -35,20 +35,18 @@ REAL = {
     PIPELINE: Order(MODEL, 1, 2, 1),
 }
 MOST_OF_A_STEP = 0.05
-
-Tell = Callable[[str], None]
 EmptySamples = Mapping[tuple[str, str], Sequence[float]]  # (worker, plan) -> seconds of a step, by round
 RealSamples = Mapping[tuple[str, str], Sequence[tuple[float, float, float]]]  # -> (seconds, comm share, wait share)
 
 
-def measure(rounds: int, quick: bool, tell: Tell) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> Part:
     """Raises `ProcessFailed`."""
-    empty = _empty(rounds, QUICK_STEPS if quick else STEPS, tell)
-    real = {} if quick else _real(rounds, tell)
+    empty = _empty(rounds, QUICK_STEPS if quick else STEPS, progress)
+    real = {} if quick else _real(rounds, progress)
     return Part("gang-step", figures(empty, real), claims(empty, real), NOTES)
 
 
-def _empty(rounds: int, steps: int, tell: Tell) -> EmptySamples:
+def _empty(rounds: int, steps: int, progress: Progress) -> EmptySamples:
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     for tensor, pipeline in EMPTY:  # one after another: their ranks would not fit beside each other
         with loaded(Order(MODEL, tensor, pipeline, 1, "nothing")) as worker:
@@ -56,11 +54,11 @@ def _empty(rounds: int, steps: int, tell: Tell) -> EmptySamples:
                 for plan in EMPTY_PLANS:
                     taken = worker.ask("plan", plan, steps)
                     samples[f"{tensor}x{pipeline}", plan].append(_seconds(taken))
-        tell(f"{tensor}x{pipeline} without compute")
+        progress(f"{tensor}x{pipeline} without compute")
     return samples
 
 
-def _real(rounds: int, tell: Tell) -> RealSamples:
+def _real(rounds: int, progress: Progress) -> RealSamples:
     samples: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     with ExitStack() as stack:
         workers = {name: stack.enter_context(loaded(order)) for name, order in REAL.items()}
@@ -69,7 +67,7 @@ def _real(rounds: int, tell: Tell) -> RealSamples:
                 for plan in REAL_PLANS:
                     taken = worker.ask("plan", plan, PREFILLS if plan == PROMPT else DECODES)
                     samples[name, plan].append((_seconds(taken), *_shares(taken)))
-            tell(f"round {number + 1} of {rounds}")
+            progress(f"round {number + 1} of {rounds}")
     return samples
 
 

@@ -46,7 +46,7 @@ def _tell(line: str) -> None:
     click.echo(line, err=True)
 
 
-async def _measure(parts: Collection[str], tell: Callable[[str], None]) -> Measured:
+async def _measure(parts: Collection[str], progress: Callable[[str], None]) -> Measured:
     """What is not among the parts stays as it was recorded."""
     from workers.executor.solo import open_solo
     from workers.model.store import resolve
@@ -56,12 +56,12 @@ async def _measure(parts: Collection[str], tell: Callable[[str], None]) -> Measu
     try:
         measured = NOTHING if set(PARTS) == set(parts) else record.load()
         if "steps" in parts:
-            points = await steps.measure(executor, tell)
+            points = await steps.measure(executor, progress)
             measured = replace(_machine(measured), points=points, cost=fit(points))
         if "naive" in parts:
-            measured = replace(measured, naive=await real.measure_naive(executor, tell))
+            measured = replace(measured, naive=await real.measure_naive(executor, progress))
         if "real" in parts:
-            measured = replace(measured, real=await real.measure_cells(executor, measured.cost, tell))
+            measured = replace(measured, real=await real.measure_cells(executor, measured.cost, progress))
         return measured
     finally:
         await executor.close()

@@ -121,7 +121,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def grid(cost: CostModel, processes: int, tell: Callable[[str], None]) -> Grid:
+def grid(cost: CostModel, processes: int, progress: Callable[[str], None]) -> Grid:
     """All cells, on so many processes."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         capacities = dict(zip(MIXES, pool.map(partial(capacity, cost), MIXES), strict=True))
@@ -131,7 +131,7 @@ def grid(cost: CostModel, processes: int, tell: Callable[[str], None]) -> Grid:
         for cell, outcome in zip(wanted, pool.map(partial(compute, cost), wanted, rates), strict=True):
             found[cell] = outcome
             if len(found) % 50 == 0:
-                tell(f"virtual time: {len(found)} of {len(wanted)} cells")
+                progress(f"virtual time: {len(found)} of {len(wanted)} cells")
     return found
 
 

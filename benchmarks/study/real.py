@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from benchmarks.figures import Progress
 from benchmarks.study.answers import Figures, Run, figures, run
 from benchmarks.study.cells import CHUNKED, KV_BLOCKS, PREFILL_FIRST, YARDSTICK, capacity, rate
 from benchmarks.study.workload import Asked, asked
@@ -27,8 +28,6 @@ REAL_CELLS = ((PREFILL_FIRST, "long/short"), (CHUNKED[1], "long/short"), (YARDST
 NAIVE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 NAIVE_ROUNDS = 2
 NAIVE_PROMPT, NAIVE_ANSWER = 64, 32
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ async def _serve(engine: Engine, executor: Executor, requests: Sequence[Asked]) 
 # ---- cells -----------------------------------------------------------------------------------------------------
 
 
-async def measure_cells(executor: Executor, cost: CostModel, tell: Tell) -> tuple[Real, ...]:
+async def measure_cells(executor: Executor, cost: CostModel, progress: Progress) -> tuple[Real, ...]:
     found = []
     for who, mix in REAL_CELLS:
         arrivals_rate = rate(capacity(cost, mix), LOAD)
@@ -134,7 +133,7 @@ async def measure_cells(executor: Executor, cost: CostModel, tell: Tell) -> tupl
         engine = Watched(who.config(cost), executor.facts)
         ran = await real_run(engine, executor, asked(mix, count, SEED, arrivals_rate))
         found.append(Real(who.name, mix, arrivals_rate, count, figures([ran]), *_step_ratios(cost, engine)))
-        tell(f"real: {who.name} on {mix}")
+        progress(f"real: {who.name} on {mix}")
     return tuple(found)
 
 
@@ -160,13 +159,13 @@ def naive_config(batch: int) -> EngineConfig:
     return EngineConfig(kv_blocks=KV_BLOCKS, batching="static", max_running=batch)
 
 
-async def measure_naive(executor: Executor, tell: Tell) -> tuple[Naive, ...]:
+async def measure_naive(executor: Executor, progress: Progress) -> tuple[Naive, ...]:
     runs: dict[int, list[Run]] = {batch: [] for batch in NAIVE_BATCHES}
     for number in range(NAIVE_ROUNDS):
         for batch in NAIVE_BATCHES:
             engine = Watched(naive_config(batch), executor.facts)
             runs[batch].append(await real_run(engine, executor, naive_requests(batch)))
-        tell(f"naive sweep: round {number + 1} of {NAIVE_ROUNDS}")
+        progress(f"naive sweep: round {number + 1} of {NAIVE_ROUNDS}")
     return tuple(_naive(batch, of_batch) for batch, of_batch in runs.items())
 
 

@@ -32,7 +32,7 @@ HELD_OUT = (
 )
 
 
-async def measure(executor: Executor, tell: Callable[[str], None]) -> tuple[Point, ...]:
+async def measure(executor: Executor, progress: Callable[[str], None]) -> tuple[Point, ...]:
     """Medians over rounds, each of which measures every shape once."""
     facts = executor.facts
     plans = {shape: plan(shape, facts.layout.block_size, facts.vocab_size) for shape in (*SEEN, *HELD_OUT)}
@@ -40,7 +40,7 @@ async def measure(executor: Executor, tell: Callable[[str], None]) -> tuple[Poin
     for number in range(ROUNDS):
         for shape, each in plans.items():
             seconds[shape].append((await executor.execute(each)).seconds)
-        tell(f"steps: round {number + 1} of {ROUNDS}")
+        progress(f"steps: round {number + 1} of {ROUNDS}")
     return tuple(Point(shape, round(median(seconds[shape]), 6), shape in HELD_OUT) for shape in plans)
 
 

@@ -211,7 +211,7 @@ def test_without_matplotlib_there_is_a_word_and_no_chart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = figures(samples(float32=0.1), [MACHINE] * 2, (FLOAT32,), COLUMNS, SMOL)
-    quiet = replace(PARTS["engine"], measure=lambda rounds, quick, tell: Part("engine", made))
+    quiet = replace(PARTS["engine"], measure=lambda rounds, quick, progress: Part("engine", made))
     monkeypatch.setitem(PARTS, "engine", quiet)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(chart, "missing", lambda: chart.MISSING)

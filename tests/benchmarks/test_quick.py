@@ -29,12 +29,12 @@ def test_quick_transfer_writes_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
-    def fail(rounds: int, quick: bool, tell: object) -> Part:
+    def fail(rounds: int, quick: bool, progress: object) -> Part:
         raise RuntimeError("the machine is on fire")
 
     before = dict(PARTS)
     PARTS["handoff"] = Measurement(fail, 1)
-    PARTS["startup"] = Measurement(lambda rounds, quick, tell: Part("startup", notes=(f"{rounds} rounds",)), 7)
+    PARTS["startup"] = Measurement(lambda rounds, quick, progress: Part("startup", notes=(f"{rounds} rounds",)), 7)
     try:
         result = CliRunner().invoke(main, ["handoff", "startup"], env={"RAY_ADDRESS": None})
     finally:
