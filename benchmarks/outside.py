@@ -38,7 +38,7 @@ READY = "ready: http://"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadSpec:
     """What each tool is to send, and where. `tokenizer`: a folder."""
 
     url: str
@@ -67,7 +67,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ToolResult:
     """What one tool says of its run, and what the server counted meanwhile. `retokenised`: output tokens, counted from
     the text that came, where the tool does."""
 
@@ -96,15 +96,15 @@ class Found:
 Read = dict[str, Any]
 
 
-def guidellm(asked: Asked, folder: Path) -> Read:
+def guidellm(spec: LoadSpec, folder: Path) -> Read:
     """Chats, so the model's template adds to its prompts. Raises `subprocess.CalledProcessError`."""
-    data = f"kind=synthetic_text,prompt_tokens={asked.prompt_tokens},output_tokens={asked.output_tokens}"
+    data = f"kind=synthetic_text,prompt_tokens={spec.prompt_tokens},output_tokens={spec.output_tokens}"
     command = [
         *(str(GUIDELLM.path / "bin" / "guidellm"), "run"),
-        *("--backend", f"kind=openai_http,target={asked.url},model={asked.model}"),
-        *("--profile", f"kind=concurrent,streams={asked.concurrency}"),
-        *("--constraint", f"kind=max_requests,count={asked.requests}"),
-        *("--tokenizer", f"kind=hf_auto,model={asked.tokenizer}", "--data", data),
+        *("--backend", f"kind=openai_http,target={spec.url},model={spec.model}"),
+        *("--profile", f"kind=concurrent,streams={spec.concurrency}"),
+        *("--constraint", f"kind=max_requests,count={spec.requests}"),
+        *("--tokenizer", f"kind=hf_auto,model={spec.tokenizer}", "--data", data),
     ]
     _run(command, folder, HF_HUB_OFFLINE="1")
     return guidellm_read(json.loads((folder / "benchmarks.json").read_text()))
@@ -112,15 +112,15 @@ def guidellm(asked: Asked, folder: Path) -> Read:
 
 def guidellm_read(report: Any) -> Read:
     """Its ITL: every gap between tokens."""
-    told = report["benchmarks"][0]["metrics"]
+    stats = report["benchmarks"][0]["metrics"]
 
     def of(name: str) -> Any:
-        return told[name]["successful"]
+        return stats[name]["successful"]
 
     tokens = {name: round(of(f"{name}_token_count")["mean"] * of(f"{name}_token_count")["count"]) for name in _KINDS}
     ttft, itl = of("time_to_first_token_ms"), of("inter_token_latency_ms")
     return {
-        "requests": told["request_totals"]["successful"],
+        "requests": stats["request_totals"]["successful"],
         **{f"{name}_tokens": count for name, count in tokens.items()},
         **{"ttft_mean_ms": ttft["mean"], "ttft_p50_ms": ttft["median"]},
         **{"itl_mean_ms": itl["mean"], "itl_p50_ms": itl["median"]},
@@ -130,13 +130,20 @@ def guidellm_read(report: Any) -> Read:
 _KINDS = ("prompt", "output")
 
 
-def aiperf(asked: Asked, folder: Path) -> Read:
+def aiperf(spec: LoadSpec, folder: Path) -> Read:
     """Completions. Raises `subprocess.CalledProcessError`."""
     command = [
-        *(str(AIPERF.path / "bin" / "aiperf"), "profile", "--model", asked.model, "--url", asked.url),
-        *("--endpoint-type", "completions", "--streaming", "--concurrency", str(asked.concurrency)),
-        *("--request-count", str(asked.requests), "--isl", str(asked.prompt_tokens)),
-        *("--osl", str(asked.output_tokens), "--extra-inputs", "ignore_eos:true", "--tokenizer", str(asked.tokenizer)),
+        *(str(AIPERF.path / "bin" / "aiperf"), "profile", "--model", spec.model, "--url", spec.url),
+        *("--endpoint-type", "completions", "--streaming", "--concurrency", str(spec.concurrency)),
+        *("--request-count", str(spec.requests), "--isl", str(spec.prompt_tokens)),
+        *(
+            "--osl",
+            str(spec.output_tokens),
+            "--extra-inputs",
+            "ignore_eos:true",
+            "--tokenizer",
+            str(spec.tokenizer),
+        ),
         *("--ui", "simple", "--no-gpu-telemetry", "--no-server-metrics", "--artifact-dir", str(folder)),
     ]
     _run(command, folder)
@@ -169,13 +176,21 @@ serve.main(parser.parse_args())
 """  # as its command does, which does not start from the package for CPUs
 
 
-def vllm(asked: Asked, folder: Path) -> Read:
+def vllm(spec: LoadSpec, folder: Path) -> Read:
     """Completions. Raises `subprocess.CalledProcessError`."""
     command = [
-        *(str(VLLM.python), "-c", VLLM_BENCH, "--backend", "openai", "--base-url", asked.url),
-        *("--model", asked.model, "--tokenizer", str(asked.tokenizer), "--dataset-name", "random", "--ignore-eos"),
-        *("--random-input-len", str(asked.prompt_tokens), "--random-output-len", str(asked.output_tokens)),
-        *("--num-prompts", str(asked.requests), "--max-concurrency", str(asked.concurrency)),
+        *(str(VLLM.python), "-c", VLLM_BENCH, "--backend", "openai", "--base-url", spec.url),
+        *(
+            "--model",
+            spec.model,
+            "--tokenizer",
+            str(spec.tokenizer),
+            "--dataset-name",
+            "random",
+            "--ignore-eos",
+        ),
+        *("--random-input-len", str(spec.prompt_tokens), "--random-output-len", str(spec.output_tokens)),
+        *("--num-prompts", str(spec.requests), "--max-concurrency", str(spec.concurrency)),
         *("--ready-check-timeout-sec", "0", "--save-result", "--result-dir", str(folder)),
         *("--result-filename", "vllm.json"),
     ]
@@ -194,32 +209,32 @@ def vllm_read(report: Any) -> Read:
     }
 
 
-def ours(asked: Asked, folder: Path) -> Read:
+def ours(spec: LoadSpec, folder: Path) -> Read:
     """`diptych bench` over HTTP, as it would do it. Its ITL: every gap between tokens."""
 
     async def drive() -> Read:
-        lengths = f"{asked.prompt_tokens}/{asked.output_tokens}"
-        workload = with_distinct_prompts(load_workload(f"burst:count={asked.requests},lengths={lengths}", seed=0), 1)
-        async with open_endpoint(Target(asked.url, asked.model)) as endpoint:
-            before = counted(asked.url)
+        lengths = f"{spec.prompt_tokens}/{spec.output_tokens}"
+        workload = with_distinct_prompts(load_workload(f"burst:count={spec.requests},lengths={lengths}", seed=0), 1)
+        async with open_endpoint(Target(spec.url, spec.model)) as endpoint:
+            before = server_counts(spec.url)
             run = await endpoint.drive(
-                workload, LoadOptions(endpoint.vocab_size, concurrency=asked.concurrency), nothing
+                workload, LoadOptions(endpoint.vocab_size, concurrency=spec.concurrency), nothing
             )
-        told = figures(run, SLO())
-        assert told.ttft_s is not None and told.tbt_s is not None, f"no request was answered: {told.reasons}"
+        stats = figures(run, SLO())
+        assert stats.ttft_s is not None and stats.tbt_s is not None, f"no request was answered: {stats.reasons}"
         return {
-            "requests": told.finished,
+            "requests": stats.finished,
             "prompt_tokens": sum(each.prompt_tokens for each in run.served),
             "output_tokens": sum(len(each.token_s) for each in run.served),
-            **{"ttft_mean_ms": 1e3 * told.ttft_s.mean, "ttft_p50_ms": 1e3 * told.ttft_s.p50},
-            **{"itl_mean_ms": 1e3 * told.tbt_s.mean, "itl_p50_ms": 1e3 * told.tbt_s.p50},
+            **{"ttft_mean_ms": 1e3 * stats.ttft_s.mean, "ttft_p50_ms": 1e3 * stats.ttft_s.p50},
+            **{"itl_mean_ms": 1e3 * stats.tbt_s.mean, "itl_p50_ms": 1e3 * stats.tbt_s.p50},
             "before": before,
         }
 
     return asyncio.run(drive())
 
 
-TOOLS: dict[str, Callable[[Asked, Path], Read]] = {
+TOOLS: dict[str, Callable[[LoadSpec, Path], Read]] = {
     "guidellm": guidellm,
     "aiperf": aiperf,
     "vllm bench serve": vllm,
@@ -238,7 +253,7 @@ def _run(command: list[str], folder: Path, **environment: str) -> None:
         raise click.ClickException(f"{Path(command[0]).name} ended with {done.returncode}: {last}")
 
 
-def counted(url: str) -> Counts:
+def server_counts(url: str) -> Counts:
     """Of all requests that this server has completed."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{url}/metrics", timeout=10.0) as answer:
@@ -256,13 +271,13 @@ def counts_of(metrics: str) -> Counts:
     return Counts(requests, total("diptych_prompt_tokens_total"), total("diptych_generated_tokens_total"))
 
 
-def measured(tool: str, asked: Asked, folder: Path) -> Found:
+def measured(tool: str, spec: LoadSpec, folder: Path) -> ToolResult:
     folder.mkdir(parents=True)
-    before, begun_s = counted(asked.url), time.monotonic()
-    read = TOOLS[tool](asked, folder)
+    before, begun_s = server_counts(spec.url), time.monotonic()
+    read = TOOLS[tool](spec, folder)
     before = read.pop("before", before)
-    after = counted(asked.url)
-    return Found(
+    after = server_counts(spec.url)
+    return ToolResult(
         tool=tool,
         server=after.since(before),
         seconds=time.monotonic() - begun_s,
@@ -270,7 +285,7 @@ def measured(tool: str, asked: Asked, folder: Path) -> Found:
     )
 
 
-def table(found: list[Found]) -> str:
+def table(found: list[ToolResult]) -> str:
     """As Markdown."""
     counts = "prompt tokens, tool / server | output tokens, tool / server | counted in its text"
     head = f"| | requests, tool / server | {counts} | TTFT mean / p50 ms | ITL mean / p50 ms |"
@@ -297,7 +312,7 @@ def write_tokenizer(model: str, folder: Path) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option(
-    "-f", "--file", "path", default="examples/laptop.yaml", show_default=True, help="The cluster that is asked."
+    "-f", "--file", "path", default="examples/laptop.yaml", show_default=True, help="The cluster that is spec."
 )
 @click.option("--model", default="smollm2-135m", show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=24, show_default=True, help="Of each tool.")
@@ -312,7 +327,7 @@ def main(
 ) -> None:
     """Run guidellm and aiperf, as they are, against a cluster of ours; compare their tokens with what it counted."""
     for each in (GUIDELLM, AIPERF):
-        _have(each)
+        _ensure_installed(each)
     tools = [tool for tool in TOOLS if tool != "vllm bench serve" or not VLLM.missing()]
     refuse_foreign_ray(dict(os.environ))
     command = [sys.executable, "-m", "cluster.cli", "serve", "-f", path, "--model", model, "--port", "0"]
@@ -322,11 +337,11 @@ def main(
         with Child([*command, "--http-port", "0"], {"PYTHONUNBUFFERED": "1"}) as child:
             line = child.wait_line(READY, START_S).text
             url = "http://" + line.partition(READY)[2].removesuffix("/v1")
-            asked = Asked(url, model, folder / "tokenizer", requests, concurrency, prompt_tokens, output_tokens)
+            spec = LoadSpec(url, model, folder / "tokenizer", requests, concurrency, prompt_tokens, output_tokens)
             found = []
             for tool in tools:
                 click.echo(f"{tool}: {requests} requests, {concurrency} at once", err=True)
-                found.append(measured(tool, asked, folder / tool.replace(" ", "-")))
+                found.append(measured(tool, spec, folder / tool.replace(" ", "-")))
         load = "/".join(f"{each:.1f}" for each in machine.load())
         here = f"{machine.cpu_name()}, {len(machine.allowed_cores())} cores; load after {load}; {_versions()}"
         if out is not None:
@@ -339,7 +354,7 @@ def main(
         raise click.ClickException(f"tokens or requests of {', '.join(wrong)} are not those that the server counted")
 
 
-def _have(environment: PeerEnvironment) -> None:
+def _ensure_installed(environment: PeerEnvironment) -> None:
     if environment.missing():
         environment.install(lambda line: click.echo(line, err=True))
 

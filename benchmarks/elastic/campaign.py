@@ -4,8 +4,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.elastic.contenders import OURS, called, case_of
-from benchmarks.elastic.one import told
+from benchmarks.elastic.contenders import OURS, case_of, contender_named
+from benchmarks.elastic.one import phase_outcomes
 from benchmarks.elastic.per_phase import per_phase
 from benchmarks.elastic.probe import Probe
 from benchmarks.elastic.record import (
@@ -124,7 +124,7 @@ def _known(scenario: Scenario, known: Result | None, kind: str) -> Best:
     entry = known.of(kind) if known else None
     if entry is None:
         raise Unlike(f"{scenario.name}: the record has no {kind}; measure it too, with another --again")
-    return Best((called(entry.name),), entry.by_seed[0] or entry.rate or scenario.rate / REACH)
+    return Best((contender_named(entry.name),), entry.by_seed[0] or entry.rate or scenario.rate / REACH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def _twins(scenario: Scenario, jobs: Sequence[Job], found: Statics) -> tuple[lis
     specs = [(one.name, case_of(one, scenario).spec) for one in statics]
     left, twins = [], []
     for job in jobs:
-        spec = case_of(called(job.name), scenario).spec
+        spec = case_of(contender_named(job.name), scenario).spec
         static = next((name for name, each in specs if each == spec), "")
         if static and job.kind in (SYSTEM, ROUTER):
             twins.append(_Twin(job, static))
@@ -192,5 +192,5 @@ def _shown_ones(scenario: Scenario, entries: Sequence[Entry], effort: Effort) ->
 
 def _shown(wanted: _Shown) -> tuple[Phases, Timeline]:
     scenario, rate = wanted.scenario, wanted.rate
-    run = Probe(called(wanted.name), scenario, None).run(rate / scenario.rate, wanted.seed, trace=True)
-    return Phases(run.system, rate, told(run, scenario)), timeline(run, scenario, rate)
+    run = Probe(contender_named(wanted.name), scenario, None).run(rate / scenario.rate, wanted.seed, trace=True)
+    return Phases(run.system, rate, phase_outcomes(run, scenario)), timeline(run, scenario, rate)

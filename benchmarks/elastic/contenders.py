@@ -1,4 +1,4 @@
-"""Who is compared: every named system and router, and the static configurations of the same workers. Pure."""
+"""The compared systems: every named system and router, and static configurations of the same workers. Pure."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ PROMPT_CHUNKS = (1024, 2048, 8192)  # of a prefill worker's
 SPLIT, COLOCATED = "distserve", "sarathi"  # whose pools a static configuration has
 SPLITTING = ("distserve", "splitwise")  # routers that are made for workers of two roles
 OUR_ROUTER = "slo"
-KEEPING = "slo+admission"  # with our admission too
-ROUTERS = (*ROUTING, KEEPING)
+WITH_ADMISSION = "slo+admission"  # with our admission too
+ROUTERS = (*ROUTING, WITH_ADMISSION)
 _NAMED = re.compile(
     r"((?P<routing>\S+) on )?(split (?P<prefills>\d+), chunk (?P<chunk>\d+)|colocated, chunk (?P<mixed>\d+)"
     r"|(?P<system>[a-z-]+)(, split (?P<halves>\d+))?)"
@@ -39,13 +39,13 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """`called` is its inverse."""
+        """`contender_named` is its inverse."""
         return f"{self.routing} on {self._configuration}" if self.routing else self._configuration
 
     @property
     def is_ours_in_part(self) -> bool:
-        """Our router, with roles that stay."""
-        return self.routing in (OUR_ROUTER, KEEPING)
+        """Our router with fixed roles."""
+        return self.routing in (OUR_ROUTER, WITH_ADMISSION)
 
     @property
     def _configuration(self) -> str:
@@ -79,11 +79,11 @@ def routed(split: Contender, better: Contender, names: Sequence[str] = ROUTERS) 
     return tuple(replace(split if name in SPLITTING else better, routing=name) for name in names)
 
 
-def called(name: str) -> Contender:
-    """Who has this name. Raises `SpecError`."""
+def contender_named(name: str) -> Contender:
+    """The inverse of `Contender.name`. Raises `SpecError`."""
     found = _NAMED.fullmatch(name)
     if found is None:
-        raise SpecError(f"{name!r} is nobody's name; one is 'ours', 'split 2, chunk 2048' or 'colocated, chunk 512'")
+        raise SpecError(f"{name!r} is no contender; write 'ours', 'split 2, chunk 2048' or 'colocated, chunk 512'")
     routing = found["routing"] or ""
     if found["prefills"]:
         return Contender(SPLIT, int(found["prefills"]), int(found["chunk"]), plain=True, routing=routing)
@@ -97,7 +97,7 @@ OURS = Contender("ours")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a gateway may not know: statistics come `stale_s` late, `gateways` share the requests, calls take `call_s`.
+    """A gateway's view: statistics are `stale_s` old, `gateways` share the requests, calls take `call_s`.
 
     `heartbeat_s` of 0 is the fleet's own.
     """
@@ -112,7 +112,7 @@ FRESH = View()
 
 
 def case_of(contender: Contender, scenario: Scenario, view: View = FRESH) -> Case:
-    """Raises `SpecError` for a system or a split that cannot be."""
+    """Raises `SpecError` for an impossible system or split."""
     model = replace(scenario.machines.model(), call_s=view.call_s)
     spec = _viewed(_arranged(contender, scenario), view)
     return Case(contender.name, spec, {pool.name: model for pool in spec.pools})
@@ -128,7 +128,9 @@ def _arranged(contender: Contender, scenario: Scenario) -> ClusterSpec:
         engine["max_batch_tokens"] = max(contender.chunk, fleet.engine.max_running)
     pools = tuple(replace(pool, engine=replace(pool.engine, **engine)) for pool in spec.pools)
     routing = contender.routing or ("least-loaded" if contender.plain else spec.gateway.routing)
-    known: dict[str, Any] = {"routing": OUR_ROUTER, "admission": "slo"} if routing == KEEPING else {"routing": routing}
+    known: dict[str, Any] = (
+        {"routing": OUR_ROUTER, "admission": "slo"} if routing == WITH_ADMISSION else {"routing": routing}
+    )
     gateway = replace(spec.gateway, **known)
     return replace(spec, pools=pools, gateway=gateway)
 

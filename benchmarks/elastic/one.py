@@ -1,4 +1,4 @@
-"""One run told in full: attainment, percentiles and misses by phase, and what the workers did. For tuning a router."""
+"""One run in detail, for tuning: attainment, percentiles and misses by phase, and each worker's activity."""
 
 import json
 from collections import Counter
@@ -15,12 +15,12 @@ from workers.request import SLO
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The requests that came in a phase; shares are 0 to 1. `ttft_s`, `tpot_s`: p50, p90 and p99 of those that
-    finished, if any did.
+class PhaseOutcome:
+    """The requests that arrived in a phase. Shares are 0 to 1; `kept` are those that met both SLOs. `ttft_s`, `tpot_s`:
+    p50, p90 and p99 of the finished ones, if any.
 
     Misses are counted once: `late` missed TTFT only, `slow` TPOT only, `late_slow` both; `cut` had not finished when
-    the last promise was due.
+    the last SLO deadline passed.
     """
 
     phase: str
@@ -38,18 +38,21 @@ class Told:
     cut: int
 
 
-def told(run: Run, scenario: Scenario) -> tuple[Told, ...]:
-    """All requests, then those of each phase in which any came."""
+def phase_outcomes(run: Run, scenario: Scenario) -> tuple[PhaseOutcome, ...]:
+    """All requests, then those of each phase with requests."""
     slo = scenario.slo
     parts = [(phase, _within(run.served, phase)) for phase in scenario.phases]
-    return (_told("all", run, run.served, slo), *(_told(each.name, run, part, slo) for each, part in parts if part))
+    return (
+        _outcome("all", run, run.served, slo),
+        *(_outcome(each.name, run, part, slo) for each, part in parts if part),
+    )
 
 
 def _within(served: Sequence[Served], phase: Phase) -> tuple[Served, ...]:
     return tuple(each for each in served if phase.begin_s <= each.arrival_s < phase.end_s)
 
 
-def _told(name: str, run: Run, served: Sequence[Served], slo: SLO) -> Told:
+def _outcome(name: str, run: Run, served: Sequence[Served], slo: SLO) -> PhaseOutcome:
     import numpy as np
 
     part = tuple(served)
@@ -58,7 +61,7 @@ def _told(name: str, run: Run, served: Sequence[Served], slo: SLO) -> Told:
     done = times.finished
     ttft, tpot = percentiles(times.ttft_s[done]), percentiles(times.tpot_s[done & (times.output_tokens > 1)])
     ends = Counter(each.ending for each in part)
-    return Told(
+    return PhaseOutcome(
         phase=name,
         requests=len(part),
         kept=attained.both,
@@ -87,7 +90,7 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
         f"{'phase':<16}{'requests':>9}{'kept':>8}{'TTFT ok':>9}{'TPOT ok':>9}{'TTFT p50/90/99 s':>22}"
         f"{'TPOT p50/90/99 ms':>21}   missed: late, slow, both, rejected, failed, cut"
     )
-    for each in told(run, scenario):
+    for each in phase_outcomes(run, scenario):
         ttft, tpot = _three(each.ttft_s, 1.0, 2), _three(each.tpot_s, 1e3, 0)
         misses = (each.late, each.slow, each.late_slow, each.rejected, each.failed, each.cut)
         yield (
@@ -95,7 +98,7 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
             f"{tpot:>21}   {', '.join(map(str, misses))}"
         )
     over = timeline(run, scenario, scale * scenario.rate)
-    yield f"bins of {over.bin_s:g} s: tenths kept of those who came; P prompts, d decodes, M both, . mostly idle"
+    yield f"bins of {over.bin_s:g} s: tenths of arrivals within SLO; P prompts, d decodes, M both, . mostly idle"
     yield f"  {'kept':<14} {''.join(map(_tenth, over.kept))}"
     for name, bins in over.workers.items():
         yield f"  {name:<14} {''.join(_lane(*each) for each in bins)}"
@@ -127,4 +130,6 @@ def _three(seconds: tuple[float, ...], unit: float, digits: int) -> str:
 
 def as_json(run: Run, scenario: Scenario, scale: float) -> str:
     facts: dict[str, Any] = {"scenario": scenario.name, "system": run.system, "scale": scale, "seed": run.seed}
-    return json.dumps({**facts, "wall_s": run.wall_s, "phases": [asdict(each) for each in told(run, scenario)]})
+    return json.dumps(
+        {**facts, "wall_s": run.wall_s, "phases": [asdict(each) for each in phase_outcomes(run, scenario)]}
+    )

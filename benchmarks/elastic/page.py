@@ -1,11 +1,11 @@
-"""benchmarks/results/elastic-campaign.md from the record. Its words stand in page.md.jinja."""
+"""Writes benchmarks/results/elastic-campaign.md from the record. page.md.jinja has the text."""
 
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.elastic.contenders import CHUNKS, KEEPING, PROMPT_CHUNKS, called
+from benchmarks.elastic.contenders import CHUNKS, PROMPT_CHUNKS, WITH_ADMISSION, contender_named
 from benchmarks.elastic.record import (
     COLOCATED,
     OURS,
@@ -34,7 +34,7 @@ AIMS = (
     *(("the best static choice", NEVER_WORSE), ("the best static choice", AHEAD)),
     *(("the timetable", NEAR), ("the best static per phase", NEAR)),
 )
-LESS = 0.01  # of a phase's requests: who keeps so much less than another loses there
+LESS = 0.01  # of a phase's requests: a smaller difference is not listed
 
 
 def write(folder: Path, found: Record, pictures: str = PICTURES) -> None:
@@ -43,7 +43,7 @@ def write(folder: Path, found: Record, pictures: str = PICTURES) -> None:
 
 
 def markdown(found: Record, pictures: str = PICTURES) -> str:
-    """`pictures`: where they lie, seen from the page, with braces for the name."""
+    """`pictures`: their path relative to the page, with braces for the name."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
@@ -72,19 +72,28 @@ def markdown(found: Record, pictures: str = PICTURES) -> str:
 
 
 def verdicts(found: Record) -> str:
-    """One row a workload: goodput of ours, of the best of each kind, and of the best per phase, with intervals."""
+    """One row per workload: goodput of Diptych and of the best of each kind, with intervals."""
     kinds = ((OURS,), (SPLIT,), (COLOCATED,), (SYSTEM,), (ROUTER,), (TIMETABLE,), (PER_PHASE,))
     rows = [
         (each.scenario, *(_rate(each, _other(each, *kind)) for kind in kinds))
         for each in found.results
         if each.of(OURS)
     ]
-    headers = ("workload", "ours", "best split", "best colocated", "best system", "best router", "timetable", PER_PHASE)
+    headers = (
+        "workload",
+        "Diptych",
+        "best split",
+        "best colocated",
+        "best system",
+        "best router",
+        "timetable",
+        PER_PHASE,
+    )
     return _table(headers, rows)
 
 
 def ratios(found: Record) -> str:
-    """Ours over the others, and over the best static choice seed by seed."""
+    """Diptych over the others, and over the best static choice seed by seed."""
     rows = []
     for each in found.results:
         kinds = (STATIC, (SYSTEM,), (ROUTER,), (TIMETABLE,), (PER_PHASE,))
@@ -99,7 +108,7 @@ def ratios(found: Record) -> str:
 
 
 def regions(found: Record) -> str:
-    """Ours over the best static choice for one steady load under several promises; empty when there is no such load."""
+    """Diptych over the best static choice for one steady load under several SLOs; empty without such a load."""
     steady = [each for each in found.results if len(each.boundaries) == 1 and each.of(OURS)]
     slow, late = (sorted({getattr(each.slo, name) or 0.0 for each in steady}) for name in ("tpot_s", "ttft_s"))
     rows = []
@@ -116,7 +125,7 @@ def _ours_over_static(result: Result) -> str:
 
 
 def losing(found: Record) -> list[str]:
-    """Where somebody is ahead of ours, those that know the load aside: in words, the worst first."""
+    """Contenders ahead of Diptych, except those that know the load: one line each, the worst first."""
     lost: list[tuple[float, str]] = []
     for each in found.results:
         ours = each.of(OURS)
@@ -126,12 +135,14 @@ def losing(found: Record) -> list[str]:
             over = ratio(ours.by_seed, entry.by_seed)
             if over.mean < 1.0 if over else entry.rate > ours.rate:
                 seeds = "" if len(entry.by_seed) > 1 else ", one seed"
-                lost.append((over.mean if over else 0.0, f"{each.scenario}: {_told(over)} of {_named(entry)}{seeds}"))
-    return [told for _, told in sorted(lost)]
+                lost.append(
+                    (over.mean if over else 0.0, f"{each.scenario}: {_ratio_text(over)} times {_named(entry)}{seeds}")
+                )
+    return [line for _, line in sorted(lost)]
 
 
 def lost_phases(found: Record) -> list[str]:
-    """Phases in which ours keeps fewer requests than the best static choice at the same rate, the worst first."""
+    """Phases in which Diptych attains less than the best static choice at the same rate, the worst first."""
     lost = []
     for each in found.results:
         static = each.best_static
@@ -142,12 +153,12 @@ def lost_phases(found: Record) -> list[str]:
         for phase, mine in ours.items():
             other = theirs.get(phase)
             if phase != "all" and other and other[2] - mine[2] > LESS:
-                told = (
-                    f"{each.scenario}, {phase}: {mine[2]:.1%} of {mine[1]} requests kept, {other[2]:.1%} by "
+                line = (
+                    f"{each.scenario}, {phase}: {mine[2]:.1%} of {mine[1]} requests met both SLOs, {other[2]:.1%} with "
                     f"{static.name if static else ''}, at {each.phases[0].rate:.2f} requests/s"
                 )
-                lost.append((mine[2] - other[2], told))
-    return [told for _, told in sorted(lost)]
+                lost.append((mine[2] - other[2], line))
+    return [line for _, line in sorted(lost)]
 
 
 # ---- by workload -------------------------------------------------------------------------------------------------
@@ -166,47 +177,59 @@ def goodputs(result: Result) -> str:
         )
         for entry in sorted(result.entries, key=lambda each: -each.rate)
     ]
-    return _table(("", "requests/s and GPU", "95 % interval", "seeds", "scale", "ours over it"), rows)
+    return _table(("", "requests/s and GPU", "95 % interval", "seeds", "scale", "Diptych / this"), rows)
 
 
 def _named(entry: Entry) -> str:
     match entry.kind:
         case "ours":
-            return "**ours**"
+            return "**Diptych**"
         case "best static per phase":
             return PER_PHASE
         case "system":
             return entry.name
         case "router":
-            return f"{_part(entry)}: {entry.name}"
+            return f"{_router_label(entry)}: {entry.name}"
     return f"best static: {entry.name}"
 
 
 def phases(result: Result) -> str:
-    """Where requests were lost, at the rate at which the better of ours and the static ones still holds."""
+    """Missed SLOs by phase, at the goodput of the better of Diptych and the static choices."""
     rows = []
     for each in result.phases:
         for name, total, *shares, missed in _merged(each):
             rows.append((each.name, name, str(total), *(f"{share:.1%}" for share in shares), *map(str, missed)))
-    headers = ("", "phase", "requests", "kept", "TTFT kept", "TPOT kept", "late", "slow", "both", "refused", "other")
+    headers = (
+        "",
+        "phase",
+        "requests",
+        "both SLOs",
+        "TTFT",
+        "TPOT",
+        "late",
+        "slow",
+        "late and slow",
+        "refused",
+        "other",
+    )
     return _table(headers, rows)
 
 
 def _merged(of_one: Phases) -> Iterator[tuple[str, int, float, float, float, tuple[int, ...]]]:
-    """Phases of one name together: requests, shares that kept both, TTFT and TPOT, and who missed, by how."""
-    for name in dict.fromkeys(told.phase for told in of_one.told):
-        alike = [told for told in of_one.told if told.phase == name]
-        total = sum(told.requests for told in alike)
+    """Merges phases with one name: requests, shares that met both SLOs, TTFT and TPOT, and misses by kind."""
+    for name in dict.fromkeys(row.phase for row in of_one.told):
+        alike = [row for row in of_one.told if row.phase == name]
+        total = sum(row.requests for row in alike)
         kept, ttft, tpot = (
-            sum(getattr(told, field) * told.requests for told in alike) / total
+            sum(getattr(row, field) * row.requests for row in alike) / total
             for field in ("kept", "ttft_kept", "tpot_kept")
         )
-        missed = [sum(getattr(told, field) for told in alike) for field in ("late", "slow", "late_slow", "rejected")]
-        yield name, total, kept, ttft, tpot, (*missed, sum(told.failed + told.cut for told in alike))
+        missed = [sum(getattr(row, field) for row in alike) for field in ("late", "slow", "late_slow", "rejected")]
+        yield name, total, kept, ttft, tpot, (*missed, sum(row.failed + row.cut for row in alike))
 
 
 def stale_table(found: Sequence[Stale]) -> str:
-    """Rows are routers and gateways, columns ages; the mean over seeds."""
+    """A row per router and number of gateways, a column per age of statistics; means over seeds."""
     ages = sorted({each.stale_s for each in found})
     rows = []
     for name, gateways in dict.fromkeys((each.routing, each.gateways) for each in found):
@@ -217,20 +240,20 @@ def stale_table(found: Sequence[Stale]) -> str:
 
 
 def _other(result: Result, *kinds: str) -> Entry | None:
-    """The best of these kinds, our own router aside: of those with all seeds, as the best with one is among them."""
+    """The best of these kinds, except Diptych's own router, among those with the most seeds."""
     known = (each for each in result.entries if each.kind in kinds and not _is_ours_in_part(each))
     return max(known, key=lambda each: (len(each.by_seed), each.rate), default=None)
 
 
-def _part(entry: Entry) -> str:
+def _router_label(entry: Entry) -> str:
     if not _is_ours_in_part(entry):
         return "router"
-    both = called(entry.name).routing == KEEPING
-    return f"our router{' and admission' if both else ''}, roles fixed"
+    both = contender_named(entry.name).routing == WITH_ADMISSION
+    return f"Diptych's router{' and admission' if both else ''}, fixed roles"
 
 
 def _is_ours_in_part(entry: Entry) -> bool:
-    return entry.kind == ROUTER and called(entry.name).is_ours_in_part
+    return entry.kind == ROUTER and contender_named(entry.name).is_ours_in_part
 
 
 def _rate(result: Result, entry: Entry | None) -> str:
@@ -242,11 +265,11 @@ def _rate(result: Result, entry: Entry | None) -> str:
 
 
 def _ratio(ours: Entry, other: Entry | None) -> str:
-    return _told(ratio(ours.by_seed, other.by_seed)) if other else "-"
+    return _ratio_text(ratio(ours.by_seed, other.by_seed)) if other else "-"
 
 
-def _told(over: Ratio | None) -> str:
-    return over.told if over else "theirs is 0"
+def _ratio_text(over: Ratio | None) -> str:
+    return over.text if over else "theirs is 0"
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -258,21 +281,21 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def summary(found: Record) -> str:
-    """A line a workload and aim: whether it holds, with the ratio."""
+    """One line per workload and aim: whether it holds, with the ratio."""
     return "\n".join(aims(found)) or "no workload is recorded"
 
 
 def aims(found: Record) -> Iterator[str]:
     for each in found.results:
-        for told, aim, over in _aimed(each):
+        for baseline, aim, over in _aimed(each):
             verdict = "holds" if over is None or over.mean >= aim else "FALLS SHORT"
-            yield f"{verdict}: {each.scenario}, ours is {_told(over)} of {told}, wanted {aim:g}"
+            yield f"{verdict}: {each.scenario}, Diptych is {_ratio_text(over)} of {baseline}, wanted {aim:g}"
 
 
 def aim_table(found: Record) -> str:
     rows = []
     for each in found.results:
-        cells = {(told, aim): _verdict(aim, over) for told, aim, over in _aimed(each)}
+        cells = {(baseline, aim): _verdict(aim, over) for baseline, aim, over in _aimed(each)}
         if cells:
             rows.append((each.scenario, *(cells.get(aim, "-") for aim in AIMS)))
     headers = (
@@ -290,7 +313,7 @@ def _verdict(aim: float, over: Ratio | None) -> str:
 
 
 def _aimed(result: Result) -> Iterator[tuple[str, float, Ratio | None]]:
-    """Of whom, how much is wanted, and what is there (None: they have nothing)."""
+    """Yields baseline, wanted ratio and actual ratio (None: the baseline has goodput 0)."""
     ours, static = result.of(OURS), result.best_static
     if ours is not None and static is not None:
         over = ratio(ours.by_seed, static.by_seed)

@@ -46,7 +46,7 @@ class PerPhase:
         return max((attainment(run, alone.slo) for run in runs), key=lambda found: found.both)
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         return "; ".join(f"{name}: {' or '.join(one.name for one in ones)}" for name, ones in self.chosen.items())
 
 
@@ -67,4 +67,4 @@ def per_phase(scenario: Scenario, found: Statics, effort: Effort, each: Map, pro
     static split."""
     chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]
     knowing = chosen_for(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, progress)
-    return Job(PER_PHASE, knowing.told, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)
+    return Job(PER_PHASE, knowing.label, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)

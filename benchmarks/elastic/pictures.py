@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.contenders import KEEPING, called
+from benchmarks.elastic.contenders import WITH_ADMISSION, contender_named
 from benchmarks.elastic.record import (
     COLOCATED,
     OURS,
@@ -94,9 +94,9 @@ def _labeled(result: Result, kind: str) -> tuple[str, str, Entry] | None:
 
 def _kind(entry: Entry) -> str:
     """As drawn: Diptych's own router is no other router, and counts only together with its admission."""
-    if entry.kind != ROUTER or not called(entry.name).is_ours_in_part:
+    if entry.kind != ROUTER or not contender_named(entry.name).is_ours_in_part:
         return entry.kind
-    return FIXED_ROLES if called(entry.name).routing == KEEPING else ""
+    return FIXED_ROLES if contender_named(entry.name).routing == WITH_ADMISSION else ""
 
 
 def _bars(panel: Any, labeled: list[tuple[str, str, Entry]], gpus: int) -> None:

@@ -6,7 +6,7 @@ from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 
-from benchmarks.elastic.one import Told
+from benchmarks.elastic.one import PhaseOutcome
 from benchmarks.elastic.timeline import Timeline
 from cluster.offline.scoring.goodput import T95
 from workers.request import SLO
@@ -45,7 +45,7 @@ class Phases:
 
     name: str
     rate: float
-    told: tuple[Told, ...]
+    told: tuple[PhaseOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Ratio:
     by_seed: tuple[float, ...]
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})" if self.high > self.low else f"{self.mean:.2f}"
 
 

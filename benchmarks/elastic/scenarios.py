@@ -232,8 +232,8 @@ def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: 
     parts = [(f"quarter {number}", span / 4.0) for number in (1, 2, 3, 4)]
     title = f"{span:g} s of {what}, made denser"
     factor = full * span / len(trace.arrivals)
-    told = Scenario(trace.name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
-    return replace(told, shifts=False, epochs=_spans([("first half", span / 2.0), ("second half", span / 2.0)]))
+    made = Scenario(trace.name, title, machines, slo, size.workers, full, _spans(parts), trace=trace, per_scale=factor)
+    return replace(made, shifts=False, epochs=_spans([("first half", span / 2.0), ("second half", span / 2.0)]))
 
 
 def _prefixes(size: Size) -> Scenario:

@@ -15,8 +15,8 @@ from benchmarks.elastic.contenders import (
     PROMPT_CHUNKS,
     ROUTERS,
     Contender,
-    called,
     colocated,
+    contender_named,
     named,
     routed,
     splits,
@@ -74,14 +74,14 @@ class Job:
         return cls(kind, one.name, probe, probe.scenario.slo, start, seeds, tolerance, one.prefills)
 
     def held(self, seed: int, start: float, stride: float) -> float:
-        """The greatest rate at which this seed attained the target, 0 when none did."""
+        """The highest rate at which this seed attained the target, or 0."""
         low, high = self.start / REACH, self.start * REACH
         search = Search(min(max(low, start), high), low, high, self.tolerance, stride)
         return goodput(Probes(self.attain), search, self.slo, target=TARGET, seeds=(seed,), gpus=1).rate
 
 
 def _held(job: Job, seed: int, start: float, stride: float) -> float | str:
-    """Or why it could not be found: one contender that breaks does not end a campaign of hours."""
+    """The goodput, or an error message: one failing contender must not end a campaign of hours."""
     try:
         return job.held(seed, start, stride)
     except Exception as error:
@@ -90,7 +90,7 @@ def _held(job: Job, seed: int, start: float, stride: float) -> float | str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`failed`: contenders that broke, each with the reason."""
+    """`failed`: contenders that raised, each with its error."""
 
     entries: tuple[Entry, ...]
     failed: tuple[str, ...]
@@ -106,21 +106,21 @@ def searched(jobs: Sequence[Job], effort: Effort, each: Map, progress: Progress)
             f"{job.kind}, {job.name}: {first if isinstance(first, str) else f'{first:.3g} requests/s'}, first seed"
         )
     later = list(jobs)
-    asked = [(number, seed) for number, job in enumerate(jobs) for seed in job.seeds[1:]]
+    later_runs = [(number, seed) for number, job in enumerate(jobs) for seed in job.seeds[1:]]
     outcomes: list[list[float | str]] = [[first] for first in firsts]
     for number in _finalists(jobs, firsts, effort):
         later[number] = replace(jobs[number], seeds=effort.seeds, tolerance=effort.tolerance)
         outcomes[number] = []
-        asked += [(number, seed) for seed in effort.seeds]
+        later_runs += [(number, seed) for seed in effort.seeds]
     starts = [first if isinstance(first, float) and first > 0.0 else jobs[n].start for n, first in enumerate(firsts)]
     more = each(
         _held,
-        [later[number] for number, _ in asked],
-        [seed for _, seed in asked],
-        [starts[number] for number, _ in asked],
-        [1.0 + later[number].tolerance for number, _ in asked],
+        [later[number] for number, _ in later_runs],
+        [seed for _, seed in later_runs],
+        [starts[number] for number, _ in later_runs],
+        [1.0 + later[number].tolerance for number, _ in later_runs],
     )
-    for (number, _), outcome in zip(asked, more, strict=True):
+    for (number, _), outcome in zip(later_runs, more, strict=True):
         outcomes[number].append(outcome)
     made, failed = [], []
     for job, found in zip(jobs, outcomes, strict=True):
@@ -144,7 +144,7 @@ def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: Effor
         known = [
             (first, number)
             for number, (job, first) in enumerate(zip(jobs, firsts, strict=True))
-            if job.kind == kind and isinstance(first, float) and not called(job.name).is_ours_in_part
+            if job.kind == kind and isinstance(first, float) and not contender_named(job.name).is_ours_in_part
         ]
         if known and (effort.seeds, effort.tolerance) != (effort.few, effort.rough):
             yield max(known)[1]
@@ -174,14 +174,14 @@ def pilot(scenario: Scenario, contender: Contender, start: float, effort: Effort
 def ladder(
     scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, progress: Progress
 ) -> Best:
-    """`others` may take the place of the best so far, who did not hold a rung higher."""
+    """`others` may replace the best so far, which failed at the next rung."""
     alive, leap, rising = [one for one in others if one not in best.contenders], 1.0, True
     while alive:
         count, rate = len(alive), best.rate * leap
-        keeps = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
-        held = [one for one, keep in zip(alive, keeps, strict=True) if keep]
-        told = ", ".join(one.name for one in held[:4]) or "nobody else"
-        progress(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {told}")
+        outcomes = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
+        held = [one for one, holds in zip(alive, outcomes, strict=True) if holds]
+        names = ", ".join(one.name for one in held[:4]) or "no other"
+        progress(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {names}")
         if held:
             alive, best = held, Best(tuple(held[: effort.finalists]), rate)
         rising = rising and bool(held)
@@ -193,7 +193,7 @@ def ladder(
 
 @dataclass(frozen=True, slots=True)
 class Statics:
-    """The static configurations that come into question."""
+    """The best static configurations."""
 
     split: Best
     colocated: Best
@@ -228,7 +228,7 @@ def statics(scenario: Scenario, effort: Effort, each: Map, progress: Progress, s
     return Statics(split, best_colocated(scenario, effort, each, progress, split.rate))
 
 
-# ---- everybody ---------------------------------------------------------------------------------------------------
+# ---- all contenders -----------------------------------------------------------------------------------------------
 
 
 def jobs_of(scenario: Scenario, found: Statics, effort: Effort, kinds: Collection[str] = KINDS) -> list[Job]:

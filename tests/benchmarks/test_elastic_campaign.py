@@ -17,9 +17,9 @@ from benchmarks.elastic.contenders import (
     ROUTERS,
     Contender,
     View,
-    called,
     case_of,
     colocated,
+    contender_named,
     named,
     routed,
     splits,
@@ -99,10 +99,10 @@ def test_static_configurations_are_what_they_are_called() -> None:
 def test_a_name_says_who_it_is() -> None:
     everybody = [OURS, *splits(4), *colocated(), *named(2)]
     for who in [*everybody, *(replace(each, routing=name) for each in everybody for name in ROUTERS)]:
-        assert called(who.name) == who
+        assert contender_named(who.name) == who
     for name in ("", "split 2", "prompts: split 2, chunk 2048", "ours on"):
-        with pytest.raises(SpecError, match="nobody's name"):
-            called(name)
+        with pytest.raises(SpecError, match="no contender"):
+            contender_named(name)
 
 
 def test_routers_get_the_workers_of_the_best_static_choice() -> None:
@@ -254,12 +254,12 @@ def test_the_best_static_per_phase_attains_the_mean_over_phases_of_what_suits_ea
 def test_a_run_is_told_by_phase() -> None:
     load = made("phases-a100")
     ran = Probe(contender("split:1"), load, None).run(0.6, 0)
-    whole, *parts = one.told(ran, load)
+    whole, *parts = one.phase_outcomes(ran, load)
     assert whole.requests == sum(each.requests for each in parts) == len(ran.served)
     for each in (whole, *parts):
         lost = each.late + each.slow + each.late_slow + each.rejected + each.failed + each.cut
         assert each.kept == pytest.approx(1.0 - lost / each.requests)
-    late = one.told(ran, replace(load, slo=replace(load.slo, ttft_s=1e-6)))[0]
+    late = one.phase_outcomes(ran, replace(load, slo=replace(load.slo, ttft_s=1e-6)))[0]
     assert (late.kept, late.late + late.late_slow) == (0.0, late.requests)
 
 

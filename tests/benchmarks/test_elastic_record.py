@@ -30,7 +30,7 @@ def test_ratios_go_seed_by_seed() -> None:
     found = ratio((2.0, 4.0, 6.0), (1.0, 2.0, 3.0))
     assert found is not None and (found.mean, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
     few = ratio((2.0, 4.0, 6.0), (1.0,))
-    assert few is not None and few.told == "2.00"
+    assert few is not None and few.text == "2.00"
     assert ratio((1.0,), (0.0,)) is None
 
 
@@ -47,8 +47,8 @@ def test_who_is_ahead_of_ours_is_named() -> None:
     result = replace(_result(), entries=(*entries, nothing))
     found = Record("", "", "", (result,))
     assert page.losing(found) == [
-        "phases: 0.50 of vllm, one seed",
-        "phases: 0.67 of our router, roles fixed: slo on split 1, chunk 1024, one seed",
+        "phases: 0.50 times vllm, one seed",
+        "phases: 0.67 times Diptych's router, fixed roles: slo on split 1, chunk 1024, one seed",
     ]
     assert [line.partition(":")[0] for line in page.aims(found)] == ["holds", "holds", "FALLS SHORT"]
     row = page.verdicts(found).splitlines()[-1]
@@ -69,8 +69,8 @@ def test_the_best_of_a_kind_is_one_that_was_searched_with_all_seeds() -> None:
 
 
 def test_phases_in_which_ours_keeps_less_are_named() -> None:
-    def phase(name: str, requests: int, kept: float) -> one.Told:
-        return one.Told(name, requests, kept, kept, 1.0, (), (), 0, 0, 0, 0, 0, 0)
+    def phase(name: str, requests: int, kept: float) -> one.PhaseOutcome:
+        return one.PhaseOutcome(name, requests, kept, kept, 1.0, (), (), 0, 0, 0, 0, 0, 0)
 
     entries = (
         Entry("ours", "ours", (2.0,), 2.0, 2.0, 2.0),
@@ -80,7 +80,7 @@ def test_phases_in_which_ours_keeps_less_are_named() -> None:
     theirs = Phases("split 1, chunk 1024", 2.0, (phase("all", 30, 0.6), phase("a", 20, 0.5), phase("b", 10, 0.4)))
     found = Record("", "", "", (replace(_result(), entries=entries, phases=(mine, theirs)),))
     assert page.lost_phases(found) == [
-        "phases, a: 25.0% of 20 requests kept, 50.0% by split 1, chunk 1024, at 2.00 requests/s"
+        "phases, a: 25.0% of 20 requests met both SLOs, 50.0% with split 1, chunk 1024, at 2.00 requests/s"
     ]
 
 
@@ -203,6 +203,6 @@ def test_the_page_is_what_the_committed_record_gives() -> None:
 def test_the_comparison_has_no_figures_of_its_own() -> None:
     """What it says of the campaign's goodputs is what the campaign's page says."""
     goodput = re.compile(r"\b0\.\d{3}\s+\(0\.\d{3}\s+to\s+0\.\d{3}\)")
-    told = {" ".join(found.split()) for found in goodput.findall((ROOT / "docs" / "comparison.md").read_text())}
-    assert len(told) >= 5
-    assert told <= set(goodput.findall((RESULTS / page.PAGE).read_text()))
+    found = {" ".join(found.split()) for found in goodput.findall((ROOT / "docs" / "comparison.md").read_text())}
+    assert len(found) >= 5
+    assert found <= set(goodput.findall((RESULTS / page.PAGE).read_text()))

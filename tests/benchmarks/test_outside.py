@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from benchmarks.outside import Counts, Found, aiperf_read, counts_of, guidellm_read, table, vllm_read
+from benchmarks.outside import Counts, ToolResult, aiperf_read, counts_of, guidellm_read, table, vllm_read
 
 SERVER = Counts(6, 300, 96)
-FOUND = Found("aiperf", SERVER, 6, 300, 96, 31.4, 26.5, 5.64, 4.43, 34.0, retokenised=95)
+FOUND = ToolResult("aiperf", SERVER, 6, 300, 96, 31.4, 26.5, 5.64, 4.43, 34.0, retokenised=95)
 
 
 def spread(mean: float, median: float, count: int) -> dict[str, dict[str, float]]:
@@ -48,14 +48,14 @@ def test_aiperf_is_read_by_usage_and_by_its_own_count() -> None:
             "inter_token_latency": {"avg": 5.64, "p50": 4.43},
         }
     )
-    assert Found("aiperf", SERVER, seconds=34.0, **read) == FOUND
+    assert ToolResult("aiperf", SERVER, seconds=34.0, **read) == FOUND
 
 
 def test_vllm_is_read_as_it_saves_its_result() -> None:
     counts = {"completed": 6, "total_input_tokens": 300, "total_output_tokens": 96}
     times = {"mean_ttft_ms": 31.4, "median_ttft_ms": 26.5, "mean_itl_ms": 5.64, "median_itl_ms": 4.43}
     read = vllm_read(counts | times)
-    assert Found("vllm bench serve", SERVER, seconds=34.0, **read) == replace(
+    assert ToolResult("vllm bench serve", SERVER, seconds=34.0, **read) == replace(
         FOUND, tool="vllm bench serve", retokenised=None
     )
 

@@ -1,4 +1,4 @@
-"""Clusters of H100 and A100 workers in virtual time. An H100 prefills 2 times as fast as an A100 and decodes 1.4 times."""
+"""Clusters of H100 and A100 workers in virtual time. H100s prefill 2 times and decode 1.4 times as fast as A100s."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
