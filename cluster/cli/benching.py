@@ -130,7 +130,7 @@ def measure(options: BenchOptions) -> None:
     _finish(options, here, compared, {}, more)
 
 
-Drive = Callable[..., Run]  # (workload, seed, what the progress bar says)
+Drive = Callable[..., Run]  # (workload, seed, label of the progress bar)
 
 
 @contextmanager
@@ -245,7 +245,7 @@ def _finish(
     more: More,
     note: str = "",
 ) -> None:
-    """Print the JSON and write the folder, where they were asked for. `note` goes into the page."""
+    """Print the JSON and write the folder, if requested. `note` goes into the page."""
     document = {"about": about.as_json(), "systems": [each.as_json() for each in compared], **results}
     if options.as_json:
         print_json(document)

@@ -47,9 +47,9 @@ def _header(status: ClusterStatus, rates: Rates, width: int, trouble: str) -> It
     load = f"{status.active_requests} of {status.max_requests} in flight, {status.standing.queued} queued"
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
     when = "since the gateway started" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
-    kept = [f"{score.name}{TIED}{text}" for score in rates.kept if (text := _attainment_text(score.ttft, score.tpot))]
-    attained = f"SLO attainment, {when}: {'; '.join(kept) or 'no request yet'}"
-    for line in wrap(attained, width, subsequent_indent="  ")[:MAX_SLO_LINES]:
+    classes = ((score.name, _attainment_text(score.ttft, score.tpot)) for score in rates.kept)
+    attained = "; ".join(f"{name}{TIED}{text}" for name, text in classes if text) or "no request yet"
+    for line in wrap(f"SLO attainment, {when}: {attained}", width, subsequent_indent="  ")[:MAX_SLO_LINES]:
         yield _line(line.replace(TIED, " "))
     if trouble:
         yield Text(trouble, style="bold red", no_wrap=True, overflow="ellipsis")
@@ -97,7 +97,7 @@ def _rows(view: ClusterView) -> Iterator[tuple[str, WorkerView | None]]:
 def _fitting(
     rows: list[tuple[str, WorkerView | None]], room: int | None
 ) -> tuple[list[tuple[str, WorkerView | None]], int]:
-    """All pools, as many workers as fit, and how many do not."""
+    """All pools, the workers that fit, and the number that do not."""
     if room is None or len(rows) <= room:
         return rows, 0
     workers = room - 1 - sum(worker is None for _, worker in rows)

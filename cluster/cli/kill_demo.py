@@ -1,4 +1,7 @@
-"""`diptych demo --kill`: kill -9 a worker under running streams, and compare every token with an undisturbed run."""
+"""`diptych demo --kill`: kill -9 a worker while it streams, and compare every token with an undisturbed run.
+
+Imported when the command runs, so heavy imports are at the top.
+"""
 
 import asyncio
 import io
@@ -9,19 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import click
+import psutil
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
 
 from cluster.cli.lifetime import running_cluster
 from cluster.cli.screen import console, plain_table, print_json, say
+from cluster.spec import ClusterSpec
+from diptych.client import Accepted, AsyncClient, Completed, TextDelta
 from diptych.view import Role, WorkerState, WorkerView
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from cluster.spec import ClusterSpec
-    from diptych.client import AsyncClient
 
 PROMPTS = (
     "Explain in two sentences why the sea is salty.",
@@ -31,15 +33,15 @@ PROMPTS = (
 )
 KILL_AFTER_TOKENS = 8  # of every stream
 READY_S, STREAM_S, BACK_S = 30.0, 300.0, 120.0
-LOOK_S, LINE_S = 0.1, 2.0
+POLL_S, LINE_S = 0.1, 2.0
 SHOWN_EVENTS, SHOWN_TEXT = 8, 48
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the kill did to the streams. Tokens are compared with those of the undisturbed run, position by position.
+    """The effect of the kill. Tokens are compared with the undisturbed run, position by position.
 
-    `recovered_streams`: those that were computed again elsewhere. `longest_pause_s`: between two tokens of a stream.
+    `recovered_streams`: those that continued on another worker. `longest_pause_s`: between two tokens of a stream.
     """
 
     worker: str
@@ -74,7 +76,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as it comes. `repeated`: tokens at positions that were there already."""
+    """One streamed answer. `repeated`: tokens at positions that were already received."""
 
     prompt: str
     tokens: list[int] = field(default_factory=list)
@@ -96,7 +98,7 @@ class Stream:
 
 
 class Journal:
-    """What happened, and when, since the streams began."""
+    """Events and their times since the streams began."""
 
     def __init__(self, title: str, streams: list[Stream], most_tokens: int) -> None:
         self.title = title
@@ -107,8 +109,8 @@ class Journal:
         self._begun_s = time.monotonic()
         self.on_event: Callable[[str], None] = lambda line: None
 
-    def add(self, words: str) -> None:
-        line = f"{time.monotonic() - self._begun_s:6.1f} s  {words}"
+    def add(self, text: str) -> None:
+        line = f"{time.monotonic() - self._begun_s:6.1f} s  {text}"
         self.events.append(line)
         self.on_event(line)
 
@@ -127,10 +129,8 @@ def check_can_kill(runtime: str) -> None:
         raise click.UsageError("--kill starts a Ray of its own on this machine; unset RAY_ADDRESS")
 
 
-async def kill_demo(spec: "ClusterSpec", max_tokens: int, as_json: bool) -> None:
-    """Exits with an error when a token was lost, repeated or changed, or the worker is not back in time."""
-    from diptych.client import AsyncClient
-
+async def kill_demo(spec: ClusterSpec, max_tokens: int, as_json: bool) -> None:
+    """Fails if a token was lost, repeated or changed, or the worker is not ready again in time."""
     async with running_cluster(spec, "ray", say) as serving, AsyncClient(serving.endpoint) as client:
         await client.wait_ready(READY_S)
         outcome = await _outcome(client, max_tokens)
@@ -142,14 +142,14 @@ async def kill_demo(spec: "ClusterSpec", max_tokens: int, as_json: bool) -> None
         raise click.ClickException("the streams differ from the undisturbed run")
 
 
-async def _outcome(client: "AsyncClient", max_tokens: int) -> Outcome:
-    calm = [Stream(prompt) for prompt in PROMPTS]
-    with _shown(Journal("Run 1 of 2: undisturbed", calm, max_tokens)) as journal:
+async def _outcome(client: AsyncClient, max_tokens: int) -> Outcome:
+    undisturbed = [Stream(prompt) for prompt in PROMPTS]
+    with _shown(Journal("Run 1 of 2: undisturbed", undisturbed, max_tokens)) as journal:
         await _run(client, journal)
     victim = next(each for each in (await client.status()).view.workers if each.role is Role.DECODE)
-    hit = [Stream(prompt) for prompt in PROMPTS]
+    disturbed = [Stream(prompt) for prompt in PROMPTS]
     title = f"Run 2 of 2: the same prompts, and kill -9 for {victim.name} in the middle"
-    with _shown(Journal(title, hit, max_tokens)) as journal:
+    with _shown(Journal(title, disturbed, max_tokens)) as journal:
         killed: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         back = asyncio.ensure_future(_back(client, journal, victim, killed))
         try:
@@ -159,33 +159,31 @@ async def _outcome(client: "AsyncClient", max_tokens: int) -> Outcome:
             back_s, new_pid = await back
         finally:
             back.cancel()
-    pairs = list(zip(calm, hit, strict=True))
+    pairs = list(zip(undisturbed, disturbed, strict=True))
     return Outcome(
         worker=victim.name,
         killed_pid=victim.pid,
         new_pid=new_pid,
-        streams=len(hit),
-        recovered_streams=sum(each.attempts > 1 for each in hit),
-        tokens=sum(len(each.tokens) for each in hit),
+        streams=len(disturbed),
+        recovered_streams=sum(each.attempts > 1 for each in disturbed),
+        tokens=sum(len(each.tokens) for each in disturbed),
         lost_tokens=sum(max(0, len(one.tokens) - len(other.tokens)) for one, other in pairs),
-        repeated_tokens=sum(each.repeated for each in hit),
+        repeated_tokens=sum(each.repeated for each in disturbed),
         changed_tokens=sum(a != b for one, other in pairs for a, b in zip(one.tokens, other.tokens, strict=False)),
-        longest_pause_s=max(each.longest_pause_s for each in hit),
+        longest_pause_s=max(each.longest_pause_s for each in disturbed),
         back_s=back_s,
     )
 
 
-async def _run(client: "AsyncClient", journal: Journal, on_token: Callable[[], None] = lambda: None) -> None:
+async def _run(client: AsyncClient, journal: Journal, on_token: Callable[[], None] = lambda: None) -> None:
     async with asyncio.timeout(STREAM_S), asyncio.TaskGroup() as group:
         for number, each in enumerate(journal.streams, 1):
             group.create_task(_stream(client, journal, number, each, on_token))
 
 
 async def _stream(
-    client: "AsyncClient", journal: Journal, number: int, stream: Stream, on_token: Callable[[], None]
+    client: AsyncClient, journal: Journal, number: int, stream: Stream, on_token: Callable[[], None]
 ) -> None:
-    from diptych.client import Accepted, Completed, TextDelta
-
     events = client.generate(
         stream.prompt,
         apply_chat_template=True,
@@ -206,8 +204,8 @@ async def _stream(
                 journal.add("all streams have finished")
 
 
-def _kill_when_all_stream(journal: Journal, victim: WorkerView, killed: "asyncio.Future[float]") -> None:
-    """Kill at the token after which every stream has enough, so that all of them are in the middle."""
+def _kill_when_all_stream(journal: Journal, victim: WorkerView, killed: asyncio.Future[float]) -> None:
+    """Kill once every stream has `KILL_AFTER_TOKENS`, so that all of them are interrupted."""
     if killed.done() or any(len(each.tokens) < KILL_AFTER_TOKENS or each.ended for each in journal.streams):
         return
     _kill(victim.pid)
@@ -217,15 +215,13 @@ def _kill_when_all_stream(journal: Journal, victim: WorkerView, killed: "asyncio
 
 def _kill(pid: int) -> None:
     """Raises `click.ClickException` for a process that this one did not start."""
-    import psutil
-
     if pid not in {child.pid for child in psutil.Process().children(recursive=True)}:
         raise click.ClickException(f"process {pid} was not started by this demo; it is not killed")
     os.kill(pid, signal.SIGKILL)
 
 
 async def _back(
-    client: "AsyncClient", journal: Journal, victim: WorkerView, killed: "asyncio.Future[float]"
+    client: AsyncClient, journal: Journal, victim: WorkerView, killed: asyncio.Future[float]
 ) -> tuple[float, int]:
     """Seconds from the kill until the worker is ready again, and its new process. Raises TimeoutError."""
     killed_s = await killed
@@ -240,21 +236,21 @@ async def _back(
             if now.state is not state:
                 state = now.state
                 journal.add(f"{victim.name} is {state.value}")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 @contextmanager
 def _shown(journal: Journal) -> Iterator[Journal]:
-    """On a terminal a live table, elsewhere a line for each event and every few seconds; both on standard error.
+    """On a terminal a live table, elsewhere a line for each event and every few seconds; both on stderr.
 
-    Ray prints a page about the death of an actor on standard output; what is meant to happen needs none.
+    Discards stdout, where Ray would report the death of the actor at length.
     """
-    with redirect_stdout(io.StringIO()), _drawn(journal):
+    with redirect_stdout(io.StringIO()), _display(journal):
         yield journal
 
 
 @contextmanager
-def _drawn(journal: Journal) -> Iterator[None]:
+def _display(journal: Journal) -> Iterator[None]:
     if not sys.stderr.isatty():
         say(journal.title)
         journal.on_event = say
@@ -264,8 +260,6 @@ def _drawn(journal: Journal) -> Iterator[None]:
         finally:
             task.cancel()
         return
-    from rich.live import Live
-
     shown = console(stderr=True)
     with Live(console=shown, get_renderable=lambda: _table(journal), refresh_per_second=8, redirect_stdout=False):
         yield
@@ -279,10 +273,7 @@ async def _lines(journal: Journal) -> None:
         say(journal.progress)
 
 
-def _table(journal: Journal) -> "RenderableType":
-    from rich.console import Group
-    from rich.text import Text
-
+def _table(journal: Journal) -> Group:
     table = plain_table("stream", ">tokens", "text")
     for number, each in enumerate(journal.streams, 1):
         tail = " ".join(each.text.split())[-SHOWN_TEXT:]

@@ -71,8 +71,8 @@ def search(limit_s: float, processes: int | None, work: "Callable[[Budget, Searc
     from cluster.offline.plan.budget import Budget
 
     out = console(stderr=True)
-    drawn = Live(console=out, transient=True, auto_refresh=False) if out.is_terminal else nullcontext()
-    with drawn as live, Budget(limit_s, processes or cores()) as budget:
+    display = Live(console=out, transient=True, auto_refresh=False) if out.is_terminal else nullcontext()
+    with display as live, Budget(limit_s, processes or cores()) as budget:
         progress = SearchProgress(limit_s, live)
         found = budget.run(lambda: work(budget, progress), progress.tick)
         return found, budget.ended_by

@@ -1,4 +1,4 @@
-"""The gRPC server in another thread, shared with the tests of the frontend; nothing of this user's own servers."""
+"""The gRPC server in another thread, shared with the frontend's tests; hides the servers that this user runs."""
 
 from collections.abc import Iterator
 from pathlib import Path

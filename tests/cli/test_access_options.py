@@ -1,4 +1,4 @@
-"""Commands reach guarded gateways by their options or the environment, and say in one line what is wrong."""
+"""Commands connect to gateways with TLS and keys by options or the environment; errors are one line."""
 
 import asyncio
 import json
@@ -90,8 +90,8 @@ def test_every_command_that_asks_a_gateway_gets_in(served: Served, tmp_path: Pat
     assert run("trace", *at, "-o", str(tmp_path / "trace.json")).exit_code == 0
     for change in (("flip", "decode-0", "prefill"), ("drain", "decode-0"), ("scale", "decode", "2")):
         assert "this gateway has no controller" in refused(run(*change, *at))
-    told = refused(run("profile", *at, "-o", str(tmp_path / "profile.json")))
-    assert "(INTERNAL)" in told, "the fake cannot be measured, and was asked"
+    error = refused(run("profile", *at, "-o", str(tmp_path / "profile.json")))
+    assert "(INTERNAL)" in error, "the fake cannot be measured, and was asked"
 
 
 @pytest.mark.parametrize("server", ["grpc", "http"])
@@ -108,9 +108,9 @@ def test_a_benchmark_gets_in_at_both_servers(served: Served, server: str) -> Non
 
 def test_all_may_stand_in_the_environment(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = served.files.folder
-    told = served.grpc, str(served.files.servers.ca), f"{folder}/client.pem", f"{folder}/client-key.pem", KEY
+    values = served.grpc, str(served.files.servers.ca), f"{folder}/client.pem", f"{folder}/client-key.pem", KEY
     names = "ENDPOINT", "CA", "CERT", "CERT_KEY", "API_KEY"
-    for name, value in zip(names, told, strict=True):
+    for name, value in zip(names, values, strict=True):
         monkeypatch.setenv(f"DIPTYCH_{name}", value)
     assert run("generate", "--raw", "abc", "--max-tokens", "3").stdout == "abc\n"
     load = "--concurrency", "1", "--count", "1", "--lengths", "8/4"
@@ -137,8 +137,8 @@ def test_what_is_wrong_is_one_line(served: Served, tmp_path: Path) -> None:
 
 def test_a_benchmark_says_how_to_give_a_key(served: Served) -> None:
     load = "--concurrency", "1", "--count", "1"
-    told = refused(run("bench", "--endpoint", served.http, *served.options[:6], *load))
-    assert "give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY" in told
+    error = refused(run("bench", "--endpoint", served.http, *served.options[:6], *load))
+    assert "give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY" in error
     plain = served.http.replace("https", "http")
     assert "is without TLS" in refused(run("bench", "--endpoint", plain, *served.options, *load))
 
@@ -182,8 +182,8 @@ def test_serve_gives_gateways_whole_paths_and_follows_no_link(served: Served, mo
     result = run("serve", "--port", "0", *files)
     assert result.exit_code == 0, result.output
     folder, gateway = served.files.folder, seen[0].gateway
-    told = gateway.tls_cert_file, gateway.tls_key_file, gateway.api_keys_file
-    assert told == (f"{folder}/server.pem", f"{folder}/server-key.pem", f"{folder}/now")
+    paths = gateway.tls_cert_file, gateway.tls_key_file, gateway.api_keys_file
+    assert paths == (f"{folder}/server.pem", f"{folder}/server-key.pem", f"{folder}/now")
 
 
 def test_no_key_is_an_argument() -> None:

@@ -81,10 +81,10 @@ def test_generate_report_shows_the_way_and_the_ledger(endpoint: str) -> None:
 
 def test_generate_json_is_one_object_whose_ledger_adds_up(endpoint: str) -> None:
     result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint, "--json", "--max-tokens", "5")
-    told = json.loads(result.stdout)
-    assert (told["text"], told["finish"], told["completion_tokens"]) == ("SEA I", "length", 5)
-    assert sum(told["ledger_s"]["first"].values()) == pytest.approx(told["ttft_s"], abs=1e-12)
-    assert told["transfers"][0]["digests_verified"] == 3
+    document = json.loads(result.stdout)
+    assert (document["text"], document["finish"], document["completion_tokens"]) == ("SEA I", "length", 5)
+    assert sum(document["ledger_s"]["first"].values()) == pytest.approx(document["ttft_s"], abs=1e-12)
+    assert document["transfers"][0]["digests_verified"] == 3
 
 
 def test_several_answers_stand_apart_and_numbered(endpoint: str) -> None:
@@ -115,10 +115,10 @@ def test_several_answers_as_json(endpoint: str) -> None:
         "--logprobs",
         "1",
     )
-    told = json.loads(result.stdout)
-    assert [each["text"] for each in told["answers"]] == ["THE SEA", "THE SEA"]
-    assert all(each["mean_logprob"] < 0 and len(each["logprobs"]) == 7 for each in told["answers"])
-    assert (told["completion_tokens"], told["prompt_tokens"]) == (21, 7)
+    document = json.loads(result.stdout)
+    assert [each["text"] for each in document["answers"]] == ["THE SEA", "THE SEA"]
+    assert all(each["mean_logprob"] < 0 and len(each["logprobs"]) == 7 for each in document["answers"])
+    assert (document["completion_tokens"], document["prompt_tokens"]) == (21, 7)
 
 
 def test_log_probabilities_are_shown_token_by_token(endpoint: str) -> None:
@@ -153,12 +153,12 @@ def test_status_shows_workers(endpoint: str) -> None:
 
 
 def test_status_json(endpoint: str) -> None:
-    told = json.loads(run("status", "--endpoint", endpoint, "--json").stdout)
-    assert [worker["role"] for worker in told["workers"]] == ["prefill", "decode"]
-    assert told["workers"][1]["parallel"] == {"tensor": 2, "pipeline": 2, "placement": "pack"}
-    assert told["workers"][1]["stats"]["bubble_share"] == 0.25
-    assert told["links"][0]["transport"] == "memory"
-    assert told["gateway"]["max_requests"] == 256
+    document = json.loads(run("status", "--endpoint", endpoint, "--json").stdout)
+    assert [worker["role"] for worker in document["workers"]] == ["prefill", "decode"]
+    assert document["workers"][1]["parallel"] == {"tensor": 2, "pipeline": 2, "placement": "pack"}
+    assert document["workers"][1]["stats"]["bubble_share"] == 0.25
+    assert document["links"][0]["transport"] == "memory"
+    assert document["gateway"]["max_requests"] == 256
 
 
 def test_bad_sampling_is_one_line(endpoint: str) -> None:
@@ -175,7 +175,7 @@ def test_chat_from_a_pipe_fails_with_one_line() -> None:
     assert "nothing answers at" in refused(run("chat", "--endpoint", "127.0.0.1:1", stdin="hi\n"))
 
 
-def test_chat_tells_of_a_dead_server_before_the_first_message() -> None:
+def test_chat_reports_a_dead_server_before_the_first_message() -> None:
     assert "nothing answers at" in refused(run("chat", "--endpoint", "127.0.0.1:1", stdin=""))
 
 
@@ -190,7 +190,7 @@ def test_a_missing_file_is_one_line() -> None:
     assert "no-such.yaml: cannot be read" in refused(run("serve", "-f", "no-such.yaml"))
 
 
-def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -222,8 +222,8 @@ def test_a_pool_of_a_fixed_size_has_no_bounds_to_contradict_it() -> None:
 
 
 def test_models_list_json() -> None:
-    told = json.loads(run("models", "list", "--json").stdout)
-    assert any(each["name"] == "smollm2-135m" for each in told)
+    document = json.loads(run("models", "list", "--json").stdout)
+    assert any(each["name"] == "smollm2-135m" for each in document)
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -1,4 +1,4 @@
-"""`diptych serve` as a process that is told to end: once, twice, and before it serves."""
+"""`diptych serve` as a process that gets signals: once, twice, and before it serves."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ class Server:
                 await asyncio.sleep(0.05)
 
     async def end(self) -> None:
-        """It ended by itself, orderly, and "closed" is the last that it said."""
+        """It ended by itself, orderly, and "closed" is its last output."""
         assert await asyncio.wait_for(self.process.wait(), STOP_S) == 0, self.lines
         assert self.lines[-1] == "closed" and not any("Traceback" in line for line in self.lines), self.lines
 
@@ -67,12 +67,12 @@ async def server(folder: Path, *options: str) -> AsyncIterator[Server]:
     document = {"name": "ending", "model": str(write_tiny_llama(folder / "tiny")), "executor": "modelled"}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(document | {"pools": [pool]}))
     command = [sys.executable, "-u", "-m", "cluster.cli", "serve", "-f", str(folder / "cluster.yaml"), "--port", "0"]
-    with (folder / "said").open("w") as said:
+    with (folder / "output").open("w") as output:
         process = await asyncio.create_subprocess_exec(
-            *command, "--runtime", "local", *options, stdout=said, stderr=said, start_new_session=True
+            *command, "--runtime", "local", *options, stdout=output, stderr=output, start_new_session=True
         )
     try:
-        yield Server(process, folder / "said")
+        yield Server(process, folder / "output")
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -120,29 +120,29 @@ async def test_at_the_end_of_the_grace_a_stream_hears_why_it_is_cut(tmp_path: Pa
         await subject.end()
 
 
-async def test_who_is_cancelled_while_ray_starts_ends_that_ray_before_anything_is_closed(
+async def test_cancelling_while_ray_starts_shuts_ray_down_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
+    events: list[str] = []
     begun, cancelled = threading.Event(), threading.Event()
 
     def init(**options: object) -> None:
         begun.set()
         cancelled.wait(STOP_S)
-        told.append("started")
+        events.append("started")
 
     def progress(line: str) -> None:
-        told.append(line)
+        events.append(line)
         cancelled.set()
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray, "shutdown", lambda: told.append("ended"))
+    monkeypatch.setattr(ray, "shutdown", lambda: events.append("ended"))
     starting = asyncio.ensure_future(_started({}, progress))
     await asyncio.to_thread(begun.wait)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert told == ["closing: Ray is still starting and ends after that", "started", "ended"]
+    assert events == ["closing: Ray is still starting and ends after that", "started", "ended"]
 
 
 STUCK = """

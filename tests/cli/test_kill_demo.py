@@ -53,7 +53,7 @@ def test_only_processes_of_the_demo_are_killed() -> None:
         _kill(os.getppid())
 
 
-def test_lost_repeated_and_changed_tokens_are_told_apart() -> None:
+def test_lost_repeated_and_changed_tokens_are_counted_separately() -> None:
     stream = Stream("hello")
     stream.add(0, (5, 6, 7), "abc")
     stream.add(2, (7, 8), "cd")
@@ -70,7 +70,7 @@ def test_lost_repeated_and_changed_tokens_are_told_apart() -> None:
         ((), "10.0.0.1:6379", "unset RAY_ADDRESS"),
     ],
 )
-def test_what_cannot_be_killed_is_one_line(
+def test_a_worker_that_cannot_be_killed_is_one_line(
     arguments: tuple[str, ...], address: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -80,8 +80,8 @@ def test_gpus_are_counted_by_their_device_files(tmp_path: Path) -> None:
 
 
 def http(spec: ClusterSpec) -> tuple[int | None, list[str]]:
-    said: list[str] = []
-    return with_default_http(spec, said.append).gateway.http_port, said
+    messages: list[str] = []
+    return with_default_http(spec, messages.append).gateway.http_port, messages
 
 
 def test_http_is_on_a_port_of_its_own_unless_grpc_takes_any(

@@ -1,4 +1,4 @@
-"""A served cluster as a person observes it: `top`, `trace`, and one request's way through the logs by grep."""
+"""`top` and `trace` of a running cluster, and following one request through its logs with grep."""
 
 import asyncio
 import json
@@ -96,12 +96,12 @@ def test_one_request_is_followed_by_grep_through_gateway_and_both_workers(served
     grep = subprocess.run(
         ["grep", '"request_id": "first-1"', str(served.log)], capture_output=True, text=True, check=True
     )
-    told = [json.loads(line) for line in grep.stdout.splitlines()]
-    assert [each["time"] for each in told] == sorted(each["time"] for each in told)
-    way = list(dict.fromkeys(each["component"] for each in told))
-    decode = next(each["decode_worker"] for each in told if "decode_worker" in each)
+    records = [json.loads(line) for line in grep.stdout.splitlines()]
+    assert [each["time"] for each in records] == sorted(each["time"] for each in records)
+    way = list(dict.fromkeys(each["component"] for each in records))
+    decode = next(each["decode_worker"] for each in records if "decode_worker" in each)
     assert set(way) == {"gateway-0", "prefill-0", decode} and decode.startswith("decode-")
-    events = [(each["component"], each["event"]) for each in told]
+    events = [(each["component"], each["event"]) for each in records]
     order = [
         (decode, "is reserved"),
         ("gateway-0", f"request first-1 goes to prefill-0 and {decode}"),
@@ -114,13 +114,13 @@ def test_one_request_is_followed_by_grep_through_gateway_and_both_workers(served
     ]
     assert places == sorted(places), events
     assert any("bytes of KV arrived from prefill-0" in event for _, event in events)
-    assert told[places[-1]]["output_tokens"] == 8 and told[places[-1]]["outcome"] == "completed"
+    assert records[places[-1]]["output_tokens"] == 8 and records[places[-1]]["outcome"] == "completed"
 
 
 def test_every_line_has_time_level_component_and_event_and_none_a_prompt(served: Served) -> None:
-    told = lines(served.log)
-    assert told
-    for each in told:
+    records = lines(served.log)
+    assert records
+    for each in records:
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", each["time"]) and each["event"]
         assert each["level"] in ("debug", "info", "warning", "error") and each["component"]
     assert MARK not in served.log.read_text()
@@ -129,7 +129,7 @@ def test_every_line_has_time_level_component_and_event_and_none_a_prompt(served:
 # ---- top ---------------------------------------------------------------------------------------------------------
 
 
-def test_top_shows_pools_workers_and_promises(served: Served) -> None:
+def test_top_shows_pools_workers_and_slo_attainment(served: Served) -> None:
     shown = served.run("top", "--interval", "0.2")
     assert shown.exit_code == 0, shown.output
     rows = {line.split()[0]: line.split() for line in shown.stdout.splitlines() if line}
@@ -139,12 +139,17 @@ def test_top_shows_pools_workers_and_promises(served: Served) -> None:
 
 
 def test_top_as_json_counts_what_went_through_each_worker(served: Served) -> None:
-    told = json.loads(served.run("top", "--json", "--interval", "0.2").stdout)
-    assert told["traffic"]["prefill-0"]["prompts"] >= 3
-    decoded = [told["traffic"][name] for name in ("decode-0", "decode-1") if name in told["traffic"]]
+    document = json.loads(served.run("top", "--json", "--interval", "0.2").stdout)
+    assert document["traffic"]["prefill-0"]["prompts"] >= 3
+    decoded = [document["traffic"][name] for name in ("decode-0", "decode-1") if name in document["traffic"]]
     assert sum(each["transfers"] for each in decoded) >= 3 and sum(each["output_tokens"] for each in decoded) >= 21
     assert sum(each["transfer_bytes"] for each in decoded) > 0
-    assert told["rates"]["requests_s"] == 0.0 and set(told["rates"]["workers"]) == {"prefill-0", "decode-0", "decode-1"}
+    rates = document["rates"]
+    assert rates["requests_s"] == 0.0 and set(rates["workers"]) == {
+        "prefill-0",
+        "decode-0",
+        "decode-1",
+    }
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(served: Served) -> None:
@@ -172,25 +177,27 @@ def test_a_gateway_that_goes_away_is_one_line_until_it_is_back_or_the_deadline()
 
     def away_and_back(shown: str) -> str:
         nonlocal server
-        if not told and "test  model bytes" in shown:
-            told.append(len(shown))
+        if not seen_at and "test  model bytes" in shown:
+            seen_at.append(len(shown))
             wait(server.close(0))
-        elif len(told) == 1 and "trying again: nothing answers at" in shown:
-            told.append(len(shown))
+        elif len(seen_at) == 1 and "trying again: nothing answers at" in shown:
+            seen_at.append(len(shown))
             server, _ = wait(open_server(int(address.rpartition(":")[2])))
         elif (
-            len(told) == 2 and "trying again" not in shown[shown.rindex("test  model bytes") :] and len(shown) > told[1]
+            len(seen_at) == 2
+            and "trying again" not in shown[shown.rindex("test  model bytes") :]
+            and len(shown) > seen_at[1]
         ):
-            told.append(len(shown))
+            seen_at.append(len(shown))
             wait(server.close(0))
         return ""
 
-    told: list[int] = []
+    seen_at: list[int] = []
     code, shown = in_terminal("--endpoint", address, "--interval", "0.1", "--deadline", "2", heed=away_and_back)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-    assert len(told) == 3 and code == 1
+    assert len(seen_at) == 3 and code == 1
     behind = shown[shown.rindex("\x1b[?1049l") :]
     assert behind.count("Error: nothing answers at") == 1 and len(behind.strip().splitlines()) == 1
 
@@ -245,9 +252,9 @@ def test_a_trace_of_the_last_minute_has_requests_flips_and_loads(served: Served,
     served.run("flip", "decode-1", "prefill")
     served.run("flip", "decode-1", "decode")
     out = tmp_path / "deep" / "trace.json"
-    told = served.run("trace", "--last", "10m", "-o", str(out))
-    assert told.exit_code == 0 and "open it in ui.perfetto.dev" in told.stderr
-    assert "gateway-0: complete only from " in told.stderr, "ten minutes ago it was not there"
+    result = served.run("trace", "--last", "10m", "-o", str(out))
+    assert result.exit_code == 0 and "open it in ui.perfetto.dev" in result.stderr
+    assert "gateway-0: complete only from " in result.stderr, "ten minutes ago it was not there"
     events = json.loads(out.read_text())["traceEvents"]
     check(events)
     places = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}

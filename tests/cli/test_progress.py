@@ -22,8 +22,8 @@ def seen(terminal: int) -> str:
 
 
 def test_a_bar_advances_on_a_terminal_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, told in (("TERM", "xterm"), ("COLUMNS", "80")):
-        monkeypatch.setenv(name, told)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
     terminal, there = pty.openpty()
     reading = ThreadPoolExecutor(1).submit(seen, terminal)
     with open(there, "w") as stream:

@@ -1,4 +1,4 @@
-"""`diptych top` computes rates from two answers: never negative, unknown where counters began anew; any width holds."""
+"""`diptych top` computes rates from two snapshots: never negative, None after a restart; the screen fits any width."""
 
 from dataclasses import replace
 from io import StringIO
@@ -89,7 +89,7 @@ def test_no_rate_is_negative(one: int, other: int, bytes_one: int, bytes_other: 
     assert all(value is None or value >= 0 for value in values)
 
 
-def test_promises_are_those_of_the_last_minute() -> None:
+def test_slo_attainment_covers_the_last_minute() -> None:
     snapshots = Snapshots()
     for second in range(100):
         snapshots.add(Snapshot(float(second), status(uptime_s=float(second), kept=(second, second // 2))))

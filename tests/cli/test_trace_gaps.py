@@ -16,9 +16,9 @@ FORGOTTEN_NS = FORGOTTEN_S * 10**9 + 703_589_123
 def test_a_window_that_is_not_whole_says_from_when_on_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "trace.json"
     _write({"gateway-0": Window(whole_ns=FORGOTTEN_NS), "gateway-1": Window()}, out)
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     clock = datetime.fromtimestamp(FORGOTTEN_S + 1).strftime("%H:%M:%S")
-    assert f"gateway-0: complete only from {clock} on" in told and "gateway-1: complete" not in told
+    assert f"gateway-0: complete only from {clock} on" in output and "gateway-1: complete" not in output
     about = json.loads(out.read_text())["otherData"]
     assert {name: datetime.fromisoformat(when).timestamp() for name, when in about["complete_from"].items()} == {
         "gateway-0": FORGOTTEN_S + 1

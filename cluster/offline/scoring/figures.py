@@ -242,7 +242,7 @@ def _over(part: float, whole: float) -> float | None:
 
 
 def _offered_rate(served: Sequence[Served]) -> float:
-    """Mean requests/s between the first and the last arrival; 0 if all come at once."""
+    """Mean requests/s between the first and the last arrival; 0 if all arrive at once."""
     arrivals = [each.arrival_s for each in served]
     return _over(len(arrivals) - 1, max(arrivals) - min(arrivals)) or 0.0 if arrivals else 0.0
 

@@ -23,7 +23,7 @@ Map = Callable[..., Iterable[Any]]  # the builtin `map` or an executor's: result
 NEAR_STRIDE = 1.1  # from another seed's goodput
 MAX_STRIDE = 2.0  # the largest factor between two rates outside the bracket
 
-# Student's t, two-sided 95 %, by degrees of freedom from 1 on; the last stands for more.
+# Student's t, two-sided 95 %, by degrees of freedom from 1; the last value is used for more.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 

@@ -55,7 +55,7 @@ def load_workload(source: str, *, seed: int = 0) -> Workload:
     CSV; Mooncake or Qwen-Bailian JSON lines; ShareGPT JSON. With
       rate=4            another mean rate
       arrivals=scaled   how it gets there: times stretched; or generated: poisson, constant, burst
-      sample=500        so many requests with lengths drawn from the trace, poisson
+      sample=500        500 requests with lengths drawn from the trace, poisson
       jitter=auto       requests of one tick spread over it: on, off, the tick's seconds; auto: in JSON lines
       block=512         tokens of a prefix block (Qwen-Bailian: 16)
       sort=no           yes: put times in order, instead of refusing those that go back
@@ -164,7 +164,7 @@ def _retimed(workload: Workload, options: WorkloadOptions, seed: int) -> Workloa
         raise WorkloadError(f"{workload.name}: all its requests have one time, or none; add rate=4 or arrivals=burst")
     if options.sample:
         if how != "poisson":
-            raise WorkloadError(f"{workload.name}: a sample comes with arrivals=poisson, not {how}")
+            raise WorkloadError(f"{workload.name}: a sample needs arrivals=poisson, not {how}")
         return changes.resampled(workload, options.sample, rate, seed)
     if how == "scaled":
         return workload if options.rate is None else changes.at_rate(workload, options.rate)

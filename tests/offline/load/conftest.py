@@ -1,4 +1,4 @@
-"""A split cluster of the tiny model with both doors, and a made-up server, each in a thread for a whole module."""
+"""A split cluster of the tiny model with both servers, and a fake server, each in a thread for a whole module."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -46,10 +46,10 @@ async def _serving(model: str) -> AsyncIterator[Served]:
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
 
-    def door(context: object) -> Servers:
+    def make_server(context: object) -> Servers:
         return Servers(context, partial(ModelTokenizer, Path(model)))  # type: ignore[arg-type]
 
-    serving = await serve(tiny_spec(model), runtime=runtime, make_server=door)
+    serving = await serve(tiny_spec(model), runtime=runtime, make_server=make_server)
     try:
         async with AsyncClient(serving.endpoint) as client:
             await client.wait_ready(20.0)

@@ -1,4 +1,4 @@
-"""`diptych bench` as it is typed: against a real cluster's two doors and a made-up server, and what it refuses."""
+"""`diptych bench` against a real cluster's gRPC and HTTP servers and a fake server, and the options that it refuses."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["bench", *arguments])
 
 
-def told(result: Result) -> dict[str, Any]:
+def document_of(result: Result) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     document: dict[str, Any] = json.loads(result.stdout)
     return document
@@ -34,11 +34,11 @@ def refused(result: Result) -> str:
     return lines[-1]
 
 
-@pytest.mark.parametrize("door", ["grpc", "http"])
-def test_both_doors_of_a_cluster_give_every_token(served: Served, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_grpc_and_http_return_every_token(served: Served, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "of another server")
-    address = f"grpc://{served.grpc}" if door == "grpc" else f"{served.http}/v1"
-    document = told(run("--endpoint", address, *CLOSED, "--seed", "4", "--json"))
+    address = f"grpc://{served.grpc}" if protocol == "grpc" else f"{served.http}/v1"
+    document = document_of(run("--endpoint", address, *CLOSED, "--seed", "4", "--json"))
     (system,) = document["systems"]
     figures = system["figures"]
     assert (figures["requests"], figures["finished"], figures["tbt_s"]["count"]) == (9, 9, 9 * 5)
@@ -46,7 +46,7 @@ def test_both_doors_of_a_cluster_give_every_token(served: Served, door: str, mon
     assert not any("chunks" in note for note in figures["notes"])
     about = document["about"]
     assert about["seeds"] == [4] and about["cpu"] and about["versions"]["diptych"] and about["command"]
-    assert figures["gpus"] == (2 if door == "grpc" else 1)
+    assert figures["gpus"] == (2 if protocol == "grpc" else 1)
 
 
 def test_a_folder_has_json_pictures_and_one_page(served: Served, tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_a_folder_has_json_pictures_and_one_page(served: Served, tmp_path: Path)
 
 @pytest.mark.full
 def test_goodput_of_a_server_with_a_known_capacity(server: MadeUp) -> None:
-    """Five at once, each for 50 ms: 100 a second. Above, a queue grows and promises of 100 ms break."""
+    """Five at once, each for 50 ms: 100 a second. Above, a queue grows and SLOs of 100 ms break."""
     workload = "constant:rate=30,count=30,lengths=8/5"
-    document = told(
+    document = document_of(
         run(
             *("--endpoint", server.url, "--model", "made-up", "--workload", workload, "--ttft", "0.1"),
             *("--goodput", "--tolerance", "0.5", "--seeds", "1", "--json"),
@@ -104,7 +104,7 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
     path = tmp_path / "split.yaml"
     path.write_text(yaml.safe_dump(spec))
     workload = "poisson:rate=30,count=6,lengths=2x8/4+20/4"
-    document = told(
+    document = document_of(
         run(
             *("--compare", str(path), f"colocated={server.url}", "--model", "made-up", "--runtime", "local"),
             *("--workload", workload),
@@ -132,7 +132,7 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
         ("split=http://here:8000", False, "; split"),
     ],
 )
-def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | None, words: str) -> None:
+def test_only_a_marked_endpoint_has_a_known_kind(given: str, kind: bool | None, words: str) -> None:
     assert kind_of(given) == (kind, "http://here:8000")
     made = external(given, Target("http://here:8000"))
     assert (made.name, made.is_colocated) == ("here:8000", kind) and made.description.endswith(words)
@@ -166,7 +166,7 @@ def test_of_an_endpoint_only_what_was_said_is_known(given: str, kind: bool | Non
         (("--compare", "none.yaml", "other.yaml", *CLOSED), "none.yaml: cannot be read (No such file"),
     ],
 )
-def test_what_makes_no_sense_is_one_clear_line(arguments: tuple[str, ...], says: str) -> None:
+def test_invalid_options_are_one_clear_line(arguments: tuple[str, ...], says: str) -> None:
     assert says in refused(run(*arguments))
 
 

@@ -1,4 +1,4 @@
-"""An OpenAI server as an endpoint: what it takes is found out, tokens are its own count, its failures are counted."""
+"""An OpenAI server as an endpoint: request form detection, the server's token counts, counted failures."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -27,7 +27,7 @@ async def driven(server: MadeUp, workload: Workload = FEW, **load: object) -> Ru
         return await endpoint.drive(workload, LoadOptions(endpoint.vocab_size, **load), nothing)  # type: ignore[arg-type]
 
 
-async def told(server: MadeUp) -> str:
+async def description_of(server: MadeUp) -> str:
     async with open_endpoint(Target(server.url, "made-up")) as endpoint:
         return endpoint.description
 
@@ -42,7 +42,7 @@ async def test_every_token_counts_at_the_time_of_its_chunk() -> None:
     assert not any("chunks" in note for note in run.notes)
 
 
-async def test_tokens_that_no_chunk_told_of_count_at_the_last_chunk_and_a_note_says_so() -> None:
+async def test_tokens_without_a_chunk_get_the_time_of_the_last_chunk_and_a_note() -> None:
     async with made_up(tokens_a_chunk=3, tells_in_chunks=False, service_s=0.04) as server:
         run = await driven(server)
     assert all(len(each.token_s) == 6 for each in run.served)
@@ -59,15 +59,15 @@ async def test_without_usage_tokens_are_chunks_and_a_note_says_so() -> None:
 
 async def test_a_server_gets_requests_as_it_takes_them() -> None:
     async with made_up() as server:
-        assert (await told(server)).endswith("prompts as token ids")
+        assert (await description_of(server)).endswith("prompts as token ids")
         server.takes_ids = False
-        assert (await told(server)).endswith("prompts as text")
+        assert (await description_of(server)).endswith("prompts as text")
         await driven(server)
         assert {len(body["prompt"].split()) for body in server.bodies} == {20, 21, 22, 23}
         server.takes_extras = False
-        assert (await told(server)).endswith("prompts as text, answers may end early")
+        assert (await description_of(server)).endswith("prompts as text, answers may end early")
         server.takes_ids = True
-        assert (await told(server)).endswith("prompts as token ids, answers may end early")
+        assert (await description_of(server)).endswith("prompts as token ids, answers may end early")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ async def test_what_cannot_be_measured_is_one_error(
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-async def test_nobody_there_is_one_error() -> None:
+async def test_an_unreachable_server_is_one_error() -> None:
     async with made_up() as server:
         url = server.url
     for model in ("", "made-up"):
@@ -156,7 +156,7 @@ async def test_a_closed_loop_keeps_so_many_in_flight(concurrency: int, count: in
     assert any(f"{concurrency} in flight" in note for note in run.notes)
 
 
-async def test_a_slow_request_of_a_closed_loop_holds_up_nobody_but_its_own_place() -> None:
+async def test_a_slow_request_of_a_closed_loop_delays_no_other_slot() -> None:
     workload = Workload("many", tuple(Arrival(0.0, 10, 2) for _ in range(6)))
     async with made_up(slow_first_s=1.0) as server:
         run = await driven(server, workload, concurrency=2)
@@ -180,7 +180,7 @@ async def test_equal_seeds_send_equal_requests_and_others_other_ones() -> None:
     assert not {tuple(each[:9]) for each in first} & {tuple(each[:9]) for each in other_number}
 
 
-def test_prompts_told_apart_keep_what_they_share() -> None:
+def test_distinct_prompts_keep_their_shared_prefixes() -> None:
     arrivals = (Arrival(0.0, 40, 2, (5, 9)), Arrival(0.0, 40, 2, (5, 7)), Arrival(0.0, 40, 2))
     before = Workload("shared", arrivals, block_tokens=32)
     after = with_distinct_prompts(before, 3)

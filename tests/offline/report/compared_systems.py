@@ -1,4 +1,4 @@
-"""Two systems to show: one split over 4 GPUs with known goodput, one that nobody can be content with."""
+"""Two systems: one split over 4 GPUs with known goodput, one that misses every SLO."""
 
 from dataclasses import replace
 from functools import partial

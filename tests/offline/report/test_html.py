@@ -1,4 +1,4 @@
-"""The page stands alone, says what was run, and shows all of it."""
+"""The page is self-contained and shows what was run and all figures."""
 
 import json
 import re

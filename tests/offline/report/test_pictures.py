@@ -1,4 +1,4 @@
-"""Pictures show the figures that they are of, and are the same whenever they are drawn."""
+"""Pictures show the right figures and are deterministic."""
 
 import sys
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_curves_pass_through_the_mean_attainment() -> None:
     assert list(line.get_ydata()) == pytest.approx([100 * attained.both for _, attained in goodput.curve])
 
 
-def test_every_finished_request_is_a_point_and_kept_ones_lie_in_the_box() -> None:
+def test_every_finished_request_is_a_point_and_those_that_meet_the_slo_are_in_the_box() -> None:
     both = systems()
     runs = [system.run for system in both if system.run is not None]
     picture = scatter(runs, PROMISE)
@@ -82,7 +82,7 @@ def test_a_requests_bars_are_its_phases() -> None:
         assert word in texts(picture)
 
 
-def test_a_long_request_is_told_in_seconds() -> None:
+def test_a_long_request_is_shown_in_seconds() -> None:
     ledger = split_ledger(queue_ms=20_000, compute_ms=40, wait_ms=10, decode_ms=105)
     shown = texts(request_gantt(served(0, 0.0, [20.045, 20.163], ledger=ledger)))
     for word in ("s since the request arrived", "20 s", "40 ms", "TTFT 20 s"):
@@ -130,14 +130,14 @@ def test_everything_is_drawn_for_a_run_without_a_served_request() -> None:
             across([])
 
 
-def test_all_pictures_of_systems_have_names_of_their_own() -> None:
+def test_pictures_have_distinct_names() -> None:
     made = list(pictures(systems()))
     names = [each.name for each in made]
     assert len(set(names)) == len(names)
     assert {"goodput", "attainment", "latency", "requests", "phases", "steps-0", "request-0-p50"} <= set(names)
 
 
-def test_without_matplotlib_there_is_one_clear_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NoPictures, match=r"pip install 'diptych\[pictures\]'"):
         goodput_bars(systems())

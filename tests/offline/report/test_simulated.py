@@ -43,7 +43,7 @@ def test_tokens_and_steps_add_up(run: Run, made: Figures) -> None:
     assert prefills.output_tokens + decodes.output_tokens == sum(len(each.token_s) for each in run.served)
 
 
-def test_a_requests_books_are_its_clients_times(run: Run, made: Figures) -> None:
+def test_a_requests_ledger_agrees_with_its_client_times(run: Run, made: Figures) -> None:
     for each in run.served:
         assert each.ledger is not None
         assert each.ledger.ttft_ns / 1e9 == pytest.approx(each.ttft_s, abs=1e-6)
@@ -57,7 +57,7 @@ def test_shares_are_shares(made: Figures) -> None:
     assert all(share is not None and 0.0 < share < 1.0 for share in shares)
 
 
-def test_its_trace_keeps_the_rules_and_hands_every_request_over(run: Run) -> None:
+def test_its_trace_is_valid_and_has_every_kv_handoff(run: Run) -> None:
     traced = list(events(run))
     check(traced)
     assert sum(event["ph"] == "s" for event in traced) == sum(each.output_tokens > 1 for each in run.served)

@@ -1,4 +1,4 @@
-"""What happened when, and how it is laid out."""
+"""Spans of requests and steps, and their lanes."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ def test_phases_fill_the_request_from_arrival_to_its_end_without_a_gap() -> None
     assert [span.name for span in spans] == [name for name in PHASES if name != "recovery"]
 
 
-def test_the_hand_off_ends_where_the_wait_for_it_ends() -> None:
+def test_the_kv_handoff_ends_when_the_wait_for_it_ends() -> None:
     one = split_run(1).served[0]
     moved = transfer(one)
     wait = next(span for span in phases(one) if span.name == "transfer_wait")
@@ -29,7 +29,7 @@ def test_the_hand_off_ends_where_the_wait_for_it_ends() -> None:
     assert (moved.end_ns, moved.end_ns - moved.begin_ns) == (wait.end_ns, 30_000_000)
 
 
-def test_who_did_not_finish_has_a_span_and_no_phases() -> None:
+def test_an_unfinished_request_has_a_span_and_no_phases() -> None:
     cut = served(0, 1.0, [1.5, 2.0], ending=RequestOutcome.UNFINISHED)
     assert phases(cut) == () and transfer(cut) is None
     assert whole(cut).end_ns - whole(cut).begin_ns == 1_000_000_000
@@ -60,7 +60,7 @@ def test_a_step_behind_another_shares_its_lane_though_floats_do_not_meet() -> No
     assert [lane for lane, _ in lanes(steps)] == [0, 0]
 
 
-def test_the_middle_holds_so_many_steps_of_the_busiest() -> None:
+def test_the_middle_has_a_fixed_number_of_steps_of_the_busiest_worker() -> None:
     run = split_run(100)
     begin_s, end_s = middle(run)
     inside = [step for step in run.steps if step.worker == "decode-0" and begin_s <= step.begin_s < end_s]

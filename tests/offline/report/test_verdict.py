@@ -1,4 +1,4 @@
-"""A report opens with who did best, in one sentence that its own figures bear out."""
+"""A report opens with one sentence that names the best system."""
 
 from dataclasses import replace
 
@@ -22,12 +22,12 @@ def test_the_best_by_goodput_is_named_with_its_lead() -> None:
     one, other = systems()
     shown = [replace(one, goodputs=(found(4.0, 0.9, 2),)), replace(other, goodputs=(found(8.0, 0.9, 2),))]
     less, most = (each.goodputs[0].per_gpu for each in shown)
-    told = verdict(shown)
-    assert told.startswith(f"{other.name} carries {most:.3g} requests/s per ") and "90 % of requests" in told
-    assert f", {most / less:.2f} times as many as {one.name}, the next" in told and less < most
+    sentence = verdict(shown)
+    assert sentence.startswith(f"{other.name} carries {most:.3g} requests/s per ") and "90 % of requests" in sentence
+    assert f", {most / less:.2f} times as many as {one.name}, the next" in sentence and less < most
 
 
-def test_the_highest_target_counts_and_who_never_reaches_it_has_no_rate() -> None:
+def test_the_highest_target_counts_and_a_system_that_never_reaches_it_has_no_rate() -> None:
     assert min(each.goodputs[-1].rate for each in systems()) == 0.0
     assert verdict(systems()) == verdict(at(max(each.target for each in systems()[0].goodputs)))
     assert verdict(systems()).endswith("; no other system does at any rate that was tried.")

@@ -1,4 +1,4 @@
-"""The trace of a window of a real run: the format's rules, parts that sum to the whole, each where it was spent."""
+"""The trace of a window of a real cluster: valid format, parts that sum to the total, each on the right worker."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -23,7 +23,7 @@ LEDGER = split_ledger(5, 20, 10, 400)
 
 
 def trail(name: str, arrived_ns: int = DAY_NS, ledger: LatencyLedger = LEDGER, **more: Any) -> RequestTrace:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "class_name": "default",
         "outcome": "completed",
         "detail": "",
@@ -36,7 +36,7 @@ def trail(name: str, arrived_ns: int = DAY_NS, ledger: LatencyLedger = LEDGER, *
         "prefill_worker": "prefill-0",
         "decode_worker": "decode-0",
     }
-    return RequestTrace(name, arrived_ns=arrived_ns, ledger=ledger, **(told | more))
+    return RequestTrace(name, arrived_ns=arrived_ns, ledger=ledger, **(fields | more))
 
 
 def drawn(*traces: RequestTrace, **more: Any) -> list[dict[str, Any]]:
@@ -58,10 +58,10 @@ def slices(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_each_part_lies_on_the_worker_where_it_was_spent() -> None:
     found = drawn(trail("one", transfer_bytes=4096, transfer_ns=12 * MS))
     places = processes(found)
-    told = defaultdict(list)
+    names = defaultdict(list)
     for event in slices(found):
-        told[places[event["pid"]]].append(event["name"])
-    assert told == {
+        names[places[event["pid"]]].append(event["name"])
+    assert names == {
         "gateway-0": ["admission", "route", "reserve"],
         "prefill-0": ["prefill_queue", "prefill_compute", "prefill_wire"],
         "decode-0": ["transfer_wait", "decode_queue", "decode_compute", "decode_wire"],
@@ -127,8 +127,8 @@ def test_happenings_are_instants_and_loads_are_counters() -> None:
     load = Load(DAY_NS, "decode-1", 3, 2, 128, 40)
     found = drawn(events=(flip, refused), loads=(load,))
     places = processes(found)
-    told = [(places[event["pid"]], event["name"], event["args"]) for event in found if event["ph"] == "i"]
-    assert told == [
+    instants = [(places[event["pid"]], event["name"], event["args"]) for event in found if event["ph"] == "i"]
+    assert instants == [
         ("decode-1", "flip", {"what": "decode -> prefill"}),
         ("gateway-0", "refused", {"what": "queue-full", "request": "two"}),
     ]
@@ -154,7 +154,7 @@ class Clock:
         return self.now_ns
 
 
-def test_no_more_requests_are_kept_than_asked_for_and_none_that_is_older() -> None:
+def test_history_keeps_at_most_the_configured_number_and_age_of_requests() -> None:
     clock = Clock()
     history = History(3, 10.0, clock)
     for n in range(5):
@@ -165,7 +165,7 @@ def test_no_more_requests_are_kept_than_asked_for_and_none_that_is_older() -> No
     assert [each.request_id for each in history.window(0, clock.now_ns).traces] == ["3", "4"]
 
 
-def test_a_window_tells_from_when_on_nothing_is_missing() -> None:
+def test_a_window_reports_from_when_it_is_complete() -> None:
     clock = Clock()
     history = History(3, 10.0, clock)
     assert history.window(DAY_NS - 1, clock.now_ns).whole_ns == DAY_NS, "it was not there before"
@@ -183,7 +183,7 @@ def test_a_window_tells_from_when_on_nothing_is_missing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["refused", "flip"])
-def test_a_window_tells_that_happenings_are_missing(kind: str) -> None:
+def test_a_window_reports_missing_events(kind: str) -> None:
     clock = Clock()
     history = History(8, 1e6, clock)
     for _ in range(MOST_EVENTS + 2):
@@ -192,7 +192,7 @@ def test_a_window_tells_that_happenings_are_missing(kind: str) -> None:
     assert history.window(DAY_NS, clock.now_ns).whole_ns == DAY_NS + 2
 
 
-def test_who_keeps_no_requests_knows_nothing_of_any_time() -> None:
+def test_a_history_without_requests_is_complete_for_no_time() -> None:
     clock = Clock()
     history = History(0, 10.0, clock)
     clock.now_ns += 10**9
@@ -235,7 +235,7 @@ def test_a_flood_of_refusals_drowns_no_flip() -> None:
     assert kinds.count("flip") == 1 and 100 < kinds.count("refused") < 5000
 
 
-def test_who_left_is_not_counted_any_more() -> None:
+def test_a_removed_worker_is_not_counted() -> None:
     history = History(8, 1e6, Clock())
     for number in range(50):
         history.of(f"decode-{number}").transfers += 1

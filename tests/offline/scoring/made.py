@@ -1,4 +1,4 @@
-"""Runs made by hand, with answers that are known."""
+"""Handmade runs with known figures."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The search for goodput finds what is known, and says what it does not find."""
+"""The goodput search finds known thresholds and reports unattainable targets."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -90,12 +90,12 @@ def test_one_seed_has_no_interval_and_says_so() -> None:
 
 
 def test_every_word_of_the_result_is_there() -> None:
-    told = searched(5.0, Search(1.0, 0.1, 64.0)).summary
+    summary = searched(5.0, Search(1.0, 0.1, 64.0)).summary
     for word in ("90 %", "TTFT <= 0.25 s and TPOT <= 0.1 s", "4 GPUs", "per GPU", "limited by TPOT"):
-        assert word in told
+        assert word in summary
 
 
-def test_json_names_target_promise_gpus_and_interval() -> None:
+def test_json_names_target_slo_gpus_and_interval() -> None:
     made = searched(5.0, Search(1.0, 0.1, 64.0), 0.1)
     written = json.loads(json.dumps(made.as_json(), allow_nan=False))
     assert (written["target"], written["gpus"], written["per_gpu"]) == (0.9, 4, made.per_gpu)
@@ -103,7 +103,7 @@ def test_json_names_target_promise_gpus_and_interval() -> None:
     assert len(written["probes"]) == len(made.probes) and written["limits"] == ["TPOT"]
 
 
-def test_what_no_rate_can_meet_is_zero_with_the_closest_and_what_broke() -> None:
+def test_an_unattainable_target_is_zero_with_the_closest_probe_and_its_limit() -> None:
     def attain(rate: float, seed: int) -> Attainment:
         return Attainment(0.7 / (1 + rate), 0.95, 0.7 / (1 + rate), 1.0)
 
@@ -115,7 +115,7 @@ def test_what_no_rate_can_meet_is_zero_with_the_closest_and_what_broke() -> None
     assert {probe.rate for probe in made.probes} == {1.0, 0.5, 0.25}
 
 
-def test_what_never_breaks_is_at_least_the_cap() -> None:
+def test_a_goodput_without_a_failing_rate_is_at_least_the_cap() -> None:
     made = goodput(
         Probes(lambda rate, seed: Attainment(1.0, 1.0, 1.0, 1.0)),
         Search(1.0, 0.25, 50.0),
@@ -227,7 +227,7 @@ def test_probes_of_one_round_go_out_together_in_other_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rates", "said"),
+    ("rates", "message"),
     [
         ((1.0, 2.0, 4.0), "floor <= start"),
         ((5.0, 1.0, 4.0), "<= cap"),
@@ -235,13 +235,13 @@ def test_probes_of_one_round_go_out_together_in_other_processes() -> None:
         ((1, 1, 1, 0.0), "tol"),
     ],
 )
-def test_a_search_nowhere_is_refused(rates: tuple[float, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_empty_range_is_refused(rates: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Search(*rates)
 
 
 @pytest.mark.parametrize(
-    ("target", "seeds", "gpus", "said"),
+    ("target", "seeds", "gpus", "message"),
     [
         (0.0, (1,), 1, "target"),
         (90.0, (1,), 1, "target"),
@@ -250,8 +250,8 @@ def test_a_search_nowhere_is_refused(rates: tuple[float, ...], said: str) -> Non
         (0.9, (1,), 0, "gpus"),
     ],
 )
-def test_a_question_without_sense_is_refused(target: float, seeds: tuple[int, ...], gpus: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_search_is_refused(target: float, seeds: tuple[int, ...], gpus: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         goodput(
             Probes(partial(falling, 1.0, 0.0)), Search(1.0, 1.0, 1.0), PROMISE, target=target, seeds=seeds, gpus=gpus
         )

@@ -46,7 +46,7 @@ def test_all_gaps_are_pooled_and_the_worst_tenth_is_each_requests_own() -> None:
     assert made.worst_tbt_s.p50 == pytest.approx((0.01 + 0.75) / 2)
 
 
-def test_who_is_not_served_misses_and_has_no_latency() -> None:
+def test_an_unserved_request_misses_its_slo_and_has_no_latency() -> None:
     endings = (RequestOutcome.REJECTED, RequestOutcome.FAILED, RequestOutcome.UNFINISHED)
     cut = served(3, 0.0, [0.05, 0.06], ending=RequestOutcome.UNFINISHED)
     made = figures(run([steady(0, 0.0, 0.1, 0.01, 3), *(refused(n, 0.0, e) for n, e in enumerate(endings)), cut]), ANY)
@@ -100,7 +100,7 @@ def test_pools_are_means_over_their_workers() -> None:
     assert made.pools[0].busy_share == pytest.approx(0.25)
 
 
-def test_json_names_promise_gpus_and_metrics() -> None:
+def test_json_names_slo_gpus_and_metrics() -> None:
     written = json.loads(json.dumps(figures(split_run(), SLO(0.25, 0.1)).as_json(), allow_nan=False))
     assert written["promise"] == "TTFT <= 0.25 s and TPOT <= 0.1 s"
     assert (written["gpus"], written["slo"]["ttft_s"]) == (4, 0.25)
@@ -135,7 +135,7 @@ bound = st.none() | st.floats(0, 5)
 
 @settings(deadline=None)
 @given(requests, bound, bound, st.floats(0, 2))
-def test_a_looser_promise_is_never_kept_less(
+def test_attainment_never_falls_with_a_looser_slo(
     drawn: list[tuple[float, float, float, int, RequestOutcome]], ttft: float | None, tpot: float | None, more: float
 ) -> None:
     made = run([steady(n, at, first, gap, count, ending=end) for n, (at, first, gap, count, end) in enumerate(drawn)])

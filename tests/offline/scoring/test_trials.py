@@ -91,7 +91,7 @@ def test_a_run_is_counted_once() -> None:
         Trials([trial("mixed", 0, 0.1), trial("mixed", 0, 0.2)])
 
 
-def test_losing_regions_are_told_and_drawn() -> None:
+def test_losing_regions_are_listed_and_drawn() -> None:
     """Split wins at one load and loses at the other."""
     trials = Trials(
         [
@@ -113,7 +113,7 @@ def test_losing_regions_are_told_and_drawn() -> None:
         assert png(picture)[:4] == b"\x89PNG"
 
 
-def test_what_may_or_may_not_split_is_neither_the_best_colocated_nor_held_against_it() -> None:
+def test_a_configuration_of_unknown_kind_is_not_compared() -> None:
     others = [trial("mixed", 0, 0.4), trial("split", 0, 0.2, colocated=False)]
     trials = Trials([*others, trial("there", 0, 0.1, colocated=None)])
     assert list(summary_lines(trials)) == list(summary_lines(Trials(others)))
@@ -121,6 +121,6 @@ def test_what_may_or_may_not_split_is_neither_the_best_colocated_nor_held_agains
     assert "there" in means.headers and against.headers == ("", "best colocated", "split")
 
 
-def test_without_a_colocated_one_there_is_nothing_to_hold_against() -> None:
+def test_without_a_colocated_configuration_nothing_is_compared() -> None:
     trials = Trials([trial("a", 0, 0.1, colocated=False), trial("b", 0, 0.2, colocated=False)])
     assert not has_verdicts(trials) and list(summary_lines(trials)) == [] and len(list(trial_tables(trials))) == 1

@@ -1,4 +1,4 @@
-"""What a workload is like: rate and burstiness, lengths, and how much of its prompts a cache could hold. Pure."""
+"""A summary of a workload: rate, burstiness, lengths, and the share of its prompts that a cache could serve. Pure."""
 
 import math
 from collections import Counter, OrderedDict

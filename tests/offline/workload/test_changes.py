@@ -1,4 +1,4 @@
-"""What is done to a workload: order and lengths stay, and nothing is changed without a note."""
+"""Changes of a workload keep order and lengths and add a note."""
 
 import pytest
 from hypothesis import given
@@ -130,7 +130,7 @@ def test_ticks_are_found_where_requests_share_them() -> None:
         (Arrival(0.0, 512, 1, (1, 2)), "2 blocks of 512 tokens are more than the prompt of 512 has"),
     ],
 )
-def test_what_no_request_may_be(arrival: Arrival, problem: str) -> None:
+def test_invalid_requests_are_refused(arrival: Arrival, problem: str) -> None:
     with pytest.raises(WorkloadError, match=f"wrong, request 0: .*{problem}"):
         Workload("wrong", (arrival,))
 

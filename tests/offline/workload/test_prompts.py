@@ -1,4 +1,4 @@
-"""Token ids for a workload's prompts: alike exactly where their prefixes are, and ordinary tokens throughout."""
+"""Prompts share tokens exactly where their prefixes do, and contain only ordinary tokens."""
 
 from itertools import takewhile
 

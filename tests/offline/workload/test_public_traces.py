@@ -1,4 +1,4 @@
-"""The public traces as loaded have the figures that were computed from them without this code."""
+"""Loaded public traces have figures that were computed independently."""
 
 import pytest
 

@@ -162,8 +162,8 @@ def test_no_description_brings_a_traceback(text: str) -> None:
         assert str(error)
 
 
-def test_the_grammar_tells_of_every_option_and_process() -> None:
-    told = load_workload.__doc__ or ""
+def test_the_grammar_documents_every_option_and_process() -> None:
+    grammar = load_workload.__doc__ or ""
     keys = {
         *written_options.FOR_TRACES,
         *written_options.FOR_ALL_PROCESSES,
@@ -174,6 +174,6 @@ def test_the_grammar_tells_of_every_option_and_process() -> None:
         "swing",
         "period",
     }
-    assert all(f"{key}=" in told for key in keys)
+    assert all(f"{key}=" in grammar for key in keys)
     processes = ["poisson", "gamma", "weibull", "onoff", "day", "constant", "burst"]
-    assert all(f"\n      {process} " in told for process in processes)
+    assert all(f"\n      {process} " in grammar for process in processes)

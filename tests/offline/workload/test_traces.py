@@ -1,4 +1,4 @@
-"""Trace files: every format in a few lines, what is done to it, and every way a file can be wrong."""
+"""Trace files: every format in a few lines, its options, and invalid files."""
 
 import gzip
 import json
@@ -148,7 +148,7 @@ def test_a_part_of_a_trace(load) -> None:
     assert part.notes == ("from 120 s to 300 s", "the first 2 requests")
 
 
-def test_what_is_not_asked_for_is_not_read(load) -> None:
+def test_unneeded_lines_are_not_read(load) -> None:
     broken = minutes(10) + "what is this\n"
     assert len(load(broken, "first=3").arrivals) == 3
     assert len(load(broken, "until=500").arrivals) == 9
