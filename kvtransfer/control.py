@@ -142,8 +142,8 @@ class ControlClient:
     ) -> "ControlClient":
         """Connect to an owner; `on_lost` is called once if the connection breaks later, not when we close it.
 
-        Raises `PeerLost` (nobody there, or another incarnation), `PeerRefused` (secret, version),
-        `TransportUnavailable` (as many readers as may be), `TransferTimeout`.
+        Raises `PeerLost` (no listener, or another incarnation), `PeerRefused` (secret, version),
+        `TransportUnavailable` (too many readers), `TransferTimeout`.
         """
         where = f"the owner at {host}:{port}"
         handshake = CallerHandshake(LEASE_PROTOCOL.name, secret, expected_incarnation or "", where)
@@ -166,7 +166,7 @@ class ControlClient:
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
     ) -> Progress:
-        """How far the owner is, once it is further than `have_blocks`, with digests of `pieces`. Extends the lease.
+        """The owner's progress once it is beyond `have_blocks`, with digests of `pieces`. Extends the lease.
 
         Raises `LeaseLost`.
         """
@@ -174,9 +174,9 @@ class ControlClient:
         progress: Progress = await self._call(request, timeout_s + GRACE_S)
         return progress
 
-    async def release(self, lease: str, epoch: int, *, timeout_s: float = GRACE_S) -> None:
-        """End the lease. Raises `LeaseLost` when it was not valid any more: then nothing read under it counts."""
-        await self._call(Release(lease, epoch), timeout_s)
+    async def release(self, lease: str, epoch: int) -> None:
+        """End the lease. Raises `LeaseLost` when it was no longer valid: then nothing read under it may be used."""
+        await self._call(Release(lease, epoch), GRACE_S)
 
     async def close(self) -> None:
         await self._connection.close()

@@ -1,10 +1,10 @@
-"""From blocks to byte ranges: which bytes of an owner's rank go where in one of ours, however the two are sharded.
+"""Maps blocks to byte ranges between an owner's rank and one of ours, however the two are sharded.
 
 Pure arithmetic over layouts. Knows no memory, no peer and no backend.
 
 A cell is the KV of one block, head and layer: its K slots, then its V slots. Cells of a block lie head by head, layer
 by layer, so a box of heads and layers is one range when it takes all layers, and one range for each head otherwise.
-Where the block sizes differ, K and V of each cell go on their own, cut at the borders of both.
+Where block sizes differ, K and V of each cell are copied separately, split at the block borders of both sides.
 """
 
 import math
@@ -23,10 +23,10 @@ Ints = NDArray[np.int64]
 
 
 def pieces_of(sources: Sequence[KVLayout], target: KVLayout, rank: int) -> tuple[Piece, ...]:
-    """What a reader's rank takes of which of the owner's ranks: disjoint pieces that cover it, as few as there can be.
+    """The pieces that a reader's rank takes from the owner's ranks: disjoint, covering its KV, as few as possible.
 
-    Among ranks that hold the same heads and layers the reader's `rank` chooses, so that the load spreads. Raises
-    `PeerRefused` when the KV is of another model, or some of it is held by nobody.
+    Among ranks with the same heads and layers, the reader's `rank` selects one, which spreads the load. Raises
+    `PeerRefused` for KV of another model, or when no rank holds part of it.
     """
     owners: dict[tuple[Range, Range], list[int]] = {}
     for index, source in enumerate(sources):
@@ -49,7 +49,7 @@ def pieces_of(sources: Sequence[KVLayout], target: KVLayout, rank: int) -> tuple
 
 
 def union_of_pieces(sources: Sequence[KVLayout], targets: Sequence[tuple[KVLayout, int]]) -> tuple[Piece, ...]:
-    """The pieces of all of a reader's ranks (layout, rank), each once: what its leader asks digests for."""
+    """The pieces of all of a reader's ranks (layout, rank), each once: those its leader requests digests for."""
     return tuple(dict.fromkeys(piece for target, rank in targets for piece in pieces_of(sources, target, rank)))
 
 
@@ -62,14 +62,14 @@ def plan_copies(
     first_token: int,
     num_tokens: int,
 ) -> Copies:
-    """Byte ranges that bring one piece of `num_tokens` tokens from the owner's pool into ours.
+    """Byte ranges that copy one piece of `num_tokens` tokens from the owner's pool into ours.
 
-    Sorted by target, and no two neighbours touch on both sides. Blocks as in `PullOrder`. Between equal block sizes
-    whole blocks go, so the slots behind the last token come too: on both sides they belong to the same sequence's last
-    block. Raises `ValueError` when the order makes no sense (blocks that do not match the tokens, a target named
+    Sorted by target; neighbors that touch on both sides are merged. Blocks as in `PullOrder`. Between equal block sizes
+    whole blocks are copied, including the slots after the last token, which belong to the same sequence on both sides.
+    Raises `ValueError` for an invalid order (blocks that do not match the tokens, a target named
     twice, a negative block, a first token within a block of the owner, unequal dtypes).
     """
-    _refuse_senseless(source, target, source_blocks, target_blocks, first_token, num_tokens)
+    _refuse_invalid(source, target, source_blocks, target_blocks, first_token, num_tokens)
     owner_blocks, our_blocks = np.array(source_blocks, np.int64), np.array(target_blocks, np.int64)
     order = np.arange(len(our_blocks)) if (our_blocks[1:] > our_blocks[:-1]).all() else np.argsort(our_blocks)
     if source.block_size == target.block_size:
@@ -181,7 +181,7 @@ def _refuse_unlike(source: KVLayout, target: KVLayout) -> None:
         )
 
 
-def _refuse_senseless(
+def _refuse_invalid(
     source: KVLayout,
     target: KVLayout,
     source_blocks: Sequence[int],

@@ -1,10 +1,10 @@
-"""Digests of cells: what the owner computed and what arrived can be compared, however the two sides are sharded.
+"""Digests of cells: compares what the owner computed with what arrived, however the two sides are sharded.
 
 A cell is the KV of one block, head and layer: its K slots, then its V slots, without those that hold no token. Its
 digest is xxh3 (64 bit), seeded by head and layer. The owner makes one for each cell on each rank; a piece of a block
-has the sum of its cells' modulo 2**64, so one number is enough for whatever box of heads and layers a reader takes.
+has the sum of its cells' digests modulo 2**64, so one number is enough for any box of heads and layers.
 
-xxh3 finds damage and mix-ups, not malice: authenticity is the handshake's business. Host memory only.
+xxh3 finds corruption and mix-ups, not attacks: the handshake authenticates peers. Host memory only.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtransfer.ticket import HostIdentity
 
+PEEK_TIMEOUT_S = 20.0
 INFINIBAND = Path("/sys/class/infiniband")
 
 HOLDER = """
@@ -64,10 +65,10 @@ def read_process_memory(pid: int, address: int, num_bytes: int) -> bytes:
     return buffer.raw
 
 
-def siblings_may_share_memory(timeout_s: float = 20.0) -> str:
-    """ "" when one child of ours can read another's memory, else why not.
+def siblings_may_share_memory() -> str:
+    """ "" when one child process can read another's memory, else why not.
 
-    Two siblings, because two workers are siblings: some ptrace rules let a parent read its child, but nobody else.
+    Two siblings, because workers are siblings: some ptrace rules let only a parent read its child.
     """
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_root()
@@ -79,7 +80,7 @@ def siblings_may_share_memory(timeout_s: float = 20.0) -> str:
             [sys.executable, "-c", PEEKER, str(holder.pid), address],
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=PEEK_TIMEOUT_S,
             cwd=_root(),
         )
     finally:

@@ -1,4 +1,4 @@
-"""Where a KV number lives: the shape of one rank's block pool.
+"""The memory layout of one rank's KV block pool.
 
 One pool, one registration per rank, ordered `[block, kv_head, layer, k|v, slot, head_dim]`: a whole block is one
 contiguous range over all layers, and a tensor-parallel head slice of a block is still one contiguous range.

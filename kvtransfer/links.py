@@ -1,4 +1,4 @@
-"""One rank's transports as a whole: which of them reaches which peer, and reads that are checked on arrival.
+"""All transports of one rank: which of them reaches which peer, and reads that are checked on arrival.
 
 Knows preference, probes and digests; does not know which backends exist (`kvtransfer.open` does), nor leases.
 
@@ -76,7 +76,7 @@ class TransportSet:
         self._reads = self._failures = self._num_bytes = 0
 
     def shard(self) -> ShardAddress:
-        """Call it for every handshake: a transport that was rebuilt has another address."""
+        """Call it for every handshake: a rebuilt transport has another address."""
         addresses = tuple((transport.name, transport.address()) for transport in self._transports)
         return ShardAddress(self._rank, self._region.layout, self._region.num_blocks, addresses)
 
@@ -136,7 +136,7 @@ class TransportSet:
         await asyncio.gather(*(transport.forget(link.name) for link in links for transport in self._transports))
 
     async def close(self) -> None:
-        """Returns when no byte can land in the region and no check looks at it any more."""
+        """Returns when no byte can land in the region and no check reads it any more."""
         await asyncio.gather(*(transport.close() for transport in self._transports))
         await asyncio.gather(*self._pulls)
         self._checker.shutdown(wait=True)
@@ -144,10 +144,12 @@ class TransportSet:
         self._reports.clear()
 
     def _pieces(self, peer: PeerAddress) -> tuple[Piece, ...]:
-        """What we read from which of its ranks. Raises `PeerRefused`."""
+        """The pieces to read from each of its ranks. Raises `PeerRefused`."""
         layouts = [shard.layout for shard in peer.shards]
         if len({(layout.block_size, layout.dtype) for layout in layouts}) > 1:
-            raise PeerRefused(f"the ranks of {peer.worker} differ in block size or dtype: they are no one worker's")
+            raise PeerRefused(
+                f"the ranks of {peer.worker} differ in block size or dtype, so they do not belong to one worker"
+            )
         pieces = pieces_of(layouts, self._region.layout, self._rank)
         self._piece_reader.refuse(layouts[0], pieces)
         return pieces
@@ -195,7 +197,7 @@ class TransportSet:
         )
 
     async def _pull(self, order: PullOrder, read: Read) -> None:
-        """The life of one pull: its errors go to the futures, so this task never raises."""
+        """Run one pull. Errors go to the futures, so this task never raises."""
         self._reads += 1
 
         def fail(error: Exception) -> None:
@@ -240,7 +242,7 @@ def slowest(reports: Sequence[LinkReport]) -> LinkReport:
 
 
 def _digests_of(order: PullOrder, piece: Piece) -> tuple[int, ...]:
-    """The digests of a piece that we read; none when the order carries none."""
+    """The digests of a piece; none when the order has none."""
     if not order.digests:
         return ()
     found = dict(order.digests).get(piece)
@@ -250,7 +252,7 @@ def _digests_of(order: PullOrder, piece: Piece) -> tuple[int, ...]:
 
 
 def _most_serious(errors: list[TransferError]) -> type[TransferError]:
-    """The most serious of the failures: a refusal or a dead peer explains more than a missing module."""
+    """The class of the most serious failure: a refusal or a dead peer explains more than a missing module."""
     kinds: tuple[type[TransferError], ...] = (PeerRefused, PeerLost, TransferTimeout)
     for kind in kinds:
         if any(isinstance(error, kind) for error in errors):

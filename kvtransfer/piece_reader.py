@@ -1,10 +1,10 @@
-"""One piece of a reader's KV on its way: planned, read, checked, and converted where the owner's form is another.
+"""Reads one piece of a reader's KV: plan, read, check, and convert where the owner's format differs.
 
-    same form      plan ── read into our blocks ── compare digests
-    another form   plan ── read into a slot of the staging area ── compare digests ── place into our blocks   } in turn
+    same format    plan ── read into our blocks ── compare digests
+    other format   plan ── read into a slot of the staging area ── compare digests ── place into our blocks   } in turn
 
-Another form is another dtype; or another block size, where there is a staging area: a staged block is one range or a
-few; a block that is split again costs a range for each head, layer, K and V. Knows links; knows no lease.
+The format differs in dtype, or in block size where there is a staging area: a staged block is one range or a few, while
+direct reads between block sizes need a range for each head, layer, K and V. Knows links; knows no lease.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ Failed = Callable[[Exception], None]
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A proven way to one of the owner's ranks, and the piece of our KV that it holds."""
+    """A verified connection to one of the owner's ranks, and the piece of our KV that it holds."""
 
     transport: Transport
     name: str  # of the rank, see `rank_name`
@@ -38,7 +38,7 @@ class PeerLink:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tokens of one piece of an order: all, or as many as fit a slot. Fields as in `PullOrder`."""
+    """Tokens of one piece of an order: all of them, or as many as fit a slot. Fields as in `PullOrder`."""
 
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
@@ -48,9 +48,9 @@ class _Part:
 
 
 class PieceReader:
-    """Owned by a TransportSet, for all its links. `checker` is the thread that checks and places, beside the reads.
+    """Owned by a TransportSet, for all its links. `checker` is the thread that checks and places while reads go on.
 
-    A slot stays in use until its read has settled and its content is placed, so a late byte never damages other KV.
+    A slot stays in use until its read has settled and its content is placed, so late bytes never damage other KV.
     """
 
     def __init__(self, region: Region, checker: Executor, place: Place | None, *, verifies: bool) -> None:
@@ -64,7 +64,7 @@ class PieceReader:
             self._slots.put_nowait(region.staging_offset + slot * self._slot_bytes)
 
     def refuse(self, source: KVLayout, pieces: Sequence[Piece]) -> None:
-        """Raise `PeerRefused` when these pieces, in blocks like those of `source`, cannot be brought into our form."""
+        """Raise `PeerRefused` when these pieces of `source` cannot be converted to our format."""
         ours = self._region.layout
         if source.dtype == ours.dtype or all(self._stages(source, piece) for piece in pieces):
             return
@@ -80,7 +80,7 @@ class PieceReader:
     async def read(
         self, order: PullOrder, link: PeerLink, digests: tuple[int, ...], failed: Failed
     ) -> ReadStats | None:
-        """Bring the link's piece of an order into our blocks; returns when no byte of it can land any more.
+        """Read the link's piece of an order into our blocks; returns when no byte of it can land any more.
 
         `digests` has one number for each source block, or none. A failure is passed to `failed` at once, though bytes
         may still land; then the result is None.
@@ -113,7 +113,7 @@ class PieceReader:
         return self._region.device == "cpu" and _staged(source, piece).block_bytes <= self._slot_bytes
 
     def _parts(self, whole: _Part, link: PeerLink) -> Iterator[_Part]:
-        """Cut before blocks of the owner, so that each part fits a slot."""
+        """Split at the owner's block borders, so that each part fits a slot."""
         size = link.shard.layout.block_size
         most = self._slot_bytes // _staged(link.shard.layout, link.piece).block_bytes
         for first in range(0, len(whole.source_blocks), most):
@@ -134,7 +134,7 @@ class PieceReader:
             return stats
         spans = spans_of(source.block_size, ours.block_size, blocks, first, count)
         pool = self._region.bytes(0, self._region.pool_bytes)
-        return await self._aside(
+        return await self._check(
             stats, part, lambda: verify_piece(pool, ours, piece, spans, part.digests, part.source_blocks)
         )
 
@@ -153,16 +153,16 @@ class PieceReader:
                 return None
             arrived = self._region.bytes(offset, len(blocks) * staged.block_bytes)
 
-            def settle_in() -> None:
+            def check_and_place() -> None:
                 if part.digests:
                     spans = spans_of(staged.block_size, staged.block_size, blocks, 0, count)
                     verify_piece(arrived, staged, piece, spans, part.digests, part.source_blocks)
                 place(arrived, staged, part.target_blocks, first, count)
 
-            return await self._aside(stats, part, settle_in)
+            return await self._check(stats, part, check_and_place)
 
-    async def _aside(self, stats: ReadStats, part: _Part, work: Callable[[], None]) -> ReadStats:
-        """Check, and place, on the checker's thread, beside the next read."""
+    async def _check(self, stats: ReadStats, part: _Part, work: Callable[[], None]) -> ReadStats:
+        """Run a check on the checker's thread while the next read goes on."""
         begun = time.perf_counter()
         await asyncio.get_running_loop().run_in_executor(self._checker, work)
         return replace(stats, num_digests=len(part.digests), digest_seconds=time.perf_counter() - begun)
@@ -184,7 +184,7 @@ class PieceReader:
 
 
 async def _landed(read: Read, failed: Failed) -> ReadStats | None:
-    """Await a read until it has settled; its failure is passed on before."""
+    """Await a read until it has settled; pass its failure on at once."""
     try:
         return await read.done
     except Exception as error:
@@ -195,5 +195,5 @@ async def _landed(read: Read, failed: Failed) -> ReadStats | None:
 
 
 def _staged(source: KVLayout, piece: Piece) -> KVLayout:
-    """How a piece lies in the staging area: whole blocks of the owner's size and dtype, without what is not ours."""
+    """A piece's layout in the staging area: the owner's block size and dtype, with our heads and layers only."""
     return replace(source, heads=piece.heads, layers=piece.layers)

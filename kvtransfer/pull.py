@@ -1,11 +1,11 @@
-"""One prompt's KV from its owner to us: watch the watermark, read behind it, release the lease.
+"""Pulls one prompt's KV from its owner: watch the watermark, read behind it, release the lease.
 
     watch ──> more blocks ready ──> read them (a few reads at once) ─┐
       ^──────────────────────────────────────────────────────────────┤
                                    finished, all read ──> release ──> report
 
-Knows the order of things; knows no socket and frees no block: their owner frees them when the reads
-that it handed out have settled, which may be after the pull failed or was cancelled.
+Knows the protocol; knows no socket and frees no block: the caller frees the target blocks when their reads have
+settled, which may be after the pull failed or was cancelled.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ HEARTBEATS_PER_TTL = 3
 
 
 class LeaseClient(Protocol):
-    """What a pull needs of a `ControlClient`."""
+    """The part of `ControlClient` that a pull uses."""
 
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
@@ -46,10 +46,10 @@ async def pull(
 ) -> TransferReport:
     """Read the prompt's KV into `target_blocks` of `block_size` tokens; its first `skip_tokens` tokens are here.
 
-    `pieces` are those of all our ranks. Returns when every byte has arrived, its digest agreed, and the owner confirmed
-    that the lease held to the end. Raises a `TransferError` otherwise (`PeerRefused` when the tokens that are here end
-    inside a block of the owner): then the target blocks hold nothing usable. On failure and on cancel the reads
-    in flight are left to settle. The lease is kept alive while reads run, and not released on failure.
+    `pieces` are those of all our ranks. Returns when every byte has arrived, all digests match, and the owner has
+    confirmed that the lease was valid to the end. Otherwise raises a `TransferError` (`PeerRefused` when the tokens
+    that are here end inside a block of the owner), and the target blocks hold nothing usable. On failure and on cancel,
+    reads in flight are left to settle. The lease is extended while reads run, and not released on failure.
     """
     run = _Pull(client, reader, ticket, target_blocks, pieces, block_size, skip_tokens, read_timeout_s)
     loop = asyncio.get_running_loop()
@@ -73,9 +73,9 @@ async def pull(
 
 
 class _Pull:
-    """The state of one pull: what is ready, what is requested, what has landed. Counts blocks of the ticket.
+    """The state of one pull: blocks of the ticket that are ready, requested and landed.
 
-    Our blocks may be longer: then an order ends, and the next begins, inside one of ours.
+    If our blocks are longer, an order may end inside one of them, and the next one begins there.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What a prefill leaves behind for a decode, and who the two sides are.
+"""Tickets for KV transfers, and the addresses of the two sides.
 
-Plain frozen records that travel through Ray, gRPC-free sockets (msgpack) and tests alike. Nothing here does I/O.
+Frozen records that are sent through Ray and over sockets (msgpack). Nothing here does I/O.
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class TransferTicket:
     owner: PeerAddress
     blocks: tuple[int, ...]
     num_tokens: int
-    ttl_s: float  # a duration, not a date: the clocks of two hosts may differ
+    ttl_s: float  # a duration, because the clocks of two hosts may differ
 
 
 @dataclass(frozen=True, slots=True)
