@@ -330,7 +330,7 @@ def main(
         _ensure_installed(each)
     tools = [tool for tool in TOOLS if tool != "vllm bench serve" or not VLLM.missing()]
     refuse_foreign_ray(dict(os.environ))
-    command = [sys.executable, "-m", "cluster.cli", "serve", "-f", path, "--model", model, "--port", "0"]
+    command = [sys.executable, "-m", "cluster.cli", "serve", model, "-f", path, "--port", "0"]
     with tempfile.TemporaryDirectory(prefix="diptych-outside-") as temporary:
         folder = out.resolve() / datetime.now(UTC).strftime("%Y%m%dT%H%M%S") if out else Path(temporary)
         write_tokenizer(model, folder / "tokenizer")

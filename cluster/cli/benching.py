@@ -24,7 +24,7 @@ from cluster.offline.load.endpoint import Endpoint, Target
 from cluster.offline.load.opening import open_endpoint
 from cluster.offline.load.searching import GoodputQuery, search
 from cluster.offline.load.sending import LoadOptions
-from cluster.offline.load.trials import Plan, configuration_of, external, kind_of, run_trials
+from cluster.offline.load.trials import TrialPlan, configuration_of, external, kind_of, run_trials
 from cluster.offline.report.compared import Compared
 from cluster.offline.report.html import More, Picture
 from cluster.offline.report.table import probes, terminal
@@ -169,7 +169,7 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
     made = [external(each, options.at(kind_of(each)[1])) if "://" in each else configuration_of(each) for each in given]
     if len({each.name for each in made}) != len(made):
         raise click.UsageError(f"two of {', '.join(each.name for each in made)} have the same name; rename one")
-    plan = Plan(options.workload, options.all_rates or (None,), options.all_seeds, runtime, options.access)
+    plan = TrialPlan(options.workload, options.all_rates or (None,), options.all_seeds, runtime, options.access)
     for rate in plan.rates:
         plan.workload(rate, options.seed)  # fails before anything is started
     here = about([each.description for each in made], options.all_seeds)

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cluster.cli.rates import Rates, Snapshots, WorkerRates
+from cluster.cli.rates import Rates, StatusWindow, WorkerRates
 from cluster.cli.screen import size, view_json
 from cluster.cli.shape import decision_json, decision_words
 from cluster.observe.history import ClusterEvent, Traffic
@@ -27,7 +27,7 @@ TIED = "\u00a0"  # a no-break space
 
 
 def screen(
-    snapshots: Snapshots, width: int, height: int | None = None, *, trouble: str = "", once: bool = False
+    snapshots: StatusWindow, width: int, height: int | None = None, *, trouble: str = "", once: bool = False
 ) -> Group:
     """Header, a row for each pool and its workers, and the latest events. `height`: lines of the terminal; workers that
     do not fit are counted instead. `trouble`: why the snapshot is old."""
@@ -228,7 +228,7 @@ def _events(events: tuple[tuple[float, ClusterEvent], ...]) -> Iterator[tuple[fl
             yield age_s, f"{each.kind}{more}: {subject}{': ' if subject else ''}{each.text}"
 
 
-def screen_json(snapshots: Snapshots) -> dict[str, Any]:
+def screen_json(snapshots: StatusWindow) -> dict[str, Any]:
     status, rates = snapshots.latest.status, snapshots.rates(since_beginning=True)
     gateway = {
         "name": status.gateway,

@@ -38,7 +38,7 @@ SHOWN_EVENTS, SHOWN_TEXT = 8, 48
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class KillOutcome:
     """The effect of the kill. Tokens are compared with the undisturbed run, position by position.
 
     `recovered_streams`: those that continued on another worker. `longest_pause_s`: between two tokens of a stream.
@@ -75,7 +75,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Stream:
+class DemoStream:
     """One streamed answer. `repeated`: tokens at positions that were already received."""
 
     prompt: str
@@ -100,7 +100,7 @@ class Stream:
 class Journal:
     """Events and their times since the streams began."""
 
-    def __init__(self, title: str, streams: list[Stream], most_tokens: int) -> None:
+    def __init__(self, title: str, streams: list[DemoStream], most_tokens: int) -> None:
         self.title = title
         self.streams = streams
         self.most_tokens = most_tokens
@@ -142,12 +142,12 @@ async def kill_demo(spec: ClusterSpec, max_tokens: int, as_json: bool) -> None:
         raise click.ClickException("the streams differ from the undisturbed run")
 
 
-async def _outcome(client: AsyncClient, max_tokens: int) -> Outcome:
-    undisturbed = [Stream(prompt) for prompt in PROMPTS]
+async def _outcome(client: AsyncClient, max_tokens: int) -> KillOutcome:
+    undisturbed = [DemoStream(prompt) for prompt in PROMPTS]
     with _shown(Journal("Run 1 of 2: undisturbed", undisturbed, max_tokens)) as journal:
         await _run(client, journal)
     victim = next(each for each in (await client.status()).view.workers if each.role is Role.DECODE)
-    disturbed = [Stream(prompt) for prompt in PROMPTS]
+    disturbed = [DemoStream(prompt) for prompt in PROMPTS]
     title = f"Run 2 of 2: the same prompts, and kill -9 for {victim.name} in the middle"
     with _shown(Journal(title, disturbed, max_tokens)) as journal:
         killed: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -160,7 +160,7 @@ async def _outcome(client: AsyncClient, max_tokens: int) -> Outcome:
         finally:
             back.cancel()
     pairs = list(zip(undisturbed, disturbed, strict=True))
-    return Outcome(
+    return KillOutcome(
         worker=victim.name,
         killed_pid=victim.pid,
         new_pid=new_pid,
@@ -182,7 +182,7 @@ async def _run(client: AsyncClient, journal: Journal, on_token: Callable[[], Non
 
 
 async def _stream(
-    client: AsyncClient, journal: Journal, number: int, stream: Stream, on_token: Callable[[], None]
+    client: AsyncClient, journal: Journal, number: int, stream: DemoStream, on_token: Callable[[], None]
 ) -> None:
     events = client.generate(
         stream.prompt,

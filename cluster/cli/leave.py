@@ -1,7 +1,7 @@
 """`diptych leave`: drains a Ray node; its work continues on other nodes."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import click
 
@@ -13,11 +13,11 @@ RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """`still_there`: workers still on the node at the deadline."""
+class LeaveResult:
+    """Workers that left the node, and those still there at the deadline."""
 
     node: str
-    gone: tuple[str, ...]
+    left: tuple[str, ...]
     still_there: tuple[str, ...]
     seconds: float
 
@@ -44,24 +44,23 @@ def leave(node: str | None, deadline_s: float, as_json: bool) -> None:
     Example:
       diptych leave --deadline 120
     """
-    left = asyncio.run(_leave(node, deadline_s))
+    result = asyncio.run(_leave(node, deadline_s))
     if as_json:
-        facts = {"node": left.node, "left": left.gone, "still_there": left.still_there, "seconds": left.seconds}
-        print_json(facts)
+        print_json(asdict(result))
     else:
-        click.echo(_summary(left))
-    if left.still_there:
+        click.echo(_summary(result))
+    if result.still_there:
         raise click.exceptions.Exit(1)
 
 
-def _summary(left: Left) -> str:
-    node = f"node {left.node[:12]}"
-    if left.still_there:
-        return f"{node} still has {', '.join(left.still_there)} after {left.seconds:.1f} s"
-    return f"{node} is empty after {left.seconds:.1f} s; {', '.join(left.gone) or 'no worker'} left it"
+def _summary(result: LeaveResult) -> str:
+    node = f"node {result.node[:12]}"
+    if result.still_there:
+        return f"{node} still has {', '.join(result.still_there)} after {result.seconds:.1f} s"
+    return f"{node} is empty after {result.seconds:.1f} s; {', '.join(result.left) or 'no worker'} left it"
 
 
-async def _leave(named: str | None, deadline_s: float) -> Left:
+async def _leave(named: str | None, deadline_s: float) -> LeaveResult:
     from cluster.runtime.errors import RuntimeUnavailable
     from cluster.runtime.sessions import settle_join
 
@@ -78,7 +77,7 @@ async def _leave(named: str | None, deadline_s: float) -> Left:
     return await _empty(node, deadline_s)
 
 
-async def _empty(node: str, deadline_s: float) -> Left:
+async def _empty(node: str, deadline_s: float) -> LeaveResult:
     """Ask the controllers of all clusters with workers on this node to move them, and wait until they have."""
     from cluster.runtime.errors import WorkerGone
     from cluster.runtime.ray_nodes import find_controller, workers_on
@@ -92,7 +91,7 @@ async def _empty(node: str, deadline_s: float) -> Left:
         left_s = deadline_s - (clock() - begun_s)
         controllers = {cluster: controller for cluster in there if (controller := find_controller(cluster)) is not None}
         if not controllers or left_s <= 0:  # workers whose controller is gone exit by themselves
-            return Left(node, tuple(name for name in seen if name not in names), names, clock() - begun_s)
+            return LeaveResult(node, tuple(name for name in seen if name not in names), names, clock() - begun_s)
         for cluster, controller in controllers.items():
             try:
                 revision = await controller.call("vacate", there[cluster], left_s, timeout_s=left_s)

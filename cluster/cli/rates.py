@@ -47,7 +47,7 @@ class Rates:
     workers: Mapping[str, WorkerRates] = field(default_factory=dict)
 
 
-class Snapshots:
+class StatusWindow:
     """The snapshots of the last minute; cleared when the gateway restarts."""
 
     def __init__(self) -> None:

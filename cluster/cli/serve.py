@@ -42,7 +42,6 @@ REPLICAS = click.IntRange(1, 1024)
 )  # fmt: skip
 @cluster_option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True,
     help="local: everything in this process, for debugging.")  # fmt: skip
-@cluster_option("--model", "model_option", hidden=True)
 @server_option("--port", type=click.IntRange(0, 65535), help="gRPC port, 0 for any free one. [default: 50051]")
 @server_option(
     "--http-port", type=click.IntRange(0, 65535),
@@ -64,7 +63,6 @@ REPLICAS = click.IntRange(1, 1024)
 @filed
 def serve(
     model: str | None,
-    model_option: str | None,
     file: str | None,
     prefill_replicas: int | None,
     decode_replicas: int | None,
@@ -100,7 +98,7 @@ def serve(
         raise click.UsageError("--no-gateways: gateways join through Ray; leave --runtime local out")
     if no_http and http_port is not None:
         raise click.UsageError("--no-http and --http-port exclude each other")
-    spec = described(file, model or model_option, Sizes(prefill_replicas, decode_replicas, tensor_parallel_size))
+    spec = described(file, model, Sizes(prefill_replicas, decode_replicas, tensor_parallel_size))
     if port is not None:
         spec = with_port(spec, port)
     if http_port is not None or no_http:

@@ -10,7 +10,7 @@ import click
 from cluster.cli.address import addressed
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.lifetime import run
-from cluster.cli.rates import Snapshot, Snapshots
+from cluster.cli.rates import Snapshot, StatusWindow
 from cluster.cli.screen import console, print_json
 from diptych.access import Access
 from diptych.errors import DiptychError
@@ -66,7 +66,7 @@ async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool)
     from cluster.cli.dashboard import screen, screen_json
     from diptych.client import AsyncClient
 
-    snapshots = Snapshots()
+    snapshots = StatusWindow()
     async with AsyncClient(endpoint, access=access) as client:
         await _add_snapshot(client, snapshots)
         await asyncio.sleep(interval_s)
@@ -84,7 +84,7 @@ async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: f
     from cluster.cli.dashboard import screen
     from diptych.client import AsyncClient
 
-    snapshots, shown = Snapshots(), console()
+    snapshots, shown = StatusWindow(), console()
     async with AsyncClient(endpoint, access=access) as client:
         await _add_snapshot(client, snapshots)
         with Live(console=shown, screen=True, auto_refresh=False) as live:
@@ -104,6 +104,6 @@ async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: f
                     trouble = f"no answer for {silent_s:.0f} s, trying again: {error}"
 
 
-async def _add_snapshot(client: "AsyncClient", snapshots: Snapshots) -> None:
+async def _add_snapshot(client: "AsyncClient", snapshots: StatusWindow) -> None:
     status = await client.status()
     snapshots.add(Snapshot(time.monotonic(), status))

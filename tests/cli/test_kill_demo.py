@@ -12,11 +12,11 @@ from click import ClickException
 from click.testing import CliRunner
 
 from cluster.cli import main
-from cluster.cli.kill_demo import Outcome, Stream, _kill
+from cluster.cli.kill_demo import DemoStream, KillOutcome, _kill
 from tests.model.tiny import write_tiny_llama
 
 DEMO_S = 240.0
-OUTCOME = Outcome(
+OUTCOME = KillOutcome(
     worker="decode-0",
     killed_pid=1,
     new_pid=2,
@@ -54,7 +54,7 @@ def test_only_processes_of_the_demo_are_killed() -> None:
 
 
 def test_lost_repeated_and_changed_tokens_are_counted_separately() -> None:
-    stream = Stream("hello")
+    stream = DemoStream("hello")
     stream.add(0, (5, 6, 7), "abc")
     stream.add(2, (7, 8), "cd")
     assert (stream.repeated, stream.tokens) == (1, [5, 6, 7, 7, 8])

@@ -10,7 +10,7 @@ from msgspec import structs
 from rich.console import Console
 
 from cluster.cli.dashboard import duration_text, screen
-from cluster.cli.rates import Snapshot, Snapshots, rates
+from cluster.cli.rates import Snapshot, StatusWindow, rates
 from cluster.observe.history import ClusterEvent, Recent, Traffic
 from cluster.policy.scaling.evidence import Decision
 from cluster.policy.slo_attainment import ClassScore, GatewayAttainment, SLOCount
@@ -90,7 +90,7 @@ def test_no_rate_is_negative(one: int, other: int, bytes_one: int, bytes_other: 
 
 
 def test_slo_attainment_covers_the_last_minute() -> None:
-    snapshots = Snapshots()
+    snapshots = StatusWindow()
     for second in range(100):
         snapshots.add(Snapshot(float(second), status(uptime_s=float(second), kept=(second, second // 2))))
     found = snapshots.rates()
@@ -112,7 +112,7 @@ def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
     decision = DecisionRecord(Decision("flip", "decodes wait " * 20, "prefill-3", Role.DECODE), 5.0, "done")
     recent = replace(seen.recent, events=(flip, *refused))
     seen = replace(seen, view=replace(seen.view, workers=tuple(some)), decisions=(decision,), recent=recent)
-    snapshots = Snapshots()
+    snapshots = StatusWindow()
     snapshots.add(Snapshot(0.0, seen))
     snapshots.add(Snapshot(1.0, seen))
     console = Console(width=width, height=24, record=True, file=StringIO())
@@ -135,7 +135,7 @@ def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
 
 
 def test_in_80_columns_a_busy_gateway_shows_its_queue() -> None:
-    snapshots = Snapshots()
+    snapshots = StatusWindow()
     for at_s in (0.0, 1.0):
         seen = status(completed=round(98 * at_s))
         refused = replace(seen.standing, refused=(("waited", round(12 * at_s)),), queued=37)

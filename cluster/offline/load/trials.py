@@ -50,7 +50,7 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrialPlan:
     """What each configuration is sent. `rates`: requests/s; None: the workload's own arrival times. `access`: for
     clusters that are started here."""
 
@@ -107,7 +107,7 @@ def external(given: str, target: Target) -> Configuration:
 
 async def run_trials(
     configurations: Sequence[Configuration],
-    plan: Plan,
+    plan: TrialPlan,
     load: Callable[[Endpoint, int], LoadOptions],
     observer: TrialObserver,
 ) -> tuple[tuple[SeedRun, ...], dict[str, Run]]:
@@ -138,7 +138,7 @@ def load_name(rate: float | None, load: LoadOptions) -> str:
 
 
 @asynccontextmanager
-async def running(configuration: Configuration, plan: Plan) -> AsyncIterator[Endpoint]:
+async def running(configuration: Configuration, plan: TrialPlan) -> AsyncIterator[Endpoint]:
     """The configuration's endpoint for as long as the block lasts. Raises `EndpointError` with its last output."""
     if configuration.target is not None:
         async with open_endpoint(configuration.target) as endpoint:

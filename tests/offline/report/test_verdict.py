@@ -6,7 +6,7 @@ import pytest
 
 from cluster.offline.report import html
 from cluster.offline.report.compared import Compared
-from cluster.offline.report.verdict import verdict
+from cluster.offline.report.html import verdict
 from tests.offline.report.compared_systems import found, systems
 
 
