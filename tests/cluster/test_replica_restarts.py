@@ -23,7 +23,7 @@ from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
-from tests.cluster.local import FAST, cluster, completed, request, split_spec
+from tests.cluster.local import FAST, cluster, completed, generate, request, split_spec
 from tests.cluster.processes import Door, Processes, in_virtual_time
 from workers.build import build_worker
 from workers.config import WorkerConfig
@@ -150,7 +150,7 @@ def test_a_crash_loop_is_seen_in_the_view_the_metrics_and_the_events_and_ends_by
         starts_s = [round(each - began_s) for each in runtime.started_s["decode-0"][1:]]
         assert starts_s == [0, 10, 30, 70, 150], "at once, then later each time"
         assert decode(runtime).state is WorkerState.READY and kinds(runtime)[-1] == "back"
-        assert completed([event async for event in dispatcher(runtime).generate(request("r"))]).transfers
+        assert completed([event async for event in generate(dispatcher(runtime), request("r"))]).transfers
 
     in_virtual_time(told)
 
