@@ -278,7 +278,7 @@ def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
     assert record.load(tmp_path / "record.json") == found
     page.write(tmp_path, found)
     text = (tmp_path / page.PAGE).read_text()
-    assert "## phases-a100" in text and "**ours**" in text and "best static per phase" in text
+    assert "## phases-a100" in text and "**Diptych**" in text and "best static per phase" in text
     if not pictures.missing():
         pictures.draw(tmp_path, found, "png")
         assert (tmp_path / "elastic-phases-a100.png").stat().st_size > 10_000

@@ -134,7 +134,7 @@ def test_the_notes_say_which_pools_scale() -> None:
 
     told = notes("native-autoscaled")
     assert "Pods of prefill, decode follow" in told and "kubectl -n llm logs deploy/release-diptych-autoscaler" in told
-    assert "Pods of decode follow what you write" in notes("native-autoscaled-by-others")
+    assert "Pods of decode follow the scale of their StatefulSets" in notes("native-autoscaled-by-others")
     assert "follow" not in notes("native-autoscaled", "--set", "poolAutoscaling.enabled=false")
 
 
