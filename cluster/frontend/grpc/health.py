@@ -42,11 +42,12 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         while True:
             change = asyncio.ensure_future(self._dispatcher.view_change())  # before the look: nothing falls in between
             try:
+                is_last = self._closing.is_set()  # before the write: the server may close during it
                 status = self._status(request.service)
                 if status != told:
                     await context.write(Response(status=status))
                     told = status
-                if self._closing.is_set():
+                if is_last:
                     return
                 await asyncio.wait((change, closing), return_when=asyncio.FIRST_COMPLETED)
             finally:
