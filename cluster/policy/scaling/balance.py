@@ -98,7 +98,7 @@ class Shares:
         return max(self.ttft, self.tpot + _ALL * max(0.0, self.tpot - 1.0), self.decode_queue)
 
     def __str__(self) -> str:
-        return f"TTFT {self.ttft:.2f}, TPOT {self.tpot:.2f}, decode room {self.decode_queue:.2f} of what keeps promises"
+        return f"TTFT {self.ttft:.2f}, TPOT {self.tpot:.2f}, decode room {self.decode_queue:.2f} of full load"
 
 
 def shares(groups: Sequence[Group], mix: Mix) -> Shares:
