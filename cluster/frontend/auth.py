@@ -1,7 +1,7 @@
-"""Who may speak to a gateway, and for which tenant: its certificate, the authorities of clients, and the API keys.
+"""Authentication: a gateway's certificate, the client authorities, and the API keys with their tenants.
 
-Knows files and the words of a header; knows no server. Files are looked at when somebody comes, at most once in
-`LOOK_S`: changed files are read again; an unusable one is logged once, and the previous contents stay in use.
+Knows files and a header; knows no server. Files are checked on use, at most once in `LOOK_S`. Changed files are read
+again; an unusable one is logged once, and the previous contents stay in use.
 """
 
 import hashlib
@@ -50,16 +50,16 @@ class Tls:
 
 
 class Guard:
-    """Of one gateway, shared by its servers. Raises `SpecError` when a file cannot be used."""
+    """The authentication of one gateway, shared by its servers. Raises `SpecError` when a file cannot be used."""
 
     def __init__(self, spec: GatewaySpec, clock: Callable[[], float] = time.monotonic) -> None:
         self._tls = self._keys = None
         if spec.tls_cert_file is not None and spec.tls_key_file is not None:
             files = [path for path in (spec.tls_cert_file, spec.tls_key_file, spec.tls_client_ca_file) if path]
-            self._tls = Watched(files, lambda: load_tls(*files), clock)
+            self._tls = ReloadedFiles(files, lambda: load_tls(*files), clock)
         if spec.api_keys_file is not None:
             file = spec.api_keys_file
-            self._keys = Watched([file], lambda: digested(read_keys(file)), clock)
+            self._keys = ReloadedFiles([file], lambda: digested(read_keys(file)), clock)
 
     @property
     def tls(self) -> Tls | None:
@@ -100,8 +100,8 @@ class Guard:
         return tenant
 
 
-class Watched(Generic[T]):
-    """What files hold, read again when they change. Safe from any thread."""
+class ReloadedFiles(Generic[T]):
+    """The parsed content of files, reloaded when they change. Thread-safe."""
 
     def __init__(self, paths: Sequence[str], load: Callable[[], T], clock: Callable[[], float]) -> None:
         self._paths = paths
@@ -178,7 +178,7 @@ def _ask_clients(context: ssl.SSLContext, client_ca: bytes, path: str) -> None:
         right = "give a PEM file with the certificates of authorities"
         raise SpecError(f"gateway.tls_client_ca_file: {path} has no certificate; {right}") from None
     context.verify_mode = ssl.CERT_REQUIRED
-    # Who takes a session up again is not asked for a certificate: there is none to take up.
+    # A resumed session would skip the client certificate, so none can be resumed.
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
 

@@ -24,7 +24,7 @@ from typing import Any
 from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.output_collector import RequestOutputCollector
-from cluster.frontend.parallel_sampling import Answer, give_out, one_end, siblings
+from cluster.frontend.parallel_sampling import ChildRequest, child_requests, give_out, one_end
 from cluster.frontend.preprocessing import LARGE_BYTES, Here, Preprocessing
 from cluster.frontend.text import (
     EncodedPrompt,
@@ -267,20 +267,20 @@ class Gateway:
         sampling = request.sampling
         ranked = sampling.num_answers > sampling.n
         answers = [
-            Answer(
+            ChildRequest(
                 index,
                 each,
                 request.id,
                 self._text_stream(each.sampling, index),
                 RequestOutputCollector() if ranked else output,
             )
-            for index, each in enumerate(siblings(request))
+            for index, each in enumerate(child_requests(request))
         ]
         try:
             async with asyncio.TaskGroup() as group:
                 for answer in answers:
                     group.create_task(self._follow(answer, arrived_ns, left_s))
-            best = sorted(answers, key=Answer.by_rank)[: sampling.n] if ranked else answers
+            best = sorted(answers, key=ChildRequest.by_rank)[: sampling.n] if ranked else answers
             if ranked:
                 give_out(best, answers[0].prompt_logprobs, sampling, output)
             output.put(one_end(answers, best, ranked))
@@ -292,7 +292,7 @@ class Gateway:
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
         return TextStream(detokenizer, sampling, index)
 
-    async def _follow(self, answer: Answer, arrived_ns: int, deadline_s: float | None) -> None:
+    async def _follow(self, answer: ChildRequest, arrived_ns: int, deadline_s: float | None) -> None:
         dispatcher = self._context.dispatcher
 
         def take(event: Event) -> None:

@@ -1,6 +1,6 @@
 """A request for several answers as requests of one answer each, and their ends as one end again.
 
-Pure but for the outboxes that it fills; knows no dispatcher and no server.
+Pure but for the output collectors that it fills; knows no dispatcher and no server.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from workers.request import FinishReason, Request, SamplingParams, TokenLogprobs
 Logprobs = tuple[TokenLogprobs, ...]
 
 
-def siblings(request: Request) -> tuple[Request, ...]:
+def child_requests(request: Request) -> tuple[Request, ...]:
     """The requests of one answer each that make this one; a request for one answer is its own.
 
     Answer 0 has the request's own seed, so it is what a request for one answer gives.
@@ -49,14 +49,14 @@ def answer_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
 
 
-class Answer:
-    """One answer: its request, and what became of it. Owned by the request's pump."""
+class ChildRequest:
+    """The request of one answer, and what became of it. Owned by the parent request's pump."""
 
     def __init__(
-        self, index: int, request: Request, shown_id: str, text: TextStream, outbox: RequestOutputCollector
+        self, index: int, request: Request, shown_id: str, text: TextStream, output: RequestOutputCollector
     ) -> None:
         self.request = request
-        self.outbox = outbox
+        self.output = output
         self.end: Completed | None = None
         self.prompt_logprobs: Logprobs = ()
         self._index = index
@@ -79,40 +79,40 @@ class Answer:
     def take(self, event: Event) -> None:
         match event:
             case Accepted() | Queued():
-                self.outbox.put(replace(event, request_id=self._shown_id, index=self._index))
+                self.output.put(replace(event, request_id=self._shown_id, index=self._index))
             case Delta():
                 delta = self._text.push(event)
                 if delta is not None:
                     self._logprob += sum(each.chosen for each in delta.logprobs)
                     self.prompt_logprobs += delta.prompt_logprobs
-                    self.outbox.put(delta)
+                    self.output.put(delta)
             case Completed():
                 rest = self._text.flush()
                 if rest is not None:
-                    self.outbox.put(rest)
+                    self.output.put(rest)
                 if self.stopped:  # the last tokens may have been on their way when `finish` was called
                     event = replace(event, finish=FinishReason.STOP, completion_tokens=self._text.num_tokens)
                 self.end = event
-                self.outbox.put(TextEnd(event.finish, self._index))
+                self.output.put(TextEnd(event.finish, self._index))
 
 
 def give_out(
-    best: Sequence[Answer], prompt_logprobs: Logprobs, sampling: SamplingParams, outbox: RequestOutputCollector
+    best: Sequence[ChildRequest], prompt_logprobs: Logprobs, sampling: SamplingParams, output: RequestOutputCollector
 ) -> None:
     """What the best answers held back, under their rank."""
     if prompt_logprobs:
-        outbox.put(TextDelta("", (), 0, prompt_logprobs=prompt_logprobs))
+        output.put(TextDelta("", (), 0, prompt_logprobs=prompt_logprobs))
     for rank, answer in enumerate(best):
-        for event in answer.outbox.clear():
+        for event in answer.output.clear():
             if isinstance(event, TextDelta):
                 shown = event.logprobs if sampling.logprobs is not None else ()
                 event = replace(event, index=rank, logprobs=shown, prompt_logprobs=())
             elif isinstance(event, Accepted | Queued | TextEnd):
                 event = replace(event, index=rank)
-            outbox.put(event)
+            output.put(event)
 
 
-def one_end(made: Sequence[Answer], best: Sequence[Answer], ranked: bool) -> Completed:
+def one_end(made: Sequence[ChildRequest], best: Sequence[ChildRequest], ranked: bool) -> Completed:
     """The end of the request, from the ends of all its answers."""
     ends = [answer.end for answer in made if answer.end is not None]
     assert len(ends) == len(made), "every answer of a request that did not fail has an end"

@@ -1,4 +1,4 @@
-"""What a client shows and trusts where a gateway is guarded. Free of grpc, so that the command line can make one."""
+"""A client's credentials, and the authorities it trusts. Free of grpc, so that the command line can use it."""
 
 import os
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ KEY_VARIABLE = "DIPTYCH_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`ca_file`: authorities that may have signed the gateway's certificate; None: those that everybody trusts.
+    """`ca_file`: authorities that may have signed the gateway's certificate; None: the system's.
 
-    `cert_file` and `key_file`: the client's own certificate and its key. `api_key`: None is DIPTYCH_API_KEY of the
-    environment, if it is there; empty is none.
+    `cert_file` and `key_file`: the client's own certificate and its key. `api_key`: None: DIPTYCH_API_KEY of the
+    environment, if it is set; empty: no key.
     """
 
     ca_file: str | Path | None = None

@@ -1,7 +1,7 @@
 """The client for programs with an event loop: a running cluster over gRPC. Every failed call is one `DiptychError`.
 
-At `grpcs://HOST:PORT` it speaks TLS; `access=Access(ca_file=..., api_key=...)` says whom it trusts and what it shows.
-With `retry=Retry()` a call that may work later is tried again, and a stream that broke goes on where it was.
+`grpcs://HOST:PORT` uses TLS; `access=Access(ca_file=..., api_key=...)` has the CA and the key. With `retry=Retry()` a
+call that may work later is retried, and a broken stream continues where it was.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ from diptych.wire import INFERENCE
 class AsyncClient:
     """One connection. Make it inside a running event loop and close it, best with `async with`.
 
-    `retry` is for requests and for what only looks; changes of the cluster are never tried twice. None: every failure
-    is told at once. A request that is tried again has `.1`, `.2`, ... behind its id; Accepted tells it.
+    `retry` applies to requests and read-only calls; changes of the cluster are never retried. None: every failure is
+    raised at once. A retried request has `.1`, `.2`, ... appended to its id; Accepted has the new id.
 
     `access` is for guarded gateways; None: the system's authorities, and the key of DIPTYCH_API_KEY if there is one.
     `interceptors`: gRPC's, around every call, such as those by which OpenTelemetry passes a trace on.
@@ -67,7 +67,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what still runs on this connection."""
+        """Cancel what still runs on this connection."""
         await self._channel.close()
 
     def generate(
@@ -131,13 +131,13 @@ class AsyncClient:
                 await asyncio.sleep(tries.wait_s(failure, _now_s()))
 
     async def cancel(self, request_id: str) -> bool:
-        """End a request by its id. False: no such request ran in that gateway."""
+        """Cancel a request by its id. False: no such request ran in that gateway."""
         with self._errors():
             answer = await self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id))
         return bool(answer.was_running)
 
     async def status(self, *, audit: bool = False, timeout_s: float = 10.0) -> ClusterStatus:
-        """One look at the cluster. `audit`: every worker proves that each of its KV blocks is accounted for."""
+        """The state of the cluster. `audit`: every worker checks that each of its KV blocks is accounted for."""
         request = admin_pb2.GetClusterRequest(audit=audit)
         message = await self._look(lambda left_s: self._admin.GetCluster(request, timeout=left_s), timeout_s)
         return ClusterStatus.read(message)
@@ -151,7 +151,7 @@ class AsyncClient:
     async def trace(
         self, *, last_s: float | None = None, begin_unix_ns: int = 0, end_unix_ns: int = 0, timeout_s: float = 60.0
     ) -> tuple[str, Window]:
-        """The name of the gateway, and what it remembers of the last seconds, or from one time to another (0: to now).
+        """The name of the gateway and its history: of the last seconds, or from one time to another (0: until now).
 
         Times in it are nanoseconds of the time of day, by the gateway's clock.
         """
@@ -164,9 +164,9 @@ class AsyncClient:
         return pages[0].gateway, window_from(pages)
 
     async def flip(self, worker: str, role: Role, *, revision: int = 0, timeout_s: float = 90.0) -> int:
-        """Give a ready worker another role, while what runs there goes on. Answers the cluster's new revision.
+        """Give a ready worker another role; what runs there continues. Returns the cluster's new revision.
 
-        `revision`, in all changes: that of the view they rest on; ABORTED when the cluster has changed since. 0: any.
+        `revision`, in all changes: the one the caller has seen; ABORTED if the cluster has changed since. 0: any.
         Other errors: NOT_FOUND, FAILED_PRECONDITION with the reason.
         """
         request = admin_pb2.FlipWorkerRequest(worker=worker, role=ROLE.encode(role), expected_revision=revision)
@@ -176,7 +176,7 @@ class AsyncClient:
     async def drain(
         self, worker: str, *, deadline_s: float | None = None, revision: int = 0, timeout_s: float = 90.0
     ) -> int:
-        """Let a worker go: it takes no new work and ends once it is empty, or at the deadline. Does not wait for it."""
+        """Drain a worker: it takes no new work and stops once it is empty, or at the deadline. Does not wait for it."""
         request = admin_pb2.DrainWorkerRequest(worker=worker, expected_revision=revision)
         if deadline_s is not None:
             request.deadline.CopyFrom(duration_of(deadline_s))
@@ -184,7 +184,7 @@ class AsyncClient:
             return int((await self._admin.DrainWorker(request, timeout=timeout_s)).revision)
 
     async def scale(self, pool: str, replicas: int, *, revision: int = 0, timeout_s: float = 90.0) -> int:
-        """Let a pool have so many workers: new ones start, or those with the least work drain. Waits for neither."""
+        """Set a pool's number of workers: new ones start, or those with the least work drain. Waits for neither."""
         request = admin_pb2.ScalePoolRequest(pool=pool, replicas=replicas, expected_revision=revision)
         with self._errors():
             return int((await self._admin.ScalePool(request, timeout=timeout_s)).revision)
@@ -211,7 +211,7 @@ class AsyncClient:
         raise DiptychError("UNAVAILABLE", f"{self.endpoint} is shutting down")
 
     async def _shake_hands(self, request: health_pb2.HealthCheckRequest) -> None:
-        """A call without patience: where no handshake comes about now, none will by waiting. Raises `DiptychError`."""
+        """Fail at once if the TLS handshake fails, since waiting cannot fix that. Raises `DiptychError`."""
         try:
             with self._errors():
                 await self._health.Check(request)
@@ -225,9 +225,9 @@ class AsyncClient:
         tries, received = self._tries(timeout_s), Received()
         name = request.request_id or made_id()
         if self._retry is not None and not request.sampling.HasField("seed"):
-            request.sampling.seed = secrets.randbits(64)  # the same answer each time
+            request.sampling.seed = secrets.randbits(64)  # so that every try gives the same answer
         for number in itertools.count():
-            if number:  # workers may still be letting go of the one before
+            if number:  # workers may still hold the previous try
                 request.request_id = f"{name[:120]}.{number}"
             accepted = ""
             received.begin()
@@ -252,12 +252,12 @@ class AsyncClient:
                     await self._end(accepted)
 
     async def _end(self, request_id: str) -> None:
-        """End what may still run of a broken stream. A gateway that cannot be reached will notice by itself."""
+        """Cancel what may still run of a broken stream. An unreachable gateway notices by itself."""
         with suppress(DiptychError), self._errors():
             await self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=5.0)
 
     async def _look(self, call: Callable[[float | None], Awaitable[Any]], timeout_s: float) -> Any:
-        """The answer to a call that changes nothing."""
+        """The answer to a read-only call, retried."""
         tries = self._tries(timeout_s)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Connections to a gateway: plain or TLS, as its address says, and with an API key on every call where there is one."""
+"""Connections to a gateway: plain or TLS by its address, with the API key on every call if there is one."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ PLAIN, SECURE = "grpc://", "grpcs://"
 
 
 class Keyed:
-    """A channel whose calls carry a key. It has the two kinds of calls that our services are made of."""
+    """A channel whose calls carry a key; for the two kinds of calls that our services have."""
 
     def __init__(self, channel: grpc.aio.Channel, key: str) -> None:
         self._channel = channel

@@ -9,7 +9,7 @@ from diptych.errors import DiptychError
 PHASES = (
     "admission",  # decoding and checking the request in the gateway
     "route",  # the policy's choice, and waiting for a worker to choose, or for its turn
-    "reserve",  # until the decode worker promised its blocks
+    "reserve",  # until the decode worker has reserved its blocks
     "prefill_queue",  # in the prefill worker, before the first step
     "prefill_compute",  # first step to first token
     "prefill_wire",  # the rest of the prefill call: calls, pickling, event loops
@@ -76,7 +76,7 @@ class TransferReport:
 class Queued:
     """No worker has room for it yet: it waits in the gateway, behind `position` others. Seconds are predictions.
 
-    Its turn comes in `predicted_start_s`; its first token `predicted_ttft_s` after it arrived. This is no promise yet.
+    Its turn comes in `predicted_start_s`; its first token `predicted_ttft_s` after it arrived. Neither is guaranteed.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Workers are chosen and the decode side has promised its blocks. Sent again after a recovery (attempt > 0).
+    """Workers are chosen and the decode worker has reserved its blocks. Sent again after a recovery (attempt > 0).
 
     The first token is predicted from the request's arrival; None: nothing is known yet. `index` tells several answers
     of one request apart.
@@ -157,7 +157,7 @@ class AnswerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The end. `transfers` has one report for each hand-off (none when colocated, several after recoveries or moves);
+    """The end. `transfers` has one report for each KV handoff (none when colocated, several after recoveries or moves);
     `decode_workers` are those of the last attempt: the one that was accepted, then those that it moved to.
 
     Of several answers, `answers` has each one's end, by index; the rest then speaks of all that were made: tokens are

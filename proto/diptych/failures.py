@@ -1,4 +1,4 @@
-"""A failed call's gRPC status as the client's error: the other side of `statuses`."""
+"""A failed call's gRPC status as a `DiptychError`; `cluster.frontend.grpc.statuses` makes the statuses."""
 
 import re
 
@@ -10,7 +10,7 @@ from diptych.codec import seconds
 from diptych.errors import NO_HANDSHAKE, DiptychError
 from diptych.wire import MAX_REQUEST_BYTES
 
-# What grpc says of a handshake that failed, and what it means for whoever asked. Waiting mends none of them.
+# What grpc reports for a failed handshake, and what the caller should do. Waiting fixes none of them.
 HANDSHAKES = (
     ("CERTIFICATE_VERIFY_FAILED: ([^:]*)", "the certificate of {0} is not trusted ({1}); give the CA that signed it"),
     ("(Hostname Verification)", "the certificate of {0} is for another host; ask by a name that stands in it"),
@@ -42,7 +42,7 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
     if status is not None:
         return error_from(status)
     details = failure.details() or "no details"
-    if failure.code() is grpc.StatusCode.CANCELLED:  # by no word of ours: a server or a proxy that ends drops its calls
+    if failure.code() is grpc.StatusCode.CANCELLED:  # not by us: a server or a proxy that ends drops its calls
         return DiptychError("UNAVAILABLE", f"{endpoint} dropped the call ({details}); it may be ending")
     if "larger than max" in details:
         rule = f"a request has at most {MAX_REQUEST_BYTES >> 20} MiB; send a shorter prompt, or a batch in parts"

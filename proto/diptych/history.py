@@ -1,4 +1,4 @@
-"""What a gateway remembers of the last while: how requests went, and what happened beside them. Pure."""
+"""A gateway's history: recent requests, cluster events, worker loads and traffic. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -7,10 +7,10 @@ from diptych.events import LatencyLedger
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """How one request went. Nanoseconds of the gateway's clock.
+    """One request. Nanoseconds of the gateway's clock.
 
-    The ledger goes to its last lap; behind it come `open_ns` in `phase` (as an attempt names it), up to the end or,
-    where `outcome` is empty, up to now. `moves`: when its decode moved, and to whom.
+    After the ledger come `open_ns` in `phase` (as an attempt names it), up to the end or, while `outcome` is empty, up
+    to now. `moves`: when its decode migrated, and to which worker.
     """
 
     request_id: str
@@ -38,7 +38,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """Something beside the ordinary: a flip, a move, a prompt placed anew, a refusal, a worker that is gone."""
+    """A flip, a migration, a replaced attempt, a refusal, a worker that was lost, ..."""
 
     at_ns: int
     kind: str  # "flip", "move", "anew", "refused", "lost", "left", "back" or "crash loop"
@@ -49,7 +49,7 @@ class ClusterEvent:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One worker at one moment."""
+    """The load of one worker at one moment."""
 
     at_ns: int
     worker: str
@@ -61,7 +61,7 @@ class Load:
 
 @dataclass(slots=True)
 class Traffic:
-    """What went through one worker since this gateway began, and what changed there last, `changed_ns` ago.
+    """The traffic of one worker since this gateway started, and its last change, `changed_ns` ago.
 
     Prompts are counted where they were computed, with the tokens of them that were cached; transfers at their reader.
     """
@@ -79,7 +79,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """For who looks every second: counters by worker, and the latest happenings with how many seconds ago they were."""
+    """For live views: traffic by worker, and the latest events with their ages in seconds."""
 
     uptime_s: float = 0.0
     traffic: tuple[tuple[str, Traffic], ...] = ()
@@ -88,9 +88,9 @@ class Recent:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is known of a stretch of time; trails by their end, those under way last.
+    """The history of an interval; traces in the order of their ends, running requests last.
 
-    `whole_ns`: what was up to then may be missing, and nothing behind it; 0: nothing at all is missing.
+    `whole_ns`: nothing after it is missing; 0: nothing at all is missing.
     """
 
     traces: tuple[RequestTrace, ...] = ()

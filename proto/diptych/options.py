@@ -1,4 +1,4 @@
-"""What a caller may say about a request. Pure; what is left out is the server's choice."""
+"""The options of a request. Pure; the server chooses those left out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class BatchOptions(SamplingOptions, total=False):
-    """What a caller may say about a batch; see `AsyncClient.batch`."""
+    """Options of a batch; see `AsyncClient.batch`."""
 
     model: str
     slo: SLO | None
@@ -61,7 +61,7 @@ class BatchOptions(SamplingOptions, total=False):
 
 
 class RequestOptions(BatchOptions, total=False):
-    """What a caller may say about a request; see `AsyncClient.generate`."""
+    """Options of a request; see `AsyncClient.generate`."""
 
     request_id: str
     session: str

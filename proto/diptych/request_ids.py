@@ -1,4 +1,4 @@
-"""Ids of requests: which can be used, and one for a request whose client gave none."""
+"""Request ids: which characters they may have, and new ones."""
 
 import secrets
 
@@ -6,10 +6,10 @@ LONGEST_ID = 128
 
 
 def is_usable(letter: str) -> bool:
-    """Whether an id may have it."""
+    """Whether an id may contain this character."""
     return " " < letter <= "~" and letter not in "/#"
 
 
 def made_id() -> str:
-    """One that nobody has."""
+    """A new, unique id."""
     return f"req-{secrets.token_hex(8)}"

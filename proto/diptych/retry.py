@@ -1,7 +1,7 @@
-"""Trying again: when, how long to wait, and how a stream that broke goes on without a lost or doubled token.
+"""Retries: when, after which wait, and how a broken stream continues without a lost or repeated token.
 
-An answer follows from its prompt, its sampling and its seed, so a stream that breaks is asked for anew, from its
-beginning, and what the caller has is compared and left out. Knows no wire and no clock.
+Prompt, sampling and seed determine an answer, so a broken stream is requested again from its beginning; what the caller
+already has is compared and skipped. Knows no wire and no clock.
 """
 
 import random
@@ -13,10 +13,10 @@ from diptych.events import TextDelta
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """For how long a client goes on trying after the first failure in a row, and how long it waits between two tries.
+    """How long a client retries after the first of consecutive failures, and how long it waits between tries.
 
-    Waits double from `wait_s` to `most_wait_s`, each shortened by chance, so that clients do not come back all at once.
-    When the server says how long to wait, that is the least.
+    Waits double from `wait_s` to `most_wait_s`, with jitter, so that clients do not return all at once. They are at
+    least as long as the server asks for.
     """
 
     patience_s: float = 60.0
@@ -51,8 +51,8 @@ class Tries:
         if retry is None or not may_pass(failure):
             raise failure
         self._failed, self._failing_since_s = self._failed + 1, since_s
-        drawn_s = min(retry.most_wait_s, retry.wait_s * 2.0 ** min(self._failed - 1, 30)) * random.uniform(0.5, 1.0)
-        wait_s = max(drawn_s, failure.retry_after_s or 0.0)
+        jittered_s = min(retry.most_wait_s, retry.wait_s * 2.0 ** min(self._failed - 1, 30)) * random.uniform(0.5, 1.0)
+        wait_s = max(jittered_s, failure.retry_after_s or 0.0)
         ends_s = since_s + retry.patience_s
         if now_s + wait_s > (ends_s if self._deadline_s is None else min(ends_s, self._deadline_s)):
             raise failure

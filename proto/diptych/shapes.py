@@ -39,7 +39,7 @@ class Shape:
 class Timings:
     """Of equal steps: the device's seconds for each, and the worker's for all of them, preparation included.
 
-    `call_s`: how much longer it took for who asked, there and back.
+    `call_s`: the round trip of the call, on top of that.
     """
 
     seconds: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""How one gateway has kept its promises since it began. Pure."""
+"""SLO attainment and prediction quality of one gateway since it started. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class SLOCount:
-    """Promises of one kind: those that are settled, and those of them that were kept."""
+    """SLOs of one kind: those whose outcome is known, and those of them that were met (`kept`)."""
 
     settled: int = 0
     kept: int = 0
@@ -42,7 +42,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class ClassScore:
-    """One SLO class. `both`: requests with both promises, of which both are settled. Errors None: no prediction yet."""
+    """One SLO class. `both`: requests with both SLOs, both settled. Errors None: no prediction yet."""
 
     name: str
     requests: int
@@ -55,7 +55,7 @@ class ClassScore:
 
 @dataclass(frozen=True, slots=True)
 class SLOAttainment:
-    """`outcomes` and `refused` (by reason) are counts of requests; `queued` wait in the gateway for their turn."""
+    """`outcomes` and `refused` (by reason) are counts of requests; `queued` requests wait in the gateway."""
 
     classes: tuple[ClassScore, ...] = ()
     outcomes: tuple[tuple[str, int], ...] = ()

@@ -1,4 +1,4 @@
-"""An immutable picture of the cluster: who is there, how they are doing, what was decided lately. Pure."""
+"""An immutable view of the cluster: workers, pools, links, gateways, recent decisions. Pure."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -79,7 +79,7 @@ NO_PULLS = Pulls()
 
 
 class WorkerStats(Struct, frozen=True, gc=False):
-    """`queued_tokens`: prompt tokens still to compute. `reserved`: decode slots promised whose KV is not here yet.
+    """`queued_tokens`: prompt tokens still to compute. `reserved`: decode slots whose KV has not arrived.
 
     free + used (sequences, leases and quarantine together) = total blocks; `cached_blocks` is the part of `free`
     that still holds a reusable prefix.
@@ -162,7 +162,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A pool: the role its workers begin with, how many there shall be, and how few and many it may have by itself."""
+    """A pool: the role its workers begin with, how many there shall be, and the bounds of scaling."""
 
     name: str
     role: Role

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.frontend.auth import LOOK_S, Guard, KeyRefused, TenantRefused, Watched, digested, read_keys
+from cluster.frontend.auth import LOOK_S, Guard, KeyRefused, ReloadedFiles, TenantRefused, digested, read_keys
 from cluster.spec import GatewaySpec, SpecError
 
 KEYS = ("one-key-of-many-letters", "another.key~with+signs/and==")
@@ -92,7 +92,7 @@ def test_a_file_is_looked_at_once_in_a_while_and_told_once(tmp_path: Path, caplo
             raise SpecError("it is bad")
         return text
 
-    watched = Watched([str(path)], load, lambda: now[0])
+    watched = ReloadedFiles([str(path)], load, lambda: now[0])
     path.write_text("second, longer")
     assert watched.current() == "first", "too soon to look"
     now[0] += LOOK_S
@@ -113,7 +113,7 @@ def test_another_file_behind_a_link_is_another(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     link = tmp_path / "file"
     link.symlink_to("old")
-    watched = Watched([str(link)], link.read_text, lambda: now[0])
+    watched = ReloadedFiles([str(link)], link.read_text, lambda: now[0])
     (tmp_path / "turned").symlink_to("new")
     (tmp_path / "turned").replace(link)
     now[0] += LOOK_S
