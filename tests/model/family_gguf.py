@@ -116,7 +116,7 @@ def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _rope_factors(folder: Path, rope: dict[str, Any]) -> dict[str, list[float]]:
-    """What the file says about frequencies in tensors: how much each is divided."""
+    """The divisors of frequencies that the file has as tensors."""
     if rope.get("rope_type") == "longrope":
         return {f"rope_factors_{length}": rope[f"{length}_factor"] for length in ("long", "short")}
     if rope.get("rope_type") != "llama3":

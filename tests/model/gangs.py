@@ -1,4 +1,4 @@
-"""A gang in one process for tests: every rank a thread, met over a store in memory."""
+"""A gang in one process for tests: each rank is a thread, and they meet over a store in memory."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ TIMEOUT_S = 30.0
 
 
 def on_all_ranks(parallel: ParallelConfig, act: Act[T], timeout_s: float = TIMEOUT_S) -> list[T]:
-    """What `act` answers on each rank; its groups are closed when it has. Raises what the first failed rank did."""
+    """The results of `act` on each rank; closes its groups. Raises the first failed rank's error."""
     store = HashStore()
 
     def rank(number: int) -> T:
@@ -46,7 +46,7 @@ def run_stage(
     tables: list[list[int]],
     steps: list[list[tuple[int, int]]],
 ) -> list[Tensor | None]:
-    """As `paging.run_chunks` on one rank of a gang: each step's logits [tokens, vocab] where they come to be."""
+    """As `paging.run_chunks` on one rank of a gang: each step's logits [tokens, vocab], on the rank that has them."""
     done = [0] * len(prompts)
     answers: list[Tensor | None] = []
     for step in steps:

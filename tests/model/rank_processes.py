@@ -1,4 +1,4 @@
-"""Ranks of a gang as processes of this machine, for tests: without Ray, and with something happening at a set moment.
+"""Ranks of a gang as processes of this machine, for tests: without Ray, and with a failure at a given moment.
 
 They fork from a server that has loaded torch, so that a rank starts in milliseconds.
 """
@@ -27,7 +27,7 @@ STEP = 1  # the plan in which something happens "in a step"
 
 @dataclass(frozen=True)
 class Fate:
-    """What one rank's process does to itself, and when."""
+    """A signal that one rank's process sends itself at a given moment."""
 
     rank: int
     moment: str
@@ -127,7 +127,7 @@ def lead(config: Any, folder: ModelFolder, pipe: Any, block_in_a_step: bool) -> 
             return [asyncio.get_running_loop().create_future() for _ in orders]
 
         async def end(self) -> None:
-            """Whoever runs them ends them."""
+            """The owner of the pipe ends them."""
 
     def stopped(*_: object) -> Any:
         signal.pause()

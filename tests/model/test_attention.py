@@ -77,7 +77,7 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
     generator = torch.Generator().manual_seed(case.seed)
     tables = scattered_tables(case.contexts, BLOCKS, case.block_size, random.Random(case.seed))
     shape = (BLOCKS, case.kv_heads, 2, 2, case.block_size, case.head_dim)
-    pool = torch.full(shape, torch.nan)  # what others own never matters
+    pool = torch.full(shape, torch.nan)  # other blocks must not matter
     own = [block for table in tables for block in table]
     pool[own] = torch.randn(len(own), *shape[1:], generator=generator)
     tokens = sum(case.queries)
@@ -171,7 +171,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st.DataObject, seed: int) -> None:
-    """Bit for bit: the prompt alone and whole, against its chunks beside strangers, on one thread and on two."""
+    """Bit for bit: the whole prompt alone, against its chunks in batches with others, on one thread and on two."""
     assert backend.batch_invariant
     length = data.draw(st.sampled_from([5, 40, 130, 300]))
     group, window, softcap = data.draw(st.tuples(st.sampled_from([1, 3]), st.sampled_from([0, 17]), st.just(0.0)))

@@ -1,4 +1,4 @@
-"""Nobody reads KV, or writes where it was, before the device has done what it was given."""
+"""KV is not read, and its blocks are not overwritten, before the device has finished."""
 
 import asyncio
 import queue
@@ -22,7 +22,7 @@ DEADLINE_S = 8.0
 
 
 class Pending:
-    """An event that the device has not passed until it is told so."""
+    """An event that the device passes only when the test says so."""
 
     def __init__(self, device: "SlowDevice") -> None:
         self._device = device
@@ -30,7 +30,7 @@ class Pending:
 
     def synchronize(self) -> None:
         self._device.waited_for.put(self)
-        assert self._passed.wait(DEADLINE_S), "nobody let the device pass this event"
+        assert self._passed.wait(DEADLINE_S), "the test did not let the device pass this event"
 
     def finish(self) -> None:
         self._passed.set()
@@ -115,16 +115,16 @@ def test_a_cpu_has_nothing_to_wait_for() -> None:
 
 
 def test_a_gpus_mark_is_an_event_on_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[object] = []
+    calls: list[object] = []
 
     class Event:
         def __init__(self, blocking: bool) -> None:
-            said.append(("made", blocking))
+            calls.append(("made", blocking))
 
         def record(self, stream: object) -> None:
-            said.append(("recorded on", stream))
+            calls.append(("recorded on", stream))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     assert isinstance(mark_on(torch.device("cuda", 1))(), Event)
-    assert said == [("made", True), ("recorded on", "the stream of cuda:1")]
+    assert calls == [("made", True), ("recorded on", "the stream of cuda:1")]

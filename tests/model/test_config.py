@@ -1,4 +1,4 @@
-"""What a model folder says is understood as it was meant, or refused with the file, the field and what would do."""
+"""A model folder is read correctly, or refused with the file, the field and what is supported."""
 
 import json
 from pathlib import Path

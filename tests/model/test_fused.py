@@ -77,7 +77,7 @@ def test_what_is_not_finite_stays_in_its_row(bad: float) -> None:
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     if os.environ.get(SWITCH) == "0":
-        pytest.skip("torch promises nothing")
+        pytest.skip("torch does not guarantee it")
     x = numbers(300, 2 * 577, seed=0)
     weight = numbers(2 * 577, seed=1)
     for call in (lambda x: rms_norm(x, weight, 1e-5), lambda x: gated(x, SILU), lambda x: gated(x, GELU_TANH)):

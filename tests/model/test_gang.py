@@ -1,4 +1,4 @@
-"""A gang answers as one rank does, says which rank failed and why, and leaves nothing behind."""
+"""A gang gives the results of one rank, reports which rank failed and why, and leaves nothing behind."""
 
 import asyncio
 import gc
@@ -63,7 +63,7 @@ async def open_tasks(folder: ModelFolder, tensor: int, pipeline: int, **engine: 
 
 
 def plans() -> list[StepPlan]:
-    """A prompt in two chunks, scored, beside another; then a decode of both."""
+    """A scored prompt in two chunks, with another prompt; then a decode of both."""
     first = Chunk("a/0", PROMPT[:9], 0, BLOCKS[:2], None, targets=PROMPT[1:10], num_top=1)
     rest = Chunk("a/0", PROMPT[9:], 9, BLOCKS, Draw(SCORED, 0, 21), targets=PROMPT[10:], num_top=1)
     other = Chunk("b/0", PROMPT[5:12], 0, (7,), Draw(replace(SCORED, temperature=0.9, seed=5), 5, 7))
@@ -106,17 +106,17 @@ async def test_a_gang_gives_the_results_of_one_rank(nine_heads: ModelFolder, ten
     await solo.close()
 
 
-async def test_a_setting_that_the_model_cannot_fill_is_refused_before_anything_starts(nine_heads: ModelFolder) -> None:
-    class Nobody:
+async def test_a_model_too_small_for_the_ranks_is_refused_before_any_rank_starts(nine_heads: ModelFolder) -> None:
+    class NoRanks:
         def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
             raise AssertionError("ranks were started")
 
         async def end(self) -> None:
-            """There is nobody."""
+            """There are no ranks."""
 
     for tensor, pipeline, reason in ((1, 4, "3 layers"), (10, 1, "9 attention heads")):
         with pytest.raises(ModelError, match=reason):
-            await open_gang(config(tensor, pipeline), nine_heads, "w-1", Nobody())
+            await open_gang(config(tensor, pipeline), nine_heads, "w-1", NoRanks())
 
 
 async def test_a_rank_that_cannot_open_is_named_and_nothing_is_left(nine_heads: ModelFolder, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
     await asyncio.sleep(0)
     assert not unseen
     ended_s = loop.time()
-    while (left := traces() - before) and loop.time() - ended_s < SOON_S:  # for a lost gang's ranks nobody waits
+    while (left := traces() - before) and loop.time() - ended_s < SOON_S:  # the ranks of a lost gang may exit later
         gc.collect()
         await asyncio.sleep(0.02)
     assert not left
@@ -203,7 +203,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is noticed sooner than in earnest."""
+    """Shorter timeouts than in production."""
     monkeypatch.setattr(gang_module, "JOIN_TIMEOUT_S", 2.0)
     monkeypatch.setattr(gang_module, "GREET_TIMEOUT_S", 2.0)
     monkeypatch.setattr(remote_rank, "OPEN_SILENT_S", 2.0)
@@ -225,7 +225,7 @@ def an_order() -> PullOrder:
 async def test_a_rank_process_may_die_at_any_moment(
     nine_heads: ModelFolder, impatient: None, moment: str, how: signal.Signals
 ) -> None:
-    """The leader learns of it, every call fails with one line that names a rank, and all processes end."""
+    """The leader notices, every call fails with one line that names a rank, and all processes end."""
     launcher = ProcessRanks(nine_heads, Fate(2, moment, how))
     shape = (3, 1) if how == signal.SIGKILL else (1, 3)
     during_opening = moment in MOMENTS[: MOMENTS.index("in a step")]
@@ -254,7 +254,7 @@ async def test_a_rank_process_may_die_at_any_moment(
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (1, 3)], ids=str)
-async def test_a_rank_that_raises_in_a_step_leaves_nobody_waiting(
+async def test_a_rank_that_raises_in_a_step_wakes_the_others(
     nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     compute = rank_module.compute
@@ -275,7 +275,7 @@ async def test_a_rank_that_raises_in_a_step_leaves_nobody_waiting(
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=str)
-async def test_beats_tell_whether_a_step_gets_on_and_one_rank_that_hangs_stops_all(
+async def test_ticks_grow_while_a_step_makes_progress_and_stop_when_a_rank_hangs(
     nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
 ) -> None:
     compute, hanging, go_on = rank_module.compute, threading.Event(), threading.Event()
@@ -307,7 +307,7 @@ async def test_beats_tell_whether_a_step_gets_on_and_one_rank_that_hangs_stops_a
         await step
         while gang._others[0].ticks <= before[1]:
             await asyncio.sleep(0.01)
-        while gang.ticks <= still:  # rank 1 tells of it with its next beat
+        while gang.ticks <= still:  # rank 1 reports it with its next message
             await asyncio.sleep(0.01)
         await gang.close()
 
@@ -363,7 +363,7 @@ async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: 
         gang = await open_gang(config(2, 2), nine_heads, "w-1", launcher)
         for stranger in launcher.strangers:
             reader, writer = await stranger
-            await reader.read()  # a greeting, then the end: nobody is kept waiting at a door that is shut
+            await reader.read()  # a greeting, then the end of the stream
             writer.close()
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*launcher.door)
@@ -413,7 +413,7 @@ async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -
     await asyncio.sleep(0.05)
 
 
-async def test_all_ranks_compute_the_same_plans_in_the_same_order_whoever_waits_for_them(
+async def test_all_ranks_compute_the_same_plans_in_order_even_if_callers_leave(
     nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute, computed = rank_module.compute, defaultdict[str, list[int]](list)
@@ -437,7 +437,7 @@ async def test_all_ranks_compute_the_same_plans_in_the_same_order_whoever_waits_
     assert list(computed.values()) == [list(range(30))] * 4
 
 
-async def test_a_pull_settles_when_it_has_on_every_rank_whatever_failed(
+async def test_a_pull_settles_when_it_has_settled_on_every_rank(
     nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: dict[int, Read] = {}
@@ -475,7 +475,7 @@ async def test_a_pull_settles_when_it_has_on_every_rank_whatever_failed(
         await gang.close()
 
 
-async def test_a_pool_with_a_new_address_is_told(nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_address_of_a_pool_is_reported(nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     shard, moved = Rank.shard, (("memory", b"elsewhere"),)
     async with asyncio.timeout(SOON_S):
         gang = await open_tasks(nine_heads, 2, 1)

@@ -52,9 +52,9 @@ async def answers(tiny: ModelFolder, depth: int = 1, **engine: object) -> tuple[
             plan, task = in_flight.popleft()
             subject.commit(plan, await task, 0.0)
             subject.check()
-            for told in subject.drain():
-                assert isinstance(told, TokensOut)
-                tokens[-1] += told.tokens
+            for output in subject.drain():
+                assert isinstance(output, TokensOut)
+                tokens[-1] += output.tokens
     await executor.close()
     return tokens, saved, restored
 

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return ModelFolder(str(path), write_tiny_llama(path, num_layers=3, **sizes))
 
 
-def test_a_gpu_is_filled_to_its_utilization_beside_weights_and_activations() -> None:
+def test_a_gpu_is_filled_to_its_utilization_after_weights_and_activations() -> None:
     memory = DeviceMemory(80 * GIB, 63 * GIB, 16 * GIB, 2 * GIB)
     assert memory.kv_bytes(0.9, 1.0, is_host=False) == int(0.9 * 80 * GIB) - 18 * GIB
     assert memory.kv_bytes(0.5, 1.0, is_host=False) == 22 * GIB
@@ -49,7 +49,7 @@ def test_a_gpu_is_filled_to_its_utilization_beside_weights_and_activations() -> 
 def test_ranks_that_share_a_device_never_take_more_than_there_is(
     ranks: int, utilization: float, weights: int, total: int, others: int
 ) -> None:
-    """One after another, each beside the weights and the KV of those before it."""
+    """One after another, each after the weights and KV of the previous ones."""
     for is_host in (False, True):
         taken = 0
         for _ in range(ranks):

@@ -208,9 +208,9 @@ def serve(stages: int, count: int, cost: CostModel) -> tuple[float, float]:
         executor = open_one("w", "modelled", stages=stages, kv_blocks=400, cost=cost)
         loop, open_answers, ended = asyncio.get_running_loop(), count, asyncio.Event()
 
-        def deliver(told: list[EngineOutput]) -> None:
+        def deliver(outputs: list[EngineOutput]) -> None:
             nonlocal open_answers
-            open_answers -= sum(isinstance(each, TokensOut) and each.finish is not None for each in told)
+            open_answers -= sum(isinstance(each, TokensOut) and each.finish is not None for each in outputs)
             if not open_answers:
                 ended.set()
 

@@ -58,9 +58,9 @@ async def answers(
         plan, task = in_flight.popleft()
         subject.commit(plan, await task, float(number))
         subject.check()
-        for told in subject.drain():
-            assert isinstance(told, TokensOut)
-            tokens[told.key.split("/")[0]] += told.tokens
+        for output in subject.drain():
+            assert isinstance(output, TokensOut)
+            tokens[output.key.split("/")[0]] += output.tokens
     await executor.close()
     return tokens, subject.stats()
 

@@ -50,9 +50,7 @@ async def test_prompt_logprobs_equal_transformers_in_one_chunk_and_in_slices(
     assert result.tokens[0] == int(expected[-1].argmax())
 
 
-async def test_prompt_logprobs_over_several_steps_beside_other_chunks(
-    tiny: ModelFolder, expected: torch.Tensor
-) -> None:
+async def test_prompt_logprobs_over_several_steps_with_other_chunks(tiny: ModelFolder, expected: torch.Tensor) -> None:
     executor = await open_tiny(tiny)
     other = Chunk("b/0", PROMPT, 0, (7, 8, 10), Draw(GREEDY, 0, len(PROMPT)))
     first = await executor.execute(StepPlan(1, (other, scored_chunk(0, 8))))
@@ -64,7 +62,7 @@ async def test_prompt_logprobs_over_several_steps_beside_other_chunks(
     assert third.tokens[0] == third.tokens[1] == int(expected[-1].argmax())
 
 
-async def test_nobody_asked_means_nothing_scored(tiny: ModelFolder) -> None:
+async def test_without_prompt_logprobs_nothing_is_scored(tiny: ModelFolder) -> None:
     executor = await open_tiny(tiny)
     result = await executor.execute(StepPlan(1, (Chunk("b/0", PROMPT, 0, BLOCKS, Draw(GREEDY, 0, 21)),)))
     await executor.close()

@@ -1,4 +1,4 @@
-"""What the leader makes of a rank's frames, of its silence and of its end: the rank is in the hands of the test."""
+"""How the leader handles a rank's frames, silence and disconnection; the test plays the rank."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ async def no_exception_is_lost() -> AsyncIterator[None]:
 
 
 class Wire:
-    """The leader's end of a rank, and the rank's end in the hands of a test."""
+    """The leader's side of a connection, and the rank's side, which a test controls."""
 
     async def __aenter__(self) -> "Wire":
         arrived: asyncio.Future[FrameStream] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""No text is refused by its length that would have fitted, whatever a tokenizer does to it."""
+"""No text is refused by its length if its tokens would fit, for any kind of tokenizer."""
 
 import unicodedata
 from pathlib import Path

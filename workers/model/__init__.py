@@ -1,1 +1,1 @@
-"""Model files and model mathematics: where weights come from, and the forward pass over a paged KV pool."""
+"""Model files, weights, tokenizer, and the forward pass over a paged KV pool."""

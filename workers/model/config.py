@@ -1,6 +1,6 @@
-"""The description of a model folder, read from its config.json and generation_config.json and checked as a whole.
+"""Reads and checks a model folder's config.json and generation_config.json.
 
-Knows what must hold for any decoder; what a family's fields mean is `workers.model.families`'. Knows no weights and no
+Knows what must hold for any decoder; `workers.model.families` knows the fields of each family. Knows no weights and no
 torch.
 """
 
@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The configuration in `folder`. Raises `ModelError` naming the file and the field that does not fit."""
+    """The configuration in `folder`. Raises `ModelError` naming the file and the invalid field."""
     fields = read_fields(folder / "config.json")
     _refuse_quantised(fields)
     path = folder / "generation_config.json"
@@ -55,7 +55,7 @@ def _refuse_quantised(fields: Fields) -> None:
 
 
 def _eos_token_ids(fields: Fields, generation: Fields) -> tuple[int, ...]:
-    """generation_config.json has the last word: chat models end their turns with tokens that config.json omits."""
+    """generation_config.json takes precedence: chat models end turns with tokens that config.json omits."""
     source = generation if generation.get("eos_token_id") is not None else fields
     eos: Any = source.get("eos_token_id", [])
     tokens = eos if isinstance(eos, list) else [eos]
@@ -71,14 +71,14 @@ def _generation_defaults(generation: Fields) -> GenerationDefaults:
     top_k = number("top_k")
     defaults = GenerationDefaults(
         temperature=number("temperature"),
-        top_k=None if top_k is None else max(0, int(top_k)),  # -1: off, to vLLM
+        top_k=None if top_k is None else max(0, int(top_k)),  # vLLM writes -1 for off
         top_p=number("top_p"),
         min_p=number("min_p"),
         repetition_penalty=number("repetition_penalty"),
     )
     try:
         SamplingParams(**dict(defaults.given()))  # type: ignore[arg-type]
-    except InvalidRequest as error:  # now, rather than at every request
+    except InvalidRequest as error:  # fail now, not at every request
         generation.refuse(f"{error.field.removeprefix('sampling.')} {error.message}")
     return defaults
 

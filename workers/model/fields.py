@@ -1,4 +1,4 @@
-"""Typed access to a JSON object in a model folder: what is wrong is said with the file and the field.
+"""Typed access to a JSON object in a model folder; errors name the file and the field.
 
 Knows JSON; knows no model.
 """
@@ -12,7 +12,7 @@ from workers.errors import ModelError
 
 
 class Fields:
-    """The object in one JSON file. A field that is absent or null takes the default; without one it must be there."""
+    """The object in one JSON file. An absent or null field takes the default; without a default it is required."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path = path
@@ -23,7 +23,7 @@ class Fields:
         return default if value is None else value
 
     def has(self, name: str) -> bool:
-        """Whether the field is written at all, be it as null."""
+        """Whether the field is present, even as null."""
         return name in self._content
 
     def count(self, name: str, default: int | None = None, most: int = 1 << 31) -> int:
@@ -31,7 +31,7 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(f"{name} is {value!r}; it must be a positive whole number")
         if value > most:
-            self.refuse(f"{name} is {value}; more than {most} cannot be meant")
+            self.refuse(f"{name} is {value}; the largest possible value is {most}")
         return value
 
     def number(self, name: str, default: float | None = None, above: float | None = None) -> float:
@@ -55,14 +55,14 @@ class Fields:
         return value
 
     def inner(self, name: str, **absent: Any) -> "Fields":
-        """The object in a field; absent, one without fields. `absent` are values of fields that it leaves out."""
+        """The object in a field; an empty one if absent. `absent` has defaults for its fields."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             self.refuse(f"{name} is {value!r}; it must be an object")
         return Fields(self.path, absent | value)
 
     def only(self, name: str, *supported: Any) -> Any:
-        """The field's value, which must be one of the supported ones; the first stands for an absent field."""
+        """The field's value, which must be one of the supported ones; the first is the default."""
         value = self.get(name, supported[0])
         if value not in supported:
             known = ", ".join(str(each) for each in supported if each is not None) or "none"
@@ -74,7 +74,7 @@ class Fields:
 
 
 def read_fields(path: Path) -> Fields:
-    """The object in a JSON file. Raises `ModelError` when it is missing or is not one."""
+    """The object in a JSON file. Raises `ModelError` if the file is missing or holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """A model folder in hub layout, and the headers of its safetensors files.
 
-Knows file names, sizes and headers, and proves that the weights are all there before anybody maps them. Knows no torch:
-the header format is eight bytes of length, that much JSON, then the numbers.
+Knows file names, sizes and headers; checks that the weights are complete before they are mapped. Knows no torch: the
+format is eight bytes of header length, the header in JSON, then the numbers.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder with config.json, safetensors weights (single or sharded) and a tokenizer. `name` is what was asked.
+    """A folder with config.json, safetensors weights (single or sharded) and a tokenizer. `name`: as requested.
 
-    `recommended`: sampling that is known for the name, where the folder's own generation_config.json says nothing.
+    `recommended`: sampling defaults known for the name; the folder's own generation_config.json takes precedence.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ModelFolder:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a safetensors file. `start` counts bytes from the file's beginning."""
+    """One tensor in a safetensors file; `start` is its byte offset in the file."""
 
     name: str
     dtype: str
@@ -45,7 +45,7 @@ class TensorEntry:
 
 
 def check_folder(folder: ModelFolder) -> None:
-    """Raise `ModelError` with one clear line unless the folder is complete and of a known architecture."""
+    """Raise `ModelError` unless the folder is complete and has a known architecture."""
     if not folder.path.is_dir():
         raise ModelError(f"{folder.path} is not a folder")
     config = read_model_config(folder.path)
@@ -55,7 +55,7 @@ def check_folder(folder: ModelFolder) -> None:
 
 
 def check_tensors(path: Path, config: ModelConfig) -> None:
-    """Raise `ModelError` unless the headers list exactly the tensors that the model needs, in a form that we read."""
+    """Raise `ModelError` unless the headers list exactly the tensors that the model needs, in a supported dtype."""
     entries = {entry.name: entry for file in weight_files(path) for entry in read_header(file)}
     shapes = tensor_shapes(config)
     missing = [name for name in shapes if name not in entries]
@@ -77,7 +77,7 @@ def check_tensors(path: Path, config: ModelConfig) -> None:
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """The safetensors files of a folder, each once, in order of name. Raises `ModelError` when one is missing."""
+    """The safetensors files of a folder, sorted by name. Raises `ModelError` if one is missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         shards = read_fields(index).get("weight_map")
@@ -113,12 +113,12 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
 
 
 def count_parameters(folder: ModelFolder) -> int:
-    """Numbers in all tensors that are computed with; a tied head counts once."""
+    """Number of parameters; a tied head counts once."""
     return sum(math.prod(shape) for shape in tensor_shapes(read_model_config(folder.path)).values())
 
 
 def tokenizer_id(folder: ModelFolder) -> str:
-    """A short id of the tokenizer: two workers that differ in it would give other meanings to one token."""
+    """A short id of the tokenizer: workers with different tokenizers must not exchange tokens."""
     return hashlib.sha256((folder.path / "tokenizer.json").read_bytes()).hexdigest()[:16]
 
 

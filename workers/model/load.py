@@ -1,6 +1,6 @@
-"""Weights from a model folder into a decoder.
+"""Loads the weights of a model folder into a decoder.
 
-Knows which tensor goes where, what is fused, and which part of each a rank holds. On a CPU everything computes in
+Knows where each tensor goes, which are fused, and which part of each a rank holds. On a CPU everything computes in
 float32: half-precision matrix products are nine times slower there without AVX-512 or AMX.
 """
 
@@ -27,7 +27,7 @@ from workers.ops.linear import WEIGHT_FORMATS, LinearMethod, linear_from_blocks,
 
 FORMATS = (*WEIGHT_FORMATS, "gguf")
 
-Cut = tuple[int, Range]  # how many rows there are, and which of them a rank holds
+Cut = tuple[int, Range]  # number of rows, and those that a rank holds
 
 
 def load_decoder(
@@ -40,15 +40,15 @@ def load_decoder(
     shard: ModelShard | None = None,
     group: TensorGroup | None = None,
 ) -> Decoder:
-    """The folder's model, ready to compute on `device` in `dtype` (float32 on a CPU whatever is asked).
+    """The folder's model on `device` in `dtype` (always float32 on a CPU).
 
-    `shard`: only this part of it (None: all), with `group` as the way to the other tensor ranks where there are any.
-    Formats that share a scale among columns (int8, q4_k) round a part's columns by themselves.
+    `shard`: the part to load (None: all); `group`: its tensor ranks, if there are several. Formats with one scale for
+    several columns (int8, q4_k) round each shard's columns separately.
 
-    `weight_format` is that of the linear layers; embeddings, norms and routers stay in `dtype`. "gguf": the blocks of
-    the file that the folder was converted from, float32 where they are in a format that has no kernel.
-    `deterministic`: a row's bits do not depend on the rows beside it, provided that `attention` is batch invariant
-    too. Raises `ModelError` when a tensor is missing, has the wrong shape, is not known, or holds NaN or infinity.
+    `weight_format` applies to the linear layers; embeddings, norms and routers stay in `dtype`. "gguf": the blocks of
+    the file that the folder was converted from, or float32 where their format has no kernel. `deterministic`: a row's
+    bits do not depend on the other rows, provided that `attention` is batch invariant too. Raises `ModelError` if a
+    tensor is missing, unknown, has the wrong shape, or holds NaN or infinity.
     """
     if weight_format not in FORMATS:
         raise ModelError(f"weight format {weight_format!r} is not supported; supported: {', '.join(FORMATS)}")
@@ -58,15 +58,15 @@ def load_decoder(
     check_tensors(folder.path, config)
     shard = shard or shard_of(config, ParallelConfig(), 0)
     if (shard.tensor_rank, shard.tensor) != ((group.rank, group.size) if group else (0, 1)):
-        raise ValueError(f"tensor rank {shard.tensor_rank} of {shard.tensor} needs the group of just these ranks")
+        raise ValueError(f"tensor rank {shard.tensor_rank} of {shard.tensor} needs the process group of these ranks")
     dtype = torch.float32 if device.type == "cpu" else dtype
     weights = Weights(folder.path, device, dtype)
     blocks = GGUFBlocks(folder.path) if weight_format == "gguf" else None
-    return _Assembly(config, shard, group, weights, blocks, weight_format, deterministic).decoder(attention)
+    return _Builder(config, shard, group, weights, blocks, weight_format, deterministic).decoder(attention)
 
 
-class _Assembly:
-    """One decoder in the making."""
+class _Builder:
+    """Builds one decoder."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _Assembly:
         self._group = group
         self._weights = weights
         self._blocks = blocks
-        self._weight_format = "float32" if blocks else weight_format  # of what is not in blocks
+        self._weight_format = "float32" if blocks else weight_format  # of weights without blocks
         self._make = partial(make_linear, deterministic=deterministic)
 
     def decoder(self, attention: Attention) -> Decoder:
@@ -110,7 +110,7 @@ class _Assembly:
         return Reduced(PartialEmbedding(weight, self._shard.vocab[0]), self._group)
 
     def _head(self, name: str, weight: Tensor) -> LinearMethod | Gathered:
-        # As GGUF files have it: logits are read off too few columns to be rounded to four bits.
+        # As in GGUF files: four bits are too few for logits.
         weight_format = "q8_0" if self._weight_format in ("q4_0", "q4_1", "q4_k") else self._weight_format
         vocab_size, columns = self._config.vocab_size, (0, self._config.hidden_size)
         head = self._method([Part(name, vocab_size, self._shard.vocab)], columns, weight, None, weight_format)
@@ -149,7 +149,7 @@ class _Assembly:
         return heads[0] * self._config.head_dim, heads[1] * self._config.head_dim
 
     def _qk_norm(self, prefix: str) -> Tensor | None:
-        """The weights of q's and of k's norm, once for each head."""
+        """The weights of the norms of q and k, repeated for each head."""
         config, names = self._shard.part_of(self._config), self._config.names
         query, key = (self._norm(prefix, name) for name in (names.query_norm, names.key_norm))
         if query is None or key is None:
@@ -191,14 +191,14 @@ class _Assembly:
         )
 
     def _norm(self, prefix: str, name: str) -> Tensor | None:
-        """The norm's weight, or None for a name that the family does not have."""
+        """The norm's weight; None for an empty name."""
         if not name:
             return None
         weight = self._weights.take(f"{prefix}.{name}.weight")
         return weight + self._config.norm_offset if self._config.norm_offset else weight
 
     def _column_parallel(self, prefix: str, names: Sequence[str], cuts: Sequence[Cut], bias: bool) -> LinearMethod:
-        """This rank's rows of W [out, hidden], which is `names` above one another: its columns of y."""
+        """This rank's rows of W [out, hidden], the stacked tensors `names`: its columns of y."""
         weights = stacked([f"{prefix}.{name}.weight" for name in names], cuts)
         biases = stacked([f"{prefix}.{name}.bias" for name in names], cuts) if bias else []
         weight = fuse([self._weights.take(part.name, part.rows) for part in weights])
@@ -206,7 +206,7 @@ class _Assembly:
         return self._method(weights, (0, weight.shape[1]), weight, offset, self._weight_format)
 
     def _row_parallel(self, prefix: str, name: str, columns: Range, bias: bool) -> LinearMethod:
-        """This rank's columns of W [hidden, in]: a summand of y. The bias is in the first rank's."""
+        """This rank's columns of W [hidden, in]: a summand of y. The first rank adds the bias."""
         rows = (0, self._config.hidden_size)
         weight = self._weights.take(f"{prefix}.{name}.weight", rows, columns)
         offset = self._weights.take(f"{prefix}.{name}.bias") if bias and self._shard.tensor_rank == 0 else None
@@ -216,7 +216,7 @@ class _Assembly:
     def _method(
         self, parts: Sequence[Part], columns: Range, weight: Tensor, bias: Tensor | None, weight_format: str
     ) -> LinearMethod:
-        """What multiplies by `weight`, the parts' columns: by their blocks if those are wanted and fit."""
+        """The linear layer for `weight`, which has the parts' columns; from the file's blocks if possible."""
         found = self._blocks.take(parts, columns, weight) if self._blocks else None
         if found is None:
             return self._make(weight, bias, weight_format)
@@ -225,7 +225,7 @@ class _Assembly:
 
 
 def stacked(names: Sequence[str], cuts: Sequence[Cut]) -> list[Part]:
-    """The rows that the cuts keep, of tensors that are cut once each, or of a single one that holds all of them."""
+    """The rows to load: one cut per tensor, or all cuts of a single fused tensor."""
     if len(names) == len(cuts):
         return [Part(name, height, rows) for name, (height, rows) in zip(names, cuts, strict=True)]
     (name,) = names
@@ -233,7 +233,7 @@ def stacked(names: Sequence[str], cuts: Sequence[Cut]) -> list[Part]:
     parts: list[Part] = []
     below = 0
     for height, (first, end) in cuts:
-        if parts and parts[-1].rows[1] == below + first:  # neighbours stay one view
+        if parts and parts[-1].rows[1] == below + first:  # adjacent rows stay one view
             first = parts.pop().rows[0] - below
         parts.append(Part(name, total, (below + first, below + end)))
         below += height

@@ -1,6 +1,6 @@
-"""What makes one rank's part of a model behave as the whole: a sum or a gathering around a part's own mathematics.
+"""Tensor-parallel wrappers around a rank's part of a layer: a sum or a gather over the tensor group.
 
-Knows a tensor group; knows no layer. Source: Shoeybi et al., Megatron-LM (2019).
+Knows no layer. Source: Shoeybi et al., Megatron-LM (2019).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class PartialEmbedding:
-    """The same where `weight` holds the vocabulary from token `first` on: zeros for tokens outside of it."""
+    """An embedding whose `weight` holds part of the vocabulary, from token `first` on: zeros for other tokens."""
 
     weight: Tensor
     first: int
@@ -36,7 +36,7 @@ class PartialEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """The sum over the group's ranks of what each one's `part` answers, on all of them."""
+    """The sum of `part`'s outputs over the group's ranks, on all of them."""
 
     part: Callable[[Tensor], Tensor]
     group: TensorGroup
@@ -47,11 +47,11 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What the ranks' `part`s answer, side by side, on the group's first rank; None on the others."""
+    """The outputs of all ranks' `part`s side by side, on the group's first rank; None on the others."""
 
     part: Callable[[Tensor], Tensor]
     group: TensorGroup
-    widths: tuple[int, ...]  # of each rank's answer
+    widths: tuple[int, ...]  # of each rank's output
 
     def __call__(self, x: Tensor) -> Tensor | None:
         return self.group.gather(self.part(x), self.widths)

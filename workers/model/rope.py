@@ -1,7 +1,7 @@
-"""Rotary position embedding: the frequencies, their angles at given positions.
+"""Rotary position embedding: frequencies, and angles at given positions.
 
 Source: Su et al., RoFormer (2021); linear: Chen et al. (2023); yarn: Peng et al., YaRN (2023); divisors: Ding et al.,
-LongRoPE (2024); the "llama3" stretch as published with Llama 3.1.
+LongRoPE (2024); "llama3": as published with Llama 3.1.
 """
 
 import math
@@ -13,13 +13,13 @@ from workers.model.description import RopeConfig
 
 
 def frequencies(rope: RopeConfig) -> Tensor:
-    """Radians a position for each pair of features, [rotary_dim / 2] in float32."""
+    """Radians per position for each pair of features, [rotary_dim / 2] in float32."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
-        # Short wavelengths stay, long ones stretch, and between the two bounds the weight slides from 0 to 1.
+        # Short wavelengths are unscaled, long ones divided; between the bounds the weight goes from 0 to 1.
         turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         return _blend(keep.clamp(0.0, 1.0), plain, rope.factor)
@@ -33,7 +33,7 @@ def frequencies(rope: RopeConfig) -> Tensor:
 
 def angles(positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [tokens, 1, rotary_dim / 2] for positions [tokens]."""
-    turned = positions[:, None, None].float() * frequencies  # half-precision positions would be off by whole turns
+    turned = positions[:, None, None].float() * frequencies  # half precision would be wrong by whole turns
     return (turned.cos() * magnitude).to(dtype), (turned.sin() * magnitude).to(dtype)
 
 
@@ -42,7 +42,7 @@ def _blend(keep: Tensor, plain: Tensor, factor: float) -> Tensor:
 
 
 def _yarn_ramp(rope: RopeConfig) -> Tensor:
-    """0 for frequencies to keep, 1 for those to divide, [rotary_dim / 2]."""
+    """0 for frequencies to leave, 1 for those to divide, [rotary_dim / 2]."""
 
     def feature_with(turns: float) -> float:
         """The feature whose frequency makes this many turns within the original context."""

@@ -1,7 +1,7 @@
-"""The rotary embedding that a config.json asks for, in any of the hub's ways of writing it.
+"""Reads the rotary embedding from a config.json, in any of the hub's formats.
 
-`rope_parameters` holds everything, or one such object per kind of layer; older checkpoints have `rope_theta` beside a
-`rope_scaling`. Knows the fields; the frequencies are `workers.model.rope`'s.
+`rope_parameters` holds everything, or one such object per layer type; older checkpoints have `rope_theta` and
+`rope_scaling`. Knows the fields; `workers.model.rope` computes the frequencies.
 """
 
 import math
@@ -17,48 +17,50 @@ def read_rope(
     context_length: int,
     layer_type: str = "",
     theta: float = 10000.0,
-    turns_part: bool = False,
+    partial_rotary: bool = False,
 ) -> RopeConfig:
-    """The embedding of layers of that type, or of all; `theta` is the family's default. Raises `ModelError`.
+    """The embedding of layers of that type, or of all layers; `theta` is the family's default. Raises `ModelError`.
 
-    `turns_part`: whether the family has a `partial_rotary_factor`. The code of the others turns all features whatever
-    it says, as long as the embedding is not scaled; scaled, it does not run.
+    `partial_rotary`: whether the family supports `partial_rotary_factor`. Transformers' code for the other families
+    ignores it if the embedding is unscaled, and fails if it is scaled.
     """
     rope = fields.inner("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
     if layer_type and rope.has(layer_type):
         rope = rope.inner(layer_type)
     theta = rope.number("rope_theta", fields.number("rope_theta", theta, above=1), above=1)
     part = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if part != 1 and not turns_part:
+    if part != 1 and not partial_rotary:
         if (kind := _kind(rope)) != "default":
             name = fields.items("architectures")[:1] or ["this family"]
-            why = f"{name[0]} turns all features, or none"
+            why = f"{name[0]} rotates all features"
             fields.refuse(f"partial_rotary_factor {part:g} with rope scaling {kind!r}: {why}; leave it out")
         part = 1.0
     rotary_dim = int(head_dim * part)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        fields.refuse(f"{rotary_dim} of head_dim {head_dim} features turn; rotary embedding needs an even number")
+        fields.refuse(
+            f"{rotary_dim} of head_dim {head_dim} features are rotated; rotary embedding needs an even number"
+        )
     original = fields.count(
         "original_max_position_embeddings", rope.count("original_max_position_embeddings", context_length)
     )
-    return _stretched(RopeConfig(theta, rotary_dim, original_context=original), rope, context_length)
+    return _scaled(RopeConfig(theta, rotary_dim, original_context=original), rope, context_length)
 
 
-def _stretched(plain: RopeConfig, rope: Fields, context_length: int) -> RopeConfig:
-    """The embedding with the scaling that `rope` asks for."""
+def _scaled(plain: RopeConfig, rope: Fields, context_length: int) -> RopeConfig:
+    """The embedding with the scaling in `rope`."""
     kind = _kind(rope)
     if kind in ("su", "yarn") and rope.has("long_factor"):
         kind = "longrope"  # its earlier names
-    if kind in ("default", "dynamic"):  # "dynamic" stretches only beyond the context length, where we never go
+    if kind in ("default", "dynamic"):  # "dynamic" only scales beyond the context length, which is never exceeded
         return replace(plain, original_context=0)
     if kind == "linear":
-        return replace(plain, kind=kind, factor=_needed(rope, kind, "factor"), original_context=0)
+        return replace(plain, kind=kind, factor=_required(rope, kind, "factor"), original_context=0)
     if kind == "llama3":
-        low, high = _needed(rope, kind, "low_freq_factor"), _needed(rope, kind, "high_freq_factor")
+        low, high = _required(rope, kind, "low_freq_factor"), _required(rope, kind, "high_freq_factor")
         if high <= low:
             rope.refuse(f"rope scaling {kind}: high_freq_factor {high} must be above low_freq_factor {low}")
         return replace(
-            plain, kind=kind, factor=_needed(rope, kind, "factor"), low_freq_factor=low, high_freq_factor=high
+            plain, kind=kind, factor=_required(rope, kind, "factor"), low_freq_factor=low, high_freq_factor=high
         )
     stretch = rope.number("factor", context_length / plain.original_context, above=0)
     if kind == "yarn":
@@ -81,7 +83,7 @@ def _kind(rope: Fields) -> str:
 
 
 def _longrope(plain: RopeConfig, rope: Fields, context_length: int, stretch: float) -> RopeConfig:
-    """One choice of divisors for the model's whole context: KV of short and long requests stays interchangeable."""
+    """The divisors depend on the model's context, not on the request's length, so that requests can share KV."""
     name = "long_factor" if context_length > plain.original_context else "short_factor"
     divisors = rope.items(name)
     if len(divisors) != plain.rotary_dim // 2 or not all(
@@ -100,14 +102,14 @@ def _longrope(plain: RopeConfig, rope: Fields, context_length: int, stretch: flo
     )
 
 
-def _needed(rope: Fields, kind: str, name: str) -> float:
+def _required(rope: Fields, kind: str, name: str) -> float:
     if not rope.has(name):
         rope.refuse(f"rope scaling {kind} lacks {name!r}")
     return rope.number(name, above=0)
 
 
 def _yarn_magnitude(rope: Fields, factor: float) -> float:
-    """Peng et al., YaRN (2023), section 3.4, and the two weights that DeepSeek's configs add to it."""
+    """Peng et al., YaRN (2023), section 3.4, and the two weights in DeepSeek's configs."""
 
     def sharpened(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

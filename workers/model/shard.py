@@ -1,9 +1,9 @@
-"""Which part of a model one rank of a gang computes: arithmetic on a description and a rank's number.
+"""Which part of a model one rank of a gang computes.
 
 Knows sizes; knows no weights, no torch and no process. Rank = stage * tensor + tensor rank. A stage has consecutive
-layers whole; within them each tensor rank has whole KV heads with the query heads that read them, columns of every
-feed-forward, and rows of the vocabulary (Shoeybi et al., Megatron-LM, 2019). With more tensor ranks than KV heads, a
-KV head is held by several ranks, which share its query heads:
+whole layers. Each tensor rank has whole KV heads with the query heads that read them, columns of every feed-forward,
+and rows of the vocabulary (Shoeybi et al., Megatron-LM, 2019). With more tensor ranks than KV heads, several ranks hold
+the same KV head and share its query heads:
 
     9 query, 3 KV heads, tensor 2     KV 0 | KV 1 2         query 0-2 | 3-8
     8 query, 2 KV heads, tensor 3     KV 0 | KV 0 | KV 1    query 0-1 | 2-3 | 4-7
@@ -15,14 +15,14 @@ from workers.config import ParallelConfig
 from workers.errors import ModelError
 from workers.model.description import ModelConfig
 
-UNIT = 32  # columns that stay together where there are enough: a block of the quantised formats, two cache lines
+UNIT = 32  # columns that stay together if there are enough: a block of the quantised formats, two cache lines
 
 Range = tuple[int, int]  # [first, end)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """One rank's part, in absolute half-open ranges of the whole model; (0, 0) is a part that the model lacks."""
+    """One rank's part, as half-open ranges of the whole model; (0, 0) for a part that the model does not have."""
 
     tensor_rank: int
     tensor: int
@@ -38,19 +38,16 @@ class ModelShard:
 
     @property
     def is_first(self) -> bool:
-        """Whether it turns tokens into activations."""
+        """Whether it has the embedding."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it turns activations into logits."""
+        """Whether it has the head."""
         return self.stage == self.stages - 1
 
     def part_of(self, config: ModelConfig) -> ModelConfig:
-        """The description of what this rank computes in attention: its own layers, heads and KV heads.
-
-        The vocabulary stays whole, as logits are.
-        """
+        """The configuration with this rank's layers, heads and KV heads; the vocabulary stays whole."""
         return replace(
             config,
             num_heads=self.heads[1] - self.heads[0],
@@ -60,7 +57,7 @@ class ModelShard:
 
 
 def shard_of(config: ModelConfig, parallel: ParallelConfig, rank: int) -> ModelShard:
-    """The part of `rank` in [0, parallel.world_size). Raises `ModelError` for a setting that the model cannot fill."""
+    """The part of `rank` in [0, parallel.world_size). Raises `ModelError` if the model is too small for `parallel`."""
     if not 0 <= rank < parallel.world_size:
         raise ValueError(f"rank {rank} is outside a gang of {parallel.world_size}")
     check_parallel(config, parallel)
@@ -87,7 +84,7 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, rank: int) -> ModelS
 
 
 def check_parallel(config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raises `ModelError`, saying what the model has and what to set, where a rank would be left without work."""
+    """Raises `ModelError` if a rank would have no work."""
     if parallel.pipeline > config.num_layers:
         raise ModelError(
             f"parallel.pipeline is {parallel.pipeline}, but the model has {config.num_layers} layers; "
@@ -108,12 +105,12 @@ def check_parallel(config: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def split(count: int, parts: int, index: int) -> Range:
-    """The index-th of `parts` consecutive runs, whose lengths differ by one at most."""
+    """The index-th of `parts` consecutive ranges, whose lengths differ by at most one."""
     return index * count // parts, (index + 1) * count // parts
 
 
 def split_units(width: int, parts: int, index: int) -> Range:
-    """As `split`, with borders at multiples of `UNIT` where that leaves no rank empty."""
+    """As `split`, with borders at multiples of `UNIT` unless that would leave a rank empty."""
     units = -(-width // UNIT)
     if units < parts:
         return split(width, parts, index)
@@ -122,7 +119,7 @@ def split_units(width: int, parts: int, index: int) -> Range:
 
 
 def _heads(config: ModelConfig, tensor: int, tensor_rank: int) -> tuple[Range, Range]:
-    """The KV heads of a tensor rank, and the query heads that it computes with them."""
+    """The KV heads and query heads of a tensor rank."""
     kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     if tensor <= kv_heads:
         first, end = split(kv_heads, tensor, tensor_rank)

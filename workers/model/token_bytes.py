@@ -1,7 +1,7 @@
-"""How much text one token can stand for: whether a text can fit into a context, before it is turned into tokens.
+"""The most bytes of text that one token can encode: refuses a text that is too long before it is tokenized.
 
-Only tokenizers of which it is certain have a bound. A part that may drop text, or join any amount of it into one token
-(stripped spaces, an unknown word as one token), has none: for such a tokenizer every text must be encoded.
+A tokenizer that may drop text, or join any amount of it into one token (stripped spaces, an unknown word as one token),
+has no such bound: every text must be encoded.
 """
 
 import json
@@ -13,28 +13,28 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
-LONGEST_CHARACTER = 4  # bytes of UTF-8
-# How many times as long a text can be as its normal form, in bytes: a test looks at every code point.
+MAX_CHARACTER_BYTES = 4  # of UTF-8
+# The largest ratio of a text's bytes to its normal form's; a test checks every code point.
 SHRINK = {"NFC": 3.5, "NFKC": 4.0, "NFD": 3.5, "NFKD": 4.0, "Lowercase": 3.0, "Prepend": 1.0, "ByteLevel": 1.0}
-KEEP_ALL = ("ByteLevel", "Metaspace", "Digits")  # steps that cut text and drop none of it
+KEEP_ALL = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that drop no text
 
 Part = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """Each token stands for at most `most` bytes of UTF-8, those not counted that are `dropped`: they have no token."""
+    """Each token encodes at most `most` bytes of UTF-8, not counting the bytes in `dropped`, which have no token."""
 
     most: float
     dropped: bytes = b""
 
     def least_tokens(self, text: bytes) -> int:
-        """The encoding of this text has as many tokens, or more."""
+        """A lower bound of the number of tokens of this text."""
         return math.ceil(len(text.translate(None, self.dropped)) / self.most)
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
-    """None: this tokenizer has no such bound."""
+    """None: this tokenizer has no bound."""
     normalizer, cutter, model = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer), tokenizer.model
     shrink = 1.0 if normalizer is None else _shrink(normalizer)
     added = tokenizer.get_added_tokens_decoder().values()
@@ -43,12 +43,12 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes | None:
     if not isinstance(model, BPE) or not _keeps_all(cutter):
         return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    is_byte_level = "ByteLevel" in _names(normalizer) | _names(cutter)  # then each letter of a token is a byte
+    is_byte_level = "ByteLevel" in _names(normalizer) | _names(cutter)  # then each character of a token is a byte
     lengths = [len(token) if is_byte_level else len(token.encode()) for token in vocabulary]
-    most = shrink * max(LONGEST_CHARACTER, *lengths, *(len(each.content.encode()) for each in added))
+    most = shrink * max(MAX_CHARACTER_BYTES, *lengths, *(len(each.content.encode()) for each in added))
     if is_byte_level:
         dropped = bytes(byte for byte, letter in enumerate(byte_letters()) if letter not in vocabulary)
-        # A character may get such bytes by its normal form: then nothing is known of the text as it came.
+        # Normalization may turn a character into dropped bytes: then there is no bound for the original text.
         return TokenBytes(most, dropped) if normalizer is None or not dropped else None
     has_bytes = model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     each_unknown_counts = model.unk_token is not None and not model.fuse_unk
@@ -60,7 +60,7 @@ def _state(part: Any) -> Part | None:
 
 
 def _names(part: Part | None) -> set[str]:
-    """Of the kinds in it."""
+    """The types of the part and its inner parts."""
     if part is None:
         return set()
     inner = part.get("normalizers", part.get("pretokenizers", ()))
@@ -80,7 +80,7 @@ def _shrink(part: Part) -> float | None:
         case "Replace":
             pattern, content = part["pattern"].get("String"), part["content"]
             if not pattern or not content:
-                return None  # a pattern that may match anything, or what is cut out
+                return None  # a regular expression, or text that is removed
             return max(1.0, len(pattern.encode()) / len(content.encode()))
         case kind:
             return SHRINK.get(kind)
@@ -99,12 +99,12 @@ def _keeps_all(part: Part | None) -> bool:
 
 
 def _takes_spaces(token: AddedToken) -> bool:
-    """Any number of them beside it is part of it."""
+    """Whether the token absorbs any number of adjacent spaces."""
     return bool(token.lstrip or token.rstrip)
 
 
 def byte_letters() -> list[str]:
-    """What stands for each byte in byte-level vocabularies: itself where it can be seen, else a letter from 256 on."""
+    """The character for each byte in byte-level vocabularies: itself if printable, else one from 256 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]

@@ -1,7 +1,7 @@
-"""Text to token ids and back, by the tokenizer of a model folder.
+"""Converts text to token ids and back with the tokenizer of a model folder.
 
-Knows vocabularies and chat templates; knows no model and no torch (importing this takes about a second, and leaves
-torch out). The gateway owns one; workers see token ids only.
+Knows vocabularies and chat templates; knows no model and does not import torch (its import takes about a second). The
+gateway owns one; workers see only token ids.
 """
 
 import json
@@ -26,27 +26,27 @@ OWN_VARIABLES = {
     *("return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now"),
     *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
 }
-# Of a template over what a client sent.
+# Errors of a chat template that are caused by the client's input.
 REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-# What a decoder shows for bytes that are no character, or not yet one.
+# The decoder's output for bytes that are not a complete character.
 _REPLACEMENT = "\ufffd"
-# A character has at most four bytes: an answer that shows none after this many tokens is not waiting for one.
-_PATIENCE_TOKENS = 16
+# A character has at most four bytes: after so many tokens without one, the bytes are invalid.
+_MAX_PENDING_TOKENS = 16
 
 
 class ModelTokenizer:
     """Immutable after construction; safe to share between requests."""
 
     def __init__(self, folder: Path, most_tokens: int | None = None) -> None:
-        """`most_tokens`: longer texts are of no use, and are refused unread where that is certain.
+        """`most_tokens`: refuse texts that certainly have more tokens, without encoding them.
 
-        Raises `ModelError` when the folder has no usable tokenizer.
+        Raises `ModelError` if the folder has no usable tokenizer.
         """
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # the Rust side raises bare Exception for a damaged file
+        except Exception as error:  # the Rust code raises a bare Exception for a damaged file
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
         self._backend = self._tokenizer.backend_tokenizer
         self._class_name = _class_name(folder)
@@ -58,7 +58,7 @@ class ModelTokenizer:
         self._bytes = None if most_tokens is None else token_bytes(self._backend)
 
     def _check_end_tokens(self, folder: Path) -> None:
-        """A tokenizer that lacks all the tokens that end an answer belongs to another model."""
+        """A tokenizer without any of the model's end tokens belongs to another model."""
         if not (folder / "config.json").is_file():
             return
         ends = read_model_config(folder).eos_token_ids
@@ -71,14 +71,14 @@ class ModelTokenizer:
 
     @property
     def longest_text_bytes(self) -> int | None:
-        """A longer text has more than `most_tokens` for certain; None: nothing is certain."""
+        """A longer text certainly has more than `most_tokens` tokens; None: there is no bound."""
         if self._bytes is None or self._most_tokens is None:
             return None
         return int(self._bytes.most * self._most_tokens)
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, special ones included; the model's own vocabulary may be padded beyond."""
+        """Number of the tokenizer's ids, special ones included; the model's own vocabulary may be padded."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -98,8 +98,7 @@ class ModelTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of plain text.
 
-        Raises `InvalidRequest` for text that is no Unicode (lone surrogates), `PromptTooLong` for one that is refused
-        by its length.
+        Raises `InvalidRequest` for invalid Unicode (lone surrogates), and `PromptTooLong`.
         """
         try:
             if self._bytes is not None and self._most_tokens is not None:
@@ -118,11 +117,11 @@ class ModelTokenizer:
         template_kwargs: Mapping[str, Any] = NOTHING,
         add_generation_prompt: bool = True,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, each message with "role" and "content", up to where the answer begins.
+        """Token ids of a conversation, each message with "role" and "content", up to the start of the answer.
 
-        `tools` are handed to the template as they are; of several templates, "tool_use" is taken when there are any.
-        `template_kwargs` are further variables of the template. Raises `InvalidRequest`: no messages, a malformed one,
-        no template, or one that rejects them, ignores the tools or has no such variable.
+        `tools` are passed to the template unchanged; if there are several templates, tools select "tool_use".
+        `template_kwargs` are additional variables of the template. Raises `InvalidRequest` if there are no messages or
+        a malformed one, or the template is missing, rejects them, ignores the tools or has no such variable.
         """
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt instead")
@@ -136,7 +135,7 @@ class ModelTokenizer:
         text = self._rendered(messages, tools, options)
         if tools and text == self._rendered(messages, (), options):
             raise InvalidRequest("tools", "are ignored by this model's chat template; describe them in a message")
-        return self.encode(text, add_special_tokens=False)  # the template has written them already
+        return self.encode(text, add_special_tokens=False)  # the template includes them
 
     def _rendered(
         self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -161,11 +160,11 @@ class ModelTokenizer:
                 raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", why)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of all tokens at once. Ids outside the vocabulary give nothing."""
+        """The text of all tokens. Ids outside the vocabulary are skipped."""
         return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token alone stands for; it may be a part of a character."""
+        """The bytes of a single token, which may be part of a character."""
         text = self.decode((token,), skip_special_tokens=False)
         if _REPLACEMENT not in text:
             return text.encode()
@@ -176,12 +175,12 @@ class ModelTokenizer:
         return text.encode() if None in letters else bytes(byte for byte in letters if byte is not None)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "IncrementalDetokenizer":
-        """A fresh one for one answer."""
+        """A new one for one answer."""
         return IncrementalDetokenizer(self, skip_special_tokens)
 
 
 def _variables(templates: str | dict[str, str] | None) -> frozenset[str] | None:
-    """What chat templates look at; None: one has syntax that only transformers reads."""
+    """The variables that chat templates use; None if one has syntax that only transformers can parse."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     each = templates.values() if isinstance(templates, dict) else [templates or ""]
     try:
@@ -192,14 +191,14 @@ def _variables(templates: str | dict[str, str] | None) -> frozenset[str] | None:
 
 
 def _class_name(folder: Path) -> str | None:
-    """As the folder has it; the class that transformers loads it with is one of its own."""
+    """As in the folder; transformers may load it with another class."""
     path = folder / "tokenizer_config.json"
     name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") if path.is_file() else None
     return name if isinstance(name, str) else None
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The template of chat_template.json, where multimodal models keep it; transformers looks everywhere else."""
+    """The template in chat_template.json, which multimodal models have and transformers does not read."""
     path = folder / "chat_template.json"
     if not path.is_file():
         return None
@@ -211,23 +210,23 @@ def _processor_template(folder: Path) -> str | None:
 
 
 class IncrementalDetokenizer:
-    """The text of one answer, as it grows. Never gives half a character; owned by the answer's stream.
+    """Incremental text of one answer. Never returns half a character; owned by the answer's stream.
 
-    A token's text depends on its neighbours (a leading space, the bytes of one emoji), so a window of tokens is
-    decoded twice, without and with the new ones, and the difference is what they say:
+    A token's text depends on its neighbors (a leading space, the bytes of one emoji), so a window of tokens is decoded
+    twice, without and with the new tokens, and the difference is the new text:
 
-        … given …  | window: decoded before | new tokens |
-                   └ text already given ────┘└─ pushed ──┘
+        … returned …  | window: decoded before | new tokens |
+                      └ text already returned ─┘└─ pushed ──┘
     """
 
     def __init__(self, tokenizer: ModelTokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # tokens whose text serves as context, then those not given yet
-        self._given = 0  # how many of the window have been given
+        self._window: list[int] = []  # tokens as context, then those whose text is still to be returned
+        self._returned = 0  # tokens of the window whose text has been returned
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that became certain with these tokens; it may be empty."""
+        """The text that is complete with these tokens; it may be empty."""
         text = ""
         for token in tokens:
             self._window.append(token)
@@ -235,17 +234,17 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left when the answer ends: bytes that never became a character show as U+FFFD."""
+        """The remaining text at the end of the answer; incomplete characters become U+FFFD."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        before = self._decode(self._window[: self._given])
+        before = self._decode(self._window[: self._returned])
         now = self._decode(self._window)
         waiting = now.endswith(_REPLACEMENT) or len(now) <= len(before)
-        if waiting and not final and len(self._window) - self._given < _PATIENCE_TOKENS:
+        if waiting and not final and len(self._window) - self._returned < _MAX_PENDING_TOKENS:
             return ""
-        self._window = self._window[self._given :]
-        self._given = len(self._window)
+        self._window = self._window[self._returned :]
+        self._returned = len(self._window)
         return now[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:

@@ -1,7 +1,7 @@
-"""The weights of one folder as tensors on the device that computes.
+"""The weights of one folder as tensors on the compute device.
 
-Knows mapped safetensors files and dtypes; knows names only as its caller gives them. float32 checkpoints stay mapped
-on a CPU, so that all processes of a machine share one copy.
+Knows mapped safetensors files and dtypes. float32 checkpoints stay mapped on a CPU, so that all processes of a machine
+share one copy.
 """
 
 import math
@@ -20,7 +20,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive rows of a tensor that has `height` of them."""
+    """Consecutive rows of a tensor with `height` rows."""
 
     name: str
     height: int
@@ -28,7 +28,7 @@ class Part:
 
 
 class Weights:
-    """The safetensors files of one folder, mapped whole: a tensor is a view until it must change dtype or device."""
+    """The mapped safetensors files of one folder: a tensor is a view unless its dtype or device must change."""
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
         self._path = path
@@ -41,21 +41,21 @@ class Weights:
             self._tensors.update({entry.name: (mapped, entry) for entry in entries})
 
     def take(self, name: str, rows: Range | None = None, columns: Range | None = None) -> Tensor:
-        """The tensor or a part of it, every number finite. Raises `ModelError` where one is NaN or infinity.
+        """The tensor or a part of it. Raises `ModelError` if a number is NaN or infinity.
 
-        A part is dense: rows stay mapped, columns are copied.
+        The result is dense: rows stay mapped, columns are copied.
         """
         mapped, entry = self._tensors[name]
         dtype = _DTYPES[entry.dtype]
         numbers = mapped[entry.start : entry.start + entry.num_bytes]
-        if entry.start % dtype.itemsize:  # legal, though no common writer does it: views need alignment
+        if entry.start % dtype.itemsize:  # allowed by the format, but a view needs alignment
             numbers = numbers.clone()
         whole = numbers.view(dtype).view(entry.shape)
         part = whole if rows is None else whole[slice(*rows)]
         if columns is not None:
             part = part[:, slice(*columns)].contiguous()
         tensor = part.to(self._device, self._dtype)
-        # A sum reads each number once and is finite if all are; only a suspicious tensor is looked at closely.
+        # The sum is finite if all numbers are; only otherwise check each number.
         if not math.isfinite(tensor.sum(dtype=torch.float32)) and not tensor.isfinite().all():
             raise ModelError(
                 f"{self._path}: {name} holds NaN or infinity; the file is damaged or does not fit {self._dtype}"
@@ -64,7 +64,7 @@ class Weights:
 
 
 def fuse(parts: list[Tensor]) -> Tensor:
-    """The tensors above one another. Neighbours in one mapped file become one view: nothing is copied."""
+    """The tensors stacked. Neighbors in one mapped file become one view without a copy."""
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:
         if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or part.data_ptr() != end:

@@ -1,1 +1,1 @@
-"""Kernels over flat ragged batches, and the pure-torch reference that is the truth for each of them."""
+"""Kernels over flat ragged batches, and the torch reference that defines their results."""

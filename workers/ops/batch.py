@@ -1,12 +1,12 @@
 """A ragged batch: sequences of different lengths on one flat token axis, with their paged KV.
 
-Knows lengths, block tables and slots. Knows no model and no device beyond where its tensors lie.
+Knows lengths, block tables and slots; knows no model.
 
     tokens    | a a a a a | b | c c |        flat axis, one run of query tokens per sequence
-    query_starts  0         5   6    8       where each run begins; the last number is the length of the axis
-    context_lens  5         40  18           keys that a run's last token sees, itself included
+    query_starts  0         5   6    8       where each run begins; the last entry is the length of the axis
+    context_lens  5         40  18           keys that a run's last token attends to, itself included
     block_tables [3 7 0]  [4 9 ..] ...       one row per sequence, padded with the row's own first block
-    slot_mapping 48 49 ...                   where each token's K and V go: block * block_size + slot
+    slot_mapping 48 49 ...                   where each token's K and V are stored: block * block_size + slot
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """All tensors lie on the pool's device. Runs of one token come first.
+    """All tensors are on the pool's device. Runs of one token come first.
 
-    Padding a table with the row's own first block keeps every gathered number one that this sequence wrote.
-    `max_query` and `max_context` are the longest run and the longest context, known without asking the device.
+    A table is padded with the row's own first block, so that a kernel only gathers numbers of the same sequence.
+    `max_query` and `max_context` are the longest run and context, known without a device synchronization.
     """
 
     query_starts: Tensor  # [sequences + 1] int32

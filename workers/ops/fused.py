@@ -1,7 +1,7 @@
-"""What stands between a layer's matrix products, each in one pass over its rows.
+"""The operations between a layer's matrix products, each in one pass over its rows.
 
-Native in float32 on a CPU, a few microseconds a call instead of torch's tens; elsewhere torch computes the same to
-rounding. A row's bits depend on no other row.
+Native kernels for float32 on a CPU take a few microseconds per call instead of torch's tens; elsewhere torch computes
+the same up to rounding. A row's bits depend on no other row.
 """
 
 import functools
@@ -18,7 +18,7 @@ _GATES = {SILU: 0, GELU_TANH: 1}
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [..., size] over the root of its mean square, times weight [size] (None: 1). Answers a dense tensor."""
+    """x [..., size] divided by its root mean square, times weight [size] (None: 1). Returns a dense tensor."""
     if not _native(x, weight):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     x = x.contiguous()
@@ -44,7 +44,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up [rows, size] for gate_up [rows, 2 * size] with gate in front; `SILU` or `GELU_TANH`."""
+    """activation(gate) * up [rows, size] for gate_up [rows, 2 * size] with the gate first; `SILU` or `GELU_TANH`."""
     if not _native(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == SILU else F.gelu(gate, approximate="tanh")) * up
@@ -56,9 +56,9 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + half]) of x [tokens, heads, head_dim] by its token's angle; features beyond stay.
+    """Rotate each pair (x[i], x[i + half]) of x [tokens, heads, head_dim] by its token's angle; later features stay.
 
-    cos and sin are [tokens, 1, half]. x may be a slice of a wider tensor; the answer is dense.
+    cos and sin are [tokens, 1, half]. x may be a slice of a wider tensor; the result is dense.
     """
     half = cos.shape[-1]
     if not _native(x, cos, sin) or x.stride(2) != 1:

@@ -1,13 +1,13 @@
-"""Numbers in a narrower dtype: what exceeds its range becomes its largest number; one infinity spoils a sequence."""
+"""Conversion to a narrower dtype that saturates: one infinity in KV would make a whole sequence NaN."""
 
 import torch
 from torch import Tensor
 
-_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)  # the range of bfloat16 is that of float32
+_NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)  # bfloat16 has the range of float32
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it; without them bfloat16 products are many times slower than float32."""
+    """Whether this CPU has bfloat16 instructions; without them its products are many times slower than float32."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

@@ -1,4 +1,4 @@
-"""Paged attention written for the eye: one sequence at a time, one formula, no trick. The truth in tests."""
+"""Paged attention as simple code: one sequence at a time, one formula. Defines the result of all backends."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from workers.ops.narrow import narrowed
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """See `attention.Attention.write_kv`."""
+    """See `attention.Attention`."""
     block_size = pool.shape[4]
     for token, slot in enumerate(slot_mapping.tolist()):
         pool[slot // block_size, :, layer, 0, slot % block_size] = narrowed(key[token], pool.dtype)
@@ -18,7 +18,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 def attend(
     query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """See `attention.Attention.attend`."""
+    """See `attention.Attend`."""
     outputs = []
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
     group = query.shape[1] // pool.shape[1]

@@ -1,7 +1,7 @@
-"""Paged attention on torch's fused kernel: one padded call for all decodes, one call per prompt chunk.
+"""Paged attention with torch's SDPA: one padded call for all decodes, one call per prompt chunk.
 
-The pool is read and written as rows of a matrix: whole rows move by memory copy, twenty times faster than
-indexing its six axes. Needs a contiguous pool; runs wherever torch does.
+Reads and writes the pool as rows of a matrix, which is twenty times faster than indexing its six axes. Needs a
+contiguous pool; runs wherever torch does.
 """
 
 import itertools
@@ -15,11 +15,11 @@ from workers.ops.narrow import narrowed
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """See `attention.Attention.write_kv`."""
+    """See `attention.Attention`."""
     block_size, head_dim = pool.shape[4:]
     table = slot_mapping // block_size
     rows = _first_rows(pool, layer, table[:, None]) * block_size + (slot_mapping % block_size)[:, None]
-    rows = rows.flatten()  # [tokens * kv_heads]: the row of each K vector; its V lies block_size rows further
+    rows = rows.flatten()  # [tokens * kv_heads]: the row of each K vector; its V is block_size rows further
     slots = pool.view(-1, head_dim)
     slots.index_copy_(0, rows, narrowed(key.reshape(-1, head_dim), pool.dtype))
     slots.index_copy_(0, rows + block_size, narrowed(value.reshape(-1, head_dim), pool.dtype))
@@ -28,7 +28,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 def attend(
     query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """See `attention.Attention.attend`."""
+    """See `attention.Attend`."""
     context_lens, starts, block_tables = batch.context_lens.tolist(), batch.query_starts.tolist(), batch.block_tables
     window = window if window < batch.max_context else 0
     query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -54,7 +54,7 @@ def _decode(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """One query token per sequence. The heads of a KV head become its queries, so K and V are never repeated."""
+    """One query token per sequence. The query heads of a KV head become its queries, so K and V are not repeated."""
     batch, heads, head_dim = query.shape
     kv_heads = pool.shape[1]
     longest = int(context_lens.max())
@@ -89,7 +89,7 @@ def _chunk(
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """Attention where `visible`; the fused kernel knows no soft cap."""
+    """Attention where `visible`; SDPA has no soft cap."""
     if not softcap:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
@@ -110,7 +110,7 @@ def _gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int) -> tuple[
 
 
 def _first_rows(pool: Tensor, layer: int, blocks: Tensor) -> Tensor:
-    """Row of (block, kv_head, layer, K) in the pool seen as [block * kv_head * layer * k|v, ...].
+    """Row of (block, kv_head, layer, K) in the pool viewed as [block * kv_head * layer * k|v, ...].
 
     `blocks` must broadcast against the KV heads: [batch, 1, blocks] gives [batch, kv_heads, blocks] and [tokens, 1]
     gives [tokens, kv_heads].

@@ -1,9 +1,9 @@
 """Paged attention as one Triton kernel: decodes and prompt chunks, windows, soft caps, grouped KV heads.
 
-Runs on a GPU, and without one in Triton's interpreter (TRITON_INTERPRET=1), which is the only place where it has run so
-far: no speed was ever measured, and no GPU has seen it. Every program takes ROWS rows of one sequence and KV head and
-walks its keys in tiles from position 0, so a row does not depend on its batch as long as the tile product does not.
-Torch's own paged kernel (`torch.nn.attention.varlen`) needs FlashAttention 3 or 4 installed beside torch.
+Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1). So far it has only run in the interpreter, never on a
+GPU; its speed is unknown. Each program takes ROWS rows of one sequence and KV head and loops over its keys in tiles
+from position 0, so a row does not depend on its batch as long as the tile product does not. Torch's own paged kernel
+(`torch.nn.attention.varlen`) needs FlashAttention 3 or 4.
 """
 
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import narrowed
 
-ROWS = 64  # (query, head of the group) pairs of one program
+ROWS = 64  # (query, head of the group) pairs per program
 KEYS = 64  # of one tile
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """See `attention.Attention.write_kv`."""
+    """See `attention.Attention`."""
     _, kv_heads, layers, _, block_size, head_dim = pool.shape
     key, value = (narrowed(each, pool.dtype).contiguous() for each in (key, value))
     _write[(key.shape[0], kv_heads)](
@@ -30,7 +30,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 def attend(
     query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """See `attention.Attention.attend`."""
+    """See `attention.Attend`."""
     _, kv_heads, layers, _, block_size, head_dim = pool.shape
     heads = query.shape[1]
     group = heads // kv_heads
@@ -145,7 +145,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 seen = seen & (key_at[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
             greater = tl.maximum(most, tl.max(scores, 1))
-            base = tl.where(greater == float("-inf"), 0.0, greater)  # a row that has seen nothing yet
+            base = tl.where(greater == float("-inf"), 0.0, greater)  # a row without visible keys so far
             weights = tl.exp(scores - base[:, None])
             kept = tl.exp(most - base)
             total = total * kept + tl.sum(weights, 1)

@@ -1,7 +1,7 @@
-"""The config.json of a GGUF file's model: llama.cpp's metadata keys said in the hub's words.
+"""Translates a GGUF file's metadata into the config.json of a hub checkpoint.
 
-Knows keys and architectures; knows no weights, but for the few tensors that hold rope factors. What a GGUF leaves out
-because llama.cpp has it in its code stands here, each with its reason.
+Knows keys and architectures; knows no weights, except the few tensors that hold rope factors. Also has the constants
+that a GGUF omits because they are in llama.cpp's code.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ T = TypeVar("T", int, float)
 
 
 class Metadata:
-    """The key-value pairs of one file, read by name without the architecture before it, and its tensors' shapes."""
+    """The key-value pairs of one file, without the architecture prefix of their names, and its tensors' shapes."""
 
     def __init__(self, source: Path, pairs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.source = source
@@ -47,17 +47,17 @@ class Metadata:
         if value is None:
             self.refuse(f"the GGUF metadata lack {self.architecture}.{name}")
         if isinstance(value, list):
-            self.refuse(f"{self.architecture}.{name} differs from layer to layer, which is not supported")
+            self.refuse(f"{self.architecture}.{name} differs between layers, which is not supported")
         return kind(value)
 
 
 def hub_config(metadata: Metadata, factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
-    """The config.json of the file's model; `factors` are the numbers of its rope tensors. Raises `ModelError`."""
+    """The config.json of the file's model; `factors` has the numbers of its rope tensors. Raises `ModelError`."""
     config = _plain(metadata, factors)
     turned = config["rope_parameters"].get("partial_rotary_factor")
     config |= FAMILIES[metadata.architecture](metadata, config)
     if turned and config["model_type"] != "phi3":
-        metadata.refuse(f"{turned:.0%} of a head's features turn, which is supported for architecture phi3 only")
+        metadata.refuse(f"{turned:.0%} of a head's features are rotated, which is supported for architecture phi3 only")
     return config
 
 
@@ -78,7 +78,7 @@ def _plain(metadata: Metadata, factors: Mapping[str, tuple[float, ...]]) -> dict
         "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.whole("context_length"),
-        # Stored as float32: seven digits give back the number that was meant.
+        # Stored as float32: seven digits restore the original number.
         "rms_norm_eps": float(f"{metadata.real('attention.layer_norm_rms_epsilon'):.7g}"),
         "rope_parameters": _rope(metadata, factors, head_dim),
         "tie_word_embeddings": "output.weight" not in metadata.shapes,
@@ -99,7 +99,7 @@ def _rope(metadata: Metadata, factors: Mapping[str, tuple[float, ...]], head_dim
     context_length = metadata.whole("context_length")
     original = metadata.whole("rope.scaling.original_context_length", context_length)
     short = factors.get("rope_factors_short.weight") or factors.get("rope_freqs.weight")
-    if short:  # longrope, or llama3 worked out to its factors, which are the same for all contexts
+    if short:  # longrope, or llama3 as factors, which are the same for all contexts
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, "short_factor": list(short)}
         rope["long_factor"] = list(factors.get("rope_factors_long.weight") or short)
         rope["attention_factor"] = metadata.real("rope.scaling.attn_factor", 1.0)
@@ -118,7 +118,7 @@ def _rope(metadata: Metadata, factors: Mapping[str, tuple[float, ...]], head_dim
 
 
 def _llama(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama, Mistral and Mixtral share one architecture here."""
+    """Llama, Mistral and Mixtral are one architecture in GGUF."""
     window = metadata.whole("attention.sliding_window", 0) or None
     if metadata.get("expert_count"):
         return {
@@ -153,7 +153,7 @@ def _qwen3_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
-    """`normalised` is what llama.cpp does for the architecture when the file does not say."""
+    """`normalised`: llama.cpp's default for the architecture."""
     return {
         "num_experts": metadata.whole("expert_count"),
         "num_experts_per_tok": metadata.whole("expert_used_count"),
@@ -175,7 +175,7 @@ def _gemma3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(metadata: Metadata, config: dict[str, Any], global_every: int, layers_of_27b: int) -> dict[str, Any]:
-    """llama.cpp knows which layers are global, and that only the 27B scales its queries by hidden size / heads."""
+    """llama.cpp hard-codes which layers are global, and that only the 27B scales queries by hidden size / heads."""
     pattern = metadata.get("attention.sliding_window_pattern", global_every)
     num_layers = config["num_hidden_layers"]
     local = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(num_layers)]

@@ -1,7 +1,7 @@
-"""A GGUF file turned, once, into a model folder in hub layout.
+"""Converts a GGUF file into a model folder in hub layout.
 
-Knows the container and the order of work; keys are `gguf_config`'s, tensors `gguf_tensors`'. Knows no cache: the
-caller names the target folder.
+Knows the container; `gguf.config` translates keys, `gguf.tensors` tensors. Knows no cache: the caller gives the target
+folder.
 """
 
 import json
@@ -17,16 +17,15 @@ from workers.model.config import read_model_config
 from workers.model.gguf.config import Metadata, hub_config
 from workers.model.gguf.tensors import ROPE_FACTORS, Source, plan
 
-CONVERTER_VERSION = 1  # part of the cache key: raise it whenever the output changes
+CONVERTER_VERSION = 1  # part of the cache key: increase it when the output changes
 Progress = Callable[[str, int, int | None], None]
-"""(what is going on, done so far, total or None when unknown)"""
+"""(description, done so far, total or None if unknown)"""
 
 
 def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     """Write `source` into the existing folder `target`: config, weights, tokenizer.
 
-    Raises `ModelError`: truncated file, unknown architecture or quantisation, a tensor or feature that the decoder
-    lacks.
+    Raises `ModelError`: truncated file, unknown architecture or quantisation, or an unsupported tensor or feature.
     """
     progress(f"reading {source.name}", 0, None)
     reader = open_gguf(source)
@@ -41,7 +40,7 @@ def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     try:
         description = read_model_config(target)
     except ModelError as error:
-        raise ModelError(f"{source}: its metadata describe a model that cannot be computed ({error})") from error
+        raise ModelError(f"{source}: its metadata describe an unsupported model ({error})") from error
     sources = plan(source, metadata.architecture, tensors, description)
     _write_weights(target / "model.safetensors", sources, progress)
     progress("converting the tokenizer", 0, None)
@@ -49,18 +48,18 @@ def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
 
 
 def open_gguf(source: Path) -> gguf.GGUFReader:
-    """The mapped file, its header read: seconds for a large vocabulary. Raises `ModelError`."""
+    """Map the file and read its header, which takes seconds for a large vocabulary. Raises `ModelError`."""
     try:
         return gguf.GGUFReader(source)
     except FileNotFoundError:
         raise ModelError(f"{source} is missing") from None
     except (ValueError, LookupError, OSError) as error:
-        # The reader maps the file and slices it: a short file shows as whatever numpy says about the slice.
+        # The reader slices the mapped file: a truncated one raises numpy's errors.
         raise ModelError(f"{source} is truncated or is no GGUF file ({error}); fetch it again") from error
 
 
 def _pairs(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """The metadata without the vocabulary, whose lists take seconds to read and are the tokenizer's business."""
+    """The metadata without the vocabulary: its lists take seconds to read, and only the tokenizer needs them."""
     return {
         name: field.contents()
         for name, field in reader.fields.items()
@@ -69,7 +68,7 @@ def _pairs(reader: gguf.GGUFReader) -> dict[str, Any]:
 
 
 def _write_weights(path: Path, sources: list[Source], progress: Progress) -> None:
-    """A safetensors file in our own order of tensors, which the `safetensors` package would sort by name."""
+    """A safetensors file in our order of tensors; the `safetensors` package would sort them by name."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for source in sources:
@@ -77,7 +76,7 @@ def _write_weights(path: Path, sources: list[Source], progress: Progress) -> Non
         header[source.name] = {"dtype": "F32", "shape": list(source.shape), "data_offsets": [offset, stop]}
         offset = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # numbers must start on a multiple of eight
+    encoded += b" " * (-len(encoded) % 8)  # numbers must be aligned to eight bytes
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for index, source in enumerate(sources):
@@ -87,10 +86,10 @@ def _write_weights(path: Path, sources: list[Source], progress: Progress) -> Non
 
 
 def _write_tokenizer(source: Path, target: Path) -> None:
-    from transformers import AutoTokenizer  # five seconds and all of torch: only a conversion pays for it
+    from transformers import AutoTokenizer  # imports torch and takes five seconds: only when converting
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
         tokenizer.save_pretrained(str(target))
-    except Exception as error:  # the Rust side raises bare Exception for a vocabulary that it rejects
+    except Exception as error:  # the Rust code raises a bare Exception for an invalid vocabulary
         raise ModelError(f"{source}: its tokenizer cannot be converted ({error})") from error

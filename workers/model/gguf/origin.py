@@ -1,6 +1,6 @@
-"""Which GGUF file a converted folder came from, and where in it each of the folder's tensors lies, as it lies there.
+"""The record of which GGUF file a folder was converted from, and where in that file each tensor is.
 
-Knows the record, one JSON file beside config.json; knows no cache, no torch and no numbers.
+One JSON file next to config.json. Knows no cache and no torch.
 """
 
 import json
@@ -17,9 +17,9 @@ _RECORD = "gguf.json"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in the file, from byte `start` on. `heads`: how many have their rotary pairs interleaved."""
+    """One tensor in the file, from byte `start` on. `heads`: number of heads with interleaved rotary pairs."""
 
-    weight_format: str  # llama.cpp's, in small letters
+    weight_format: str  # llama.cpp's, in lower case
     start: int
     num_bytes: int
     heads: int
@@ -34,7 +34,7 @@ class Origin:
 
 
 def find_origin(gguf: Path, sha256: str, folder: Path) -> Origin:
-    """What to write down of `gguf`, of which `folder` was made."""
+    """The record for `folder`, which was converted from `gguf`."""
     reader = open_gguf(gguf)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     architecture = str(reader.fields["general.architecture"].contents())
@@ -48,14 +48,14 @@ def find_origin(gguf: Path, sha256: str, folder: Path) -> Origin:
 
 
 def write_origin(origin: Origin, folder: Path, scratch: Path) -> None:
-    """Atomically, by way of the folder `scratch` on the same file system."""
+    """Atomic; `scratch` is a folder on the same file system."""
     record = scratch / _RECORD
     record.write_text(json.dumps(asdict(origin), default=str))
     record.replace(folder / _RECORD)
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """None: there is no readable one. The folder came from elsewhere, or its file is gone."""
+    """None if there is no readable record: the folder was not converted here."""
     try:
         fields = json.loads((folder / _RECORD).read_text())
         tensors = {name: Stored(**stored) for name, stored in fields["tensors"].items()}

@@ -1,7 +1,7 @@
-"""Which GGUF tensor holds which tensor of the hub's, and what was done to its numbers.
+"""Maps the tensors of a GGUF file to those of a hub checkpoint, and undoes llama.cpp's changes.
 
-Knows llama.cpp's names and its three changes: rotary pairs interleaved in some architectures, norm weights with their
-offset added, experts stacked. Numbers are dequantised to float32, tensor by tensor, never all at once.
+Knows llama.cpp's names and its three changes: interleaved rotary pairs in some architectures, norm weights with the
+offset added, stacked experts. Dequantises to float32 one tensor at a time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,25 +17,25 @@ from workers.errors import ModelError
 from workers.model.description import LayerConfig, ModelConfig
 from workers.model.tensors import tensor_shapes
 
-# Where llama.cpp has the two numbers of a rotary pair side by side; elsewhere they are half a head apart, as the hub's.
+# Here the two numbers of a rotary pair are adjacent; in the others they are half a head apart, as in the hub.
 _INTERLEAVED = ("llama", "smollm3")
-# No weights: they go into the config.
+# Not weights: they go into the config.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one hub tensor comes from. `expert`: its place in a stack; `heads`: how many to disentangle, 0 for none."""
+    """The source of one hub tensor. `expert`: its index in a stack; `heads`: heads to de-interleave, or 0."""
 
     tensor: gguf.ReaderTensor
     name: str  # the hub's
     shape: tuple[int, ...]
     expert: int | None
     heads: int
-    offset: float  # that was added
+    offset: float  # that llama.cpp added
 
     def stored(self) -> NDArray[Any]:
-        """As it lies in the file."""
+        """The bytes in the file."""
         data: NDArray[Any] = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         return data
 
@@ -52,7 +52,7 @@ class Source:
 def plan(
     source: Path, architecture: str, tensors: Mapping[str, gguf.ReaderTensor], config: ModelConfig
 ) -> list[Source]:
-    """What to write, in order. A tensor that we have no place for is a model that we cannot compute: `ModelError`."""
+    """The tensors to write, in order. Raises `ModelError` for a missing, unknown or invalid tensor."""
     places = dict(_places(config))
     interleaved = architecture in _INTERLEAVED
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if interleaved else {}
@@ -105,7 +105,7 @@ def _can_dequantise(kind: gguf.GGMLQuantizationType) -> bool:
 
 
 def _places(config: ModelConfig) -> Iterator[tuple[str, tuple[str, int | None]]]:
-    """(hub name, (GGUF name, place in its stack)) of all that the model may have."""
+    """(hub name, (GGUF name, index in its stack)) of all tensors that the model may have."""
     names = config.names
     yield f"{names.root}.embed_tokens.weight", ("token_embd.weight", None)
     yield f"{names.root}.norm.weight", ("output_norm.weight", None)

@@ -1,6 +1,6 @@
-"""The block formats of GGUF files: float weights to blocks, bit for bit as a file holds them, and back.
+"""The block formats of GGUF files: quantises float weights to the exact bytes of a file, and dequantises them.
 
-Knows formats; knows no kernel. A row of a matrix is cut into blocks of `BLOCK_COLUMNS`, each with scales of its own.
+Knows formats; knows no kernel. A row of a matrix is divided into blocks of `BLOCK_COLUMNS`, each with its own scales.
 """
 
 import gguf
@@ -17,7 +17,7 @@ BLOCK_BYTES = {name: gguf.GGML_QUANT_SIZES[kind][1] for name, kind in KINDS.item
 
 
 def quantise(weight: Tensor, weight_format: str) -> Tensor:
-    """weight [out, in] as blocks [out, bytes] uint8; rows are filled up with zeros to whole blocks."""
+    """weight [out, in] as blocks [out, bytes] uint8; rows are padded with zeros to whole blocks."""
     padded = F.pad(weight.float(), (0, -weight.shape[1] % BLOCK_COLUMNS[weight_format])).contiguous().numpy()
     if weight_format == "q4_k":
         return torch.from_numpy(_q4_k(padded))
@@ -25,12 +25,12 @@ def quantise(weight: Tensor, weight_format: str) -> Tensor:
 
 
 def dequantise(blocks: Tensor, weight_format: str) -> Tensor:
-    """blocks [out, bytes] as the float32 numbers [out, columns of the blocks] that they stand for."""
+    """blocks [out, bytes] to float32 numbers [out, columns of the blocks]."""
     return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), KINDS[weight_format]))
 
 
 def _q4_k(weight: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Scales by the range of the numbers; `gguf` reads this format and does not write it."""
+    """Scales from the range of the numbers; the gguf package cannot write this format."""
     parts = weight.reshape(-1, 8, 32)  # [blocks, 8 parts with a scale and a minimum, 32]
     low = np.minimum(parts.min(axis=2), 0)
     steps = np.stack([(parts.max(axis=2) - low) / 15, -low], axis=1)  # [blocks, scale|minimum, 8]
@@ -38,7 +38,10 @@ def _q4_k(weight: NDArray[np.float32]) -> NDArray[np.uint8]:
     counts = np.clip(np.rint(_divided(steps, units.astype(np.float32))), 0, 63).astype(np.uint8)
     scale, minimum = np.swapaxes(units.astype(np.float32) * counts, 0, 1)  # [blocks, 8] each
     numbers = np.clip(np.rint(_divided(parts + minimum[..., None], scale[..., None])), 0, 15).astype(np.uint8)
-    first, last = counts[:, :, :4], counts[:, :, 4:]  # six bits: the last four parts' upper two lie on the first four
+    first, last = (
+        counts[:, :, :4],
+        counts[:, :, 4:],
+    )  # six bits: the first four bytes hold the upper two bits of the last four
     packed = np.concatenate(
         [(first | (last >> 4) << 6).reshape(-1, 8), (last[:, 0] & 15) | (last[:, 1] & 15) << 4], axis=1
     )

@@ -1,7 +1,7 @@
-"""Weights packed into panels for our own kernels, and the call of those. Knows sizes; knows no mathematics.
+"""Packs weights into panels for the native kernels, and calls them. Knows sizes; the kernels know the formats.
 
-pack:    weights as a format has them -> panels, on huge pages
-linear:  x, panels, bias -> y, on as many threads as torch would take
+pack:    weights in their format -> panels, on huge pages
+linear:  x, panels, bias -> y, on torch's number of threads
 """
 
 import functools
@@ -13,29 +13,29 @@ from torch import Tensor
 from workers.ops.memory import PAGES
 from workers.ops.native.library import Pointer, Size, function, pointer
 
-_OUT_MULTIPLE = 64  # divides by every CPU's panel width
-# (columns, what they take in one row of a panel, what the row takes besides), in bytes.
-_ROOM = {
+_OUT_MULTIPLE = 64  # a multiple of every CPU's panel width
+# Columns, the bytes that they take in one row of a panel, and further bytes of the row.
+_SIZES = {
     "float32": (2, 8, 0),
     "bfloat16": (32, 64, 0),
     "int8": (64, 64, 4),
     "q8_0": (32, 34, 0),
     "q4_0": (32, 18, 0),
     "q4_1": (32, 20, 0),
-    "q4_k": (256, 148, 0),  # its 6-bit scales are widened to 8
+    "q4_k": (256, 148, 0),  # with its 6-bit scales widened to 8
 }
 
 
 class Panels:
-    """y = x Wᵀ + b by a native kernel; `workers/ops/native/gemm_*.cpp` says what each does, and in which order."""
+    """y = x Wᵀ + b by a native kernel; see `workers/ops/native/gemm_*.cpp`."""
 
     def __init__(self, weight: Tensor, columns: int, bias: Tensor | None, layout: str, kernel: str = "") -> None:
-        """`weight` [out, ...] as `layout` is packed from: float32 numbers, or the bytes of each row."""
+        """`weight` [out, ...]: float32 numbers, or the bytes of each row, depending on `layout`."""
         assert weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.uint8)
         weight = weight.contiguous()
         self._out, self._in = weight.shape[0], columns
         padded = -(-self._out // _OUT_MULTIPLE) * _OUT_MULTIPLE
-        width, width_bytes, row_bytes = _ROOM[layout]
+        width, width_bytes, row_bytes = _SIZES[layout]
         self._panels = PAGES.empty(padded * (-(-columns // width) * width_bytes + row_bytes))
         _kernel(f"pack_{layout}", 2, 2)(pointer(weight), pointer(self._panels), self._out, columns)
         self._bias = torch.zeros(padded)
@@ -56,5 +56,5 @@ class Panels:
 @functools.cache
 def _kernel(name: str, pointers: int, sizes: int) -> Callable[..., None]:
     kernel = function(f"diptych_{name}", [Pointer] * pointers + [Size] * sizes)
-    assert kernel is not None  # callers have loaded the library
+    assert kernel is not None  # callers check `library()`
     return kernel

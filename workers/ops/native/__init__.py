@@ -1,1 +1,1 @@
-"""Our own C++ kernels for the CPU they run on, compiled once on this machine and loaded with ctypes."""
+"""C++ kernels, compiled once for this machine's CPU and loaded with ctypes."""

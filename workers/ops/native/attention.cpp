@@ -5,11 +5,11 @@
 //
 //     each tile:  K transposed, V straight -> scratch, in float32
 //                 scores = rows · K  ->  weights = exp(scores - max)  ->  (max, sum, weights · V), a `Partial`
-//     then:       the partials of a row are joined in the order of their tiles, as in flash attention
+//     then:       the partials of a row are merged in the order of their tiles, as in flash attention
 //
-// A row's bits depend on its own query and keys alone: every score is one chain of fused multiply-adds over the head's
-// dimensions, every sum over keys runs in their order, tiles begin at fixed positions, and a masked key adds an exact
-// zero. Hence a decode and a prompt chunk, any batch, any cut into chunks and any number of threads agree bit for bit.
+// A row's bits depend only on its own query and keys: each score is one chain of fused multiply-adds over the head's
+// dimensions, each sum over keys runs in their order, tiles begin at fixed positions, and a masked key adds an exact
+// zero. So decodes, prompt chunks, and all batches, chunk sizes and numbers of threads give the same bits.
 #include <omp.h>
 #include <algorithm>
 #include <cmath>
@@ -23,22 +23,22 @@
 namespace {
 
 constexpr int64_t TILE = 128;        // keys; a multiple of LANES
-constexpr int64_t ROWS = 128;        // of a job, at least one query: amortises transposing K
-constexpr int64_t JOBS_A_THREAD = 4; // below it the tiles of a job are jobs of their own
-constexpr int64_t ALONE = 1 << 12;   // cost that is not worth waking a thread for
+constexpr int64_t ROWS = 128;        // per job, at least one query: amortizes transposing K
+constexpr int64_t JOBS_A_THREAD = 4; // with fewer, each tile becomes a job of its own
+constexpr int64_t ALONE = 1 << 12;   // cost up to which one thread computes alone
 constexpr float NEVER = -INFINITY;
 #if defined(__AVX512F__)
 constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 4;  // accumulators that fit the registers
 #else
 constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 2;
 #endif
-constexpr int64_t KEY_PANEL = BLOCK_LANES * LANES;  // keys whose K stays in the first-level cache for all rows
+constexpr int64_t KEY_PANEL = BLOCK_LANES * LANES;  // keys whose K fits the L1 cache while all rows are computed
 
 typedef int32_t Ints __attribute__((vector_size(sizeof(Floats))));
 
 inline Ints all_ints(int32_t value) { return Ints{} + value; }
 
-// Numbers as they lie in the pool.
+// Number formats of the pool.
 
 struct Float32 {
     float number;
@@ -66,7 +66,7 @@ inline float widen(Float32 from) { return from.number; }
 inline float widen(Bfloat16 from) { return as_float(uint32_t(from.bits) << 16); }
 inline float widen(Float16 from) {
     uint32_t sign = uint32_t(from.bits & 0x8000) << 16, rest = uint32_t(from.bits & 0x7fff) << 13;
-    if (rest >= 0x0f800000) return as_float(sign | (rest + 0x70000000));     // infinite or no number
+    if (rest >= 0x0f800000) return as_float(sign | (rest + 0x70000000));     // infinity or NaN
     return as_float(sign | as_bits(as_float(rest) * 0x1p112f));              // exact, subnormals too
 }
 
@@ -79,7 +79,7 @@ inline void narrow(float from, Float16* to) {
     uint32_t sign = as_bits(from) >> 16 & 0x8000, size = as_bits(from) & 0x7fffffff;
     if (size > 0x7f800000) {
         to->bits = sign | 0x7e00;
-    } else if (size >= 0x477ff000) {  // would round to infinity, which would spoil the sequence
+    } else if (size >= 0x477ff000) {  // would round to infinity, which would make the sequence NaN
         to->bits = sign | 0x7bff;
     } else if (size < 0x38800000) {   // subnormal: adding 0.5 rounds at the right bit
         to->bits = sign | (as_bits(as_float(size) + 0.5f) - 0x3f000000);
@@ -169,9 +169,7 @@ inline void transpose(Floats (&rows)[LANES]) {
 #endif
 }
 
-// Functions of vectors.
-
-// e^x to 1 unit in the last place, exactly 1 at 0, and 0 below -86; x is at most 80.
+// e^x with an error of 1 ulp, exactly 1 at 0, and 0 below -86; x is at most 80.
 inline Floats exponential(Floats x) {
     Ints vanishes = x < all(-86.0f);
     x = vanishes ? all(-86.0f) : x;
@@ -229,7 +227,7 @@ inline float max_of(Floats value) {
 #endif
 }
 
-// The right side of a product, row by row: numbers in scratch, or where they lie in the pool.
+// The right operand of a product, row by row: in scratch memory, or in the pool.
 struct Dense {
     const float* numbers;
     int64_t stride;
@@ -303,10 +301,10 @@ struct Call {
 
     int64_t group() const { return heads / kv_heads; }
     int64_t wide_dim() const { return round_up(head_dim, LANES); }
-    int64_t half_block() const { return block_size * head_dim; }  // numbers from a block's K to its V
+    int64_t half_block() const { return block_size * head_dim; }  // numbers between a block's K and V
 };
 
-// Memory of one thread, grown and never shrunk.
+// Memory of one thread; grows, never shrinks.
 struct Scratch {
     std::unique_ptr<float, decltype(&std::free)> memory{nullptr, std::free};
     int64_t size = 0, used = 0;
@@ -324,7 +322,7 @@ struct Scratch {
     }
 };
 
-// What some keys say to `rows` rows: the greatest score, the sum of the weights against it, and weights · V.
+// Attention of `rows` rows to some of the keys: the largest score, the sum of the weights, and weights · V.
 struct Partial {
     float *most, *sum, *values;  // [rows], [rows], [rows, wide_dim]; rows rounded up to LANES
 
@@ -338,7 +336,7 @@ struct Partial {
         std::fill_n(values, rows * wide_dim, 0.0f);
     }
 
-    // Later keys join the earlier ones.
+    // Merge the partial of later keys into this one.
     void join(const Partial& later, int64_t rows, int64_t wide_dim) {
         for (int64_t first = 0; first < rows; first += LANES) {
             Floats mine = load(most + first), its = load(later.most + first);
@@ -358,19 +356,19 @@ struct Partial {
     }
 };
 
-// One KV head of one sequence, `queries` of its queries, and tiles [tile, end) of the keys that they see.
+// One KV head of one sequence, `queries` of its queries, and tiles [tile, end) of their keys.
 struct Job {
     int64_t token, sequence, kv_head, position, queries, tile, end;
-    int64_t parts;  // where its partials begin in the shared memory, or -1: alone with these queries
+    int64_t parts;  // offset of its partials in shared memory, or -1: the job has all tiles of its queries
 
     int64_t rows(const Call& call) const { return queries * call.group(); }
     int64_t cost(const Call& call) const { return (end - tile) * TILE * (rows(call) + 16); }
 };
 
-// Positions of keys that a row sees: [low, high).
+// Positions of keys that a row attends to: [low, high).
 struct Range {
     int64_t low, high;
-    Range within(int64_t tile) const {  // counted from the tile's first
+    Range within(int64_t tile) const {  // relative to the tile
         return {std::clamp<int64_t>(low - tile * TILE, 0, TILE), std::clamp<int64_t>(high - tile * TILE, 0, TILE)};
     }
 };
@@ -404,7 +402,7 @@ void gather_queries(const Call& call, const Job& job, float* query) {
     }
 }
 
-// Where the K of each position that the job sees lies, from its first tile on. Others are left alone.
+// Pointers to the K of each position that the job attends to, from its first tile on. Others are not set.
 template <class Number>
 void find_keys(const Call& call, const Job& job, const Number** keys) {
     const int32_t* table = call.block_tables + job.sequence * call.table_stride;
@@ -423,9 +421,9 @@ inline void prefetch(const void* begin, int64_t num_bytes) {
     for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(static_cast<const char*>(begin) + at, 0, 2);
 }
 
-// K of `keys`, turned, into `to` [dim, PANEL]. Columns that nobody sees hold another key.
+// Transpose K of `keys` into `to` [dim, PANEL]. Unused columns hold another key.
 template <class Number>
-void turn_keys(const Number* const* keys, Range range, int64_t dim, float* to) {
+void transpose_keys(const Number* const* keys, Range range, int64_t dim, float* to) {
     for (int64_t first = range.low / LANES * LANES; first < range.high; first += LANES) {
         const Number* from[LANES];
         for (int lane = 0; lane < LANES; lane++) from[lane] = keys[std::clamp(first + lane, range.low, range.high - 1)];
@@ -452,7 +450,7 @@ void copy_values(const Number* const* keys, Range range, int64_t offset, int64_t
     }
 }
 
-// Scores [0, high) of one row become weights; what it does not see weighs nothing.
+// Turn the scores [0, high) of one row into weights; masked keys weigh 0.
 inline void weigh(const Call& call, float* scores, Range keys, int64_t width, float* most_of_row, float* sum_of_row) {
     Ints lane_at;
     for (int lane = 0; lane < LANES; lane++) lane_at[lane] = lane;
@@ -490,10 +488,10 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
         const Range inside{std::max(visible.low - panel, int64_t(0)), std::min(visible.high - panel, KEY_PANEL)};
         if (inside.low >= inside.high) continue;
         for (int64_t key = panel + inside.low; key < panel + inside.high; key++) {
-            prefetch(keys[key], dim * sizeof(Number));  // one key after another asks too little of the memory
+            prefetch(keys[key], dim * sizeof(Number));  // one key at a time would not use the memory's bandwidth
             prefetch(keys[key] + call.half_block(), dim * sizeof(Number));
         }
-        turn_keys(keys + panel, inside, dim, work.keys);
+        transpose_keys(keys + panel, inside, dim, work.keys);
         for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
             int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
             int64_t low = keys_of(row).low, high = keys_of(row + height - 1).high;
@@ -528,7 +526,7 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
         }
 }
 
-void give_out(const Call& call, const Job& job, const Partial& all) {
+void write_output(const Call& call, const Job& job, const Partial& all) {
     for (int64_t row = 0; row < job.rows(call); row++) {
         int64_t token = job.token + row / call.group(), head = job.kv_head * call.group() + row % call.group();
         const float* from = all.values + row * call.wide_dim();
@@ -558,10 +556,10 @@ void run(const Call& call, const Job& job, float* shared) {
         attend_tile(call, job, tile, keys.data(), work, work.part);
         work.all.join(work.part, rows, wide);
     }
-    give_out(call, job, work.all);
+    write_output(call, job, work.all);
 }
 
-// The partials of a job that was cut into its tiles, in order.
+// Merge the partials of a job that was split into tiles, in order.
 void join_parts(const Call& call, const Job& job, float* shared) {
     const int64_t rows = job.rows(call), wide = call.wide_dim();
     std::vector<float> memory(Partial::numbers(rows, wide));
@@ -571,7 +569,7 @@ void join_parts(const Call& call, const Job& job, float* shared) {
         Partial part(shared + job.parts + (tile - job.tile) * Partial::numbers(rows, wide), rows);
         all.join(part, rows, wide);
     }
-    give_out(call, job, all);
+    write_output(call, job, all);
 }
 
 std::vector<Job> jobs_of(const Call& call, const int32_t* query_starts, const int32_t* context_lens, int64_t sequences) {
@@ -607,7 +605,7 @@ void attend(const Call& call, const int32_t* query_starts, const int32_t* contex
             }
         }
     } else {
-        jobs.swap(whole);  // nothing is left to join
+        jobs.swap(whole);  // no partials to merge
     }
     std::stable_sort(jobs.begin(), jobs.end(), [&](const Job& a, const Job& b) { return a.cost(call) > b.cost(call); });
     std::vector<float> shared(numbers);

@@ -1,7 +1,7 @@
-"""The native kernels of `attention.cpp` behind the attention port.
+"""The native kernels of `attention.cpp` as an attention backend.
 
-Knows how tensors become pointers and strides. Needs `library()`; what a row becomes depends on nothing but its own
-query and keys, bit for bit (see the source).
+Knows how tensors become pointers and strides. Needs `library()`. The bits of a row depend only on its own query and
+keys.
 """
 
 import functools
@@ -19,7 +19,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """See `attention.Attention.write_kv`."""
+    """See `workers.ops.attention.Attention`."""
     _, kv_heads, layers, _, block_size, head_dim = _shape(pool)
     key, value = _dense_heads(key), _dense_heads(value)
     _write_kernel()(
@@ -42,7 +42,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 def attend(
     query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
-    """See `attention.Attention.attend`."""
+    """See `workers.ops.attention.Attend`."""
     _, kv_heads, layers, _, block_size, head_dim = _shape(pool)
     rows = query if query.dtype == torch.float32 else query.float()
     if rows.stride(2) != 1:
@@ -82,7 +82,7 @@ def _shape(pool: Tensor) -> torch.Size:
 
 
 def _dense_heads(tensor: Tensor) -> Tensor:
-    """[tokens, kv_heads, head_dim] in float32, the numbers of one token beside one another."""
+    """[tokens, kv_heads, head_dim] in float32, with each token's numbers contiguous."""
     tensor = tensor if tensor.dtype == torch.float32 else tensor.float()
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()
 
@@ -102,5 +102,5 @@ def _write_kernel() -> Kernel:
 def _kernel(name: str, arguments: Sequence[type]) -> Kernel:
     found = function(name, arguments)
     if found is None:
-        raise RuntimeError(f"{name} needs the native kernels: install g++, and leave {SWITCH} alone")
+        raise RuntimeError(f"{name} needs the native kernels: install g++ and do not set {SWITCH}")
     return found

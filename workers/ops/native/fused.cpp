@@ -1,6 +1,6 @@
-// What stands between a layer's matrix products, each in one pass: norms, gates, rotary turns.
+// The operations between a layer's matrix products, each in one pass: norms, gates, rotary embedding.
 //
-// Every row is computed by itself in one fixed order: its bits depend on no other row and no number of threads.
+// Each row is computed alone in a fixed order: its bits do not depend on other rows or the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -8,18 +8,18 @@
 
 namespace {
 
-constexpr int64_t ALONE = 1 << 14;  // numbers that are not worth waking a thread for
-constexpr int LANES = 16;           // of a sum: enough for any CPU's vectors, the same on all of them
+constexpr int64_t ALONE = 1 << 14;  // numbers up to which one thread computes alone
+constexpr int LANES = 16;           // partial sums: enough for all vector widths, and the same on every CPU
 
 int team(int64_t numbers, int64_t threads) {
     return int(std::clamp<int64_t>(numbers / ALONE, 1, threads));
 }
 
-// e^x, off by two units in the last place at most; x in [-87, 88], beyond it the value there.
+// e^x with an error of at most 2 ulp; x is clamped to [-87, 88].
 inline __attribute__((always_inline)) float exponential(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;  // NaN passes
     float power = std::nearbyint(x * 1.44269504f);
-    float rest = std::fma(power, -0.693145752f, x);  // ln 2 in two parts, the first one exact in products
+    float rest = std::fma(power, -0.693145752f, x);  // ln 2 in two parts; products with the first are exact
     rest = std::fma(power, -1.42860677e-6f, rest);
     float sum = 1.0f / 5040;
     sum = std::fma(sum, rest, 1.0f / 720);
@@ -58,14 +58,14 @@ void norm_row(const float* x, const float* weight, float* y, int64_t size, float
 
 extern "C" {
 
-// y = x / rms(x) * weight (none: 1) for rows of `size`.
+// y = x / rms(x) * weight (null: 1) for rows of `size`.
 void diptych_rms_norm(const float* x, int64_t x_stride, const float* weight, float* y, int64_t rows, int64_t size,
                       float eps, int64_t threads) {
 #pragma omp parallel for num_threads(team(rows * size, threads))
     for (int64_t row = 0; row < rows; row++) norm_row(x + row * x_stride, weight, y + row * size, size, eps);
 }
 
-// sum = x + delta; y = the norm of it.
+// sum = x + delta; y = norm(sum).
 void diptych_add_rms_norm(const float* x, const float* delta, const float* weight, float* sum, float* y, int64_t rows,
                           int64_t size, float eps, int64_t threads) {
 #pragma omp parallel for num_threads(team(rows * size, threads))
@@ -91,7 +91,7 @@ void diptych_gated(const float* x, float* y, int64_t rows, int64_t size, int64_t
     }
 }
 
-// y [tokens, heads, dim]: each pair (x[i], x[i + half]) of x turned by its token's angle; cos and sin are [tokens, half].
+// y [tokens, heads, dim]: each pair (x[i], x[i + half]) of x rotated by its token's angle; cos and sin are [tokens, half].
 void diptych_rotate(const float* x, int64_t token_stride, int64_t head_stride, const float* cos, const float* sin,
                     float* y, int64_t tokens, int64_t heads, int64_t dim, int64_t half, int64_t threads) {
 #pragma omp parallel for num_threads(team(tokens * heads * dim, threads))

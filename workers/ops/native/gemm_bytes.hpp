@@ -1,6 +1,6 @@
-// Sums of four products of bytes, a vector of them at once: what integer matrix products are made of.
+// Vectors of sums of four byte products, for integer matrix products.
 //
-// A weight is stored as itself plus BYTE_ZERO: instructions differ in which factor they want unsigned.
+// Weights are stored plus BYTE_ZERO, since instructions differ in which factor is unsigned.
 #pragma once
 #include <cstring>
 #include "gemm_lanes.hpp"

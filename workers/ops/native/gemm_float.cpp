@@ -1,14 +1,14 @@
-// y = x Wᵀ + b with float32 or bfloat16 weights that were packed once.
+// y = x Wᵀ + b with packed float32 or bfloat16 weights.
 //
-//     W [out, in]  ->  panels [out / PANEL][in / 2][2][PANEL], zeros behind the last row and column of W;
-//                      in bfloat16 the two numbers of a pair share 32 bits, the first one in the lower half
+//     W [out, in]  ->  panels [out / PANEL][in / 2][2][PANEL], zeros after the last row and column of W;
+//                      in bfloat16 the two numbers of a pair share 32 bits, the first in the lower half
 //
-// Every y[i, o] is one chain of fused multiply-adds over k = 0, 1, 2, ... that starts from b[o]: its bits depend
-// neither on the other rows of x, nor on the row's place among them, nor on the number of threads. A block over k lays
-// the chain down in memory and the next one takes it up, which rounds nothing.
+// Each y[i, o] is one chain of fused multiply-adds over k = 0, 1, 2, ... that starts from b[o]: its bits do not depend
+// on the other rows of x, the position of the row, or the number of threads. Between blocks over k the sum is stored in
+// memory, which does not round it.
 //
-// `linear_bfloat16_tiled` gives that up: many rows go through AMX with x as a sum of two bfloat16, which loses less than
-// 2^-16 of each number.
+// `linear_bfloat16_tiled` is not deterministic: it computes many rows on AMX with x as a sum of two bfloat16, with a
+// relative error below 2^-16.
 #include <omp.h>
 #include <algorithm>
 #include <cstdint>
@@ -19,8 +19,8 @@
 
 namespace {
 
-constexpr int64_t DEPTH = 64;  // of a block over k: its part of a panel stays in the first-level cache for all rows
-constexpr int64_t ROW_BLOCK = 8 * ROW_TILE;  // their x stays in the second-level cache while all panels pass
+constexpr int64_t DEPTH = 64;  // of a block over k: its part of a panel stays in the L1 cache for all rows
+constexpr int64_t ROW_BLOCK = 8 * ROW_TILE;  // their x stays in the L2 cache for all panels
 
 struct Columns {
     Floats left, right;
@@ -45,7 +45,7 @@ struct Bfloat16 {
 };
 
 template <class Weights>
-constexpr int64_t pairs_of(int64_t in) {  // in a panel: the width of a tile's row is filled up
+constexpr int64_t pairs_of(int64_t in) {  // in a panel, padded to the width of a tile's row
     return (in + Weights::WIDTH - 1) / Weights::WIDTH * Weights::WIDTH / 2;
 }
 
@@ -59,7 +59,7 @@ inline void advance(Floats (&sums)[ROWS][2], const float* x, int64_t x_stride, C
     }
 }
 
-// ROWS rows of x times one block of a panel, onto tile [ROWS, PANEL]. The bytes from `ahead` are read next by somebody.
+// ROWS rows of x times one block of a panel, onto tile [ROWS, PANEL]. Prefetches the bytes from `ahead`.
 template <class Weights, int ROWS>
 void multiply(const float* x, int64_t x_stride, const char* panel, int64_t depth, const char* ahead,
               int64_t ahead_bytes, float* tile) {
@@ -146,8 +146,8 @@ void pack(const float* weight, char* panels, int64_t out, int64_t in, Round roun
 uint16_t to_bfloat16(float number) {
     uint32_t bits;
     std::memcpy(&bits, &number, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;  // a NaN stays one
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;                   // to the nearest, ties to even
+    if ((bits & 0x7fffffff) > 0x7f800000) return (bits >> 16) | 0x40;  // NaN stays NaN
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;                   // to nearest, ties to even
 }
 
 #ifdef DIPTYCH_TILES

@@ -2,8 +2,8 @@
 //
 //     W [out][scale: float32 | in bytes]  ->  panels [out / PANEL] of  [in / 4][PANEL][4 bytes] [scales: PANEL float32]
 //
-// All sums are integers, hence exact in any order: with or without AMX, in any batch and on any threads the bits agree.
-// They hold 65536 columns.
+// All sums are integers and so exact in any order: the bits are the same with or without AMX, in any batch and on any
+// number of threads. 32 bits are enough for 65536 columns.
 #include <omp.h>
 #include <optional>
 #include "gemm_bytes.hpp"
@@ -12,9 +12,9 @@
 
 namespace {
 
-constexpr int64_t WIDTH = 64;  // columns are filled up with zeros to a multiple of it
+constexpr int64_t WIDTH = 64;  // columns are padded with zeros to a multiple of it
 constexpr int64_t ROW_BLOCK = 128;
-constexpr int64_t TILED_ROWS = 8;  // from here on AMX is ahead
+constexpr int64_t TILED_ROWS = 8;  // AMX is faster from here on
 
 struct Rows {
     std::vector<int8_t> numbers;  // [rows, whole][depth]
@@ -108,9 +108,9 @@ void diptych_linear_int8(const float* x, const char* panels, const float* bias, 
     if (rows >= TILED_ROWS && tiles_granted()) tiled = true, tile_rows = 2 * TILE_ROWS, product = multiply_tiled;
 #endif
     static thread_local Rows kept;
-    Rows& numbers = kept;  // of the calling thread, for all
+    Rows& numbers = kept;  // the calling thread's, shared with its team
     if (numbers.scales.size() < size_t(rows)) numbers.scales.resize(rows), numbers.sums.resize(rows);
-    size_t wanted = (rows + 31) * depth;  // tiles read whole, whatever lies behind the last row
+    size_t wanted = (rows + 31) * depth;  // tiles read whole rows beyond the last one
     if (numbers.numbers.size() < wanted) numbers.numbers.resize(wanted);
 #pragma omp parallel num_threads(std::max<int64_t>(1, std::min(threads, units)))
     {

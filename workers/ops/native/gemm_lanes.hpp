@@ -1,6 +1,6 @@
-// The widest vectors of floats that this CPU multiplies and adds in one rounding, under one name.
+// The widest float vectors with fused multiply-add that this CPU has, under one name.
 //
-// LANES numbers a vector; a panel of a matrix is two vectors wide; ROW_TILE rows of accumulators fit the registers.
+// LANES: numbers per vector. A panel of a matrix is two vectors wide. ROW_TILE rows of accumulators fit the registers.
 #pragma once
 #include <cmath>
 #include <cstdint>

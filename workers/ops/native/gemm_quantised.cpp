@@ -1,14 +1,14 @@
-// y = x Wᵀ + b with weights that stay quantised: int8 rows, or the blocks of GGUF files.
+// y = x Wᵀ + b with weights that stay quantised: the blocks of GGUF files.
 //
-// x is quantised as well: 8 bits and one scale for every 32 numbers (int8: for every row), so products are integers.
-// W [out, in] becomes panels of PANEL rows, side by side what is used at once, block after block of 32 columns:
+// x is quantised too: 8 bits and one scale per 32 numbers, so products are integers. W [out, in] becomes panels of PANEL
+// rows, ordered by use, block by block of 32 columns:
 //
-//     [header: each row's scales, 16 bit]            once in GROUP blocks
+//     [header: each row's scales, 16 bit]            once per GROUP blocks
 //     [sub-scales, 8 bit]                            q4_k only
-//     [4 or 8][PANEL][4 bytes]                       numbers 4i .. 4i+3 of each row; nibbles: upper ones 16 further
+//     [4 or 8][PANEL][4 bytes]                       numbers 4i .. 4i+3 of each row; upper nibbles: 16 further
 //
-// A sum over a block is exact; the blocks follow one another in one chain of additions that starts from b. So the bits
-// of y[i, o] depend neither on the other rows of x, nor on the row's place among them, nor on the number of threads.
+// The sum over a block is exact; the blocks are added in one chain that starts from b. So the bits of y[i, o] do not
+// depend on the other rows of x, the position of the row, or the number of threads.
 #include <omp.h>
 #include "gemm_bytes.hpp"
 #include "gemm_rounding.hpp"
@@ -18,10 +18,9 @@ namespace {
 constexpr int64_t BLOCK = 32;
 constexpr int64_t ROW_BLOCK = 120;
 
-
 void put_half(char* panel, int64_t column, const char* from) { std::memcpy(panel + 2 * column, from, 2); }
 
-// Number i of a block into its place; `number` as stored.
+// Store number i of a block; `number` is in the stored form.
 void put_byte(char* quants, int64_t column, int64_t i, uint8_t number) {
     quants[(i / 4 * PANEL + column) * 4 + i % 4] = number;
 }
@@ -29,7 +28,7 @@ void put_nibble(char* quants, int64_t column, int64_t i, uint8_t number) {
     quants[(i % 16 / 4 * PANEL + column) * 4 + i % 4] |= i < 16 ? number : number << 4;
 }
 
-// A format says how its blocks lie in a file and in a panel, and what a weight is: scale * (number - ZERO) + offset.
+// A format defines its blocks in a file and in a panel. A weight is scale * (number - ZERO) + offset.
 
 struct Q8_0 {
     static constexpr bool NIBBLES = false, OFFSETS = false;
@@ -101,7 +100,7 @@ constexpr int64_t GROUP_BYTES = Format::HEADER + Format::GROUP * (Format::SUB + 
 
 // Rows of x, quantised.
 struct Quantised {
-    std::vector<int8_t> numbers;  // [rows][blocks][BLOCK], zeros behind the last column
+    std::vector<int8_t> numbers;  // [rows][blocks][BLOCK], zeros after the last column
     std::vector<float> scales;    // [rows][blocks]
     std::vector<int32_t> sums;    // [rows][blocks] of the numbers
 
@@ -190,7 +189,7 @@ void linear(const float* x, const char* panels, const float* bias, float* y, int
     int64_t num_panels = (out + PANEL - 1) / PANEL, row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int64_t units = num_panels * row_blocks;
     static thread_local Quantised quantised;
-    Quantised& numbers = quantised;  // of the calling thread, for all
+    Quantised& numbers = quantised;  // the calling thread's, shared with its team
     numbers.resize(rows, blocks);
 #pragma omp parallel num_threads(std::max<int64_t>(1, std::min(threads, units)))
     {

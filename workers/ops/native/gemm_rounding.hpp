@@ -1,4 +1,4 @@
-// Rows of x rounded to 8 bits, as integer products want them.
+// Rounds rows of x to 8 bits for integer products.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-// `count` numbers, then zeros up to `padded`, under one scale. A number that is not finite makes the scale NaN.
+// `count` numbers with one scale, then zeros up to `padded`. A number that is not finite makes the scale NaN.
 inline void quantise(const float* x, int64_t count, int64_t padded, int8_t* numbers, float& scale, int32_t& sum) {
     uint32_t largest_bits = 0;
     for (int64_t i = 0; i < count; i++) {

@@ -1,4 +1,4 @@
-// AMX, where the CPU has it and the kernel grants it: eight tiles of 16 rows by 64 bytes.
+// AMX, if the CPU has it and the kernel permits it: eight tiles of 16 rows by 64 bytes.
 //
 //     tiles 0..3 = sums [row half][column half],  4, 5 = rows of x,  6, 7 = the columns of a panel, 32 wide
 #pragma once
@@ -12,12 +12,12 @@
 constexpr int TILE_ROWS = 16, TILE_BYTES = 64;
 
 inline bool tiles_granted() {
-    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl; once for all threads of the process
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl; once per process
     static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
     return granted;
 }
 
-// The calling thread's tiles, set up while this lives.
+// Configures the calling thread's tiles; the destructor releases them.
 struct Tiles {
     Tiles() {
         struct {
@@ -32,8 +32,8 @@ struct Tiles {
     Tiles(const Tiles&) = delete;
 };
 
-// Products of HALVES * 16 rows of x with one panel, `steps` times 64 bytes of each row deep. The sums [HALVES * 16][32], four bytes each,
-// are added to if `more`, else begun. Somebody reads the bytes from `ahead` next.
+// Products of HALVES * 16 rows of x with one panel, `steps` times 64 bytes of each row deep. Adds to the sums
+// [HALVES * 16][32], four bytes each, if `more`, else overwrites them. Prefetches the bytes from `ahead`.
 template <int HALVES, class Add>
 inline void tile_product(const char* x, int64_t x_stride, const char* panel, int64_t steps, const char* ahead,
                          int64_t ahead_step, char* sums, bool more) {

@@ -1,10 +1,10 @@
-// One token drawn from each row by Gumbel-max, over all tokens; workers/executor/gumbel_max.py has the law.
+// Samples one token from each row by Gumbel-max, over all tokens; see workers/executor/gumbel_max.py.
 //
-// Token t of weight w = e^((score - largest) / temperature) and number u reaches w / -log(1 - u). Every number is made,
-// but few are looked at twice: u <= -log(1 - u), so a token whose w / u is below the best so far cannot be drawn, and for that
-// a straight line through the powers of two, which lies above them, will do for w. The others are computed in float64.
-// Only a clear result is given, by a margin far above what one library's exponential and logarithm differ from
-// another's; what is too close is left to the caller. So the answer depends on no compiler, CPU or number of threads.
+// A token with weight w = e^((score - largest) / temperature) and uniform number u has the value w / -log(1 - u). Since
+// u <= -log(1 - u), a token whose w / u is below the best value so far cannot win. This test uses an upper bound of w,
+// linear between powers of two; only tokens that pass it are computed in float64. A result is returned only if it leads by
+// far more than the rounding differences between math libraries; the caller decides the others. So the token does not
+// depend on the compiler, the CPU or the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -12,10 +12,10 @@
 
 namespace {
 
-constexpr int ROUNDS = 10, GROUP = 64;   // tokens that are looked at together
-constexpr float SLACK = 0.999f;          // more than the rounding in float32 of weights and numbers
-constexpr double CLEAR = 1.0 - 1e-5;     // the second-best reaches less than this part of the best
-constexpr float CERTAIN = 0.027f;        // the likeliest token's least reach: 1 / -log(2^-53)
+constexpr int ROUNDS = 10, GROUP = 64;   // tokens tested at once
+constexpr float SLACK = 0.999f;          // more than the float32 rounding of weights and numbers
+constexpr double CLEAR = 1.0 - 1e-5;     // the second-best value must be below this part of the best
+constexpr float CERTAIN = 0.027f;        // the likeliest token's smallest value: 1 / -log(2^-53)
 
 // Four words of numpy's Philox4x64 stream: those of tokens 4 (counter - 1) and following.
 struct Philox {
@@ -42,7 +42,7 @@ struct Philox {
 
 double uniform_of(uint64_t word) { return std::max(double(word >> 11) * 0x1p-53, 0x1p-54); }  // never 0
 
-// The token that is clearly the one, or -1.
+// The winning token, or -1 if it is too close.
 int64_t clear_token(const float* scores, int64_t size, float largest, float temperature, const Philox& philox) {
     if (!std::isfinite(largest)) return -1;
     float slope = 1.44269504f / temperature, lowest = -126.0f / slope, bar = CERTAIN;
@@ -83,7 +83,7 @@ int64_t clear_token(const float* scores, int64_t size, float largest, float temp
 
 extern "C" {
 
-// scores[row]: `size` numbers. tokens[row]: a token, or -1 where only the exact formula can tell.
+// scores[row]: `size` numbers. tokens[row]: a token, or -1 if only the exact formula can decide.
 void diptych_gumbel_max(const float* const* scores, const float* largest, const float* temperatures,
                         const uint64_t* seeds, const uint64_t* positions, int64_t* tokens, int64_t rows, int64_t size,
                         int64_t threads) {

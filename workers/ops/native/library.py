@@ -1,10 +1,10 @@
-"""Compiles the C++ sources beside this file, once for each machine and version, and loads them.
+"""Compiles the C++ sources in this folder, once per machine and version, and loads them.
 
     sources + flags + compiler + CPU ──hash──> cache/native/<hash>.so ──ctypes──> functions
 
-The sources know no torch: they take pointers and sizes, so a build takes seconds, not the half minute of torch's
-headers. They are linked with the very OpenMP library that torch has loaded, hence torch's threads and their number.
-Without a compiler there is no library; callers then take the torch-only way, which computes the same.
+The sources do not use torch: they take pointers and sizes, so a build takes seconds, not the half minute of torch's
+headers. They link the OpenMP library that torch has loaded, and so share its threads. Without a compiler there is no
+library, and callers use torch instead.
 """
 
 import ctypes
@@ -37,19 +37,19 @@ Float = ctypes.c_float
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None where there can be none (the log says why). The first call may compile."""
+    """The compiled kernels, or None if they cannot be built (the log says why). The first call may compile."""
     if os.environ.get(SWITCH) == "0":
         return None
     try:
         return ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        logger.warning("no native kernels, the slower torch ones compute instead: %s", str(detail).strip()[-500:])
+        logger.warning("no native kernels, using slower torch operations: %s", str(detail).strip()[-500:])
         return None
 
 
 def function(name: str, arguments: Sequence[type]) -> "ctypes._NamedFuncPointer | None":
-    """A kernel by name with its argument types (it answers nothing), or None without a library."""
+    """A kernel by name with its argument types (it returns nothing), or None without a library."""
     loaded = library()
     if loaded is None:
         return None
@@ -59,14 +59,14 @@ def function(name: str, arguments: Sequence[type]) -> "ctypes._NamedFuncPointer 
 
 
 def pointer(tensor: Tensor) -> int:
-    """The address of a tensor's first number. The caller keeps the tensor alive over the call."""
+    """The address of a tensor's first number. The caller must keep the tensor alive during the call."""
     return tensor.data_ptr()
 
 
 def _built() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise OSError("there is no C++ compiler (g++) on this machine")
+        raise OSError("there is no C++ compiler (g++)")
     sources = sorted(Path(__file__).parent.glob("*.cpp"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     threads = _openmp()
@@ -79,15 +79,15 @@ def _built() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as scratch:
             made = Path(scratch) / "native.so"
-            logger.info("compiling the native kernels, once on this machine")
+            logger.info("compiling the native kernels, once for this machine")
             command = [compiler, *FLAGS, *map(str, sources), *threads, "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
-            made.replace(target)  # two processes at once make the same file twice; either is whole
+            made.replace(target)  # atomic: two processes may build the same file at once
     return target
 
 
 def _openmp() -> list[str]:
-    """Linker arguments that name the OpenMP library in this process, so that `-fopenmp` need not bring another one."""
+    """Linker arguments for the OpenMP library of this process, so that `-fopenmp` does not link another one."""
     try:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
@@ -97,7 +97,7 @@ def _openmp() -> list[str]:
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on: a cache folder may be shared by machines."""
+    """What `-march=native` depends on, since machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
