@@ -103,7 +103,7 @@ def test_what_cannot_be_computed_is_refused_before_anything_is_written(tmp_path:
     assert "ffn_gate.weight has shape [48, 32], the metadata say [49, 32]" in words("mlp", intermediate_size=49)
     part = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     turned = words("rope", rope_parameters=part)
-    assert "50% of a head's features turn, which is supported for architecture phi3 only" in turned
+    assert "50% of a head's features are rotated, which is supported for architecture phi3 only" in turned
     assert "3 KV heads" in words("heads", num_key_value_heads=3, family="phi 3, short")
 
 

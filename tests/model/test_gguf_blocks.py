@@ -201,7 +201,7 @@ def test_a_folder_from_before_learns_its_file_when_it_is_named_again(cache: Path
     folder = converted(tmp_path, "q8_0, some rows too short")
     before = read_origin(folder.path)
     (folder.path / "gguf.json").unlink()
-    with pytest.raises(ModelError, match=r"keeps no record of a GGUF file.*remove the folder and pull again"):
+    with pytest.raises(ModelError, match=r"has no record of a GGUF file.*remove the folder and pull again"):
         decoder(folder)
     assert store.resolve(str(tmp_path / "m.gguf")) == folder
     assert before is not None and read_origin(folder.path) == before
@@ -210,7 +210,7 @@ def test_a_folder_from_before_learns_its_file_when_it_is_named_again(cache: Path
 def test_a_moved_file_is_found_where_it_is_named(cache: Path, tmp_path: Path) -> None:
     folder = converted(tmp_path, "q8_0, some rows too short")
     moved = (tmp_path / "m.gguf").rename(tmp_path / "moved.gguf")
-    with pytest.raises(ModelError, match=r"cannot be read .*m\.gguf.*name the \.gguf file as the model"):
+    with pytest.raises(ModelError, match=r"cannot be read .*m\.gguf.*use the \.gguf file as the model"):
         decoder(folder)
     wanted = decoder(store.resolve(str(moved)))
     assert wanted.head.weight_format == "q8_0"
@@ -224,12 +224,12 @@ def test_a_file_that_changed_is_refused(cache: Path, tmp_path: Path) -> None:
         decoder(folder)
     middle = len(content) // 2
     source.write_bytes(content[:middle] + bytes(255 - byte for byte in content[middle:]))
-    with pytest.raises(ModelError, match=r"no longer the file that was converted: .* has other numbers"):
+    with pytest.raises(ModelError, match=r"no longer the file that was converted: .* has different numbers"):
         decoder(folder)
 
 
 def test_a_model_that_never_was_a_gguf_says_so(tiny: ModelFolder) -> None:
-    with pytest.raises(ModelError, match=r"engine.weights is gguf, but .* keeps no record.*or take q8_0"):
+    with pytest.raises(ModelError, match=r"engine.weights is gguf, but .* has no record.*or engine.weights q8_0"):
         decoder(tiny)
 
 

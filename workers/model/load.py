@@ -58,7 +58,7 @@ def load_decoder(
     check_tensors(folder.path, config)
     shard = shard or shard_of(config, ParallelConfig(), 0)
     if (shard.tensor_rank, shard.tensor) != ((group.rank, group.size) if group else (0, 1)):
-        raise ValueError(f"tensor rank {shard.tensor_rank} of {shard.tensor} needs the process group of these ranks")
+        raise ValueError(f"tensor rank {shard.tensor_rank} of {shard.tensor} needs the group of these ranks")
     dtype = torch.float32 if device.type == "cpu" else dtype
     weights = Weights(folder.path, device, dtype)
     blocks = GGUFBlocks(folder.path) if weight_format == "gguf" else None
