@@ -68,7 +68,7 @@ def until(release: Release, is_so: Callable[[], bool]) -> float:
 def said(release: Release) -> list[str]:
     """By the autoscaler when it scaled."""
     logs = release.kubelet.folder.glob("release-diptych-autoscaler/*/autoscaler.log")
-    return [line for each in sorted(logs) for line in each.read_text().splitlines() if " goes from " in line]
+    return [line for each in sorted(logs) for line in each.read_text().splitlines() if "scaling release-" in line]
 
 
 def test_a_pod_comes_for_a_worker_and_goes_under_streams(release: Release) -> None:
@@ -89,8 +89,8 @@ def test_a_pod_comes_for_a_worker_and_goes_under_streams(release: Release) -> No
     assert not last.killed
     until(release, lambda: list(nodes(release).values()) == ONE)  # the worker starts again on the pod that stays
     up, down = said(release)
-    assert "release-diptych-decode goes from 1 to 2 pods: target is 2 workers" in up
-    assert "release-diptych-decode goes from 2 to 1 pods: the pool has had no more than 1 workers for" in down
+    assert "scaling release-diptych-decode from 1 to 2 pods: target is 2 workers" in up
+    assert "scaling release-diptych-decode from 2 to 1 pods: the pool has had no more than 1 workers for" in down
     print(f"the second worker was ready after {there_s:.0f} s; its pod had gone after {gone_s:.0f} s under {told}")
 
 
