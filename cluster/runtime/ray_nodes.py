@@ -72,10 +72,16 @@ def find_controller(cluster: str) -> RayService | None:
 
 
 async def await_controller(cluster: str, timeout_s: float) -> ServiceHandle:
-    """Wait for the controller of a cluster. Raises `RuntimeUnavailable`."""
+    """Wait for the controller of a cluster. Raises `RuntimeUnavailable`.
+
+    Ray's head may be replaced meanwhile. This process then sees the new head's tables, but its node is not a part of
+    that Ray, and no call would reach an actor.
+    """
     clock = asyncio.get_running_loop()
     deadline_s = clock.time() + timeout_s
     while (controller := find_controller(cluster)) is None:
+        if not await asyncio.to_thread(_is_node_alive):
+            raise RuntimeUnavailable("the head of this node's Ray was replaced; run `ray start` here again, then this")
         if clock.time() > deadline_s:
             raise RuntimeUnavailable(
                 f"no cluster called {cluster!r} is served on this Ray within {timeout_s:.0f} s; check --cluster and "
@@ -83,6 +89,12 @@ async def await_controller(cluster: str, timeout_s: float) -> ServiceHandle:
             )
         await asyncio.sleep(LOOK_S)
     return controller
+
+
+def _is_node_alive() -> bool:
+    """Whether Ray's head counts this node as one of its own."""
+    node = ray.get_runtime_context().get_node_id()
+    return any(each["NodeID"] == node and each["Alive"] for each in ray.nodes())
 
 
 async def drain(node: str, deadline_s: float) -> None:
