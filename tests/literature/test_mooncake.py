@@ -99,6 +99,15 @@ def test_an_engine_finds_what_a_cache_of_its_size_would_hold(capacity: int) -> N
     assert found == pytest.approx(prefix_reuse(workload, capacity), abs=0.01)
 
 
+def test_prediction_refuses_before_the_prefill() -> None:
+    """Arxiv version, section 7.1: a request that is refused behind its prefill wastes it. Prediction wastes none."""
+    overload = load_workload("poisson:rate=6,count=160,lengths=2000-4000/150-300", seed=1)
+    spec, made = cluster_of("mooncake", "predictive", workers=4)
+    run = simulate(spec, made, overload, RunOptions(slo=SLO(15.0, 0.0268)))  # a decode step of 16 sequences
+    refused = [each for each in run.served if each.ending is RequestOutcome.REJECTED]
+    assert refused and not any(each.token_s for each in refused)
+
+
 @pytest.mark.skipif(not WHOLE, reason="takes minutes: make literature")
 @pytest.mark.timeout(1800)
 def test_rejections_on_the_papers_trace() -> None:

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.events import Completed
+from cluster.frontend.grpc.health import HealthService
 from cluster.frontend.grpc.reflecting import V1
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.servers import open_servers
@@ -61,6 +62,20 @@ async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDis
             closing = asyncio.ensure_future(server.close(30.0))
             assert (await anext(told)).status == NOT_SERVING
             await closing
+
+
+async def test_a_watcher_is_told_of_a_close_during_a_write(dispatcher: FakeDispatcher) -> None:
+    service = HealthService(dispatcher, (INFERENCE,), (ADMIN,))
+    statuses: list[int] = []
+
+    class Context:
+        async def write(self, response: health_pb2.HealthCheckResponse) -> None:
+            statuses.append(response.status)
+            service.close()
+
+    async with asyncio.timeout(5):
+        await service.Watch(health_pb2.HealthCheckRequest(service=INFERENCE), cast(Any, Context()))
+    assert statuses == [SERVING, NOT_SERVING]
 
 
 async def test_wait_ready_waits_for_the_workers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
