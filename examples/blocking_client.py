@@ -1,6 +1,6 @@
 """Asks a running cluster from a program without an event loop: `diptych serve`, then this program.
 
-It waits out a full or restarting gateway, and an answer whose stream breaks goes on where it was.
+It retries while the gateway is full or restarting. A broken stream continues where it was.
 """
 
 from diptych.client import Client, DiptychError, Retry, TextDelta

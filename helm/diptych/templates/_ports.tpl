@@ -17,8 +17,8 @@
 {{- if and $http (lt (max (sub $http $grpc) (sub $grpc $http) | int) $count) -}}
 {{- fail (printf "cluster.gateway.http_port: is %d, and gRPC has %d port(s) from %d on; write one that is farther away" $http $count $grpc) -}}
 {{- end -}}
-{{- $door := int .Values.gateway.service.port -}}
-{{- if and $http (lt (max (sub $http $door) (sub $door $http) | int) $count) -}}
-{{- fail (printf "gateway.service.port: is %d, and the Service has %d port(s) of HTTP from %d on (cluster.gateway.http_port); write one that is farther away" $door $count $http) -}}
+{{- $port := int .Values.gateway.service.port -}}
+{{- if and $http (lt (max (sub $http $port) (sub $port $http) | int) $count) -}}
+{{- fail (printf "gateway.service.port: is %d, and the Service has %d port(s) of HTTP from %d on (cluster.gateway.http_port); write one that is farther away" $port $count $http) -}}
 {{- end -}}
 {{- end -}}
