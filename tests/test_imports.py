@@ -97,7 +97,7 @@ PARTS = (
     "workers.build",
     "workers.engine.step",
     "workers.executor.modelled",
-    "workers.executor.order",
+    "workers.executor.rank_spec",
     "workers.server",
     "workers.worker",
 )

@@ -9,7 +9,7 @@ from workers.costs import CostModel, LinearCost
 from workers.engine.executor import Executor
 from workers.executor.modelled import Modelled, modelled_facts
 from workers.executor.modelled import open_modelled as open_modelled_executor
-from workers.executor.order import RankLauncher, RankOrder
+from workers.executor.rank_spec import RankLauncher, RankSpec
 from workers.server import ExecutorFactory, WorkerServer
 
 ZERO_COST = replace(LinearCost().scaled(0.0), transfer_latency_s=0.0, transfer_byte_s=0.0)
@@ -56,9 +56,9 @@ def build_worker(
     return WorkerServer(config, factories[config.executor], heartbeat_s=heartbeat_s)
 
 
-async def serve_rank(order: RankOrder) -> None:
+async def serve_rank(spec: RankSpec) -> None:
     """One rank of a parallel worker, until its leader has gone: what a launcher's process runs."""
     from workers.executor.rank_server import serve_rank as serve_it
     from workers.model.store import resolve
 
-    await serve_it(order, resolve)
+    await serve_it(spec, resolve)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from workers.engine.step import StepPlan
-from workers.executor.order import RankOrder
+from workers.executor.rank_spec import RankSpec
 
 END_TIMEOUT_S = 5.0
 PR_SET_PDEATHSIG = 1
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 class Member(msgspec.Struct, frozen=True):
     """What one rank's process reads before it starts."""
 
-    order: RankOrder
+    spec: RankSpec
     computes: bool
 
 
@@ -34,11 +34,11 @@ class ProcessRanks:
         self._computes = computes
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
-        for order in orders:
+    def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
+        for spec in specs:
             process = subprocess.Popen([sys.executable, "-m", "benchmarks.gang.members"], stdin=subprocess.PIPE)
             assert process.stdin is not None
-            process.stdin.write(msgspec.msgpack.encode(Member(order, self._computes)))
+            process.stdin.write(msgspec.msgpack.encode(Member(spec, self._computes)))
             process.stdin.close()
             self._started.append(process)
         return [asyncio.ensure_future(asyncio.to_thread(process.wait)) for process in self._started]
@@ -73,7 +73,7 @@ def main() -> None:
         compute_nothing()
     from workers.build import serve_rank
 
-    asyncio.run(serve_rank(member.order))
+    asyncio.run(serve_rank(member.spec))
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ class RequestRunner:
         request = state.request
         others = len(self._discovery.picture().ready(Role.DECODE, Role.MIXED)) - len(state.avoid)
         limit_s = self._spec.gateway.placement_timeout_s / max(1, others)
-        if request.slo.ttft_s is None or not request.slo.promised or not self._classes.rejects(request):
+        if request.slo.ttft_s is None or not request.slo.is_enforced or not self._classes.rejects(request):
             return limit_s
         left_s = request.slo.ttft_s - (_now_s() - state.timing.arrived_s)
         return limit_s if request.generated else min(limit_s, max(left_s, LEAST_RESERVING_S))

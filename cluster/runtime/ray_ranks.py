@@ -17,7 +17,7 @@ from cluster.runtime.logs import begin as begin_logs
 from cluster.spec import LogSpec
 from workers.build import serve_rank
 from workers.config import WorkerConfig
-from workers.executor.order import RankOrder
+from workers.executor.rank_spec import RankSpec
 
 
 def rank_options(order: WorkerOrder, group: PlacementGroup, rank: int) -> dict[str, Any]:
@@ -40,10 +40,10 @@ def on_this_node(config: WorkerConfig) -> WorkerConfig:
 class _RankActor:
     """The process of one rank. Never restarted: a new leader starts new ranks."""
 
-    async def run(self, order: RankOrder, logs: LogSpec) -> None:
-        begin_logs(logs, f"{order.config.name}, rank {order.rendezvous.rank}")
+    async def run(self, spec: RankSpec, logs: LogSpec) -> None:
+        begin_logs(logs, f"{spec.config.name}, rank {spec.rendezvous.rank}")
         try:
-            await serve_rank(replace(order, config=on_this_node(order.config)))
+            await serve_rank(replace(spec, config=on_this_node(spec.config)))
         finally:
             os._exit(0)  # its compute thread may still wait for a rank that is gone
 
@@ -56,16 +56,16 @@ class RayRanks:
         self._logs = logs
         self._actors: list[Any] = []
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
+    def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[Any]]:
         group = ray.util.get_current_placement_group()
         assert group is not None, "a leader is always placed in a group"
         ends: list[Awaitable[Any]] = []
-        for order in orders:
-            options = rank_options(self._order, group, order.rendezvous.rank)
+        for spec in specs:
+            options = rank_options(self._order, group, spec.rendezvous.rank)
             actor: Any = ray.remote(_RankActor).options(max_restarts=0, **options).remote()
             self._actors.append(actor)
             # Without the leader's address: the rank sets its node's.
-            ends.append(actor.run.remote(replace(order, config=self._order.config), self._logs))
+            ends.append(actor.run.remote(replace(spec, config=self._order.config), self._logs))
         return ends
 
     async def end(self) -> None:

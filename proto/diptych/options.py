@@ -22,8 +22,8 @@ class SLO:
     """The class of the SLO; requests name theirs."""
     priority: int = 0
     """Lower comes first. Set by the gateway from the class."""
-    promised: bool = False
-    """Admission accepted this SLO, so workers grant no slot that would break it. Set by the gateway."""
+    is_enforced: bool = False
+    """Workers grant no decode slot that would miss this SLO. Set by the gateway, with `admission: slo`."""
 
 
 class SamplingOptions(TypedDict, total=False):

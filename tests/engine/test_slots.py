@@ -20,21 +20,21 @@ COST = LinearCost(0.0, 0.001, 0.0, 0.01, 0.0, 0.0, 0.0)  # a prompt token 1 ms, 
 CONTEXT_COST = LinearCost(0.0, 0.001, 0.0, 0.01, 0.001, 0.0, 0.0)  # and a millisecond for each token of context
 
 
-def promised(name: str, tpot_s: float | None, **fields: Any) -> Request:
-    return request(name, (ord(name[0]),) * 4, slo=SLO(tpot_s=tpot_s, promised=True), **fields)
+def enforced(name: str, tpot_s: float | None, **fields: Any) -> Request:
+    return request(name, (ord(name[0]),) * 4, slo=SLO(tpot_s=tpot_s, is_enforced=True), **fields)
 
 
 def test_a_slot_is_given_while_the_tightest_promise_is_kept() -> None:
     subject = engine(cost=COST, kv_blocks=200, max_running=8)
-    subject.reserve(promised("a", 0.03), 0.0)
-    subject.reserve(promised("b", None), 0.0)
-    subject.reserve(promised("c", 1.0), 0.0)
+    subject.reserve(enforced("a", 0.03), 0.0)
+    subject.reserve(enforced("b", None), 0.0)
+    subject.reserve(enforced("c", 1.0), 0.0)
     with pytest.raises(Overloaded, match=r"a step for 4 would take 0.04 s, the TPOT SLO of a/0 is 0.03 s"):
-        subject.reserve(promised("d", None), 0.0)
+        subject.reserve(enforced("d", None), 0.0)
     subject.abort("a/0")
-    subject.reserve(promised("d", None), 0.0)
+    subject.reserve(enforced("d", None), 0.0)
     with pytest.raises(Overloaded, match=r"the TPOT SLO of e/0 is 0.03 s"):
-        subject.reserve(promised("e", 0.03), 0.0)
+        subject.reserve(enforced("e", 0.03), 0.0)
     subject.check()
 
 
@@ -46,30 +46,30 @@ def test_what_was_only_wished_for_binds_nobody() -> None:
 
 def test_an_empty_worker_takes_whoever_comes_and_an_impossible_promise_binds_nobody() -> None:
     subject = engine(cost=COST)
-    subject.reserve(promised("a", 0.001), 0.0)
-    subject.reserve(promised("b", 0.001), 0.0)
+    subject.reserve(enforced("a", 0.001), 0.0)
+    subject.reserve(enforced("b", 0.001), 0.0)
 
 
 def test_an_answer_that_was_lost_half_way_is_not_held_up() -> None:
     subject = engine(cost=COST)
-    subject.reserve(promised("a", 0.015), 0.0)
+    subject.reserve(enforced("a", 0.015), 0.0)
     for fields in ({}, {"attempt": 1}, {"generated": (1,), "num_moves": 1}):
         with pytest.raises(Overloaded):
-            subject.reserve(promised("b", None, **fields), 0.0)
-    subject.reserve(promised("b", None, attempt=1, generated=(1,)), 0.0)
+            subject.reserve(enforced("b", None, **fields), 0.0)
+    subject.reserve(enforced("b", None, attempt=1, generated=(1,)), 0.0)
 
 
 def test_a_prompt_held_for_a_reader_takes_no_slot() -> None:
     subject = engine(cost=COST)
-    subject.add(promised("p", 0.015), 0.0, hold=True)
+    subject.add(enforced("p", 0.015), 0.0, hold=True)
     step(subject)
-    subject.reserve(promised("a", 0.015), 0.0)
+    subject.reserve(enforced("a", 0.015), 0.0)
 
 
 def test_of_several_steps_in_flight_each_has_its_part() -> None:
-    decoding = [Sequence(promised(name, 0.02), 0.0) for name in "abc"]
-    assert slot_refusal(COST, decoding, promised("d", 0.02))
-    assert not slot_refusal(COST, decoding, promised("d", 0.02), depth=2)
+    decoding = [Sequence(enforced(name, 0.02), 0.0) for name in "abc"]
+    assert slot_refusal(COST, decoding, enforced("d", 0.02))
+    assert not slot_refusal(COST, decoding, enforced("d", 0.02), depth=2)
 
 
 def decoding_in(subject: Engine) -> list[Sequence]:
@@ -88,7 +88,9 @@ def test_whoever_got_a_slot_breaks_no_promise_that_stands(
 ) -> None:
     subject = engine(cost=CONTEXT_COST, kv_blocks=400, max_running=30, max_batch_tokens=64)
     for number, (tpot_s, length, most, comes) in enumerate(asked):
-        wanted = request(f"r{number}", (number + 1,) * length, slo=SLO(tpot_s=tpot_s, promised=True), max_tokens=most)
+        wanted = request(
+            f"r{number}", (number + 1,) * length, slo=SLO(tpot_s=tpot_s, is_enforced=True), max_tokens=most
+        )
         before, cost = decoding_in(subject), subject._estimate.cost
         try:
             subject.reserve(wanted, 0.0)
@@ -139,16 +141,16 @@ def test_of_a_window_and_a_priority_those_are_first_with_whom_most_are_in_time(
         able = [each for each in left if each.number < left[0].number + window]
         same = [each for each in able if each.request.slo.priority == min(x.request.slo.priority for x in able)]
         assert chosen in same
-        promised = [each for each in same if each.request.slo.ttft_s is not None]
-        assert chosen in promised or not promised
-        if promised:
-            most = most_in_time(promised, now_s)
-            others = [each for each in promised if each is not chosen]
+        with_slo = [each for each in same if each.request.slo.ttft_s is not None]
+        assert chosen in with_slo or not with_slo
+        if with_slo:
+            most = most_in_time(with_slo, now_s)
+            others = [each for each in with_slo if each is not chosen]
             took_s = seconds_of(chosen)
             if most:
                 assert now_s + took_s <= due_s(chosen) and 1 + most_in_time(others, now_s + took_s) == most
             else:
-                assert due_s(chosen) == min(due_s(each) for each in promised)
+                assert due_s(chosen) == min(due_s(each) for each in with_slo)
         left.remove(chosen)
 
 

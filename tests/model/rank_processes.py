@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from workers.executor import opening, rank, rank_server
-from workers.executor.order import RankOrder
+from workers.executor.rank_spec import RankSpec
 from workers.model.folder import ModelFolder
 from workers.ops.collective import PointToPoint
 from workers.ops.shared_sum import SharedSum
@@ -34,13 +34,13 @@ class Fate:
     signal: signal.Signals
 
 
-def run_rank(order: RankOrder, folder: ModelFolder, fate: Fate | None, leader_silent_s: float) -> None:
+def run_rank(spec: RankSpec, folder: ModelFolder, fate: Fate | None, leader_silent_s: float) -> None:
     """A rank's process."""
     rank_server.LEADER_SILENT_S = leader_silent_s
-    if fate is not None and fate.rank == order.rendezvous.rank:
+    if fate is not None and fate.rank == spec.rendezvous.rank:
         _doom(fate)
     try:
-        asyncio.run(rank_server.serve_rank(order, lambda _: folder))
+        asyncio.run(rank_server.serve_rank(spec, lambda _: folder))
     finally:
         os._exit(0)
 
@@ -93,9 +93,9 @@ class ProcessRanks:
     leader_silent_s: float = 30.0
     processes: list[BaseProcess] = field(default_factory=list)
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
-        for order in orders:
-            given = (order, self.folder, self.fate, self.leader_silent_s)
+    def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
+        for spec in specs:
+            given = (spec, self.folder, self.fate, self.leader_silent_s)
             process = FORKS.Process(target=run_rank, args=given, daemon=True)
             process.start()
             self.processes.append(process)
@@ -118,13 +118,13 @@ async def ended(process: BaseProcess) -> None:
 
 
 def lead(config: Any, folder: ModelFolder, pipe: Any, block_in_a_step: bool) -> None:
-    """A leader's process: its orders go up the pipe, whose owner runs the ranks; then a word when it is open."""
+    """A leader's process: its rank specs go up the pipe, whose owner runs the ranks; then a word when it is open."""
     from workers.executor.gang import open_gang
 
     class Elsewhere:
-        def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
-            pipe.send(list(orders))
-            return [asyncio.get_running_loop().create_future() for _ in orders]
+        def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
+            pipe.send(list(specs))
+            return [asyncio.get_running_loop().create_future() for _ in specs]
 
         async def end(self) -> None:
             """The owner of the pipe ends them."""

@@ -31,9 +31,9 @@ from workers.executor import rank as rank_module
 from workers.executor import remote_rank
 from workers.executor.gang import GangExecutor, open_gang
 from workers.executor.kv_pool import KVPool
-from workers.executor.order import RankOrder, Rendezvous
 from workers.executor.rank import ModelPart, Rank, RankStep
 from workers.executor.rank_server import RankTasks, serve_rank
+from workers.executor.rank_spec import RankSpec, Rendezvous
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
 from workers.request import SamplingParams
@@ -108,7 +108,7 @@ async def test_a_gang_gives_the_results_of_one_rank(nine_heads: ModelFolder, ten
 
 async def test_a_model_too_small_for_the_ranks_is_refused_before_any_rank_starts(nine_heads: ModelFolder) -> None:
     class NoRanks:
-        def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
+        def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
             raise AssertionError("ranks were started")
 
         async def end(self) -> None:
@@ -157,10 +157,10 @@ async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolde
     """A stranger who connects first is refused: the real rank joins."""
 
     class Intruded(RankTasks):
-        def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
-            strange = replace(orders[0], config=replace(orders[0].config, secret="guessed"))
+        def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
+            strange = replace(specs[0], config=replace(specs[0].config, secret="guessed"))
             self.stranger = asyncio.ensure_future(serve_rank(strange, lambda _: nine_heads))
-            return super().launch(orders)
+            return super().launch(specs)
 
     shared = SharedMemory()
     launcher = Intruded(lambda _: nine_heads, shared)
@@ -353,10 +353,10 @@ async def test_an_opening_that_is_given_up_ends_its_ranks(nine_heads: ModelFolde
 
 async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: ModelFolder) -> None:
     class Crowded(ProcessRanks):
-        def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
-            self.door = (orders[0].leader_host, orders[0].leader_port)
+        def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
+            self.door = (specs[0].leader_host, specs[0].leader_port)
             self.strangers = [asyncio.ensure_future(asyncio.open_connection(*self.door)) for _ in range(5)]
-            return super().launch(orders)
+            return super().launch(specs)
 
     launcher = Crowded(nine_heads)
     async with asyncio.timeout(SOON_S):
@@ -378,16 +378,16 @@ async def test_strangers_at_the_door_keep_no_rank_out(nine_heads: ModelFolder, m
     monkeypatch.setattr(gang_module, "MAX_UNAUTHENTICATED", 4)
 
     class Crowded(RankTasks):
-        def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[object]]:
-            self._tasks = [asyncio.ensure_future(self._behind_a_crowd(order)) for order in orders]
+        def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
+            self._tasks = [asyncio.ensure_future(self._behind_a_crowd(spec)) for spec in specs]
             return self._tasks
 
-        async def _behind_a_crowd(self, order: RankOrder) -> None:
-            crowd = [await asyncio.open_connection(order.leader_host, order.leader_port) for _ in range(40)]
+        async def _behind_a_crowd(self, spec: RankSpec) -> None:
+            crowd = [await asyncio.open_connection(spec.leader_host, spec.leader_port) for _ in range(40)]
             async with asyncio.timeout(gang_module.GREET_TIMEOUT_S / 2):  # by the bound, not by their deadline
                 for reader, _ in crowd[:-6]:
                     await reader.read()
-            await serve_rank(order, self._find, self._shared)
+            await serve_rank(spec, self._find, self._shared)
 
     shared = SharedMemory()
     async with asyncio.timeout(SOON_S):
@@ -405,10 +405,10 @@ async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -
         await stream.close()
 
     server = await asyncio.start_server(lie, "127.0.0.1", 0)
-    order = RankOrder(config(2, 1), "w-1", Rendezvous(1, "127.0.0.1", 1), *server.sockets[0].getsockname())
+    spec = RankSpec(config(2, 1), "w-1", Rendezvous(1, "127.0.0.1", 1), *server.sockets[0].getsockname())
     async with asyncio.timeout(SOON_S):
         with pytest.raises(PeerRefused, match=r"the leader at .* don't share one secret"):
-            await serve_rank(order, lambda _: nine_heads)
+            await serve_rank(spec, lambda _: nine_heads)
     server.close()
     await asyncio.sleep(0.05)
 

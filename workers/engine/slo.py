@@ -26,7 +26,7 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
     step_s = cost.decode_seconds(batch, context_tokens // depth)
     for request in (newcomer, *(each.request for each in decoding)):
         tpot_s = request.slo.tpot_s
-        if tpot_s is None or not request.slo.promised or step_s <= tpot_s:
+        if tpot_s is None or not request.slo.is_enforced or step_s <= tpot_s:
             continue
         if cost.decode_seconds(1, request.num_tokens) <= tpot_s:
             why = f"a step for {len(decoding) + 1} would take {step_s:.3g} s"

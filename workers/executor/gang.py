@@ -35,8 +35,8 @@ from workers.errors import ModelError, RankLost
 from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
-from workers.executor.order import RankLauncher, RankOrder, Rendezvous
 from workers.executor.rank import Rank, RankStep
+from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous
 from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
@@ -195,11 +195,11 @@ class _Connections:
         port = await self._listener.start(host)
         self._store = open_store(host)
         rendezvous = [Rendezvous(rank, host, self._store.port) for rank in range(self._config.parallel.world_size)]
-        orders = [RankOrder(self._config, self._incarnation, each, host, port) for each in rendezvous[1:]]
-        for order, ended in zip(orders, self._launcher.launch(orders), strict=True):
+        specs = [RankSpec(self._config, self._incarnation, each, host, port) for each in rendezvous[1:]]
+        for spec, ended in zip(specs, self._launcher.launch(specs), strict=True):
             end = asyncio.ensure_future(ended)
             self._ends.append(end)
-            end.add_done_callback(lambda end, rank=order.rendezvous.rank: self._ended(rank, end))  # type: ignore[misc]
+            end.add_done_callback(lambda end, rank=spec.rendezvous.rank: self._ended(rank, end))  # type: ignore[misc]
         joined: asyncio.Future[Any] = asyncio.ensure_future(self._joined.wait())
         waits: set[asyncio.Future[Any]] = {joined, self.failure}
         await asyncio.wait(waits, timeout=JOIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -207,7 +207,7 @@ class _Connections:
         if self.failure.done():
             raise self.failure.result()
         if not self._joined.is_set():
-            missing = sorted({order.rendezvous.rank for order in orders} - self.remotes.keys())
+            missing = sorted({spec.rendezvous.rank for spec in specs} - self.remotes.keys())
             raise RankLost(f"{self._config.name}: ranks {missing} did not join within {JOIN_TIMEOUT_S:.0f} s")
         return rendezvous[0]
 

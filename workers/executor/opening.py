@@ -22,8 +22,8 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks
-from workers.executor.order import Rendezvous
 from workers.executor.rank import ModelPart, Rank, compute
+from workers.executor.rank_spec import Rendezvous
 from workers.executor.threads import ComputeThread
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id

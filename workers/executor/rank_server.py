@@ -18,8 +18,8 @@ from kvtransfer.ticket import ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.executor import gang_wire as wire
 from workers.executor.opening import open_rank
-from workers.executor.order import RankOrder
 from workers.executor.rank import Rank
+from workers.executor.rank_spec import RankSpec
 from workers.model.folder import ModelFolder
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ END_TIMEOUT_S = 3.0  # for the reads in flight to settle; the process may exit b
 LEADER_SILENT_S = 30.0  # a leader sends a message every second, but its machine may stall
 
 
-async def serve_rank(order: RankOrder, find: Callable[[str], ModelFolder], shared: SharedMemory | None = None) -> None:
+async def serve_rank(spec: RankSpec, find: Callable[[str], ModelFolder], shared: SharedMemory | None = None) -> None:
     """Serve until the leader disconnects, then close the rank. A load or read that does not end in time is left to the
     end of the process.
 
@@ -37,20 +37,20 @@ async def serve_rank(order: RankOrder, find: Callable[[str], ModelFolder], share
     or doesn't expect this rank; an error at opening goes to the leader.
     """
     async with asyncio.timeout(JOIN_TIMEOUT_S):
-        stream = FrameStream(*await asyncio.open_connection(order.leader_host, order.leader_port))
+        stream = FrameStream(*await asyncio.open_connection(spec.leader_host, spec.leader_port))
     try:
         async with asyncio.timeout(LEADER_SILENT_S):
-            await _join(stream, order)
-        await _Service(stream, order, find, shared).run()
+            await _join(stream, spec)
+        await _Service(stream, spec, find, shared).run()
     except (*BROKEN, TimeoutError) as error:
-        logger.info("rank %d of %s ends: its leader disconnected (%s)", order.rendezvous.rank, order.config.name, error)
+        logger.info("rank %d of %s ends: its leader disconnected (%s)", spec.rendezvous.rank, spec.config.name, error)
     finally:
         await stream.close()
 
 
-async def _join(stream: FrameStream, order: RankOrder) -> None:
-    secret, leader = order.config.secret.encode(), f"the leader at {order.leader_host}:{order.leader_port}"
-    target = rank_name(order.incarnation, order.rendezvous.rank)
+async def _join(stream: FrameStream, spec: RankSpec) -> None:
+    secret, leader = spec.config.secret.encode(), f"the leader at {spec.leader_host}:{spec.leader_port}"
+    target = rank_name(spec.incarnation, spec.rendezvous.rank)
     await greet(stream, CallerHandshake(wire.GANG_PROTOCOL.name, secret, target, leader))
 
 
@@ -58,9 +58,9 @@ class _Service:
     """The rank's side of the connection."""
 
     def __init__(
-        self, stream: FrameStream, order: RankOrder, find: Callable[[str], ModelFolder], shared: SharedMemory | None
+        self, stream: FrameStream, spec: RankSpec, find: Callable[[str], ModelFolder], shared: SharedMemory | None
     ) -> None:
-        self._order = order
+        self._spec = spec
         self._find = find
         self._shared = shared
         self._opening: asyncio.Task[Rank] | None = None
@@ -103,12 +103,12 @@ class _Service:
         return self._shard
 
     async def _load(self) -> Rank:
-        order = self._order
+        spec = self._spec
         try:
-            folder = await asyncio.to_thread(self._find, order.config.model)
-            _, rank = await open_rank(order.config, folder, order.incarnation, self._shared, order.rendezvous)
+            folder = await asyncio.to_thread(self._find, spec.config.model)
+            _, rank = await open_rank(spec.config, folder, spec.incarnation, self._shared, spec.rendezvous)
         except Exception:
-            logger.exception("rank %d of %s cannot open", order.rendezvous.rank, order.config.name)
+            logger.exception("rank %d of %s cannot open", spec.rendezvous.rank, spec.config.name)
             raise
         return rank
 
@@ -146,8 +146,8 @@ class _Service:
         if running:
             logger.warning(
                 "rank %d of %s exits before its reads or its load have ended",
-                self._order.rendezvous.rank,
-                self._order.config.name,
+                self._spec.rendezvous.rank,
+                self._spec.config.name,
             )
 
 
@@ -169,8 +169,8 @@ class RankTasks:
         self._shared = shared
         self._tasks: list[asyncio.Task[None]] = []
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
-        self._tasks = [asyncio.ensure_future(serve_rank(order, self._find, self._shared)) for order in orders]
+    def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[Any]]:
+        self._tasks = [asyncio.ensure_future(serve_rank(spec, self._find, self._shared)) for spec in specs]
         return self._tasks
 
     async def end(self) -> None:

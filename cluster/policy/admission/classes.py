@@ -56,7 +56,7 @@ class Classes:
             if not self._is_by_slo:
                 return request
             known = self._plain
-        resolved = replace(self.slo_of(request), priority=known.priority, promised=self._is_by_slo)
+        resolved = replace(self.slo_of(request), priority=known.priority, is_enforced=self._is_by_slo)
         return replace(request, slo=resolved)
 
     def _check_tenant(self, request: Request) -> None:

@@ -20,7 +20,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class RankOrder:
+class RankSpec:
     """All that a rank needs to start: its worker's configuration, its rendezvous, and its leader's address."""
 
     config: WorkerConfig
@@ -33,7 +33,7 @@ class RankOrder:
 class RankLauncher(Protocol):
     """Runs `rank_server.serve_rank` somewhere. Each gang has its own launcher and calls `launch` once."""
 
-    def launch(self, orders: Sequence[RankOrder]) -> Sequence[Awaitable[Any]]:
+    def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[Any]]:
         """Start the ranks; each awaitable ends when its rank has ended, for whatever reason."""
         ...
 
