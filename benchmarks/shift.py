@@ -165,7 +165,7 @@ def table(outcomes: dict[str, Outcome], phases: tuple[Phase, ...], slo: SLO) -> 
 def lost(outcome: Outcome, workload: Workload) -> int:
     """Requests without an end, or without all of their tokens."""
     return sum(
-        each.ending is not RequestOutcome.FINISHED or len(outcome.tokens[each.index]) != arrival.output_tokens
+        each.outcome is not RequestOutcome.FINISHED or len(outcome.tokens[each.index]) != arrival.output_tokens
         for each, arrival in zip(outcome.run.served, workload.arrivals, strict=True)
     )
 

@@ -60,7 +60,7 @@ def _outcome(name: str, run: Run, served: Sequence[Served], slo: SLO) -> PhaseOu
     late, slow = times.ttft_s > (slo.ttft_s or np.inf), times.tpot_s > (slo.tpot_s or np.inf)
     done = times.finished
     ttft, tpot = percentiles(times.ttft_s[done]), percentiles(times.tpot_s[done & (times.output_tokens > 1)])
-    ends = Counter(each.ending for each in part)
+    ends = Counter(each.outcome for each in part)
     return PhaseOutcome(
         phase=name,
         requests=len(part),

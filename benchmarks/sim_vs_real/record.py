@@ -96,7 +96,7 @@ def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> Rea
             each.arrival_s,
             each.prompt_tokens,
             each.output_tokens,
-            each.ending,
+            each.outcome,
             tuple(round(at_s - each.arrival_s, 4) for at_s in each.token_s),
             round(each.ledger.ttft_ns / 1e9, 4) if each.ledger else None,
             round(each.ledger.total_ns / 1e9, 4) if each.ledger else None,

@@ -104,7 +104,7 @@ def test_prediction_refuses_before_the_prefill() -> None:
     overload = load_workload("poisson:rate=6,count=160,lengths=2000-4000/150-300", seed=1)
     spec, made = cluster_of("mooncake", "predictive", workers=4)
     run = simulate(spec, made, overload, RunOptions(slo=SLO(15.0, 0.0268)))  # a decode step of 16 sequences
-    refused = [each for each in run.served if each.ending is RequestOutcome.REJECTED]
+    refused = [each for each in run.served if each.outcome is RequestOutcome.REJECTED]
     assert refused and not any(each.token_s for each in refused)
 
 
@@ -115,7 +115,7 @@ def test_rejections_on_the_papers_trace() -> None:
     trace = load_workload(f"{shared(TRACE)}:first=2000,speed=2.5", seed=0)
     spec, made = cluster_of("mooncake", "predictive")
     run = simulate(spec, made, trace, RunOptions(slo=SLO(30.0, 0.03)))
-    refused = [each for each in run.served if each.ending is RequestOutcome.REJECTED]
+    refused = [each for each in run.served if each.outcome is RequestOutcome.REJECTED]
     print(f"{len(refused)} rejected")
     assert 0 < len(refused) < 0.16 * len(run.served)
     assert not any(each.token_s for each in refused), "no refused prompt was computed"

@@ -32,7 +32,7 @@ def attainment(admission: str) -> tuple[float, float]:
     )
     workload = load_workload("poisson:rate=40,count=200,lengths=mixed", seed=3)
     run = simulate(spec, {pool.name: PoolModel(COST) for pool in POOLS}, workload, RunOptions(slo=slo))
-    served = [each for each in run.served if each.ending is RequestOutcome.FINISHED and each.ttft_s is not None]
+    served = [each for each in run.served if each.outcome is RequestOutcome.FINISHED and each.ttft_s is not None]
     met = sum((each.ttft_s or 0.0) <= TTFT_S and (each.tpot_s or 0.0) <= TPOT_S for each in served)
     return met / len(run.served), met / max(1, len(served))
 

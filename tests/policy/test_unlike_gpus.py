@@ -239,7 +239,7 @@ def test_a_quicker_worker_never_needs_more(share: float, prefills: int, decodes:
 def test_workers_of_other_blocks_and_ranks_share_requests() -> None:
     kinds = (Kind("h100-80gb", 1, Role.PREFILL), Kind("a100-80gb", 1, Role.DECODE, tensor=8, block_size=32))
     found = run_long_prompts(kinds, FIXED, rate=2.0, duration_s=5.0)
-    assert all(each.ending is RequestOutcome.FINISHED for each in found.served)
+    assert all(each.outcome is RequestOutcome.FINISHED for each in found.served)
     fast, cheap = sorted(found.workers, key=lambda each: each.name, reverse=True)
     assert fast.prompt_tokens > cheap.prompt_tokens and cheap.output_tokens > fast.output_tokens
 

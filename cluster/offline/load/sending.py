@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from cluster.events import Accepted, ClusterError, Completed, Delta, Queued, Rejected
 from cluster.frontend.text import TextDelta
 from cluster.offline.scoring.records import RequestOutcome, Run, Served
-from cluster.offline.scoring.watch import CountedAnswer, RequestWatch, TokenChunk
+from cluster.offline.scoring.request_recorder import CountedAnswer, RequestRecorder, TokenChunk
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.prompts import request
 from diptych.errors import DiptychError
@@ -80,7 +80,9 @@ class _Sender:
         self._load = load
         self._ended = ended
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
-        self._watches = [RequestWatch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
+        self._recorders = [
+            RequestRecorder(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)
+        ]
         self._in_flight = 0
         self._late_s = 0.0
 
@@ -90,61 +92,61 @@ class _Sender:
     async def run(self) -> None:
         """Open loop: each request at its arrival time."""
         async with asyncio.TaskGroup() as group:
-            for watch in self._watches:
-                made = self._request(watch)
-                await asyncio.sleep(watch.arrival.at_s - self._now_s())
-                self._late_s = max(self._late_s, self._now_s() - watch.arrival.at_s)
+            for recorder in self._recorders:
+                made = self._request(recorder)
+                await asyncio.sleep(recorder.arrival.at_s - self._now_s())
+                self._late_s = max(self._late_s, self._now_s() - recorder.arrival.at_s)
                 if self._in_flight >= self._load.max_in_flight:
                     detail = f"{self._in_flight} requests were in flight already"
-                    watch.end(RequestOutcome.REJECTED, detail, "not sent: too many in flight")
+                    recorder.end(RequestOutcome.REJECTED, detail, "not sent: too many in flight")
                     self._ended()
                     continue
                 self._in_flight += 1
-                group.create_task(self._one(watch, made))
+                group.create_task(self._one(recorder, made))
 
     async def run_closed(self, concurrency: int) -> None:
         """Closed loop: a request starts when another has ended."""
-        waiting = iter(self._watches)
+        waiting = iter(self._recorders)
 
         async def one_after_another() -> None:
-            for watch in waiting:
-                made = self._request(watch)
-                watch.arrival = replace(watch.arrival, at_s=self._now_s())
+            for recorder in waiting:
+                made = self._request(recorder)
+                recorder.arrival = replace(recorder.arrival, at_s=self._now_s())
                 self._in_flight += 1
-                await self._one(watch, made)
+                await self._one(recorder, made)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(self._watches))):
+            for _ in range(min(concurrency, len(self._recorders))):
                 group.create_task(one_after_another())
 
-    def _request(self, watch: RequestWatch) -> Request:
+    def _request(self, recorder: RequestRecorder) -> Request:
         load = self._load
-        return request(self._workload, watch.index, load.vocab_size, slo=load.slo, seed=load.seed)
+        return request(self._workload, recorder.index, load.vocab_size, slo=load.slo, seed=load.seed)
 
-    async def _one(self, watch: RequestWatch, made: Request) -> None:
+    async def _one(self, recorder: RequestRecorder, made: Request) -> None:
         try:
             async with asyncio.timeout(self._load.deadline_s), aclosing(self._ask(made)) as events:
                 async for event in events:
-                    watch.see(event)
+                    recorder.record(event)
         except RequestFailed as error:
-            watch.end(RequestOutcome.REJECTED if error.refused else RequestOutcome.FAILED, str(error), error.reason)
+            recorder.end(RequestOutcome.REJECTED if error.refused else RequestOutcome.FAILED, str(error), error.reason)
         except Rejected as error:
-            watch.end(RequestOutcome.REJECTED, str(error), "rejected")
+            recorder.end(RequestOutcome.REJECTED, str(error), "rejected")
         except DiptychError as error:
-            watch.end(
+            recorder.end(
                 RequestOutcome.REJECTED if error.code in REJECTIONS else RequestOutcome.FAILED, str(error), error.code
             )
         except ClusterError as error:
-            watch.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
+            recorder.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
         except TimeoutError:
-            watch.end(RequestOutcome.FAILED, f"no end within {self._load.deadline_s:g} s", "deadline")
+            recorder.end(RequestOutcome.FAILED, f"no end within {self._load.deadline_s:g} s", "deadline")
         finally:
             self._in_flight -= 1
             self._ended()
 
     def result(self) -> Run:
         wall_s = self._now_s() - self._workload.arrivals[0].at_s
-        served = tuple(watch.served() for watch in self._watches)
+        served = tuple(recorder.served() for recorder in self._recorders)
         ends = [each.token_s[-1] for each in served if len(each.token_s)]
         concurrency = self._load.concurrency
         sent = f"load generator lag: max {self._late_s * 1e3:.1f} ms"
@@ -164,11 +166,11 @@ class _Sender:
 
     def _counting(self, served: tuple[Served, ...]) -> tuple[str, ...]:
         """Notes about token counts and times that are not exact."""
-        finished = [watch for watch in self._watches if watch.ending is RequestOutcome.FINISHED]
-        untimed = sum(watch.untimed for watch in finished)
-        uncounted = sum(not watch.is_counted for watch in finished)
-        asked = sum(watch.arrival.prompt_tokens for watch in finished)
-        counted = sum(served[watch.index].prompt_tokens for watch in finished)
+        finished = [recorder for recorder in self._recorders if recorder.outcome is RequestOutcome.FINISHED]
+        untimed = sum(recorder.untimed for recorder in finished)
+        uncounted = sum(not recorder.is_counted for recorder in finished)
+        asked = sum(recorder.arrival.prompt_tokens for recorder in finished)
+        counted = sum(served[recorder.index].prompt_tokens for recorder in finished)
         notes = []
         if untimed:
             notes.append(

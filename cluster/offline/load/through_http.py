@@ -19,7 +19,7 @@ import aiohttp
 from cluster.offline.load.endpoint import EndpointError, Target
 from cluster.offline.load.sending import Ended, LoadOptions, RequestFailed, drive, nothing
 from cluster.offline.scoring.records import Run
-from cluster.offline.scoring.watch import CountedAnswer, TokenChunk
+from cluster.offline.scoring.request_recorder import CountedAnswer, TokenChunk
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.prompts import FIRST_TOKEN
 from workers.request import Request, SamplingParams

@@ -24,7 +24,7 @@ from cluster.offline.plan.trial import Trial, full_trial
 from cluster.offline.scoring.figures import Percentiles, percentiles
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
 from cluster.offline.scoring.records import Served
-from cluster.offline.scoring.watch import RequestWatch
+from cluster.offline.scoring.request_recorder import RequestRecorder
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import SimCluster, open_cluster
 from cluster.offline.sim.compare import Case
@@ -238,6 +238,6 @@ async def _users(case: Case, lengths: LengthRanges, users: int, slo: SLO) -> Und
 async def _send(cluster: SimCluster, workload: Workload, index: int, slo: SLO) -> Served:
     """Send a request now and wait for its end. Raises what production raises."""
     clock = asyncio.get_running_loop().time
-    watch = RequestWatch(index, replace(workload.arrivals[index], at_s=clock()), clock)
-    await cluster.dispatchers[0].run(sim_request(workload, index, VOCAB_SIZE, slo=slo), watch.see)
-    return watch.served()
+    recorder = RequestRecorder(index, replace(workload.arrivals[index], at_s=clock()), clock)
+    await cluster.dispatchers[0].run(sim_request(workload, index, VOCAB_SIZE, slo=slo), recorder.record)
+    return recorder.served()

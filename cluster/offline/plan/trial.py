@@ -134,19 +134,19 @@ def attainment_so_far(run: Run, slo: SLO) -> Attainment:
     if not known:
         return attainment(run, slo)
     ttft, tpot = (sum(met[number] for met in known) / len(known) for number in (0, 1))
-    served = sum(each.ending in (RequestOutcome.FINISHED, RequestOutcome.UNFINISHED) for each in run.served)
+    served = sum(each.outcome in (RequestOutcome.FINISHED, RequestOutcome.UNFINISHED) for each in run.served)
     return Attainment(ttft, tpot, sum(all(met) for met in known) / len(known), served / len(run.served))
 
 
 def _met(each: Served, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
     """Whether a request met TTFT and TPOT; None: not known yet."""
     ttft_slo_s, tpot_slo_s = slo.ttft_s or inf, slo.tpot_s or inf
-    if each.ending is RequestOutcome.UNFINISHED:
+    if each.outcome is RequestOutcome.UNFINISHED:
         first_s = each.token_s[0] if len(each.token_s) else now_s
         in_time = first_s - each.arrival_s <= ttft_slo_s
         fast = now_s - first_s <= tpot_slo_s * (each.output_tokens - 1)
         return None if in_time and fast else (in_time, fast)
-    if each.ending is not RequestOutcome.FINISHED or each.ttft_s is None:
+    if each.outcome is not RequestOutcome.FINISHED or each.ttft_s is None:
         return False, False
     return each.ttft_s <= ttft_slo_s, each.tpot_s is None or each.tpot_s <= tpot_slo_s
 

@@ -56,7 +56,7 @@ def _rows(served: Served) -> list[Span]:
     """The phases up to the first token, the KV handoff, the later phases."""
     spans, moved = phases(served), transfer(served)
     if served.ledger is None or not spans:
-        raise ValueError(f"request {served.index} was {served.ending.value} and has no ledger: nothing to draw")
+        raise ValueError(f"request {served.index} was {served.outcome.value} and has no ledger: nothing to draw")
     first_ns = round(served.arrival_s * 1e9) + served.ledger.ttft_ns
     split = sum(span.end_ns <= first_ns for span in spans)
     return [*spans[:split], *([moved] if moved else []), *spans[split:]]

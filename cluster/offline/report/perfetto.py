@@ -87,7 +87,7 @@ def _arrows(run: Run, places: dict[int, tuple[int, int]]) -> Iterator[Event]:
 def _request(served: Served) -> Iterator[Event]:
     """The request with its phases, and its KV handoff on a separate track, because it overlaps with them."""
     args = {
-        "ending": served.ending.value,
+        "ending": served.outcome.value,
         "detail": served.detail,
         "prompt_tokens": served.prompt_tokens,
         "cached_tokens": served.cached_tokens,

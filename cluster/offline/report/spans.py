@@ -77,6 +77,6 @@ def middle(run: Run) -> tuple[float, float]:
 
 def typical(run: Run, percentile: float = 50.0) -> Served | None:
     """The finished request with a ledger at this percentile of E2E; None if there is none."""
-    finished = [each for each in run.served if each.ending is RequestOutcome.FINISHED and each.ledger is not None]
+    finished = [each for each in run.served if each.outcome is RequestOutcome.FINISHED and each.ledger is not None]
     ordered: Sequence[Served] = sorted(finished, key=lambda each: (each.e2e_s or 0.0, each.index))
     return ordered[min(len(ordered) - 1, int(len(ordered) * percentile / 100.0))] if ordered else None

@@ -181,7 +181,7 @@ def figures(run: Run, slo: SLO) -> Figures:
     between = gaps(run.served)
     done, several = each.finished, each.finished & (each.output_tokens > 1)
     worst = np.array([worst_mean_s(taken) for taken in between])
-    endings = Counter(served.ending for served in run.served)
+    outcomes = Counter(served.outcome for served in run.served)
     finished = [served for served, ok in zip(run.served, done, strict=True) if ok]
     return Figures(
         system=run.system,
@@ -192,10 +192,10 @@ def figures(run: Run, slo: SLO) -> Figures:
         seconds=run.seconds,
         slo=slo,
         requests=len(run.served),
-        finished=endings[RequestOutcome.FINISHED],
-        rejected=endings[RequestOutcome.REJECTED],
-        failed=endings[RequestOutcome.FAILED],
-        unfinished=endings[RequestOutcome.UNFINISHED],
+        finished=outcomes[RequestOutcome.FINISHED],
+        rejected=outcomes[RequestOutcome.REJECTED],
+        failed=outcomes[RequestOutcome.FAILED],
+        unfinished=outcomes[RequestOutcome.UNFINISHED],
         retried=sum(served.attempts > 1 for served in run.served),
         preemptions=sum(worker.preemptions for worker in run.workers),
         offered_rate=_offered_rate(run.served),

@@ -33,7 +33,7 @@ def latencies(served: Sequence[Served]) -> Latencies:
     import numpy as np
 
     finished = np.array(
-        [each.ending is RequestOutcome.FINISHED and len(each.token_s) > 0 for each in served], dtype=bool
+        [each.outcome is RequestOutcome.FINISHED and len(each.token_s) > 0 for each in served], dtype=bool
     )
     arrived = np.array([each.arrival_s for each in served])
     first = np.array([each.token_s[0] if ok else np.inf for each, ok in zip(served, finished, strict=True)])
@@ -49,7 +49,7 @@ def gaps(served: Sequence[Served]) -> "list[Floats]":
     import numpy as np
 
     return [
-        np.diff(np.asarray(each.token_s if each.ending is RequestOutcome.FINISHED else (), float)) for each in served
+        np.diff(np.asarray(each.token_s if each.outcome is RequestOutcome.FINISHED else (), float)) for each in served
     ]
 
 

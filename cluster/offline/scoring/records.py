@@ -30,7 +30,7 @@ class Served:
     prompt_tokens: int
     output_tokens: int  # requested
     token_s: Sequence[float]
-    ending: RequestOutcome
+    outcome: RequestOutcome
     detail: str = ""
     prefill_worker: str = ""
     decode_worker: str = ""

@@ -12,7 +12,7 @@ from typing import Any
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import ClusterError, Rejected
 from cluster.offline.scoring.records import RequestOutcome, Run, Served
-from cluster.offline.scoring.watch import RequestWatch
+from cluster.offline.scoring.request_recorder import RequestRecorder
 from cluster.offline.sim.clock import Deadlock, run
 from cluster.offline.sim.cluster import (
     DEFAULT_ENVIRONMENT,
@@ -84,7 +84,9 @@ class _Load:
         self._options = options
         self._vocab_size = min(model.vocab_size for model in self._models.values())
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
-        self.watches = [RequestWatch(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)]
+        self.recorders = [
+            RequestRecorder(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)
+        ]
         self._open: set[asyncio.Task[None]] = set()
         self._missed: set[int] = set()
         self._too_many = asyncio.Event()
@@ -116,13 +118,13 @@ class _Load:
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()
-        for watch in self.watches:
-            await asyncio.sleep(self._begin_s + watch.arrival.at_s - loop.time())
-            task = asyncio.ensure_future(self._one(watch))
+        for recorder in self.recorders:
+            await asyncio.sleep(self._begin_s + recorder.arrival.at_s - loop.time())
+            task = asyncio.ensure_future(self._one(recorder))
             self._open.add(task)
             task.add_done_callback(self._ended)
             if self._options.max_missed is not None:
-                self._judge_in_time(watch, task)
+                self._judge_in_time(recorder, task)
         while self._open:
             await asyncio.wait(self._open)
 
@@ -131,58 +133,62 @@ class _Load:
         if not task.cancelled() and (error := task.exception()) is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _judge_in_time(self, watch: RequestWatch, task: "asyncio.Task[None]") -> None:
+    def _judge_in_time(self, recorder: RequestRecorder, task: "asyncio.Task[None]") -> None:
         """Judge a request when it ends, and when its first and last token are due."""
         slo, loop = self._options.slo, asyncio.get_running_loop()
         due = []
         if slo.ttft_s is not None:
-            due.append(loop.call_later(slo.ttft_s * DUE, self._judge, watch))
+            due.append(loop.call_later(slo.ttft_s * DUE, self._judge, recorder))
             if slo.tpot_s is not None:
-                answer_s = slo.tpot_s * (watch.arrival.output_tokens - 1)
-                due.append(loop.call_later((slo.ttft_s + answer_s) * DUE, self._judge, watch))
+                answer_s = slo.tpot_s * (recorder.arrival.output_tokens - 1)
+                due.append(loop.call_later((slo.ttft_s + answer_s) * DUE, self._judge, recorder))
 
         def ended(_: object) -> None:
             for timer in due:
                 timer.cancel()
-            self._judge(watch)
+            self._judge(recorder)
 
         task.add_done_callback(ended)
 
-    def _judge(self, watch: RequestWatch) -> None:
-        if watch.can_meet(self._options.slo):
+    def _judge(self, recorder: RequestRecorder) -> None:
+        if recorder.can_meet(self._options.slo):
             return
-        self._missed.add(watch.index)
+        self._missed.add(recorder.index)
         assert self._options.max_missed is not None, "only judged when there is a limit"
         if len(self._missed) > self._options.max_missed:
             self._too_many.set()
 
-    async def _one(self, watch: RequestWatch) -> None:
+    async def _one(self, recorder: RequestRecorder) -> None:
         dispatchers = self._cluster.dispatchers
-        dispatcher: Dispatcher = dispatchers[watch.index % len(dispatchers)]
+        dispatcher: Dispatcher = dispatchers[recorder.index % len(dispatchers)]
         if self._options.environment.frontend_s:
             await asyncio.sleep(self._options.environment.frontend_s)
         try:
             options = self._options
-            sent = request(self._workload, watch.index, self._vocab_size, slo=options.slo, seed=options.seed)
-            await dispatcher.run(sent, watch.see)
+            sent = request(self._workload, recorder.index, self._vocab_size, slo=options.slo, seed=options.seed)
+            await dispatcher.run(sent, recorder.record)
         except Rejected as error:
-            watch.end(RequestOutcome.REJECTED, str(error))
+            recorder.end(RequestOutcome.REJECTED, str(error))
         except ClusterError as error:
-            watch.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}")
+            recorder.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}")
 
     async def _notice_stall(self) -> None:
         seen = -1
         while True:
             await asyncio.sleep(STALLED_S)
-            events = sum(watch.events for watch in self.watches)
-            waiting = [watch for watch in self.watches if watch.ending is RequestOutcome.UNFINISHED and watch.events]
+            events = sum(recorder.events for recorder in self.recorders)
+            waiting = [
+                recorder
+                for recorder in self.recorders
+                if recorder.outcome is RequestOutcome.UNFINISHED and recorder.events
+            ]
             if events == seen and waiting:
                 names = ", ".join(f"{request_id(each.index)} ({each.where})" for each in waiting[:8])
                 raise Deadlock(f"no token anywhere for {STALLED_S:.0f} s; {len(waiting)} requests wait: {names}")
             seen = events
 
     def result(self, wall_s: float) -> Run:
-        served = tuple(watch.served() for watch in self.watches)
+        served = tuple(recorder.served() for recorder in self.recorders)
         ends = [each.token_s[-1] for each in served if len(each.token_s)]
         spec, now_s = self._cluster.spec, asyncio.get_running_loop().time()
         meters = self._cluster.runtime.meters

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.offline.load.endpoint import EndpointError, Target
-from cluster.offline.load.opening import open_endpoint
+from cluster.offline.load.endpoint import EndpointError, Target, open_endpoint
 from cluster.offline.load.sending import LoadOptions, nothing
 from cluster.offline.load.through_http import VOCAB_SIZE, WORDS, HttpEndpoint, text_of
 from cluster.offline.scoring.figures import figures
@@ -36,7 +35,7 @@ async def test_every_token_counts_at_the_time_of_its_chunk() -> None:
     async with made_up(tokens_a_chunk=2, service_s=0.06) as server:
         run = await driven(server)
     for each, arrival in zip(run.served, FEW.arrivals, strict=True):
-        assert each.ending is RequestOutcome.FINISHED
+        assert each.outcome is RequestOutcome.FINISHED
         assert (each.prompt_tokens, len(each.token_s)) == (arrival.prompt_tokens, 6)
         assert [later == sooner for sooner, later in pairwise(each.token_s)] == [True, False, True, False, True]
     assert not any("chunks" in note for note in run.notes)
@@ -71,7 +70,7 @@ async def test_a_server_gets_requests_as_it_takes_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "ending", "reason"),
+    ("settings", "outcome", "reason"),
     [
         ({"status": 429}, RequestOutcome.REJECTED, "HTTP 429"),
         ({"status": 503}, RequestOutcome.REJECTED, "HTTP 503"),
@@ -81,14 +80,14 @@ async def test_a_server_gets_requests_as_it_takes_them() -> None:
     ],
 )
 async def test_a_failure_is_counted_by_its_reason_and_the_run_goes_on(
-    settings: dict[str, object], ending: RequestOutcome, reason: str
+    settings: dict[str, object], outcome: RequestOutcome, reason: str
 ) -> None:
     async with made_up() as server, open_endpoint(Target(server.url, "made-up")) as endpoint:
         for name, value in settings.items():
             setattr(server, name, value)
         deadline_s = 0.3 if reason == "deadline" else 20.0
         run = await endpoint.drive(FEW, LoadOptions(endpoint.vocab_size, deadline_s), nothing)
-    assert {each.ending for each in run.served} == {ending}
+    assert {each.outcome for each in run.served} == {outcome}
     found = figures(run, SLO())
     assert found.reasons == ((reason, 4),) and (found.rejected + found.failed, found.finished) == (4, 0)
 
@@ -151,7 +150,7 @@ async def test_a_closed_loop_keeps_so_many_in_flight(concurrency: int, count: in
     ends = sorted(each.token_s[-1] for each in run.served)
     idle_s = [sent - ended for sent, ended in zip(sends[held:], ends, strict=False)]
     assert len(idle_s) == count - held and all(0.0 <= each < 2.0 for each in idle_s), "who ends makes room at once"
-    assert [each.ending for each in run.served] == [RequestOutcome.FINISHED] * count
+    assert [each.outcome for each in run.served] == [RequestOutcome.FINISHED] * count
     assert all(each.ttft_s is not None and each.ttft_s < 2.0 for each in run.served), "from when it was sent"
     assert any(f"{concurrency} in flight" in note for note in run.notes)
 

@@ -58,7 +58,7 @@ def test_ending_a_run_after_its_last_deadline_changes_no_attainment(mixed: Trial
 def test_a_run_that_is_given_up_was_below_the_target(mixed: Trial) -> None:
     hurried = replace(full_trial(plan_request(slo=SLO(0.15, 0.1)), MIXED), give_up=0.9)
     run = hurried.run(2.0 * hurried.max_rate, 0)
-    assert any(each.ending is RequestOutcome.UNFINISHED for each in run.served)
+    assert any(each.outcome is RequestOutcome.UNFINISHED for each in run.served)
     assert replace(hurried, give_up=None)(2.0 * hurried.max_rate, 0).both < 0.9
     calm = replace(mixed, give_up=0.9)
     assert calm(0.1 * mixed.max_rate, 0) == mixed(0.1 * mixed.max_rate, 0)
@@ -74,7 +74,7 @@ def test_the_last_deadline_is_that_of_the_latest_request() -> None:
 def test_prefill_alone_computes_prompts_and_nothing_else() -> None:
     trial = prefill_trial(plan_request(), WorkerGroup(Role.PREFILL, L4))
     run = trial.run(1.0, 0)
-    assert all(each.output_tokens == 1 and each.ending is RequestOutcome.FINISHED for each in run.served)
+    assert all(each.output_tokens == 1 and each.outcome is RequestOutcome.FINISHED for each in run.served)
     assert run.workers[0].prompt_tokens == sum(each.prompt_tokens for each in run.served)
 
 

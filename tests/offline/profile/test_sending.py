@@ -27,7 +27,7 @@ async def test_every_request_of_a_split_cluster_is_recorded_as_its_client_saw_it
         await running.settle()
         assert run.clock == "real" and run.seed == 3 and run.workload == "few"
         for each, arrival in zip(run.served, WORKLOAD.arrivals, strict=True):
-            assert each.ending is RequestOutcome.FINISHED and len(each.token_s) == arrival.output_tokens
+            assert each.outcome is RequestOutcome.FINISHED and len(each.token_s) == arrival.output_tokens
             assert each.ttft_s is not None and each.ttft_s > 0.0 and list(each.token_s) == sorted(each.token_s)
             assert (each.prefill_worker, each.decode_worker) == ("prefill-0", "decode-0")
             assert each.transfer_bytes > 0 and each.ledger is not None
@@ -38,7 +38,7 @@ async def test_every_request_of_a_split_cluster_is_recorded_as_its_client_saw_it
 async def test_a_run_over_grpc_is_recorded_the_same_way() -> None:
     async with served(spec()) as (client, _):
         run = await drive_cluster(client, WORKLOAD, LoadOptions(VOCAB, deadline_s=20.0))
-        assert [each.ending for each in run.served] == [RequestOutcome.FINISHED] * 8
+        assert [each.outcome for each in run.served] == [RequestOutcome.FINISHED] * 8
         assert run.gpus == 2 and {worker.name for worker in run.workers} == {"prefill-0", "decode-0"}
         assert [len(each.token_s) for each in run.served] == [arrival.output_tokens for arrival in WORKLOAD.arrivals]
 
@@ -78,7 +78,7 @@ class Scripted:
 
 
 def ended(run: object) -> Iterator[RequestOutcome]:
-    return (each.ending for each in run.served)  # type: ignore[attr-defined]
+    return (each.outcome for each in run.served)  # type: ignore[attr-defined]
 
 
 async def test_a_request_above_the_in_flight_limit_is_refused_at_once() -> None:
@@ -102,12 +102,12 @@ async def test_a_request_past_its_deadline_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "ending"),
+    ("error", "outcome"),
     [(Rejected("full", 1.0), RequestOutcome.REJECTED), (Unservable("too long"), RequestOutcome.FAILED)],
 )
-async def test_what_a_cluster_refuses_is_an_ending(error: Exception, ending: RequestOutcome) -> None:
+async def test_a_refusal_or_an_error_is_recorded_as_an_outcome(error: Exception, outcome: RequestOutcome) -> None:
     run = await drive(Scripted(error), WORKLOAD, LoadOptions(VOCAB))
-    assert set(ended(run)) == {ending} and str(error) in run.served[0].detail
+    assert set(ended(run)) == {outcome} and str(error) in run.served[0].detail
 
 
 async def test_an_unexpected_error_ends_the_run_and_every_request() -> None:

@@ -30,7 +30,7 @@ def test_the_kv_handoff_ends_when_the_wait_for_it_ends() -> None:
 
 
 def test_an_unfinished_request_has_a_span_and_no_phases() -> None:
-    cut = served(0, 1.0, [1.5, 2.0], ending=RequestOutcome.UNFINISHED)
+    cut = served(0, 1.0, [1.5, 2.0], outcome=RequestOutcome.UNFINISHED)
     assert phases(cut) == () and transfer(cut) is None
     assert whole(cut).end_ns - whole(cut).begin_ns == 1_000_000_000
     assert whole(refused(1, 3.0)).begin_ns == whole(refused(1, 3.0)).end_ns

@@ -14,7 +14,7 @@ def served(
     arrival_s: float,
     token_s: Sequence[float],
     *,
-    ending: RequestOutcome = RequestOutcome.FINISHED,
+    outcome: RequestOutcome = RequestOutcome.FINISHED,
     prompt_tokens: int = 100,
     ledger: LatencyLedger | None = None,
     **more: object,
@@ -25,7 +25,7 @@ def served(
         prompt_tokens=prompt_tokens,
         output_tokens=max(1, len(token_s)),
         token_s=token_s,
-        ending=ending,
+        outcome=outcome,
         ledger=ledger,
         **more,  # type: ignore[arg-type]
     )
@@ -36,8 +36,8 @@ def steady(index: int, arrival_s: float, ttft_s: float, tpot_s: float, tokens: i
     return served(index, arrival_s, [arrival_s + ttft_s + n * tpot_s for n in range(tokens)], **more)  # type: ignore[arg-type]
 
 
-def refused(index: int, arrival_s: float, ending: RequestOutcome = RequestOutcome.REJECTED) -> Served:
-    return served(index, arrival_s, (), ending=ending)
+def refused(index: int, arrival_s: float, outcome: RequestOutcome = RequestOutcome.REJECTED) -> Served:
+    return served(index, arrival_s, (), outcome=outcome)
 
 
 def split_ledger(queue_ms: int, compute_ms: int, wait_ms: int, decode_ms: int) -> LatencyLedger:

@@ -47,9 +47,9 @@ def test_all_gaps_are_pooled_and_the_worst_tenth_is_each_requests_own() -> None:
 
 
 def test_an_unserved_request_misses_its_slo_and_has_no_latency() -> None:
-    endings = (RequestOutcome.REJECTED, RequestOutcome.FAILED, RequestOutcome.UNFINISHED)
-    cut = served(3, 0.0, [0.05, 0.06], ending=RequestOutcome.UNFINISHED)
-    made = figures(run([steady(0, 0.0, 0.1, 0.01, 3), *(refused(n, 0.0, e) for n, e in enumerate(endings)), cut]), ANY)
+    outcomes = (RequestOutcome.REJECTED, RequestOutcome.FAILED, RequestOutcome.UNFINISHED)
+    cut = served(3, 0.0, [0.05, 0.06], outcome=RequestOutcome.UNFINISHED)
+    made = figures(run([steady(0, 0.0, 0.1, 0.01, 3), *(refused(n, 0.0, e) for n, e in enumerate(outcomes)), cut]), ANY)
     assert made.attainment == Attainment(0.2, 0.2, 0.2, 0.2)
     assert made.effective_capacity == 0.2
     assert (made.finished, made.rejected, made.failed, made.unfinished) == (1, 1, 1, 2)
@@ -138,7 +138,7 @@ bound = st.none() | st.floats(0, 5)
 def test_attainment_never_falls_with_a_looser_slo(
     drawn: list[tuple[float, float, float, int, RequestOutcome]], ttft: float | None, tpot: float | None, more: float
 ) -> None:
-    made = run([steady(n, at, first, gap, count, ending=end) for n, (at, first, gap, count, end) in enumerate(drawn)])
+    made = run([steady(n, at, first, gap, count, outcome=end) for n, (at, first, gap, count, end) in enumerate(drawn)])
     tight = attainment(made, SLO(ttft, tpot))
     loose = attainment(made, SLO(None if ttft is None else ttft + more, None if tpot is None else tpot + more))
     assert tight.both <= min(tight.ttft, tight.tpot) <= tight.served

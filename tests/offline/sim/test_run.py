@@ -33,7 +33,7 @@ def fingerprint(run: Run) -> str:
     digest = hashlib.sha256()
     for served in run.served:
         digest.update(repr(list(served.token_s)).encode())
-        digest.update(f"{served.ending}{served.prefill_worker}{served.decode_worker}{served.ledger}".encode())
+        digest.update(f"{served.outcome}{served.prefill_worker}{served.decode_worker}{served.ledger}".encode())
     digest.update(repr(run.workers).encode())
     return digest.hexdigest()
 
@@ -107,7 +107,7 @@ def test_any_workload_is_served_whole_and_nothing_leaks(
         arrivals.append(Arrival(at_s, prompt, output))
     run = simulate(spec, models(spec), Workload("drawn", tuple(arrivals)))
     for served in run.served:
-        assert served.ending is RequestOutcome.FINISHED, served
+        assert served.outcome is RequestOutcome.FINISHED, served
         assert len(served.token_s) == served.output_tokens
         assert list(served.token_s) == sorted(served.token_s) and served.token_s[0] > served.arrival_s
 
@@ -122,15 +122,15 @@ def test_what_the_cluster_refuses_is_recorded_with_its_reason() -> None:
     tight = replace(ENGINE, max_waiting=1, max_running=1)
     spec = replace(colocated(engine=tight), gateway=GatewaySpec(placement_timeout_s=1.0))
     run = simulate(spec, models(spec), steady(12, 0.0, output=50))
-    endings = [each.ending for each in run.served]
-    assert endings.count(RequestOutcome.REJECTED) >= 8 and RequestOutcome.FINISHED in endings
-    assert all(each.detail for each in run.served if each.ending is RequestOutcome.REJECTED)
+    outcomes = [each.outcome for each in run.served]
+    assert outcomes.count(RequestOutcome.REJECTED) >= 8 and RequestOutcome.FINISHED in outcomes
+    assert all(each.detail for each in run.served if each.outcome is RequestOutcome.REJECTED)
 
 
 def test_a_prompt_that_fits_nowhere_fails_alone() -> None:
     workload = Workload("large", (Arrival(0.0, 100, 5), Arrival(0.1, 100_000, 5), Arrival(0.2, 100, 5)))
     run = simulate(split(), models(split()), workload)
-    assert [each.ending for each in run.served] == [
+    assert [each.outcome for each in run.served] == [
         RequestOutcome.FINISHED,
         RequestOutcome.FAILED,
         RequestOutcome.FINISHED,
@@ -141,8 +141,8 @@ def test_a_prompt_that_fits_nowhere_fails_alone() -> None:
 def test_a_run_that_is_cut_leaves_nothing_behind() -> None:
     spec = split()
     run = simulate(spec, models(spec), steady(50, 0.01, output=100), RunOptions(until_s=0.5))
-    endings = {each.ending for each in run.served}
-    assert RequestOutcome.UNFINISHED in endings
+    outcomes = {each.outcome for each in run.served}
+    assert RequestOutcome.UNFINISHED in outcomes
     assert all(at_s <= 0.5 for each in run.served for at_s in each.token_s)
 
 

@@ -36,13 +36,13 @@ class CountedAnswer:
     cached_tokens: int = 0
 
 
-class RequestWatch:
+class RequestRecorder:
     """One request in flight; owned by its sender. `clock`: seconds on the workload's time."""
 
     def __init__(self, index: int, arrival: Arrival, clock: Callable[[], float]) -> None:
         self.index = index
         self.arrival = arrival
-        self.ending = RequestOutcome.UNFINISHED
+        self.outcome = RequestOutcome.UNFINISHED
         self.events = 0
         self.untimed = 0  # tokens that the server counted but no chunk reported
         self._clock = clock
@@ -64,7 +64,7 @@ class RequestWatch:
         """Whether the server reported the number of output tokens."""
         return self._completed is not None or (self._counted is not None and self._counted.output_tokens is not None)
 
-    def see(self, event: Queued | Accepted | Completed | CountedAnswer | _Tokens) -> None:
+    def record(self, event: Queued | Accepted | Completed | CountedAnswer | _Tokens) -> None:
         self.events += 1
         if isinstance(event, Queued):
             return
@@ -72,7 +72,7 @@ class RequestWatch:
             self._accepted = event
         elif isinstance(event, Completed):
             self._completed = event
-            self.ending = RequestOutcome.FINISHED
+            self.outcome = RequestOutcome.FINISHED
         elif isinstance(event, CountedAnswer):
             self._settle(event)
         else:
@@ -88,7 +88,7 @@ class RequestWatch:
         if not have:
             self.end(RequestOutcome.FAILED, "the answer had no text and no tokens", "empty answer")
             return
-        self.ending = RequestOutcome.FINISHED
+        self.outcome = RequestOutcome.FINISHED
         if wanted is None or wanted < 1:
             return
         self.untimed = max(0, wanted - have)
@@ -97,7 +97,7 @@ class RequestWatch:
 
     def can_meet(self, slo: SLO) -> bool:
         """Whether it met its SLO or still can."""
-        done = self.ending is not RequestOutcome.UNFINISHED
+        done = self.outcome is not RequestOutcome.UNFINISHED
         so_far = self.served()
         now_s = self._clock()
         late_s = now_s - self.arrival.at_s if so_far.ttft_s is None else so_far.ttft_s
@@ -108,11 +108,11 @@ class RequestWatch:
             bounded = slo.ttft_s is not None and slo.tpot_s is not None
             return not bounded or now_s - self.arrival.at_s <= least_s
         met = so_far.tpot_s is not None and (slo.tpot_s is None or so_far.tpot_s <= slo.tpot_s)
-        return self.ending is RequestOutcome.FINISHED and met
+        return self.outcome is RequestOutcome.FINISHED and met
 
-    def end(self, ending: RequestOutcome, detail: str, reason: str = "") -> None:
+    def end(self, outcome: RequestOutcome, detail: str, reason: str = "") -> None:
         """It ended without finishing. `reason`: the category under which failures are counted."""
-        self.ending, self._detail, self._reason = ending, detail, reason
+        self.outcome, self._detail, self._reason = outcome, detail, reason
 
     def served(self) -> Served:
         accepted, completed, counted = self._accepted, self._completed, self._counted
@@ -124,7 +124,7 @@ class RequestWatch:
             prompt_tokens=(counted and counted.prompt_tokens) or self.arrival.prompt_tokens,
             output_tokens=self.arrival.output_tokens,
             token_s=self._token_s,
-            ending=self.ending,
+            outcome=self.outcome,
             detail=self._detail,
             prefill_worker=accepted.prefill_worker if accepted else "",
             decode_worker=accepted.decode_worker if accepted else "",
