@@ -24,7 +24,8 @@ import click
 from benchmarks.environments import AIPERF, GUIDELLM, VLLM, PeerEnvironment
 from benchmarks.hosted import refuse_foreign_ray
 from cluster.offline.load import machine
-from cluster.offline.load.endpoint import Target, open_endpoint
+from cluster.offline.load.endpoint import Target
+from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.processes import Child
 from cluster.offline.load.sending import LoadOptions, nothing
 from cluster.offline.scoring.figures import figures

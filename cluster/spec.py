@@ -26,7 +26,7 @@ ROUTING = (
 ADMISSION = ("none", "predictive", "slo")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 
 _LABEL = r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY = re.compile(rf"([A-Za-z0-9]([-A-Za-z0-9.]{{0,251}}[A-Za-z0-9])?/)?{_LABEL}", re.ASCII)
@@ -114,15 +114,15 @@ class PoolSpec:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
             raise ValueError(f"name {self.name!r} must be lower-case letters, digits and dashes, at most 42")
-        if not 0 <= self.replicas <= MOST_REPLICAS:
-            raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and {MOST_REPLICAS}")
+        if not 0 <= self.replicas <= MAX_REPLICAS:
+            raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and {MAX_REPLICAS}")
         if (self.min_replicas is None) != (self.max_replicas is None):
             raise ValueError("min_replicas and max_replicas come together; write replicas: {min: 1, max: 4}")
         least, most = self.bounds
-        if not 0 <= least <= self.replicas <= most <= MOST_REPLICAS:
+        if not 0 <= least <= self.replicas <= most <= MAX_REPLICAS:
             raise ValueError(
                 f"replicas is {self.replicas}, min {least} and max {most}; it must be 0 <= min <= replicas <= max <= "
-                f"{MOST_REPLICAS}"
+                f"{MAX_REPLICAS}"
             )
 
     @property

@@ -20,7 +20,8 @@ from cluster.cli.lifetime import run
 from cluster.cli.screen import PullProgress, console, print_json, progress_bar, say
 from cluster.cli.simulate import rates_of
 from cluster.offline.load.about import About, about
-from cluster.offline.load.endpoint import Endpoint, Target, open_endpoint
+from cluster.offline.load.endpoint import Endpoint, Target
+from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.searching import GoodputQuery, search
 from cluster.offline.load.sending import LoadOptions
 from cluster.offline.load.trials import TrialPlan, configuration_of, external, kind_of, run_trials

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.spec import Role
 from diptych.view import GatewayView
 
-LONGEST_DRAIN_S = 24 * 3600.0
+MAX_DRAIN_S = 24 * 3600.0
 
 
 class ChangeError(Exception):

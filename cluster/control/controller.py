@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Mapping
 
 from cluster.control.changes import (
-    LONGEST_DRAIN_S,
+    MAX_DRAIN_S,
     ChangeRefused,
     ControllerState,
     ServerReport,
@@ -275,8 +275,8 @@ class Controller:
         """
         async with self._changing:
             self._check(revision)
-            if not 0.0 <= deadline_s <= LONGEST_DRAIN_S:
-                raise ChangeRefused(f"a drain takes at most {LONGEST_DRAIN_S:.0f} s, not {deadline_s:g} s")
+            if not 0.0 <= deadline_s <= MAX_DRAIN_S:
+                raise ChangeRefused(f"a drain takes at most {MAX_DRAIN_S:.0f} s, not {deadline_s:g} s")
             replica = self._find(worker)
             if replica.is_leaving:
                 return self._revision

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from cluster.control.changes import ChangeRefused
 from cluster.control.replicas import ReplicaManager
-from cluster.spec import MOST_REPLICAS, PoolSpec, Role
+from cluster.spec import MAX_REPLICAS, PoolSpec, Role
 from diptych.view import PoolView, WorkerState
 
 FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
@@ -45,7 +45,7 @@ def pool_views(pools: Iterable[PoolSpec], replicas: Iterable[ReplicaManager]) ->
 def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:
     """A pool that has `now` workers would have `replicas`. Raises `ChangeRefused`."""
     has_bounds = pool.max_replicas is not None
-    least, most = pool.bounds if has_bounds else (0, MOST_REPLICAS)
+    least, most = pool.bounds if has_bounds else (0, MAX_REPLICAS)
     if not least <= replicas <= most:
         why = "its replicas" if has_bounds else "a pool"
         raise ChangeRefused(

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0  # pause after the second death in a row; the first restart is immediate
 START_RETRY_S = 5.0  # pause after a failed start
-MOST_RESTART_PAUSE_S = 300.0  # each further failure in a row doubles the pause up to this
+MAX_RESTART_PAUSE_S = 300.0  # each further failure in a row doubles the pause up to this
 STEADY_S = 10.0  # a worker that was ready for this long ends the row of failures
 TAKEN_OUT = "the controller took it out"
 CRASH_LOOP = 3  # failures in a row that count as a crash loop
@@ -293,8 +293,8 @@ def _memory_part(spec: ClusterSpec, pool: PoolSpec) -> float:
 def pause_s(failures: int, *, died: bool) -> float:
     """Seconds to wait after this many failures in a row."""
     if not died:
-        return float(min(MOST_RESTART_PAUSE_S, START_RETRY_S * 2 ** min(failures - 1, 16)))
-    return 0.0 if failures == 1 else float(min(MOST_RESTART_PAUSE_S, RESTART_S * 2 ** min(failures - 2, 16)))
+        return float(min(MAX_RESTART_PAUSE_S, START_RETRY_S * 2 ** min(failures - 1, 16)))
+    return 0.0 if failures == 1 else float(min(MAX_RESTART_PAUSE_S, RESTART_S * 2 ** min(failures - 2, 16)))
 
 
 def _is_death(error: Exception) -> bool:

@@ -21,7 +21,7 @@ from workers.log_fields import log_fields
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 64
-GROW_AGAIN_S, MOST_GROW_AGAIN_S = 30.0, 600.0
+GROW_AGAIN_S, MAX_GROW_AGAIN_S = 30.0, 600.0
 ADVISED, UNDER_WAY, DONE = "advised", "under way", "done"
 
 
@@ -172,7 +172,7 @@ class ScalingLoop:
 
     def _refused(self, pool: str, now_s: float) -> float:
         before = self._refusals.get(pool)
-        pause_s = GROW_AGAIN_S if before is None else min(2 * before.pause_s, MOST_GROW_AGAIN_S)
+        pause_s = GROW_AGAIN_S if before is None else min(2 * before.pause_s, MAX_GROW_AGAIN_S)
         self._refusals[pool] = _Refusal(pause_s, now_s + pause_s)
         return pause_s
 

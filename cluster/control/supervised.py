@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
+PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 
 class Failures:
@@ -31,7 +31,7 @@ async def supervised(
     failures: Failures,
     *,
     pause_s: float = PAUSE_S,
-    most_pause_s: float = MOST_PAUSE_S,
+    most_pause_s: float = MAX_PAUSE_S,
 ) -> None:
     """Call `work` in a loop until cancelled. `work` itself waits for its next occasion.
 

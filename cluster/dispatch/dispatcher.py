@@ -158,9 +158,9 @@ class Dispatcher:
         """The history of a time window (of `cluster.observe.ledger.now_ns`), running requests included."""
         return self.history.window(begin_ns, end_ns, self._runner.traces())
 
-    def oldest_requests(self, most: int) -> list[RequestTrace]:
-        """Traces of the oldest `most` running requests."""
-        return list(itertools.islice(self._runner.traces(), most))
+    def oldest_requests(self, count: int) -> list[RequestTrace]:
+        """Traces of the oldest `count` running requests."""
+        return list(itertools.islice(self._runner.traces(), count))
 
     @property
     def guesses(self) -> IndexAccuracy:

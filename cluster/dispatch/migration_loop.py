@@ -17,7 +17,7 @@ from workers.log_fields import log_fields
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-MOST_REPLACED = 16  # prompts per look
+MAX_REPLACED = 16  # prompts per look
 
 
 class MigrationLoop:
@@ -89,7 +89,7 @@ class MigrationLoop:
                 task = asyncio.ensure_future(self._migrate(move))
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
-        left = MOST_REPLACED
+        left = MAX_REPLACED
         for keys in self._requeue.late(self._picture(), now_s):
             for key in keys[:left]:
                 left -= 1

@@ -32,10 +32,10 @@ from workers.request import FinishReason, Request, TokensOut
 
 logger = logging.getLogger(__name__)
 
-LEAST_RESERVING_S = 0.1
-LEAST_WAITED_S = 0.001  # workers get longer waits reported, since deadlines count from the request's arrival
+MIN_RESERVING_S = 0.1
+MIN_WAITED_S = 0.001  # workers get longer waits reported, since deadlines count from the request's arrival
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
-MOST_REPLACEMENTS = 3  # how often a prompt that has not begun is placed on other workers
+MAX_REPLACEMENTS = 3  # how often a prompt that has not begun is placed on other workers
 
 
 class RequestRunner:
@@ -242,7 +242,7 @@ class RequestRunner:
     def _note_placement(state: RequestState, placement: Placement) -> None:
         state.placement, now_s = placement, _now_s()
         state.timing.placed(placement, now_s)
-        if (waited_s := now_s - state.timing.arrived_s) > LEAST_WAITED_S:
+        if (waited_s := now_s - state.timing.arrived_s) > MIN_WAITED_S:
             state.request = replace(state.request, waited_s=waited_s)
 
     def _make_attempt(self, state: RequestState, placement: Placement) -> Attempt:
@@ -270,7 +270,7 @@ class RequestRunner:
         if request.slo.ttft_s is None or not request.slo.is_enforced or not self._classes.rejects(request):
             return limit_s
         left_s = request.slo.ttft_s - (_now_s() - state.timing.arrived_s)
-        return limit_s if request.generated else min(limit_s, max(left_s, LEAST_RESERVING_S))
+        return limit_s if request.generated else min(limit_s, max(left_s, MIN_RESERVING_S))
 
     async def _run_attempt(self, state: RequestState, attempt: Attempt) -> FinishReason | None:
         """How the attempt ended; STOP when the caller asked for it, None when it was replaced. Closes the open lap."""
@@ -351,7 +351,7 @@ class RequestRunner:
         attempt = None if state is None else state.attempt
         if state is None or attempt is None or not attempt.is_waiting or state.request.group or state.stop.done():
             return False
-        if state.replacement is not None or state.num_uncounted >= MOST_REPLACEMENTS:
+        if state.replacement is not None or state.num_uncounted >= MAX_REPLACEMENTS:
             return False
         request = state.next_request()
         placement = self._placer.better(replace(state.query(), request=request), key)

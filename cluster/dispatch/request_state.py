@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cluster.dispatch.attempt import Attempt, Phase
 from cluster.dispatch.placement import PlacementQuery
 from cluster.events import Completed, Event
-from cluster.observe.history import LONGEST_TEXT, RequestTrace
+from cluster.observe.history import MAX_TEXT_CHARS, RequestTrace
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.observe.request_observer import OnTokens
 from cluster.observe.request_timing import RequestTiming
@@ -102,7 +102,7 @@ class RequestState:
             request_id=request.id,
             class_name=request.slo.class_name,
             outcome=outcome,
-            detail="" if error is None else str(error)[:LONGEST_TEXT],
+            detail="" if error is None else str(error)[:MAX_TEXT_CHARS],
             arrived_ns=arrived_ns,
             ledger=ledger,
             phase=(self.phase if attempt is None else attempt.phase).value,

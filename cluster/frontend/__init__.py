@@ -1,1 +1,1 @@
-"""The servers that clients speak to, and the gateway behind them: text to tokens and back, stop strings, keys."""
+"""The gateway and its gRPC and HTTP servers: text to tokens and back, stop strings, API keys."""

@@ -1,7 +1,7 @@
-"""Authentication: a gateway's certificate, the client authorities, and the API keys with their tenants.
+"""Authentication: a gateway's certificate, the CAs of its clients, and the API keys with their tenants.
 
-Knows files and a header; knows no server. Files are checked on use, at most once in `LOOK_S`. Changed files are read
-again; an unusable one is logged once, and the previous contents stay in use.
+Knows files and a header; knows no server. Files are checked on use, at most once per `RECHECK_S`, and reloaded when
+they change. An unusable file is logged once, and the previous content stays in use.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ from cluster.spec import GatewaySpec, SpecError
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-LEAST_KEY_CHARS = 16
-KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # what may stand behind "Bearer"
-ANY_TENANT = "*"  # of a key that may speak for every tenant
+RECHECK_S = 1.0
+MIN_KEY_CHARS = 16
+KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # what may follow "Bearer"
+ANY_TENANT = "*"  # the tenant of a key that is valid for every tenant
 TENANT = re.compile(r"[!-~]{1,128}")
 
 T = TypeVar("T")
@@ -32,16 +32,16 @@ Signature = tuple[tuple[int, ...], ...]
 
 
 class KeyRefused(Exception):
-    """A request without a key, or with a wrong one; the message says which."""
+    """The request has no key, or an unknown one; the message says which."""
 
 
 class TenantRefused(Exception):
-    """A request that names a tenant for which its key does not speak."""
+    """The request names a tenant that its key does not belong to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What is shown and asked for in a handshake, twice: for Python's ssl, and as PEM for others."""
+    """The TLS settings of a gateway, in two forms: an `SSLContext` for Python's ssl, and PEM for gRPC."""
 
     context: ssl.SSLContext
     certificate: bytes
@@ -59,11 +59,11 @@ class Guard:
             self._tls = ReloadedFiles(files, lambda: load_tls(*files), clock)
         if spec.api_keys_file is not None:
             file = spec.api_keys_file
-            self._keys = ReloadedFiles([file], lambda: digested(read_keys(file)), clock)
+            self._keys = ReloadedFiles([file], lambda: key_digests(read_keys(file)), clock)
 
     @property
     def tls(self) -> Tls | None:
-        """Of now. None: the gateway speaks without TLS."""
+        """The current settings. None: the gateway does not use TLS."""
         return None if self._tls is None else self._tls.current()
 
     @property
@@ -71,7 +71,7 @@ class Guard:
         return self._keys is not None
 
     def check(self, header: str | None) -> str:
-        """The tenant for whom a request with this `Authorization` speaks, or `ANY_TENANT`, as without keys.
+        """The tenant of the key in this `Authorization` header; `ANY_TENANT` where no keys are configured.
 
         Raises `KeyRefused`.
         """
@@ -79,24 +79,24 @@ class Guard:
             return ANY_TENANT
         scheme, _, key = (header or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise KeyRefused("this gateway asks for an API key; send it as Authorization: Bearer KEY")
+            raise KeyRefused("this gateway requires an API key; send it as Authorization: Bearer KEY")
         offered = hashlib.sha256(key.strip().encode()).digest()
         found = [tenant for known, tenant in self._keys.current() if hmac.compare_digest(offered, known)]
         if not found:
-            raise KeyRefused("this API key is none that the gateway knows; ask its operator for another one")
+            raise KeyRefused("this gateway does not know this API key; ask its operator for another one")
         return found[0]
 
     def tenant(self, header: str | None, named: str) -> str:
-        """The tenant of a request with this `Authorization` that names one, or none (empty).
+        """The tenant of a request with this `Authorization` header. `named`: the one it names; empty: none.
 
-        Raises `KeyRefused`, and `TenantRefused` for a name that is not the key's own.
+        Raises `KeyRefused`, and `TenantRefused` if the key belongs to another tenant.
         """
         tenant = self.check(header)
         if tenant == ANY_TENANT:
             return named
         if named not in ("", tenant):
-            whose = f"speaks for tenant {tenant!r}" if tenant else "speaks for no tenant"
-            raise TenantRefused(f"this API key {whose}, not for {named[:64]!r}; leave the tenant out")
+            owner = f"tenant {tenant!r}" if tenant else "no tenant"
+            raise TenantRefused(f"this API key belongs to {owner}, not to {named[:64]!r}; leave the tenant out")
         return tenant
 
 
@@ -108,32 +108,32 @@ class ReloadedFiles(Generic[T]):
         self._load = load
         self._clock = clock
         self._lock = threading.Lock()
-        self._looked_s = clock()
-        self._seen = _signature(paths)  # before reading: what changes meanwhile is read again
+        self._checked_s = clock()
+        self._seen = _signature(paths)  # before loading, so that a change during it causes a reload
         self._value = load()
 
     def current(self) -> T:
         with self._lock:
             now_s = self._clock()
-            if now_s - self._looked_s >= LOOK_S:
-                self._looked_s = now_s
+            if now_s - self._checked_s >= RECHECK_S:
+                self._checked_s = now_s
                 seen = _signature(self._paths)
                 if seen != self._seen:
                     self._seen = seen
-                    self._renew()
+                    self._reload()
             return self._value
 
-    def _renew(self) -> None:
+    def _reload(self) -> None:
         try:
             self._value = self._load()
         except SpecError as error:
-            logger.error("%s; what was read before stays in use", error)
+            logger.error("%s; the previous content stays in use", error)
         else:
-            logger.info("read again: %s", ", ".join(self._paths))
+            logger.info("reloaded: %s", ", ".join(self._paths))
 
 
 def _signature(paths: Sequence[str]) -> Signature:
-    """Differs once a file has: another content, another file of the name, or none any more."""
+    """Changes when a file is modified, replaced or removed."""
     found: list[tuple[int, ...]] = []
     for path in paths:
         try:
@@ -152,30 +152,30 @@ def load_tls(cert_file: str, key_file: str, client_ca_file: str | None = None) -
     context.set_alpn_protocols(["http/1.1"])
 
     def no_password() -> str:
-        raise SpecError(f"gateway.tls_key_file: {key_file} is encrypted, and nobody is there to ask; decrypt it")
+        raise SpecError(f"gateway.tls_key_file: {key_file} is encrypted; give a key without a password")
 
     try:
         context.load_cert_chain(cert_file, key_file, password=no_password)
     except OSError as error:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
             wrong = f"{key_file} is not the key of the certificate in {cert_file}"
-            raise SpecError(f"gateway.tls_key_file: {wrong}; give the two that belong together") from None
-        told = getattr(error, "reason", None) or error.strerror or "no PEM"
+            raise SpecError(f"gateway.tls_key_file: {wrong}; give a certificate and its own key") from None
+        reason = getattr(error, "reason", None) or error.strerror or "no PEM"
         right = "give PEM files of a certificate and of its key"
         raise SpecError(
-            f"gateway.tls_cert_file: {cert_file} with {key_file} cannot be used ({told}); {right}"
+            f"gateway.tls_cert_file: {cert_file} with {key_file} cannot be used ({reason}); {right}"
         ) from None
     client_ca = None if client_ca_file is None else _read("tls_client_ca_file", client_ca_file)
     if client_ca is not None:
-        _ask_clients(context, client_ca, str(client_ca_file))
+        _require_client_certificates(context, client_ca, str(client_ca_file))
     return Tls(context, certificate, key, client_ca)
 
 
-def _ask_clients(context: ssl.SSLContext, client_ca: bytes, path: str) -> None:
+def _require_client_certificates(context: ssl.SSLContext, client_ca: bytes, path: str) -> None:
     try:
         context.load_verify_locations(cadata=client_ca.decode("ascii", errors="replace"))
     except (ssl.SSLError, ValueError):
-        right = "give a PEM file with the certificates of authorities"
+        right = "give a PEM file with CA certificates"
         raise SpecError(f"gateway.tls_client_ca_file: {path} has no certificate; {right}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     # A resumed session would skip the client certificate, so none can be resumed.
@@ -187,15 +187,13 @@ def _read(name: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise SpecError(
-            f"gateway.{name}: {path} cannot be read ({error.strerror}); give a file that is there"
-        ) from None
+        raise SpecError(f"gateway.{name}: {path} cannot be read ({error.strerror}); give an existing file") from None
 
 
 def read_keys(path: str) -> dict[str, str]:
-    """Keys and the tenants for whom they speak: `KEY`, `KEY TENANT` or `KEY *` a line.
+    """The tenant of each key. A line is `KEY`, `KEY TENANT` or `KEY *`.
 
-    Empty lines, and those that begin with #, do not count. Raises `SpecError`, which quotes no key.
+    Ignores empty lines and lines that begin with #. Raises `SpecError`, which never quotes a key.
     """
     keys: dict[str, str] = {}
     for number, line in enumerate(_read("api_keys_file", path).decode(errors="replace").splitlines(), 1):
@@ -204,19 +202,19 @@ def read_keys(path: str) -> dict[str, str]:
             continue
         if not KEY.fullmatch(key) or len(words) > 1 or not all(map(TENANT.fullmatch, words)):
             right = "write letters, digits and -._~+/ only, then a tenant if there is one, or # before a comment"
-            raise SpecError(f"gateway.api_keys_file: line {number} of {path} is no key; {right}")
-        if len(key) < LEAST_KEY_CHARS:
-            right = f"give it {LEAST_KEY_CHARS}, such as `openssl rand -hex 32` makes"
+            raise SpecError(f"gateway.api_keys_file: line {number} of {path} is not a key; {right}")
+        if len(key) < MIN_KEY_CHARS:
+            right = f"give it {MIN_KEY_CHARS}, such as `openssl rand -hex 32` makes"
             raise SpecError(f"gateway.api_keys_file: line {number} of {path} has {len(key)} characters; {right}")
         tenant = words[0] if words else ""
         if keys.setdefault(key, tenant) != tenant:
             right = "give each tenant a key of its own, or write KEY *"
             raise SpecError(f"gateway.api_keys_file: line {number} of {path} has the key of another tenant; {right}")
     if not keys:
-        raise SpecError(f"gateway.api_keys_file: {path} has no key; write one a line")
+        raise SpecError(f"gateway.api_keys_file: {path} has no key; write one per line")
     return keys
 
 
-def digested(keys: Mapping[str, str]) -> tuple[tuple[bytes, str], ...]:
-    """(SHA-256 of a key, tenant) of each."""
+def key_digests(keys: Mapping[str, str]) -> tuple[tuple[bytes, str], ...]:
+    """(SHA-256 of the key, tenant) for each key."""
     return tuple((hashlib.sha256(key.encode()).digest(), tenant) for key, tenant in keys.items())

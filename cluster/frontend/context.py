@@ -1,4 +1,4 @@
-"""What the frontend needs of the rest of a gateway process: a dispatcher, and an operator that changes the cluster."""
+"""The interfaces between the frontend and the rest of a gateway process: a dispatcher, and an operator for changes."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from workers.request import Request
 
 
 class RequestDispatcher(Protocol):
-    """What a server needs of the dispatcher."""
+    """The dispatcher's methods that servers use."""
 
     async def run(
         self,
@@ -24,55 +24,52 @@ class RequestDispatcher(Protocol):
         deadline_s: float | None = None,
         arrived_ns: int | None = None,
     ) -> None:
-        """Run one request; `emit` gets each event at the moment it happens. Cancelling cancels it on both workers.
+        """Run one request; `emit` gets each event immediately. Cancellation ends the request on its workers.
 
-        `deadline_s` counts from now. `arrived_ns` (of `cluster.observe.ledger.now_ns`) is when the gateway took the
-        request: the ledger begins there. Errors: `cluster.events`.
+        `deadline_s` counts from now. `arrived_ns` (by `cluster.observe.ledger.now_ns`): when the gateway received the
+        request, which is where its ledger begins. Errors: `cluster.events`.
         """
         ...
 
     def finish(self, request_id: str) -> None:
-        """The caller has all it wants (a stop string): the last event is Completed(STOP).
-
-        Does nothing when the request is not running.
-        """
+        """End the request early (stop string): its last event is Completed(STOP). Ignores unknown ids."""
         ...
 
     @property
     def view(self) -> ClusterView:
-        """The latest picture of the cluster, statistics included."""
+        """The latest view of the cluster, with statistics."""
         ...
 
     async def audit(self) -> ClusterView:
-        """The view, with every ready worker's proof that its blocks are accounted for."""
+        """The view, with each ready worker's check of its block accounting."""
         ...
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
-        """Have this idle worker time steps of a shape. Errors: `InvalidRequest`, `Rejected`."""
+        """Time steps of a shape on this idle worker. Errors: `InvalidRequest`, `Rejected`."""
         ...
 
     def slo_attainment(self) -> GatewayAttainment:
-        """How this gateway's requests met their SLOs."""
+        """The SLO attainment of this gateway's requests."""
         ...
 
     def count_refusal(self, class_name: str, cause: str) -> None:
-        """The frontend refused a request of this class, for one of `cluster.policy.slo_attainment.REASONS`."""
+        """Count a request of this class that the frontend refused. `cause`: one of `slo_attainment.REASONS`."""
         ...
 
     def recent(self) -> Recent:
-        """What went through each worker, and what happened lately."""
+        """The traffic of each worker, and the latest events."""
         ...
 
     def window(self, begin_ns: int, end_ns: int) -> Window:
-        """What is known of a stretch of time, of `cluster.observe.ledger.now_ns`."""
+        """The history of a time window, in nanoseconds of `cluster.observe.ledger.now_ns`."""
         ...
 
-    def oldest_requests(self, most: int) -> Sequence[RequestTrace]:
-        """How the oldest `most` requests under way go."""
+    def oldest_requests(self, count: int) -> Sequence[RequestTrace]:
+        """Traces of the oldest `count` running requests."""
         ...
 
     def view_change(self) -> Awaitable[object]:
-        """Done after the first change of membership or state that follows this call (the call, not its await)."""
+        """Done after the next change of membership or state, counted from this call and not from its await."""
         ...
 
 
@@ -88,7 +85,7 @@ class Operator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """What one gateway process hands to its server. Without an operator nothing can be changed through it."""
+    """What a server gets from its gateway process. Without an operator, changes of the cluster are refused."""
 
     name: str
     spec: ClusterSpec
@@ -101,16 +98,16 @@ class Server(Protocol):
     """A server in front of a dispatcher."""
 
     async def open(self) -> str:
-        """Listen; answer the endpoint "host:port". A port in use is an OSError that says so."""
+        """Listen. Returns the endpoint "host:port". Raises OSError if the port is in use."""
         ...
 
     @property
     def http_url(self) -> str:
-        """Where HTTP is answered too, once open; empty without it. Asked only where the spec has a port for it."""
+        """The URL of the open HTTP server; empty without one."""
         ...
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end for `grace_s`, then cut them."""
+        """Refuse new requests, give running ones `grace_s` to finish, then cancel them."""
         ...
 
 

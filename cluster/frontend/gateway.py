@@ -1,18 +1,18 @@
-"""Text over a dispatcher: checks a request, turns text to tokens and tokens to text, ends it at stop strings.
+"""The gateway: checks requests, tokenizes prompts, detokenizes answers, and ends them at stop strings.
 
-A request for several answers is as many requests to the dispatcher, which share their prompt's work:
+A request for several answers becomes one request per answer. They share their prompt's computation:
 
-    ask, n = 3   ──>   ask#0, its seed      ──> answer 0   ┐
-                       ask#1, another seed  ──> answer 1   ├──> one stream of deltas by index, one Completed
-                       ask#2, another seed  ──> answer 2   ┘
+    req, n = 3   ──>   req#0, its seed      ──> answer 0   ┐
+                       req#1, another seed  ──> answer 1   ├──> one stream of deltas by index, one Completed
+                       req#2, another seed  ──> answer 2   ┘
 
 Knows the served model and the latest view of the cluster; knows no wire format and no worker.
 
 ClusterError (`cluster.events`)
 ├── UnknownModel        this cluster serves another model
-├── DuplicateRequest    a request of this id is running here
+├── DuplicateRequest    a request with this id is already running
 ├── RequestCancelled    `Gateway.cancel` ended it
-└── GatewayClosed       `Gateway.close` cut it
+└── GatewayClosed       `Gateway.close` ended it
 """
 
 import asyncio
@@ -24,67 +24,67 @@ from typing import Any
 from cluster.events import ClusterError, Event, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.output_collector import RequestOutputCollector
-from cluster.frontend.parallel_sampling import ChildRequest, child_requests, give_out, one_end
-from cluster.frontend.preprocessing import LARGE_BYTES, Here, Preprocessing
+from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
+from cluster.frontend.preprocessing import LARGE_BYTES, InThread, Preprocessing
 from cluster.frontend.text import (
     EncodedPrompt,
     GatewayEvent,
-    GenerationInput,
     PromptBounds,
+    PromptInput,
     TextStream,
     Tokenizer,
     TokenPrompt,
-    encode_apart,
+    encode_packed,
     encode_prompt,
 )
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics.responses import Responses
 from cluster.spec import ClusterSpec, Role
-from diptych.request_ids import LONGEST_ID, is_usable, made_id
+from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
 from diptych.view import ClusterView, WorkerState
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams
 
-LONGEST_STOP = 1024  # characters; looking for a held-back beginning costs the square of it
+MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
 RETRY_AFTER_S = 1.0
 
 
 class UnknownModel(ClusterError):
-    """The caller asked for a model that is not served here."""
+    """The requested model is not served here."""
 
 
 class DuplicateRequest(ClusterError):
-    """The id is taken by a running request."""
+    """A running request has this id."""
 
 
 class RequestCancelled(ClusterError):
-    """Ended by its caller, through `Gateway.cancel`."""
+    """The caller ended the request through `Gateway.cancel`."""
 
 
 class GatewayClosed(ClusterError):
-    """The gateway went away under a request."""
+    """The gateway was closed while the request ran."""
 
 
 class Gateway:
-    """One gateway's requests. Owned by its server. Owns `preprocessing`, which reads large inputs; None: a thread."""
+    """Owned by its server. Owns `preprocessing`, which parses and tokenizes large inputs; None: in a thread."""
 
     def __init__(
         self, context: GatewayContext, tokenizer: Tokenizer, preprocessing: Preprocessing | None = None
     ) -> None:
         self._context = context
         self._tokenizer = tokenizer
-        self.preprocessing = preprocessing or Here(tokenizer)
+        self.preprocessing = preprocessing or InThread(tokenizer)
         self._active: dict[str, _Running] = {}
         self.responses = Responses()
 
     @property
     def active(self) -> int:
-        """Answers under way."""
+        """Number of running answers."""
         return sum(running.num_answers for running in self._active.values())
 
     @property
     def traces(self) -> bool:
-        """Whether spans are wanted: then a server gives `cluster.observe.trace_context` the headers of each request."""
+        """Whether spans are sent; servers then pass trace headers to `cluster.observe.trace_context`."""
         return self._context.spec.tracing.otlp_endpoint is not None
 
     @property
@@ -97,36 +97,36 @@ class Gateway:
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """What the model's makers recommend, by the names of `SamplingParams`: where a request says nothing."""
+        """The model's recommended sampling, by the names of `SamplingParams`; requests override it."""
         return dict(self._context.model.default_sampling)
 
     async def generate(
         self,
-        prompt: GenerationInput,
+        prompt: PromptInput,
         sampling: SamplingParams,
         *,
         slo: SLO | None = None,
         request_id: str = "",
-        called: str = "",
+        client_id: str = "",
         deadline_s: float | None = None,
         session: str = "",
         model: str = "",
         tenant: str = "",
     ) -> AsyncGenerator[GatewayEvent, None]:
-        """Accepted, text deltas, each answer's end, Completed; neighbouring deltas not fetched in time come as one.
+        """Yields Accepted, text deltas, each answer's end, and Completed. Joins deltas that a slow consumer left.
 
-        Deltas of several answers interleave; `index` says whose they are. With `best_of` above n nothing comes
-        until the best are known. `called`: a name that `cancel` knows it by as well; several may share one.
+        Deltas of several answers interleave and have the answer's `index`. With `best_of` above n, deltas come only
+        after all answers have ended. `client_id`: a second id for `cancel`, which several requests may share.
         `deadline_s` counts from now. Closing the iterator cancels the request on its workers.
         Errors: `cluster.events`, `InvalidRequest`, and those above.
         """
         arrived_ns = now_ns()
         self.check_model(model)
         self._check_answers(sampling)
-        request_id = request_id or made_id()
+        request_id = request_id or new_id()
         slo = slo or SLO()
         self._check_tenant(tenant)
-        running = self._enter(request_id, called, sampling.num_answers, slo)
+        running = self._enter(request_id, client_id, sampling.num_answers, slo)
         try:
             tokens = await self.encode(prompt, sampling.max_tokens or 1)
             sampling = self._resolve(sampling, len(tokens))
@@ -138,96 +138,95 @@ class Gateway:
         finally:
             try:
                 await running.close()
-            finally:  # a request cancelled here also releases its place
+            finally:  # also if this task is cancelled while it waits
                 del self._active[request_id]
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and answer together that any request may have: the model's context, and what pools hold."""
-        by_role = (_longest_sequence(self.view, role) for role in (Role.PREFILL, Role.DECODE))
-        return min([self._context.model.context_length, *(longest for longest in by_role if longest is not None)])
+        """Most tokens of prompt and answer together: bounded by the model's context and by the pools' capacity."""
+        by_role = (_max_capacity(self.view, role) for role in (Role.PREFILL, Role.DECODE))
+        return min([self._context.model.context_length, *(each for each in by_role if each is not None)])
 
     def check_model(self, model: str) -> None:
-        """Raises `UnknownModel` for any but the served one; empty is whichever is served."""
+        """Raises `UnknownModel` unless it is the served model or empty."""
         served = self._context.model.name
         if model not in ("", served):
             raise UnknownModel(f"model {model!r} is not served here; leave it empty or ask for {served!r}")
 
     @property
     def bounds(self) -> PromptBounds:
-        """Of prompts, as of now."""
-        model, most_bytes = self._context.model, self._context.spec.gateway.max_prompt_bytes
-        return PromptBounds(most_bytes, model.context_length, model.vocab_size, self.max_model_len)
+        """The current bounds of prompts."""
+        model, max_bytes = self._context.model, self._context.spec.gateway.max_prompt_bytes
+        return PromptBounds(max_bytes, model.context_length, model.vocab_size, self.max_model_len)
 
-    async def encode(self, prompt: GenerationInput, num_output: int = 1) -> tuple[int, ...]:
-        """A prompt's token ids; a large one's beside the event loop. Raises `InvalidRequest`.
+    async def encode(self, prompt: PromptInput, num_output: int = 1) -> tuple[int, ...]:
+        """A prompt's token ids. Tokenizes large prompts outside the event loop.
 
-        Raises `Unservable` for what the model's context cannot hold, whose message says `num_output`, too.
+        Raises `InvalidRequest`, and `Unservable` if the context cannot hold it; `num_output` is for that message.
         """
         if isinstance(prompt, EncodedPrompt):
             encoded = prompt
         elif isinstance(prompt, TokenPrompt) or prompt.num_bytes <= LARGE_BYTES:
             return encode_prompt(self._tokenizer, prompt, self.bounds)
         else:
-            encoded = await self.preprocessing.call(prompt.num_bytes, encode_apart, prompt, self.bounds)
+            encoded = await self.preprocessing.call(prompt.num_bytes, encode_packed, prompt, self.bounds)
         if encoded.num_tokens > self.bounds.context_length:
-            self._longest(encoded.num_tokens, num_output)
+            self._max_tokens(encoded.num_tokens, num_output)
         return encoded.tokens
 
     def cancel(self, request_id: str) -> bool:
-        """End the request of this id at once, or all that are called so; their iterators raise `RequestCancelled`.
+        """End the requests with this id or client id at once; their iterators raise `RequestCancelled`.
 
-        False: no such request runs here.
+        Returns whether there was one.
         """
-        meant = [each for each in self._active.items() if request_id in (each[0], each[1].called or each[0])]
-        for known, running in meant:
+        found = [each for each in self._active.items() if request_id in (each[0], each[1].client_id or each[0])]
+        for known, running in found:
             running.cancel(RequestCancelled(f"request {known} was cancelled by its caller"))
-        return bool(meant)
+        return bool(found)
 
     async def close(self) -> None:
-        """Cut what still runs; returns when the dispatcher has let go of all of it."""
+        """Cancel all running requests, and wait until the dispatcher has ended them."""
         running = list(self._active.values())
         for each in running:
-            each.cancel(GatewayClosed("the gateway was closed; ask again, of this one or another"))
+            each.cancel(GatewayClosed("the gateway was closed; try again, here or at another gateway"))
         await self.preprocessing.aclose()
         await asyncio.gather(*(each.close() for each in running))
 
     def _check_answers(self, sampling: SamplingParams) -> None:
-        """More answers than can ever run at once are refused before anything is made for them."""
+        """Refuse more answers than can ever run at once."""
         spec, count = self._context.spec, sampling.num_answers
-        slots = _decode_slots(spec, self.view)
-        most = min(spec.gateway.max_requests, slots)
-        if count > max(1, most):
+        limit = min(spec.gateway.max_requests, _decode_slots(spec, self.view))
+        if count > max(1, limit):
             field = "n" if sampling.best_of is None else "best_of"
-            raise InvalidRequest(f"sampling.{field}", f"is {count}; this cluster makes at most {most} answers at once")
+            raise InvalidRequest(f"sampling.{field}", f"is {count}; this cluster runs at most {limit} answers at once")
 
     def _check_tenant(self, tenant: str) -> None:
-        if len(tenant) > LONGEST_ID or not all(" " < letter <= "~" for letter in tenant):
-            rule = f"must be at most {LONGEST_ID} visible ASCII characters"
+        if len(tenant) > MAX_ID_CHARS or not all(" " < letter <= "~" for letter in tenant):
+            rule = f"must be at most {MAX_ID_CHARS} visible ASCII characters"
             raise InvalidRequest("tenant", f"{tenant[:40]!r} cannot be used; it {rule}")
 
-    def _enter(self, request_id: str, called: str, num_answers: int, slo: SLO) -> "_Running":
-        if len(request_id) > LONGEST_ID or not all(map(is_usable, request_id)):
-            rule = f"must be at most {LONGEST_ID} visible ASCII characters without '/' and '#'"
+    def _enter(self, request_id: str, client_id: str, num_answers: int, slo: SLO) -> "_Running":
+        if len(request_id) > MAX_ID_CHARS or not all(map(is_usable, request_id)):
+            rule = f"must be at most {MAX_ID_CHARS} visible ASCII characters without '/' and '#'"
             raise InvalidRequest("request_id", f"{request_id[:40]!r} cannot be used; it {rule}")
         if request_id in self._active:
             raise DuplicateRequest(f"request {request_id} is running already; choose another id or leave it empty")
-        most = self._context.spec.gateway.max_requests
-        if (active := self.active) + num_answers > most:
+        limit = self._context.spec.gateway.max_requests
+        if (active := self.active) + num_answers > limit:
             self._context.dispatcher.count_refusal(slo.class_name, "gateway-full")
-            room = f"{active} of {most} requests are in flight, and {num_answers} more do not fit"
+            room = f"{active} of {limit} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
-        running = self._active[request_id] = _Running(called, num_answers)
+        running = self._active[request_id] = _Running(client_id, num_answers)
         return running
 
     def _resolve(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
-        """What the caller left open, decided: the seed, and max_tokens as far as the answer fits."""
+        """Fill in what the caller left out: the seed, and max_tokens as far as the context has room."""
         self.bounds.check_tokens("sampling.stop_token_ids", sampling.stop_token_ids)
         self.bounds.check_tokens("sampling.logit_bias", tuple(token for token, _ in sampling.logit_bias))
-        if any(len(stop) > LONGEST_STOP for stop in sampling.stop):
-            raise InvalidRequest("sampling.stop", f"has a string of more than {LONGEST_STOP} characters; shorten it")
+        if any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
+            raise InvalidRequest("sampling.stop", f"has a string of more than {MAX_STOP_CHARS} characters; shorten it")
         max_tokens = sampling.max_tokens
-        limit, why = self._longest(num_prompt, max_tokens or 1)
+        limit, why = self._max_tokens(num_prompt, max_tokens or 1)
         room = limit - num_prompt
         if max_tokens is None:
             max_tokens = max(sampling.min_tokens, min(room, self._context.spec.gateway.default_max_tokens))
@@ -237,21 +236,21 @@ class Gateway:
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return replace(sampling, max_tokens=max_tokens, seed=seed)
 
-    def _longest(self, num_prompt: int, num_output: int) -> tuple[int, str]:
-        """The most tokens of a prompt and its answer, by the model's context and the pools, and why if by these.
+    def _max_tokens(self, num_prompt: int, num_output: int) -> tuple[int, str]:
+        """Most tokens of this prompt and its answer, and the reason if the pools bound it rather than the context.
 
-        Raises `Unservable` where the prompt leaves no room for an answer of one token.
+        Raises `Unservable` if the prompt leaves no room for one token.
         """
         limit, why = self._context.model.context_length, ""
         for role, reserve in ((Role.PREFILL, 0), (Role.DECODE, 1)):
-            longest = _longest_sequence(self.view, role)
-            if longest is None:
+            capacity = _max_capacity(self.view, role)
+            if capacity is None:
                 continue
-            held = f" (as many as the {role.value} pools here can hold)"
-            if num_prompt + reserve > longest:
-                raise _too_long(longest, held, num_prompt, num_output)
-            if role is Role.DECODE and longest < limit:
-                limit, why = longest, held
+            bound = f" (as many as the {role.value} pools here can hold)"
+            if num_prompt + reserve > capacity:
+                raise _too_long(capacity, bound, num_prompt, num_output)
+            if role is Role.DECODE and capacity < limit:
+                limit, why = capacity, bound
         if num_prompt >= limit:
             raise _too_long(limit, why, num_prompt, num_output)
         return limit, why
@@ -259,9 +258,9 @@ class Gateway:
     async def _pump(
         self, request: Request, output: RequestOutputCollector, arrived_ns: int, deadline_s: float | None
     ) -> None:
-        """Move events from the dispatcher to the collector as fast as they come; the server takes them at its own pace.
+        """Move events from the dispatcher to the collector; the server reads them at its own pace.
 
-        The first answer that fails, or an end from outside, ends them all.
+        The first answer that fails, or a cancellation, ends all answers.
         """
         left_s = None if deadline_s is None else deadline_s - (now_ns() - arrived_ns) / 1e9
         sampling = request.sampling
@@ -282,8 +281,8 @@ class Gateway:
                     group.create_task(self._follow(answer, arrived_ns, left_s))
             best = sorted(answers, key=ChildRequest.by_rank)[: sampling.n] if ranked else answers
             if ranked:
-                give_out(best, answers[0].prompt_logprobs, sampling, output)
-            output.put(one_end(answers, best, ranked))
+                emit_ranked(best, answers[0].prompt_logprobs, sampling, output)
+            output.put(merged_end(answers, best, ranked))
             output.end()
         except ExceptionGroup as errors:  # the collector raises it in the server's task
             output.fail(errors.exceptions[0])
@@ -304,42 +303,42 @@ class Gateway:
 
 
 class _Running:
-    """A request from its admission to the end of its iterator, which owns it."""
+    """A running request. Owned by its `generate` iterator."""
 
-    def __init__(self, called: str, num_answers: int) -> None:
-        self.called = called
+    def __init__(self, client_id: str, num_answers: int) -> None:
+        self.client_id = client_id
         self.num_answers = num_answers
         self.output = RequestOutputCollector()
-        self.pump: asyncio.Task[None] | None = None  # none while the prompt is being encoded
+        self.pump: asyncio.Task[None] | None = None  # None while the prompt is being encoded
 
     def cancel(self, reason: Exception) -> None:
-        """End it now, even when the server is stuck on a client that does not read."""
+        """End it at once, even if the server waits for a client that does not read."""
         self.output.fail(reason)
         if self.pump is not None:
             self.pump.cancel()
 
     async def close(self) -> None:
-        """Returns when the dispatcher has let go of the request."""
+        """Cancel the pump, and wait until the dispatcher has ended the request."""
         if self.pump is not None:
             self.pump.cancel()
             await asyncio.wait([self.pump])
 
 
 def servable(view: ClusterView) -> bool:
-    """Whether a worker is ready: where there is no pair, any one does both phases alone."""
+    """Whether a worker is ready; without a linked pair, any worker runs both phases alone."""
     return any(worker.state is WorkerState.READY for worker in view.workers)
 
 
 def _decode_slots(spec: ClusterSpec, view: ClusterView) -> int:
-    """How many sequences can decode at once: on who is there, in the roles of now, or on all that may come."""
+    """Most sequences that can decode at once: on the current workers and roles, or on the pools at their maximum."""
     slots = {pool.name: pool.engine.max_running for pool in spec.pools}
     decoding = (worker for worker in view.workers if worker.role is not Role.PREFILL)
-    grown = (pool.bounds[1] * slots[pool.name] for pool in spec.pools if pool.role is not Role.PREFILL)
-    return max(sum(slots.get(worker.pool, 0) for worker in decoding), sum(grown))
+    maximum = (pool.bounds[1] * slots[pool.name] for pool in spec.pools if pool.role is not Role.PREFILL)
+    return max(sum(slots.get(worker.pool, 0) for worker in decoding), sum(maximum))
 
 
 def _too_long(limit: int, why: str, num_prompt: int, num_output: int, field: str = "prompt") -> Unservable:
-    """In the words of OpenAI's API: clients know by them that they must shorten the prompt."""
+    """OpenAI's error message, which clients parse to shorten the prompt."""
     parts = f"{num_prompt} in the prompt, {num_output} in the completion"
     asked = f"you requested {num_prompt + num_output} tokens ({parts})"
     return Unservable(
@@ -347,7 +346,7 @@ def _too_long(limit: int, why: str, num_prompt: int, num_output: int, field: str
     )
 
 
-def _longest_sequence(view: ClusterView, role: Role) -> int | None:
-    """The longest sequence that a worker of this role holds; None while no capacity is known."""
+def _max_capacity(view: ClusterView, role: Role) -> int | None:
+    """Tokens of the longest sequence that a worker of this role can hold; None while no capacity is known."""
     capacities = (worker.capacity_tokens for worker in view.workers if worker.role in (role, Role.MIXED))
     return max((tokens for tokens in capacities if tokens > 0), default=None)

@@ -1,7 +1,4 @@
-"""Events on their way from a request to its server.
-
-Knows that a server's client may be slow; knows no request and no wire.
-"""
+"""A buffer of events between a request and its server, whose client may be slow. Knows no request and no wire."""
 
 import asyncio
 from collections import deque
@@ -10,10 +7,10 @@ from cluster.frontend.text import GatewayEvent, TextDelta
 
 
 class RequestOutputCollector:
-    """Events between a request's pump and its server. `put` never waits; a slow client shows as longer deltas.
+    """`put` never waits. For a slow reader, `take` joins deltas.
 
-    Bounded by the request itself: at most max_tokens tokens with their text, and one Accepted for each attempt.
-    Owned by the request's `Gateway.generate`.
+    Bounded by the request: at most max_tokens tokens with their text, and one Accepted per attempt. Owned by the
+    request's `Gateway.generate`.
     """
 
     def __init__(self) -> None:
@@ -26,12 +23,12 @@ class RequestOutputCollector:
         self._wake.set()
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """No further event follows."""
         self._over = self._over or True
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """`take` raises this once it has given out what came before. The first error counts."""
+        """`take` raises this error after the buffered events. Only the first error counts."""
         if self._over is False:
             self._over = error
         self._wake.set()
@@ -51,18 +48,18 @@ class RequestOutputCollector:
         return self._joined(event)
 
     def _joined(self, first: TextDelta) -> TextDelta:
-        """`first` with the deltas of its answer among those that follow it, up to the next event of another kind."""
-        mine: list[TextDelta] = [first]
+        """`first`, joined with its answer's deltas up to the next event of another kind."""
+        same: list[TextDelta] = [first]
         others: list[TextDelta] = []
         while self._events and isinstance(self._events[0], TextDelta):
             delta = self._events.popleft()
             assert isinstance(delta, TextDelta)
-            (mine if delta.index == first.index else others).append(delta)
+            (same if delta.index == first.index else others).append(delta)
         self._events.extendleft(reversed(others))
-        return TextDelta.join(mine)
+        return TextDelta.join(same)
 
     def clear(self) -> list[GatewayEvent]:
-        """All that is in it, as it came."""
+        """Remove and return all buffered events, in order."""
         events = list(self._events)
         self._events.clear()
         return events

@@ -1,6 +1,6 @@
-"""A request for several answers as requests of one answer each, and their ends as one end again.
+"""Parallel sampling: splits a request for several answers into one request per answer, and merges their results.
 
-Pure but for the output collectors that it fills; knows no dispatcher and no server.
+Pure, except that it fills output collectors. Knows no dispatcher and no server.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ Logprobs = tuple[TokenLogprobs, ...]
 
 
 def child_requests(request: Request) -> tuple[Request, ...]:
-    """The requests of one answer each that make this one; a request for one answer is its own.
+    """One request per answer; a request for one answer is returned as it is.
 
-    Answer 0 has the request's own seed, so it is what a request for one answer gives.
+    Answer 0 has the request's own seed, so it equals the answer to a request for one.
     """
     sampling = request.sampling
     assert sampling.seed is not None, "the gateway has resolved the seed"
@@ -26,7 +26,7 @@ def child_requests(request: Request) -> tuple[Request, ...]:
         return (request,)
     alone = replace(sampling, n=1, best_of=None)
     if sampling.num_answers > sampling.n and sampling.logprobs is None:
-        alone = replace(alone, logprobs=0)  # to rank by
+        alone = replace(alone, logprobs=0)  # for the ranking
     return tuple(
         replace(
             request,
@@ -35,7 +35,7 @@ def child_requests(request: Request) -> tuple[Request, ...]:
             sampling=replace(
                 alone,
                 seed=answer_seed(sampling.seed, index),
-                prompt_logprobs=None if index else sampling.prompt_logprobs,  # they are the same for all
+                prompt_logprobs=None if index else sampling.prompt_logprobs,  # the same for all answers
             ),
         )
         for index in range(sampling.num_answers)
@@ -43,24 +43,27 @@ def child_requests(request: Request) -> tuple[Request, ...]:
 
 
 def answer_seed(seed: int, index: int) -> int:
-    """The seed of answer `index` to a request with this seed: a request for one answer with it gives the same."""
+    """The seed of answer `index` of a request with this seed. A request for one answer with it gives that answer."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
 
 
 class ChildRequest:
-    """The request of one answer, and what became of it. Owned by the parent request's pump."""
+    """The request of one answer, and its results. Owned by the parent request's pump.
+
+    `parent_id`: the id that clients see.
+    """
 
     def __init__(
-        self, index: int, request: Request, shown_id: str, text: TextStream, output: RequestOutputCollector
+        self, index: int, request: Request, parent_id: str, text: TextStream, output: RequestOutputCollector
     ) -> None:
         self.request = request
         self.output = output
         self.end: Completed | None = None
         self.prompt_logprobs: Logprobs = ()
         self._index = index
-        self._shown_id = shown_id
+        self._parent_id = parent_id
         self._text = text
         self._logprob = 0.0
 
@@ -73,13 +76,13 @@ class ChildRequest:
         return self._logprob / max(1, self._text.num_tokens)
 
     def by_rank(self) -> tuple[float, int]:
-        """Sorts the likeliest answer first; of equal ones, the first."""
+        """Sort key: the most likely answer first, then by index."""
         return -self.mean_logprob, self._index
 
     def take(self, event: Event) -> None:
         match event:
             case Accepted() | Queued():
-                self.output.put(replace(event, request_id=self._shown_id, index=self._index))
+                self.output.put(replace(event, request_id=self._parent_id, index=self._index))
             case Delta():
                 delta = self._text.push(event)
                 if delta is not None:
@@ -90,16 +93,16 @@ class ChildRequest:
                 rest = self._text.flush()
                 if rest is not None:
                     self.output.put(rest)
-                if self.stopped:  # the last tokens may have been on their way when `finish` was called
+                if self.stopped:  # further tokens may have arrived after the call of `finish`
                     event = replace(event, finish=FinishReason.STOP, completion_tokens=self._text.num_tokens)
                 self.end = event
                 self.output.put(TextEnd(event.finish, self._index))
 
 
-def give_out(
+def emit_ranked(
     best: Sequence[ChildRequest], prompt_logprobs: Logprobs, sampling: SamplingParams, output: RequestOutputCollector
 ) -> None:
-    """What the best answers held back, under their rank."""
+    """Emit the buffered events of the best answers, with the rank as their index."""
     if prompt_logprobs:
         output.put(TextDelta("", (), 0, prompt_logprobs=prompt_logprobs))
     for rank, answer in enumerate(best):
@@ -112,11 +115,11 @@ def give_out(
             output.put(event)
 
 
-def one_end(made: Sequence[ChildRequest], best: Sequence[ChildRequest], ranked: bool) -> Completed:
-    """The end of the request, from the ends of all its answers."""
-    ends = [answer.end for answer in made if answer.end is not None]
-    assert len(ends) == len(made), "every answer of a request that did not fail has an end"
-    if len(made) == 1:
+def merged_end(children: Sequence[ChildRequest], best: Sequence[ChildRequest], ranked: bool) -> Completed:
+    """The Completed event of the parent request. `best`: the answers that the client gets."""
+    ends = [answer.end for answer in children if answer.end is not None]
+    assert len(ends) == len(children), "every answer of a request that did not fail has an end"
+    if len(children) == 1:
         return ends[0]
     answers = tuple(
         AnswerEnd(each.finish, each.completion_tokens, each.attempts, each.ledger, mean, each.decode_workers)

@@ -1,9 +1,9 @@
-"""Parses and tokenizes large inputs in separate processes: both hold the GIL (a second for a megabyte), and the other
-requests' tokens must not wait for that.
+"""Parses and tokenizes large inputs in child processes: both hold the GIL, for about a second per megabyte, which would
+delay the tokens of other requests.
 
-    server ── function, arguments ──> a lane: one at a time, smallest first ──> its process ── result ──> server
+    server ── function, arguments ──> queue: one call at a time, smallest first ──> child process ── result ──> server
 
-Knows processes and their limits; the work itself is a function of the tokenizer that the caller passes.
+Knows processes and their limits. The caller passes a function of the tokenizer.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from workers.errors import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-LARGE_BYTES = 4096  # of input: 5 ms of tokenizing at most, measured; what is larger is not done in the loop
-HUGE_BYTES = 256 << 10  # has a lane of its own, so that others wait for a fraction of a second at most
-PREPROCESS_S = 30.0  # for one piece of work
-PREPROCESS_WAIT_S = 60.0  # for its turn and its end
-PREPROCESS_START_S = 60.0  # until a process has its tokenizer
-MOST_WAITING = 256  # pieces of work in a lane
-MOST_WAITING_BYTES = 64 << 20
+LARGE_BYTES = 4096  # larger inputs are not tokenized in the event loop; this one takes 5 ms at most, measured
+HUGE_BYTES = 256 << 10  # larger inputs have a process of their own, so that others wait for less than a second
+PREPROCESS_S = 30.0  # limit of one call
+PREPROCESS_WAIT_S = 60.0  # limit of a call and its wait
+PREPROCESS_START_S = 60.0  # until a process has loaded its tokenizer
+MAX_WAITING = 256  # calls in a queue
+MAX_WAITING_BYTES = 64 << 20
 RETRY_AFTER_S = 1.0
-MOST_ANSWER_BYTES = 1 << 30  # never reached: a pipe that is not read to its end keeps its process from being waited for
+MAX_REPLY_BYTES = 1 << 30  # never reached: asyncio cannot wait for a process whose pipe was not read to the end
 END_S = 5.0
 MODULE = "cluster.frontend.preprocessing_process"
 HEADER = struct.Struct("!Q")
@@ -45,17 +45,19 @@ Load = Callable[[], Tokenizer]
 
 
 class Preprocessing(Protocol):
-    """Where functions of a tokenizer run, beside the event loop."""
+    """Runs functions of a tokenizer outside the event loop."""
 
     async def call(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        """`function(tokenizer, *args)`, a module's, on `size` bytes of input. Raises what it raises, and `Rejected`."""
+        """`function(tokenizer, *args)` on `size` bytes of input. `function`: of a module. Raises its errors, and
+        `Rejected`.
+        """
         ...
 
     async def aclose(self) -> None: ...
 
 
-class Here:
-    """In this process: for gateways without servers, whose callers are trusted."""
+class InThread:
+    """In a thread of this process: for gateways without servers, whose callers are trusted."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -64,49 +66,50 @@ class Here:
         return await asyncio.to_thread(function, self._tokenizer, *args)
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """There is nothing to close."""
 
 
-class Processes:
-    """In processes that load their tokenizer with `load`, which pickles by name. Owned by a gateway; to be closed.
+class PreprocessingPool:
+    """Two child processes: one for large inputs, one for huge ones. Owned by a gateway, which closes it.
 
-    A process starts with the first work for it (or with `start`), and again when it died. Work that takes longer than
-    `limit_s` is `InvalidRequest`, what died with its process or finds its lane full is `Rejected`.
+    `load` returns the tokenizer and must pickle. A process starts with its first call (or with `start`), and again
+    after it died. A call that takes longer than `limit_s` raises `InvalidRequest`; one whose process died, or whose
+    queue is full, raises `Rejected`.
     """
 
-    def __init__(self, load: Load, *, limit_s: float = PREPROCESS_S, most_waiting: int = MOST_WAITING) -> None:
-        self._lanes = [_Lane(load, limit_s, most_waiting) for _ in range(2)]
+    def __init__(self, load: Load, *, limit_s: float = PREPROCESS_S, max_waiting: int = MAX_WAITING) -> None:
+        self._processes = [_QueuedProcess(load, limit_s, max_waiting) for _ in range(2)]
 
     def start(self) -> None:
-        """Have the process for ordinary prompts ready before the first of them."""
-        self._lanes[0].start()
+        """Start the process for large inputs before its first call."""
+        self._processes[0].start()
 
     async def call(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        result: T = await self._lanes[size > HUGE_BYTES].call(size, pickle.dumps((function, args)))
+        result: T = await self._processes[size > HUGE_BYTES].call(size, pickle.dumps((function, args)))
         return result
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(lane.close() for lane in self._lanes))
+        await asyncio.gather(*(process.close() for process in self._processes))
 
 
 @dataclass(order=True, slots=True)
-class _Work:
-    """The smallest goes first, then the oldest."""
+class _Call:
+    """Sorts by size, then by age."""
 
     size: int
     number: int
     frame: bytes = field(compare=False)
-    done: "asyncio.Future[Any]" = field(compare=False)
+    result: "asyncio.Future[Any]" = field(compare=False)
 
 
-class _Lane:
-    """One process at most, and the work that waits for it. Owned by `Processes`."""
+class _QueuedProcess:
+    """At most one child process, and the calls that wait for it. Owned by `PreprocessingPool`."""
 
-    def __init__(self, load: Load, limit_s: float, most_waiting: int) -> None:
+    def __init__(self, load: Load, limit_s: float, max_waiting: int) -> None:
         self._load = load
         self._limit_s = limit_s
-        self._most_waiting = most_waiting
-        self._waiting: list[_Work] = []  # a heap
+        self._max_waiting = max_waiting
+        self._waiting: list[_Call] = []  # a heap
         self._numbers = count()
         self._wake = asyncio.Event()
         self._working: asyncio.Task[None] | None = None
@@ -119,112 +122,112 @@ class _Lane:
     async def call(self, size: int, frame: bytes) -> Any:
         waiting_bytes = sum(len(each.frame) for each in self._waiting)
         if self._waiting and (
-            len(self._waiting) >= self._most_waiting or waiting_bytes + len(frame) > MOST_WAITING_BYTES
+            len(self._waiting) >= self._max_waiting or waiting_bytes + len(frame) > MAX_WAITING_BYTES
         ):
             raise Rejected("too many large prompts wait in this gateway; try again", RETRY_AFTER_S, "gateway-full")
-        work = _Work(size, next(self._numbers), frame, asyncio.get_running_loop().create_future())
-        heapq.heappush(self._waiting, work)
+        call = _Call(size, next(self._numbers), frame, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, call)
         self._wake.set()
         self.start()
         try:
             async with asyncio.timeout(PREPROCESS_WAIT_S):
-                return await work.done
+                return await call.result
         except TimeoutError:
             raise Rejected("this gateway has too many prompts to tokenize; try again", RETRY_AFTER_S) from None
         finally:
-            if work in self._waiting:  # the caller has left
-                self._waiting.remove(work)
+            if call in self._waiting:  # the caller was cancelled, or its time is up
+                self._waiting.remove(call)
                 heapq.heapify(self._waiting)
 
     async def close(self) -> None:
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
-        for work in self._waiting:
-            _settle(work.done, False, CLOSING)
+        for call in self._waiting:
+            _settle(call.result, False, CLOSING)
 
     async def _run(self) -> None:
         try:
             while True:
                 try:
-                    await self._ready()
+                    await self._ensure_process()
                 except Exception as error:  # callers get this error too
-                    logger.warning("the process that tokenizes did not start: %s", error)
+                    logger.warning("the tokenizer process did not start: %s", error)
                 while not self._waiting:
                     self._wake.clear()
                     await self._wake.wait()
-                await self._one(heapq.heappop(self._waiting))
+                await self._execute(heapq.heappop(self._waiting))
         finally:
-            await self._end()
+            await self._kill()
 
-    async def _one(self, work: _Work) -> None:
+    async def _execute(self, call: _Call) -> None:
         try:
-            good, result = await self._answered(work)
+            ok, result = await self._try(call)
         except TimeoutError:
-            await self._end()
+            await self._kill()
             rule = f"this gateway gives each prompt at most {self._limit_s:g} s"
-            good, result = False, InvalidRequest("prompt", f"takes too long to tokenize; {rule}: shorten it")
+            ok, result = False, InvalidRequest("prompt", f"takes too long to tokenize; {rule}: shorten it")
         except (OSError, EOFError) as error:
-            await self._end()
-            logger.warning("the process that tokenizes ended over an input of %d bytes: %s", work.size, error)
-            good, result = False, Rejected("the process that tokenizes ended; try again", RETRY_AFTER_S)
+            await self._kill()
+            logger.warning("the tokenizer process died on an input of %d bytes: %s", call.size, error)
+            ok, result = False, Rejected("the tokenizer process died; try again", RETRY_AFTER_S)
         except asyncio.CancelledError:
-            _settle(work.done, False, CLOSING)
+            _settle(call.result, False, CLOSING)
             raise
         except Exception as error:
-            await self._end()
-            good, result = False, error
-        _settle(work.done, good, result)
+            await self._kill()
+            ok, result = False, error
+        _settle(call.result, ok, result)
 
-    async def _answered(self, work: _Work) -> tuple[bool, Any]:
-        """By the process there is; where that is found dead, by a new one."""
+    async def _try(self, call: _Call) -> tuple[bool, Any]:
+        """In the current process; if that turns out to be dead, in a new one."""
         if self._process is not None:
             try:
-                return await self._asked(work)
+                return await self._send(call)
             except (OSError, EOFError):
-                await self._end()
-        await self._ready()
-        return await self._asked(work)
+                await self._kill()
+        await self._ensure_process()
+        return await self._send(call)
 
-    async def _asked(self, work: _Work) -> tuple[bool, Any]:
+    async def _send(self, call: _Call) -> tuple[bool, Any]:
         async with asyncio.timeout(self._limit_s):
-            answer: tuple[bool, Any] = pickle.loads(await self._exchange(work.frame))
-            return answer
+            result: tuple[bool, Any] = pickle.loads(await self._exchange(call.frame))
+            return result
 
-    async def _ready(self) -> None:
-        """There is a process that has its tokenizer."""
+    async def _ensure_process(self) -> None:
+        """Start the process, unless it runs."""
         if self._process is not None and self._process.returncode is None:
             return
-        await self._end()
+        await self._kill()
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", MODULE),
             stdin=pipe,
             stdout=pipe,
-            limit=MOST_ANSWER_BYTES,
+            limit=MAX_REPLY_BYTES,
             env=_environment(),
-            process_group=0,  # Ctrl-C is the server's, also before this process can ignore it
+            process_group=0,  # only the server gets Ctrl-C
         )
         try:
             async with asyncio.timeout(PREPROCESS_START_S):
                 await self._exchange(pickle.dumps((self._load, self._limit_s)))
         except TimeoutError:
-            raise OSError(f"it had no tokenizer after {PREPROCESS_START_S:.0f} s") from None
+            raise OSError(f"the tokenizer was not loaded after {PREPROCESS_START_S:.0f} s") from None
         except BaseException:
-            await self._end()
+            await self._kill()
             raise
 
-    async def _exchange(self, work: bytes) -> bytes:
-        """Send one frame, and read one. Raises OSError or EOFError when the process is gone."""
+    async def _exchange(self, frame: bytes) -> bytes:
+        """Send one frame and read one. Raises OSError or EOFError if the process is gone."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(HEADER.pack(len(work)))
-        self._process.stdin.write(work)
+        self._process.stdin.write(HEADER.pack(len(frame)))
+        self._process.stdin.write(frame)
         await self._process.stdin.drain()
         (length,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
         return await self._process.stdout.readexactly(length)
 
-    async def _end(self) -> None:
-        """Kill the process, if there is one, and wait for its end."""
+    async def _kill(self) -> None:
+        """Kill the process, if there is one, and wait until it has exited."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -235,16 +238,16 @@ class _Lane:
                 await process.wait()
 
 
-def _settle(done: "asyncio.Future[Any]", good: bool, result: Any) -> None:
-    if done.done():  # the caller has left
+def _settle(future: "asyncio.Future[Any]", ok: bool, result: Any) -> None:
+    if future.done():  # the caller was cancelled
         return
-    if good:
-        done.set_result(result)
+    if ok:
+        future.set_result(result)
     else:
-        done.set_exception(result)
+        future.set_exception(result)
 
 
 def _environment() -> dict[str, str]:
-    """It finds what this process found, and computes on one core."""
+    """The child imports from the same paths, and computes on one core."""
     paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
     return {**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}

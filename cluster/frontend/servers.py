@@ -1,4 +1,4 @@
-"""Composes the servers of one gateway process: gRPC, and HTTP if the spec has a port for it."""
+"""The servers of one gateway process: gRPC, and HTTP if the spec has a port for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # needs the extra `http`
 
 
 class Servers:
-    """The `Server` of a gateway process, which owns it. Arguments and errors as of `GrpcServer`."""
+    """The `Server` of a gateway process, which owns it. Arguments and errors: see `GrpcServer`."""
 
     def __init__(
         self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
@@ -32,7 +32,7 @@ class Servers:
         return self._http_url
 
     async def open(self) -> str:
-        """Listen; return the gRPC endpoint. Errors as `GrpcServer.open`, for either port."""
+        """Listen. Returns the gRPC endpoint. Errors as of `GrpcServer.open`, for both ports."""
         endpoint = await self._grpc.open()
         if self._context.spec.gateway.http_port is not None:
             try:
@@ -50,7 +50,7 @@ class Servers:
         self._http = http
 
     async def close(self, grace_s: float) -> None:
-        """Safe to call twice, or unopened."""
+        """May be called twice, or before `open`."""
         if self._http is None:
             await self._grpc.close(grace_s)
             return
@@ -60,5 +60,5 @@ class Servers:
 
 
 def open_servers(context: GatewayContext) -> Servers:
-    """The `ServerFactory` of a served cluster. Module-level, so that it pickles by name."""
+    """The `ServerFactory` of `diptych serve`. A module function, so that it can be pickled."""
     return Servers(context, partial(model_tokenizer, context.model), eager=True)

@@ -1,7 +1,6 @@
-"""Text around tokens: prompts become token ids, token ids become text that is never half a character, and ends at a
-stop string wherever the tokens' borders lie.
+"""Prompts to token ids, and token ids to text: whole characters only, and stop strings across token boundaries.
 
-Pure but for the tokenizer it is handed; knows no cluster and no wire.
+Pure, except for the tokenizer that callers pass. Knows no cluster and no wire format.
 """
 
 import json
@@ -16,30 +15,30 @@ from diptych.events import TextEvent as TextEvent
 from workers.errors import InvalidRequest, PromptTooLong
 from workers.request import FinishReason, SamplingParams
 
-MOST_DEPTH = 64  # of what clients nest
+MAX_DEPTH = 64  # levels of nesting in a client's JSON
 
 
 class Detokenizer(Protocol):
-    """One answer's tokens on their way to text."""
+    """Detokenizes one answer, incrementally."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now; the bytes of an unfinished character wait."""
+        """The text that these tokens complete. Buffers the bytes of an incomplete character."""
         ...
 
     def flush(self) -> str:
-        """The end: what still waits and can be shown."""
+        """The buffered rest, at the end of the answer."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What a gateway needs of a model's tokenizer (`workers.model.tokenizer` has it).
+    """The methods of a model's tokenizer that a gateway uses; implemented by `workers.model.tokenizer`.
 
     Raises `InvalidRequest`, and `PromptTooLong` for a text that cannot fit into the model's context.
     """
 
     @property
     def longest_text_bytes(self) -> int | None:
-        """A longer text cannot fit; None: nothing is certain."""
+        """A longer text cannot fit into the context; None: unknown."""
         ...
 
     @property
@@ -47,7 +46,7 @@ class Tokenizer(Protocol):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """Its class, size, special tokens and chat template, as JSON."""
+        """Class, size, special tokens and chat template of the tokenizer, as JSON."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
@@ -67,9 +66,9 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Text to go on from. `add_special_tokens`: those that the tokenizer puts around any text.
+    """A text. `add_special_tokens`: add those that the tokenizer puts around a text, such as BOS.
 
-    `apply_chat_template`: it is a user's message, to be answered; a model without a template goes on from it.
+    `apply_chat_template`: the text is a user's message. A model without a template continues it as it is.
     """
 
     text: str
@@ -90,7 +89,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Token ids to go on from, taken as they are."""
+    """Token ids, used as they are."""
 
     tokens: tuple[int, ...]
 
@@ -106,10 +105,10 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """(role, content) messages, rendered by the model's chat template, to be answered by the assistant.
+    """(role, content) messages, rendered by the model's chat template.
 
-    `tools` are JSON objects that describe functions, as the template wants them; it says how they are called.
-    `template_kwargs`: a JSON object of further variables of the template; empty is none.
+    `tools`: JSON objects that describe functions, in the template's format. `template_kwargs`: a JSON object with
+    further variables of the template; empty: none.
     """
 
     messages: tuple[tuple[str, str], ...]
@@ -126,7 +125,7 @@ class ChatPrompt:
             raise InvalidRequest("prompt.chat", "has no messages; give at least one of role user")
         for index, (role, _) in enumerate(self.messages):
             if not role:
-                raise InvalidRequest(f"prompt.chat.messages[{index}].role", "is empty; say whose message it is")
+                raise InvalidRequest(f"prompt.chat.messages[{index}].role", "is empty; give a role such as user")
         messages = [{"role": role, "content": content} for role, content in self.messages]
         tools = [_json_object(f"prompt.chat.tools[{index}]", text) for index, text in enumerate(self.tools)]
         variables = _json_object("chat_template_kwargs", self.template_kwargs or "{}")
@@ -147,30 +146,30 @@ def _json_object(field: str, text: str) -> dict[str, Any]:
 
 
 def check_depth(field: str, value: object) -> None:
-    """Raises `InvalidRequest` for what is nested so deep that others would recurse into it too far."""
+    """Raises `InvalidRequest` for JSON that is nested more than `MAX_DEPTH` levels deep."""
     level = [value]
-    for _ in range(MOST_DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+    for _ in range(MAX_DEPTH):
+        level = [child for each in level for child in _children(each)]
         if not level:
             return
     raise _too_deep(field)
 
 
-def _inside(value: object) -> Iterable[object]:
+def _children(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
 
 
 def _too_deep(field: str) -> InvalidRequest:
-    return InvalidRequest(field, f"is nested more than {MOST_DEPTH} levels deep; flatten it")
+    return InvalidRequest(field, f"is nested more than {MAX_DEPTH} levels deep; flatten it")
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt that was encoded, and checked, elsewhere. `text`: of a prompt that its answers repeat."""
+    """A prompt that was encoded and checked in another process. `text`: for answers that repeat it (`echo`)."""
 
-    packed: bytes  # token ids, four bytes each; empty where there are more than the model's context holds
+    packed: bytes  # token ids, four bytes each; empty if there are more than the model's context holds
     num_tokens: int
     text: str = ""
 
@@ -179,64 +178,64 @@ class EncodedPrompt:
         return tuple(array("I", self.packed))
 
 
-Unencoded = TextPrompt | TokenPrompt | ChatPrompt
-GenerationInput = Unencoded | EncodedPrompt
+RawPrompt = TextPrompt | TokenPrompt | ChatPrompt
+PromptInput = RawPrompt | EncodedPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBounds:
-    """What a prompt may be."""
+    """Limits of prompts."""
 
-    most_bytes: int
+    max_bytes: int
     context_length: int
     vocab_size: int
-    max_model_len: int  # what the workers of now can hold of the context
+    max_model_len: int  # the part of the context that the current workers can hold
 
     def too_long(self, least_tokens: int) -> Unservable:
-        """The refusal of a prompt of at least this many tokens, in the words of OpenAI's API."""
+        """The error for a prompt of at least this many tokens, worded as by OpenAI's API."""
         asked = f"you requested at least {least_tokens + 1} tokens ({least_tokens} in the prompt, 1 in the completion)"
         limit = f"This model's maximum context length is {self.context_length} tokens"
         return Unservable(f"{limit}. However, {asked}; shorten it")
 
     def check_tokens(self, field: str, tokens: Sequence[int]) -> None:
-        """Raises `InvalidRequest` for what the model's vocabulary does not have."""
+        """Raises `InvalidRequest` for ids outside of the model's vocabulary."""
         size = self.vocab_size
         if tokens and (max(tokens) >= size or min(tokens) < 0):
             index = next(index for index, token in enumerate(tokens) if not 0 <= token < size)
             raise InvalidRequest(f"{field}[{index}]", f"is {tokens[index]}; this model's token ids end at {size - 1}")
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Unencoded, bounds: PromptBounds) -> tuple[int, ...]:
-    """Its token ids. Raises `InvalidRequest`, and `Unservable` for what the model's context cannot hold."""
+def encode_prompt(tokenizer: Tokenizer, prompt: RawPrompt, bounds: PromptBounds) -> tuple[int, ...]:
+    """A prompt's token ids. Raises `InvalidRequest`, and `Unservable` if the model's context cannot hold them."""
     num_bytes = prompt.num_bytes
-    if num_bytes > bounds.most_bytes:
-        raise InvalidRequest("prompt", f"has {num_bytes} bytes; this gateway takes at most {bounds.most_bytes}")
+    if num_bytes > bounds.max_bytes:
+        raise InvalidRequest("prompt", f"has {num_bytes} bytes; this gateway takes at most {bounds.max_bytes}")
     try:
         tokens = prompt.encode(tokenizer)
     except PromptTooLong as error:
         raise bounds.too_long(error.least_tokens) from None
     if not tokens:
-        raise InvalidRequest("prompt", "encodes to no token at all; give more text")
+        raise InvalidRequest("prompt", "encodes to no tokens; give more text")
     bounds.check_tokens("prompt.tokens", tokens)
     return tokens
 
 
-def encode_apart(tokenizer: Tokenizer, prompt: Unencoded, bounds: PromptBounds) -> EncodedPrompt:
-    """As `encode_prompt`, packed for the way between processes."""
+def encode_packed(tokenizer: Tokenizer, prompt: RawPrompt, bounds: PromptBounds) -> EncodedPrompt:
+    """Like `encode_prompt`, in a compact form for the pipe between processes."""
     tokens = encode_prompt(tokenizer, prompt, bounds)
     fits = len(tokens) <= bounds.context_length
     return EncodedPrompt(array("I", tokens).tobytes() if fits else b"", len(tokens))
 
 
-def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens alone, special ones included."""
+def text_from(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of these tokens, including special tokens."""
     detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
     return detokenizer.push(tokens) + detokenizer.flush()
 
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """One answer has ended, perhaps before others of its request: no delta of its index follows."""
+    """One answer has ended: no delta with its index follows. Other answers of the request may still run."""
 
     finish: FinishReason
     index: int = 0
@@ -246,14 +245,14 @@ GatewayEvent = TextEvent | TextEnd
 
 
 class StopStrings:
-    """Finds the stop string that ends first (of those, the longest), over any cutting of the text into pieces.
+    """Finds the first stop string in a text that arrives in pieces; of several that end together, the longest.
 
         text so far      … the answer is 42.\\n\\nQu
         stop             \\n\\nQuestion
-        given out        … the answer is 42.          held back: \\n\\nQu
+        emitted          … the answer is 42.          held back: \\n\\nQu
 
-    Held back is the longest end of the text that is a beginning of a stop string, so a stop string is never
-    given out in part, unless it is wanted in whole. Owned by one `TextStream`.
+    Holds back the longest suffix of the text that is a prefix of a stop string, so no part of a stop string is emitted.
+    Owned by one `TextStream`.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -263,23 +262,23 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str, armed: bool = True) -> tuple[str, bool]:
-        """(text to give out, whether a stop string was found). Unarmed, a stop string that ends here passes as text."""
+        """(text to emit, whether a stop string was found). If not `armed`, a stop string that ends here is text."""
         text = self._held + piece
         end_start = self._first_stop(text) if armed else None
         if end_start is not None:
             self._held = ""
             return text[: end_start[0] if self._include else end_start[1]], True
-        keep = self._open_end(text)
+        keep = self._partial_length(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """No more text will come: what was held back is no stop string."""
+        """The held back text, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
     def _first_stop(self, text: str) -> tuple[int, int] | None:
-        """(end, start) of the first stop string that ends in the new piece; older ones were passed while unarmed."""
+        """(end, start) of the first stop string that ends in the new piece. Earlier ones came while not armed."""
         found = []
         for stop in self._stops:
             start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
@@ -287,7 +286,8 @@ class StopStrings:
                 found.append((start + len(stop), start))
         return min(found, default=None)
 
-    def _open_end(self, text: str) -> int:
+    def _partial_length(self, text: str) -> int:
+        """Length of the longest suffix that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[len(text) - length :]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
@@ -296,10 +296,10 @@ class StopStrings:
 
 
 class TextStream:
-    """One answer from token deltas to text deltas. Once `stopped`, a stop string has ended it.
+    """Turns the token deltas of one answer into text deltas. `stopped`: a stop string has ended it.
 
-    A stop string or stop token counts when it is complete at output token `min_tokens` or later. A stop token has no
-    text unless stops are wanted in the output. Owned by the request's pump.
+    A stop string or stop token counts if it is complete at output token `min_tokens` or later. A stop token has no
+    text unless `include_stop_in_output` is set. Owned by the request's pump.
     """
 
     def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams, index: int = 0) -> None:
@@ -313,7 +313,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, delta: Delta) -> TextDelta | None:
-        """The text these tokens made certain. Tokens after the one that completed a stop string are dropped."""
+        """The text that these tokens complete. Drops tokens after the one that completes a stop string."""
         if self.stopped:
             return None
         text = self._text_with_stops(delta.tokens) if self._has_stops else self._text(delta.tokens)
@@ -323,7 +323,7 @@ class TextStream:
         )
 
     def flush(self) -> TextDelta | None:
-        """The last text, when there is some still."""
+        """The remaining text, if any."""
         if self.stopped:
             return None
         text, self.stopped = self._stops.push(self._detokenizer.flush(), self.num_tokens >= self._min_tokens)

@@ -21,10 +21,10 @@ from diptych.view import ClusterView
 from kvtransfer.ticket import TransferReport
 from workers.request import Request
 
-MOST_EVENTS = 1024
-MOST_LOADS = 65_536  # one for each worker and sample
+MAX_EVENTS = 1024
+MAX_LOADS = 65_536  # one for each worker and sample
 RECENT = 32
-LONGEST_TEXT = 300
+MAX_TEXT_CHARS = 300
 CHANGES = ("flip", "move", "lost", "back", "crash loop")  # events that show as a worker's latest change
 END_NS, AT_NS = attrgetter("end_ns"), attrgetter("at_ns")
 
@@ -40,9 +40,9 @@ class History(RequestObserver):
         self._whole_ns = self._began_ns  # time of the newest entry that was dropped
         self._traffic: dict[str, Traffic] = {}
         self._traces: deque[RequestTrace] = deque(maxlen=most)
-        self._events: deque[ClusterEvent] = deque(maxlen=MOST_EVENTS)
-        self._refusals: deque[ClusterEvent] = deque(maxlen=MOST_EVENTS)  # apart: there may be very many
-        self._loads: deque[Load] = deque(maxlen=MOST_LOADS if most else 0)
+        self._events: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)
+        self._refusals: deque[ClusterEvent] = deque(maxlen=MAX_EVENTS)  # apart: there may be very many
+        self._loads: deque[Load] = deque(maxlen=MAX_LOADS if most else 0)
 
     def of(self, worker: str) -> Traffic:
         """This worker's counters, for the caller to increment."""
@@ -93,12 +93,12 @@ class History(RequestObserver):
     def happened(self, kind: str, worker: str, text: str, request_id: str = "") -> None:
         now_ns = self._now_ns()
         among = self._refusals if kind == "refused" else self._events
-        self._keep(among, ClusterEvent(now_ns, kind, worker, text[:LONGEST_TEXT], request_id), AT_NS)
+        self._keep(among, ClusterEvent(now_ns, kind, worker, text[:MAX_TEXT_CHARS], request_id), AT_NS)
         if kind == "left":
             self._traffic.pop(worker, None)  # the number of names over time is unbounded
         elif kind in CHANGES:
             known = self.of(worker)
-            known.change, known.changed_ns = f"{kind} {text[:LONGEST_TEXT]}", now_ns
+            known.change, known.changed_ns = f"{kind} {text[:MAX_TEXT_CHARS]}", now_ns
 
     def ended(self, trace: RequestTrace) -> None:
         """Keep the trace of a finished request."""

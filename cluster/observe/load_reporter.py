@@ -12,7 +12,7 @@ from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.policy.scaling.evidence import Report, Sample
 from workers.request import SLO, Request
 
-MOST_SAMPLES = 512  # of one report: the latest
+MAX_SAMPLES = 512  # of one report: the latest
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class LoadReporter(RequestObserver):
         self._arrived = 0
         self._arrived_tokens = 0
         self._expected_tokens = 0
-        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
     def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
         """Counts a prompt that several answers share once."""

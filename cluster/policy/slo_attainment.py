@@ -16,7 +16,7 @@ from diptych.slo import Errors as Errors
 from diptych.slo import SLOAttainment
 from diptych.slo import SLOCount as SLOCount
 
-MOST_CLASSES = 64
+MAX_CLASSES = 64
 OTHER = "other"  # the class beyond the limit of classes, and the reason of refusals without one
 OUTCOMES = ("completed", "cancelled", "deadline", "refused", "failed", "invalid")
 REASONS = ("admission", "no-room", "no-worker", "gateway-full", "queue-full", "waited", OTHER)
@@ -143,7 +143,7 @@ class SLOScores:
         )
 
     def _class(self, name: str) -> _Class:
-        if name not in self._classes and len(self._classes) >= MOST_CLASSES - 1:
+        if name not in self._classes and len(self._classes) >= MAX_CLASSES - 1:
             name = OTHER
         return self._classes.setdefault(name, _Class())
 

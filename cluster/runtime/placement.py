@@ -13,7 +13,7 @@ from workers.config import ParallelConfig
 
 RESERVED = "ray.io/"  # labels that Ray sets itself, such as ray.io/accelerator-type
 _HIDDEN = ("ray.io/node-id", "ray.io/node-group")
-_MOST_KINDS = 6
+_MAX_KINDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ def _kinds(nodes: Sequence[Node]) -> str:
     counts = Counter(
         _label_text({key: value for key, value in node.labels.items() if key not in _HIDDEN}) for node in nodes
     ).most_common()
-    kinds = [f"{number} with {f'{{{labels}}}' if labels else 'none'}" for labels, number in counts[:_MOST_KINDS]]
-    more = [f"{len(counts) - _MOST_KINDS} kinds more"] if len(counts) > _MOST_KINDS else []
+    kinds = [f"{number} with {f'{{{labels}}}' if labels else 'none'}" for labels, number in counts[:_MAX_KINDS]]
+    more = [f"{len(counts) - _MAX_KINDS} kinds more"] if len(counts) > _MAX_KINDS else []
     return f"{'is' if len(nodes) == 1 else 'are'} {', '.join(kinds + more)}"
 
 

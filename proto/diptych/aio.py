@@ -24,7 +24,7 @@ from diptych.failures import error_from, error_of_call
 from diptych.history import Window
 from diptych.messages import events_from, request_message
 from diptych.options import BatchOptions, Messages, Prompt, RequestOptions
-from diptych.request_ids import made_id
+from diptych.request_ids import new_id
 from diptych.retry import Received, Retry, Tries
 from diptych.shapes import Shape, Timings
 from diptych.status import ROLE, SHAPE, TIMINGS, ClusterStatus, window_from
@@ -223,7 +223,7 @@ class AsyncClient:
         self, request: inference_pb2.GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[TextEvent, None]:
         tries, received = self._tries(timeout_s), Received()
-        name = request.request_id or made_id()
+        name = request.request_id or new_id()
         if self._retry is not None and not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(64)  # so that every try gives the same answer
         for number in itertools.count():

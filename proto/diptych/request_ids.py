@@ -2,7 +2,7 @@
 
 import secrets
 
-LONGEST_ID = 128
+MAX_ID_CHARS = 128
 
 
 def is_usable(letter: str) -> bool:
@@ -10,6 +10,6 @@ def is_usable(letter: str) -> bool:
     return " " < letter <= "~" and letter not in "/#"
 
 
-def made_id() -> str:
+def new_id() -> str:
     """A new, unique id."""
     return f"req-{secrets.token_hex(8)}"

@@ -122,14 +122,14 @@ def test_what_is_wrong_is_one_line(served: Served, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nobody\n")
     at, (ca, cert, key) = ("--endpoint", served.grpc), (served.options[:2], served.options[2:6], served.options[6:])
     wrong = {
-        "asks for an API key; send it as Authorization: Bearer KEY (UNAUTHENTICATED)": (*at, *ca, *cert),
-        "none that the gateway knows": (*at, *ca, *cert, "--key-file", str(tmp_path / "keys")),
+        "requires an API key; send it as Authorization: Bearer KEY (UNAUTHENTICATED)": (*at, *ca, *cert),
+        "does not know this API key": (*at, *ca, *cert, "--key-file", str(tmp_path / "keys")),
         "closed the connection: it may want TLS": (*at, *ca, *key),
         "is not trusted": (*at, *cert, *key),
         "--cert and --cert-key come together": (*at, *ca, *cert[:2]),
         "is without TLS": ("--endpoint", served.grpc.removeprefix("grpcs://"), *ca),
         "'--ca': File 'nowhere' does not exist": (*at, "--ca", "nowhere"),
-        "has no key; write one a line": (*at, *ca, *cert, "--key-file", str(tmp_path / "empty")),
+        "has no key; write one per line": (*at, *ca, *cert, "--key-file", str(tmp_path / "empty")),
     }
     for words, options in wrong.items():
         assert words in refused(run("generate", "--raw", "abc", *options)), words
@@ -154,7 +154,7 @@ WRONG = {
         ("--tls-cert-file", "server.pem", "--tls-key-file", "client-key.pem"),
         "is not the key of the certificate",
     ),
-    "no keys": (("--api-keys-file", "empty"), "has no key; write one a line"),
+    "no keys": (("--api-keys-file", "empty"), "has no key; write one per line"),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.frontend.auth import LOOK_S, Guard, KeyRefused, ReloadedFiles, TenantRefused, digested, read_keys
+from cluster.frontend.auth import RECHECK_S, Guard, KeyRefused, ReloadedFiles, TenantRefused, key_digests, read_keys
 from cluster.spec import GatewaySpec, SpecError
 
 KEYS = ("one-key-of-many-letters", "another.key~with+signs/and==")
@@ -40,12 +40,12 @@ def test_a_part_of_a_key_is_none(guard: Guard, key: str, data: st.DataObject) ->
         guard.check(f"Bearer {part}")
 
 
-def test_keys_are_kept_as_digests(guard: Guard) -> None:
-    assert guard._keys is not None and guard._keys.current() == digested(dict.fromkeys(KEYS, ""))
+def test_keys_are_stored_as_digests(guard: Guard) -> None:
+    assert guard._keys is not None and guard._keys.current() == key_digests(dict.fromkeys(KEYS, ""))
     assert not any(key in repr(vars(guard._keys)) for key in KEYS)
 
 
-def test_a_key_speaks_for_its_tenant_only(tmp_path: Path) -> None:
+def test_a_key_is_valid_for_its_tenant_only(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{KEYS[0]}   bank\n{KEYS[1]} *\n{KEYS[0][::-1]}\n")
     guard = Guard(GatewaySpec(api_keys_file=str(tmp_path / "keys")))
     of_bank, of_all, of_none = (f"Bearer {key}" for key in (*KEYS, KEYS[0][::-1]))
@@ -53,7 +53,7 @@ def test_a_key_speaks_for_its_tenant_only(tmp_path: Path) -> None:
     assert (guard.tenant(of_all, ""), guard.tenant(of_all, "bank")) == ("", "bank")
     assert guard.tenant(of_none, "") == ""
     for key, named in ((of_bank, "eve"), (of_bank, "*"), (of_none, "bank")):
-        with pytest.raises(TenantRefused, match=rf"not for '{re.escape(named)}'; leave the tenant out"):
+        with pytest.raises(TenantRefused, match=rf"not to '{re.escape(named)}'; leave the tenant out"):
             guard.tenant(key, named)
     with pytest.raises(KeyRefused):
         guard.tenant(None, "bank")
@@ -95,15 +95,15 @@ def test_a_file_is_looked_at_once_in_a_while_and_told_once(tmp_path: Path, caplo
     watched = ReloadedFiles([str(path)], load, lambda: now[0])
     path.write_text("second, longer")
     assert watched.current() == "first", "too soon to look"
-    now[0] += LOOK_S
+    now[0] += RECHECK_S
     assert [watched.current() for _ in range(3)] == ["second, longer"] * 3 and len(reads) == 2
     path.write_text("bad")
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            now[0] += LOOK_S
+            now[0] += RECHECK_S
             assert watched.current() == "second, longer"
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(reads) == 3 and told == ["it is bad; what was read before stays in use"]
+    assert len(reads) == 3 and told == ["it is bad; the previous content stays in use"]
 
 
 def test_another_file_behind_a_link_is_another(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_another_file_behind_a_link_is_another(tmp_path: Path) -> None:
     watched = ReloadedFiles([str(link)], link.read_text, lambda: now[0])
     (tmp_path / "turned").symlink_to("new")
     (tmp_path / "turned").replace(link)
-    now[0] += LOOK_S
+    now[0] += RECHECK_S
     assert watched.current() == "new"
 
 

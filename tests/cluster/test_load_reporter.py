@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.events import Accepted, Rejected
-from cluster.observe.load_reporter import MOST_SAMPLES, LoadReporter
+from cluster.observe.load_reporter import MAX_SAMPLES, LoadReporter
 from cluster.observe.request_observer import RequestEnd
 from cluster.policy.scaling.evidence import Report
 from cluster.policy.slo_attainment import Ended
@@ -89,13 +89,13 @@ def test_a_prompt_that_several_answers_share_is_counted_once(load_reporter: Load
 
 
 def test_a_report_is_bounded(load_reporter: LoadReporter) -> None:
-    for index in range(MOST_SAMPLES + 9):
+    for index in range(MAX_SAMPLES + 9):
         wanted = request(f"r{index}", index + 1)
         load_reporter.on_arrived(wanted, 100.0, 0)
         load_reporter.on_end(ended(wanted, Rejected("full", 1.0)))
     told = load_reporter.report()
-    assert told.arrived == MOST_SAMPLES + 9 and len(told.samples) == MOST_SAMPLES
-    assert told.samples[-1].prompt_tokens == MOST_SAMPLES + 9
+    assert told.arrived == MAX_SAMPLES + 9 and len(told.samples) == MAX_SAMPLES
+    assert told.samples[-1].prompt_tokens == MAX_SAMPLES + 9
 
 
 async def test_gateways_report_what_they_served_every_period() -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from cluster.events import Rejected
-from cluster.frontend.preprocessing import HUGE_BYTES, Processes
+from cluster.frontend.preprocessing import HUGE_BYTES, PreprocessingPool
 from tests.frontend.grpc.fake import ByteTokenizer
 from workers.errors import InvalidRequest
 
@@ -46,13 +46,13 @@ def wait_in(tokenizer: ByteTokenizer, folder: Path) -> None:
 
 
 @pytest.fixture
-async def processes() -> AsyncIterator[Processes]:
-    made = Processes(ByteTokenizer)
+async def processes() -> AsyncIterator[PreprocessingPool]:
+    made = PreprocessingPool(ByteTokenizer)
     yield made
     await made.aclose()
 
 
-async def test_results_and_refusals_come_back(processes: Processes) -> None:
+async def test_results_and_refusals_come_back(processes: PreprocessingPool) -> None:
     ours = await processes.call(1, process_id)
     assert ours != os.getpid() and ours == await processes.call(1, process_id)
     with pytest.raises(InvalidRequest, match="is not for us"):
@@ -60,7 +60,7 @@ async def test_results_and_refusals_come_back(processes: Processes) -> None:
     assert ours == await processes.call(1, process_id)  # a refusal ends no process
 
 
-async def test_a_process_that_dies_fails_its_work_and_comes_back(processes: Processes) -> None:
+async def test_a_process_that_dies_fails_its_work_and_comes_back(processes: PreprocessingPool) -> None:
     first = await processes.call(1, process_id)
     with pytest.raises(Rejected, match="try again"):
         await processes.call(1, die)
@@ -70,14 +70,16 @@ async def test_a_process_that_dies_fails_its_work_and_comes_back(processes: Proc
 
 
 async def test_work_that_takes_too_long_ends_its_process() -> None:
-    async with aclosing(Processes(ByteTokenizer, limit_s=3.0)) as processes:
+    async with aclosing(PreprocessingPool(ByteTokenizer, limit_s=3.0)) as processes:
         first = await processes.call(1, process_id)
         with pytest.raises(InvalidRequest, match="takes too long to tokenize"):
             await processes.call(1, sleep, 30.0)
         assert not psutil.pid_exists(first) and await processes.call(1, process_id) != first
 
 
-async def test_the_smallest_goes_first_and_who_has_left_is_left_out(processes: Processes, tmp_path: Path) -> None:
+async def test_the_smallest_call_runs_first_and_cancelled_calls_are_skipped(
+    processes: PreprocessingPool, tmp_path: Path
+) -> None:
     busy = asyncio.ensure_future(processes.call(1, wait_in, tmp_path))
     await begun(tmp_path)
     notes = tmp_path / "notes"
@@ -90,7 +92,7 @@ async def test_the_smallest_goes_first_and_who_has_left_is_left_out(processes: P
     assert notes.read_text() == "234"
 
 
-async def test_huge_work_holds_no_other_work_up(processes: Processes, tmp_path: Path) -> None:
+async def test_huge_work_holds_no_other_work_up(processes: PreprocessingPool, tmp_path: Path) -> None:
     huge = asyncio.ensure_future(processes.call(HUGE_BYTES + 1, wait_in, tmp_path))
     assert await processes.call(HUGE_BYTES, process_id) and not huge.done()
     (tmp_path / "go").touch()
@@ -98,7 +100,7 @@ async def test_huge_work_holds_no_other_work_up(processes: Processes, tmp_path: 
 
 
 async def test_a_full_lane_refuses(tmp_path: Path) -> None:
-    async with aclosing(Processes(ByteTokenizer, most_waiting=1)) as processes:
+    async with aclosing(PreprocessingPool(ByteTokenizer, max_waiting=1)) as processes:
         busy = asyncio.ensure_future(processes.call(1, wait_in, tmp_path))
         await begun(tmp_path)
         waiting = asyncio.ensure_future(processes.call(1, process_id))
@@ -110,7 +112,7 @@ async def test_a_full_lane_refuses(tmp_path: Path) -> None:
 
 
 async def test_closing_ends_the_process_and_tells_who_waits(tmp_path: Path) -> None:
-    processes = Processes(ByteTokenizer)
+    processes = PreprocessingPool(ByteTokenizer)
     theirs = await processes.call(1, process_id)
     calls = [asyncio.ensure_future(processes.call(1, wait_in, tmp_path)) for _ in range(2)]
     await begun(tmp_path)
@@ -122,8 +124,8 @@ async def test_closing_ends_the_process_and_tells_who_waits(tmp_path: Path) -> N
 
 
 async def test_a_tokenizer_that_cannot_be_loaded_is_told_to_who_asks() -> None:
-    async with aclosing(Processes(broken)) as processes:
-        with pytest.raises(Rejected, match="the process that tokenizes ended"):
+    async with aclosing(PreprocessingPool(broken)) as processes:
+        with pytest.raises(Rejected, match="the tokenizer process died"):
             await processes.call(1, process_id)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.dispatch.request_runner import MOST_REPLACEMENTS
+from cluster.dispatch.request_runner import MAX_REPLACEMENTS
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
 from cluster.policy.routing.router import Placement
@@ -83,7 +83,7 @@ def test_prompts_behind_a_long_queue_go_to_a_worker_that_has_none(mixed: bool) -
                     assert end.attempts == 1, "nothing failed"
                     end.ledger.check()
                     assert [event.attempt for event in accepted] == list(range(len(accepted)))
-                    assert len(accepted) <= 1 + MOST_REPLACEMENTS
+                    assert len(accepted) <= 1 + MAX_REPLACEMENTS
                     went += accepted[-1].prefill_worker != "prefill-0"
                 assert went >= 6 if rebalance else not went
                 told = [count for kind, _, count in subject.dispatcher.slo_attainment().moves if kind == "anew"]

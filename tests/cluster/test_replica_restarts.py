@@ -11,7 +11,7 @@ import pytest
 
 import cluster.control.replicas as cluster_pool
 from cluster.cli.screen import trouble_lines
-from cluster.control.replicas import CRASH_LOOP, MOST_RESTART_PAUSE_S, STEADY_S, pause_s
+from cluster.control.replicas import CRASH_LOOP, MAX_RESTART_PAUSE_S, STEADY_S, pause_s
 from cluster.observe.metrics import exposition
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, virtual
@@ -158,7 +158,7 @@ def test_a_crash_loop_is_seen_in_the_view_the_metrics_and_the_events_and_ends_by
 def test_pauses_double_up_to_a_bound_and_a_first_death_waits_for_nothing() -> None:
     assert [pause_s(count, died=True) for count in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]
     assert [pause_s(count, died=False) for count in (1, 2, 3)] == [5.0, 10.0, 20.0]
-    assert pause_s(10**6, died=True) == pause_s(10**6, died=False) == MOST_RESTART_PAUSE_S
+    assert pause_s(10**6, died=True) == pause_s(10**6, died=False) == MAX_RESTART_PAUSE_S
 
 
 def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_more() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cluster.cli.screen import trouble_lines
 from cluster.control.gateway_manager import ANSWER_S, HUNG_S, POLL_S
 from cluster.control.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
-from cluster.control.supervised import MOST_PAUSE_S, Failures, supervised
+from cluster.control.supervised import MAX_PAUSE_S, Failures, supervised
 from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
@@ -44,7 +44,7 @@ def test_a_task_that_fails_is_logged_counted_and_goes_on_later_each_time(caplog:
     with caplog.at_level(logging.ERROR):
         ((task, count),) = run(story())
     pauses = [later - sooner for sooner, later in pairwise(times)]
-    assert pauses[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MOST_PAUSE_S, MOST_PAUSE_S]
+    assert pauses[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_PAUSE_S, MAX_PAUSE_S]
     assert pauses[8:12] == [5.0, 5.0, 1.0, 2.0], "work that returned ends the row"
     assert task == "counting" and count == len(times) - 2
     assert "nobody foresaw this" in caplog.text
@@ -121,7 +121,7 @@ def test_whatever_keeps_a_doors_gateway_shut_the_cluster_lives_and_it_is_tried_a
         assert (process, task) == ("server", "supervising gateway-0") and count > 3
         await serves(runtime, "gateway-1")
         runtime.services["gateway-0"].fault = None
-        await asyncio.sleep(MOST_PAUSE_S + POLL_S + 3.0)
+        await asyncio.sleep(MAX_PAUSE_S + POLL_S + 3.0)
         assert set(states(await seen(runtime, "gateway-1")).values()) == {GatewayState.OPEN}
 
     in_virtual_time(told, gateways=2)

@@ -230,12 +230,12 @@ def test_each_block_of_a_held_prompt_is_digested_once_and_the_watermark_follows_
     flow.fill()
     (lease,) = (each for each in subject.drain() if isinstance(each, Lease))
     ready: list[Any] = []
-    digested: list[Any] = []
+    key_digests: list[Any] = []
     while (ended := flow.end()) is not None:
-        digested += ended.digest_blocks
+        key_digests += ended.digest_blocks
         ready.append(subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks)
         flow.fill()
-    assert digested == list(zip(lease.blocks, [4] * 7 + [3], strict=True))
+    assert key_digests == list(zip(lease.blocks, [4] * 7 + [3], strict=True))
     assert ready == [2, 4, 6, 8]
 
 

@@ -22,7 +22,7 @@ class Side:
         self.leases = LeaseBook(self.pool, 10.0, digest=digest)
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
 
-    def computed(self, tokens: range, *, digested: int = 99) -> None:
+    def computed(self, tokens: range, *, key_digests: int = 99) -> None:
         """A prompt was computed here, held for a reader, and let go."""
         names = prefix_hashes(tokens, BLOCK)
         shared = self.pool.match(names)
@@ -33,7 +33,7 @@ class Side:
             raise
         for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
             self.pool.name(block, name)
-            if index < digested:
+            if index < key_digests:
                 self.pool.digests[block] = CELLS
         self.pool.free(blocks)
 
@@ -67,7 +67,7 @@ def test_nothing_is_lent_to_another_tenant() -> None:
     fetch = side.prefix_fetches.begin(range(8), "eve")
     side.prefix_fetches.end(fetch, arrived=True)
     assert fetch.num_shared == 0 and side.prefix_fetches.hold("e:prefix", range(20), 0.0, "eve") is None, (
-        "not digested here"
+        "not key_digests here"
     )
     assert side.prefix_fetches.known(prefix_hashes(range(8), BLOCK, salt="eve")) == list(fetch.blocks)
     side.pool.free(fetch.blocks)
@@ -85,7 +85,7 @@ def test_nothing_is_lent_of_what_is_not_here() -> None:
 def test_blocks_without_a_digest_are_lent_only_where_nobody_digests() -> None:
     for digest, held in ((True, 4), (False, 12)):
         side = Side(digest=digest)
-        side.computed(range(12), digested=1)
+        side.computed(range(12), key_digests=1)
         lease = side.prefix_fetches.hold("r", range(12), 0.0)
         assert lease is not None and lease.num_tokens == held
         side.check()

@@ -68,7 +68,7 @@ def test_the_smoke_test_and_the_probes_get_in_and_a_stranger_does_not(tmp_path: 
         said, code = running.call(gateway.run(*ask, *there, "--key-file", str(tmp_path / "keys")))
         assert code == 0, said
         said, code = running.call(gateway.run(*ask, *there, "--key-file", str(tmp_path / "other")))
-        assert code != 0 and "this API key is none that the gateway knows" in said
+        assert code != 0 and "this gateway does not know this API key" in said
         fetch = (
             f"import urllib.request; urllib.request.urlopen('http://{gateway.place.address}:8000/health', timeout=5)"
         )

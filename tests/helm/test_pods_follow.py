@@ -297,7 +297,7 @@ async def test_a_guarded_gateway_is_asked_with_the_key_of_now(
     finally:
         await doors.close(0.0)
     (failed,) = [each for each in said(caplog) if each.startswith("no gateway answers")]
-    assert "has no key; write one a line" in failed and KEY not in caplog.text
+    assert "has no key; write one per line" in failed and KEY not in caplog.text
 
 
 async def test_an_authority_that_signed_nothing_is_refused(kubernetes: Kubernetes, tmp_path: Path) -> None:

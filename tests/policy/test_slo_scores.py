@@ -22,7 +22,7 @@ from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.router import Placement
 from cluster.policy.slo_attainment import (
-    MOST_CLASSES,
+    MAX_CLASSES,
     OTHER,
     OUTCOMES,
     REASONS,
@@ -107,7 +107,7 @@ def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
     assert sum(count for _, count in told.outcomes) == sum(score.requests for score in told.classes) == len(ended)
     assert dict(told.refused).keys() == set(REASONS)
     assert sum(dict(told.refused).values()) == dict(told.outcomes)["refused"]
-    assert len(told.classes) <= MOST_CLASSES
+    assert len(told.classes) <= MAX_CLASSES
     for score in told.classes:
         assert all(0 <= kept.kept <= kept.settled <= score.requests for kept in (score.ttft, score.tpot, score.both))
         assert score.both.settled <= min(score.ttft.settled, score.tpot.settled)
@@ -130,8 +130,8 @@ def test_metrics_count_moves_and_changes_of_roles() -> None:
 
 def test_classes_beyond_a_number_are_counted_as_others() -> None:
     told = standing(*(Ended("completed", f"class {n:03}") for n in range(100)))
-    assert len(told.classes) == MOST_CLASSES
-    assert {score.name: score.requests for score in told.classes}[OTHER] == 100 - (MOST_CLASSES - 1)
+    assert len(told.classes) == MAX_CLASSES
+    assert {score.name: score.requests for score in told.classes}[OTHER] == 100 - (MAX_CLASSES - 1)
 
 
 def test_metrics_are_what_the_scores_say() -> None:

@@ -23,7 +23,7 @@ from workers.log_fields import log_fields
 logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
-MOST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 
 
 class Autoscaler:
@@ -55,7 +55,7 @@ class Autoscaler:
                 self.trouble = f"{type(error).__name__}: {error}"
             self.looked_s = time.monotonic()
             failed = failed + 1 if self.trouble else 0
-            await asyncio.sleep(min(self._period_s * 2 ** min(failed, 10), max(self._period_s, MOST_WAIT_S)))
+            await asyncio.sleep(min(self._period_s * 2 ** min(failed, 10), max(self._period_s, MAX_WAIT_S)))
 
     async def round(self) -> str:
         """Scale every pool to its target. Returns the failures, empty when there are none."""
@@ -111,7 +111,7 @@ class Autoscaler:
         return f"{self._prefix}-{pool}"
 
 
-STUCK_S = 2 * MOST_WAIT_S
+STUCK_S = 2 * MAX_WAIT_S
 
 
 @asynccontextmanager

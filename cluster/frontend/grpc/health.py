@@ -1,7 +1,7 @@
-"""The standard health service (grpc.health.v1), answered from the cluster's view.
+"""The standard health service (grpc.health.v1), based on the cluster's view.
 
-The server as a whole and the inference service serve when a worker is ready; the admin service as
-long as the server is open.
+The server as a whole and the inference service are SERVING while a worker is ready, the admin service while the server
+is open.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ Response = health_pb2.HealthCheckResponse
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Owned by the server. `following` are the names that follow the workers, `steady` those that do not."""
+    """Owned by the server. `need_workers`: services that are SERVING only while a worker is ready."""
 
-    def __init__(self, dispatcher: RequestDispatcher, following: tuple[str, ...], steady: tuple[str, ...]) -> None:
+    def __init__(self, dispatcher: RequestDispatcher, need_workers: tuple[str, ...], others: tuple[str, ...]) -> None:
         self._dispatcher = dispatcher
-        self._following = following
-        self._steady = steady
+        self._need_workers = need_workers
+        self._others = others
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """Report NOT_SERVING from here on, to watchers too, and release them."""
+        """Report NOT_SERVING from now on, and end all watches."""
         self._closing.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
@@ -37,16 +37,16 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return Response(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        told: int | None = None
+        sent: int | None = None
         closing = asyncio.ensure_future(self._closing.wait())
         while True:
-            change = asyncio.ensure_future(self._dispatcher.view_change())  # before the look: nothing falls in between
+            change = asyncio.ensure_future(self._dispatcher.view_change())  # before reading, so that none is missed
             try:
                 is_last = self._closing.is_set()  # before the write: the server may close during it
                 status = self._status(request.service)
-                if status != told:
+                if status != sent:
                     await context.write(Response(status=status))
-                    told = status
+                    sent = status
                 if is_last:
                     return
                 await asyncio.wait((change, closing), return_when=asyncio.FIRST_COMPLETED)
@@ -54,9 +54,9 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 change.cancel()
 
     def _status(self, service: str) -> int:
-        if service not in self._following + self._steady:
+        if service not in self._need_workers + self._others:
             return int(Response.SERVICE_UNKNOWN)
-        serving = service in self._steady or servable(self._dispatcher.view)
+        serving = service in self._others or servable(self._dispatcher.view)
         if serving and not self._closing.is_set():
             return int(Response.SERVING)
         return int(Response.NOT_SERVING)

@@ -1,4 +1,4 @@
-"""What every call of our own gRPC services goes through: the API key, errors as statuses, and the response counter."""
+"""gRPC interceptors of our own services: API keys, errors as statuses, and the response counter."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,12 +10,12 @@ from grpc_status import rpc_status
 
 from cluster.frontend.auth import Guard, KeyRefused
 from cluster.frontend.gateway import Gateway, servable
-from cluster.frontend.grpc.sending import abort
+from cluster.frontend.grpc.sender import abort
 from cluster.frontend.grpc.statuses import code_name, status_of
 from diptych.wire import ADMIN, INFERENCE
 from workers.errors import InvalidRequest
 
-HEALTH = f"/{health.SERVICE_NAME}/"  # open to all: probes and load balancers have no key
+HEALTH = f"/{health.SERVICE_NAME}/"  # needs no key, because probes and load balancers have none
 KINDS = ("unary_unary", "unary_stream", "stream_stream")
 Details = grpc.HandlerCallDetails
 Handler = Any  # grpc's own type takes no parameters at run time
@@ -41,7 +41,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: KeyRefused) -> Handler:
-    """On the wire all calls are streams, so this handler serves every kind."""
+    """A handler for every kind of call: on the wire, all of them are streams."""
 
     async def refuse(messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort_with_status(rpc_status.to_status(status_of(error, ready=True)))
@@ -50,11 +50,11 @@ def _refusal(error: KeyRefused) -> Handler:
 
 
 class Undecodable:
-    """Stands for a request message that could not be decoded."""
+    """Replaces a request message that could not be decoded."""
 
 
 class ResponseInterceptor(grpc.aio.ServerInterceptor):
-    """Turns errors into statuses and counts responses by code. Outermost, so that the refusals of others count too."""
+    """Turns errors into statuses, and counts responses by code. Outermost, so that it counts refused keys, too."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -75,9 +75,9 @@ class ResponseInterceptor(grpc.aio.ServerInterceptor):
         async def behave(request: Any, context: Any) -> Any:
             code = grpc.StatusCode.UNKNOWN.name
             try:
-                answer = await self._answer(inner, request, context)
+                response = await self._call(inner, request, context)
                 code = grpc.StatusCode.OK.name
-                return answer
+                return response
             except grpc.aio.AbortError:
                 status = context.code()
                 code = status.name if isinstance(status, grpc.StatusCode) else code_name(status)
@@ -86,16 +86,15 @@ class ResponseInterceptor(grpc.aio.ServerInterceptor):
                 code = grpc.StatusCode.CANCELLED.name
                 raise
             finally:
-                if counts_ok or code != grpc.StatusCode.OK.name:  # status queries are no load
+                if counts_ok or code != grpc.StatusCode.OK.name:  # successful status queries are not counted
                     self._gateway.responses.count("grpc", method, code)
 
         return behave
 
-    async def _answer(self, inner: Behavior, request: Any, context: Any) -> Any:
+    async def _call(self, inner: Behavior, request: Any, context: Any) -> Any:
         try:
             if isinstance(request, Undecodable):
-                why = "cannot be read; it is cut off, or written by another schema than diptych.v1"
-                raise InvalidRequest("message", why)
+                raise InvalidRequest("message", "cannot be decoded; it is truncated, or not of the schema diptych.v1")
             return await inner(request, context)
         except grpc.aio.AbortError:
             raise
@@ -105,7 +104,7 @@ class ResponseInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _tolerant(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Passes undecodable messages on; grpc's own answer would be the name of a Python class."""
+    """Passes undecodable messages on; grpc's own error would be the name of a Python class."""
     if decode is None:
         return None
 

@@ -1,7 +1,7 @@
-"""Decodes requests; `diptych.messages` encodes them. Pure but for the tokenizer.
+"""Decodes requests; `diptych.messages` encodes them. Pure, except for the tokenizer.
 
-Invalid input is `InvalidRequest` naming the message's field. Requests arrive as bytes, since decoding a large one takes
-as long as it is large: `read_request` and `read_batch` run in `cluster.frontend.preprocessing`.
+Invalid input raises `InvalidRequest` with the message's field. `cluster.frontend.preprocessing` runs `read_request` and
+`read_batch`, because decoding a large message blocks.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from cluster.frontend.text import (
     ChatPrompt,
     EncodedPrompt,
     PromptBounds,
+    RawPrompt,
     TextPrompt,
     Tokenizer,
     TokenPrompt,
-    Unencoded,
-    encode_apart,
+    encode_packed,
 )
 from diptych.codec import seconds
 from diptych.options import SLO
@@ -25,11 +25,11 @@ from diptych.v1 import inference_pb2
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
 
-LONGEST_BATCH = 4096
-LONGEST_CLASS = 64
-MOST_FIELD_BYTES = 64 << 10  # of a request without its prompt
+MAX_BATCH_REQUESTS = 4096
+MAX_CLASS_CHARS = 64
+MAX_FIELD_BYTES = 64 << 10  # of a request without its prompt
 NOTHING: Mapping[str, Any] = {}
-# Scalar fields of Sampling, which have the same names in SamplingParams.
+# Scalar fields of Sampling, with the same names as in SamplingParams.
 SCALARS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("seed", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "n", "best_of"),
@@ -41,17 +41,17 @@ M = TypeVar("M", bound=Message)
 def read_request(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tuple[bytes, EncodedPrompt]:
     """A `GenerateRequest` without its prompt, and the encoded prompt. Raises the gateway's errors for a prompt."""
     request = request_from(raw)
-    prompt = encode_apart(tokenizer, prompt_from(request), bounds)
+    prompt = encode_packed(tokenizer, prompt_from(request), bounds)
     sampling_from(request.sampling)  # refuses lists that are too long before they are sent on
     request.ClearField("prompt")
-    if request.ByteSize() > MOST_FIELD_BYTES:
-        rule = f"at most {MOST_FIELD_BYTES >> 10} KiB"
+    if request.ByteSize() > MAX_FIELD_BYTES:
+        rule = f"at most {MAX_FIELD_BYTES >> 10} KiB"
         raise InvalidRequest("request", f"has {request.ByteSize()} bytes without its prompt; send {rule}")
     return request.SerializeToString(), prompt
 
 
 def read_batch(tokenizer: Tokenizer, raw: bytes) -> list[bytes]:
-    """As `requests_from`, for another process."""
+    """Like `requests_from`, with the signature for preprocessing."""
     return requests_from(raw)
 
 
@@ -62,8 +62,8 @@ def request_from(raw: bytes) -> inference_pb2.GenerateRequest:
 def requests_from(raw: bytes) -> list[bytes]:
     """The requests of a `GenerateBatchRequest`, still encoded."""
     batch = _decoded(inference_pb2.GenerateBatchRequest, raw)
-    if not 0 < len(batch.requests) <= LONGEST_BATCH:
-        raise InvalidRequest("requests", f"has {len(batch.requests)} requests; a batch has 1 to {LONGEST_BATCH}")
+    if not 0 < len(batch.requests) <= MAX_BATCH_REQUESTS:
+        raise InvalidRequest("requests", f"has {len(batch.requests)} requests; a batch has 1 to {MAX_BATCH_REQUESTS}")
     return [request.SerializeToString() for request in batch.requests]
 
 
@@ -71,11 +71,11 @@ def _decoded(kind: type[M], raw: bytes) -> M:
     try:
         return kind.FromString(raw)
     except DecodeError:
-        why = f"cannot be read as {kind.DESCRIPTOR.name}; use the schema of this server"
+        why = f"cannot be decoded as {kind.DESCRIPTOR.name}; use the schema of this server"
         raise InvalidRequest("request", why) from None
 
 
-def prompt_from(request: inference_pb2.GenerateRequest) -> Unencoded:
+def prompt_from(request: inference_pb2.GenerateRequest) -> RawPrompt:
     match request.WhichOneof("prompt"):
         case "text":
             return TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
@@ -100,22 +100,21 @@ def sampling_from(message: inference_pb2.Sampling, defaults: Mapping[str, Any] =
 
 
 def slo_from(message: inference_pb2.Slo) -> SLO:
-    def wanted_s(name: str) -> float | None:
+    def slo_s(name: str) -> float | None:
         if not message.HasField(name):
             return None
         value_s = seconds(getattr(message, name))
         if not value_s > 0.0:
-            rule = "it must be above 0, or absent where nothing is wanted"
-            raise InvalidRequest(f"slo.{name}", f"is {value_s:g} s; {rule}")
+            raise InvalidRequest(f"slo.{name}", f"is {value_s:g} s; it must be above 0, or absent for none")
         return value_s
 
     name = checked_class(message.class_name or "default", "slo.class_name")
-    return SLO(wanted_s("time_to_first_token"), wanted_s("time_per_output_token"), name)
+    return SLO(slo_s("time_to_first_token"), slo_s("time_per_output_token"), name)
 
 
 def checked_class(name: str, field: str) -> str:
-    """The name of an SLO class. Raises `InvalidRequest` if it cannot be one."""
-    if len(name) > LONGEST_CLASS or not all(" " < letter <= "~" for letter in name):
-        rule = f"must be at most {LONGEST_CLASS} visible ASCII characters"
+    """The name, unless it cannot be one of an SLO class. Raises `InvalidRequest`."""
+    if len(name) > MAX_CLASS_CHARS or not all(" " < letter <= "~" for letter in name):
+        rule = f"must be at most {MAX_CLASS_CHARS} visible ASCII characters"
         raise InvalidRequest(field, f"{name[:40]!r} cannot be used; it {rule}")
     return name

@@ -18,25 +18,25 @@ from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.health import HealthService
 from cluster.frontend.grpc.interceptors import KeyInterceptor, ResponseInterceptor
-from cluster.frontend.grpc.reflecting import add_reflection
+from cluster.frontend.grpc.reflection import add_reflection
 from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
-from cluster.frontend.preprocessing import Processes
+from cluster.frontend.preprocessing import PreprocessingPool
 from cluster.frontend.text import Tokenizer
 from diptych.v1 import admin_pb2_grpc
 from diptych.view import ModelView
 from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
 
-OPENING_S = 10.0  # for TLS and the first frame of HTTP/2
-IDLE_S = 300.0  # of a connection without a call; clients reconnect by themselves
-MOST_CONNECTIONS = 4096
-CUT_S = 0.5  # for the final statuses of requests that are cut off
+OPENING_S = 10.0  # for the TLS handshake and the first HTTP/2 frame
+IDLE_S = 300.0  # a connection without calls is closed after this; clients reconnect by themselves
+MAX_CONNECTIONS = 4096
+CUT_S = 0.5  # for the final statuses of cancelled requests
 
 
 class GrpcServer:
-    """Owned by its gateway process, which calls `load_tokenizer` in a thread; the process that reads large inputs calls
-    it too, so it must pickle. `eager`: that process starts with the server, and not with the first large input.
+    """Owned by its gateway process. `load_tokenizer` runs in a thread and in the preprocessing processes, so it must
+    pickle. `eager`: preprocessing starts with the server, and not with the first large input.
 
-    Raises `SpecError` when a file of certificates or keys cannot be used.
+    Raises `SpecError` if a certificate or key file cannot be used.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class GrpcServer:
 
     @property
     def gateway(self) -> Gateway:
-        """Of an open server; shared with the HTTP server."""
-        assert self._gateway is not None, "open() makes the gateway"
+        """The gateway of an open server; shared with the HTTP server."""
+        assert self._gateway is not None, "open() creates the gateway"
         return self._gateway
 
     async def open(self) -> str:
-        """Listen; return "host:port". Raises OSError if the port is not available, ModelError without a tokenizer."""
+        """Listen. Returns "host:port". Raises OSError if the port is not available, ModelError without a tokenizer."""
         spec = self._context.spec.gateway
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        preprocessing = Processes(self._load_tokenizer)
+        preprocessing = PreprocessingPool(self._load_tokenizer)
         gateway = self._gateway = Gateway(self._context, tokenizer, preprocessing)
         interceptors: list[grpc.aio.ServerInterceptor] = [ResponseInterceptor(gateway)]
         if self.guard.has_keys:
@@ -90,7 +90,7 @@ class GrpcServer:
             await asyncio.wait([self._stopping], timeout=grace_s)
 
     async def close(self, grace_s: float) -> None:
-        """As `drain`, then close the gateway, which ends what still runs. Safe to call twice, or unopened."""
+        """`drain`, then close the gateway, which cancels what still runs. May be called twice, or before `open`."""
         await self.drain(grace_s)
         if self._gateway is not None:
             await self._gateway.close()
@@ -107,13 +107,13 @@ def model_tokenizer(model: ModelView) -> Tokenizer:
 
 
 def _credentials(guard: Guard) -> grpc.ServerCredentials | None:
-    """TLS from the guard's files, as they are at each new connection. None: without TLS."""
+    """TLS with the guard's current files at each new connection. None: no TLS."""
     first = guard.tls
     if first is None:
         return None
     current = first
 
-    def renewed() -> Any:
+    def reload() -> Any:
         """None: unchanged."""
         nonlocal current
         latest = guard.tls
@@ -124,7 +124,7 @@ def _credentials(guard: Guard) -> grpc.ServerCredentials | None:
 
     requires_client = first.client_ca is not None
     return grpc.dynamic_ssl_server_credentials(
-        _certificates(first), renewed, require_client_authentication=requires_client
+        _certificates(first), reload, require_client_authentication=requires_client
     )
 
 
@@ -136,12 +136,12 @@ def _options(max_requests: int) -> list[tuple[str, int]]:
     return [
         *SERVER_SIZES,
         *KEEPALIVE,
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # else a client's keepalive counts as abuse
-        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # by default grpc treats our keepalives as abuse
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.server_handshake_timeout_ms", round(OPENING_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
-        ("grpc.max_concurrent_streams", max_requests + 64),  # on each connection; room for health, admin, refusals
-        ("grpc.so_reuseport", 0),  # a second server on the port is a mistake to report, not a load balancer
+        ("grpc.max_concurrent_streams", max_requests + 64),  # per connection; with room for health, admin, refusals
+        ("grpc.so_reuseport", 0),  # a second server on the same port must fail
     ]
 
 
@@ -154,13 +154,13 @@ def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serve
     except RuntimeError:
         bound = 0
     if bound == 0:
-        number, reason = _why_not(host, port)
+        number, reason = _bind_error(host, port)
         raise OSError(number, f"cannot listen on {address} ({reason}); choose another gateway.grpc_port")
     return bound
 
 
-def _why_not(host: str, port: int) -> tuple[int, str]:
-    """grpc does not say why a bind failed; the same bind on a plain socket does."""
+def _bind_error(host: str, port: int) -> tuple[int, str]:
+    """The reason of a failed bind, from a plain socket: grpc does not report it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

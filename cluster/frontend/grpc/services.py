@@ -1,8 +1,7 @@
-"""The inference and admin services over a gateway: messages in, messages out. Errors become statuses in
-`cluster.frontend.grpc.interceptors`.
+"""The inference and admin services of a gateway. `cluster.frontend.grpc.interceptors` turns errors into statuses.
 
-A handler is a plain coroutine that writes, not a generator: a client that disconnects cancels it wherever it waits, and
-the request's iterator is closed before the handler ends.
+Handlers are coroutines that write, not generators: a client that disconnects cancels the handler wherever it waits, and
+the handler then closes the request's iterator.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from cluster.control.changes import LONGEST_DRAIN_S, ControllerAway
+from cluster.control.changes import MAX_DRAIN_S, ControllerAway
 from cluster.events import Completed
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import GatewayContext, Operator
@@ -28,29 +27,29 @@ from cluster.frontend.grpc.messages import (
     sampling_from,
     slo_from,
 )
-from cluster.frontend.grpc.sending import Context, OutputNotTaken, Sender, abort
+from cluster.frontend.grpc.sender import Context, OutputNotTaken, Sender, abort
 from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.preprocessing import LARGE_BYTES
-from cluster.frontend.text import GenerationInput, TextDelta, TextEnd
+from cluster.frontend.text import PromptInput, TextDelta, TextEnd
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics import exposition
 from cluster.observe.trace_context import set_trace_headers
-from cluster.spec import MOST_REPLICAS
+from cluster.spec import MAX_REPLICAS
 from diptych.codec import seconds
 from diptych.messages import DELTA, event_message
-from diptych.request_ids import made_id
+from diptych.request_ids import new_id
 from diptych.status import OPTIONAL_ROLE, SHAPE, TIMINGS, ClusterStatus, trace_pages
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from diptych.view import Role
 from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES
 from workers.errors import InvalidRequest
 
-BATCH_AT_ONCE = 64  # answers of one batch in flight; the others wait, so that one batch cannot fill the gateway
-LONGEST_NAME = 256
+MAX_BATCH_IN_FLIGHT = 64  # answers of one batch; the others wait, so that a batch cannot fill the gateway
+MAX_NAME_CHARS = 256
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Requests arrive as bytes: large ones are decoded outside the event loop. Owned by the server."""
+    """Requests arrive as bytes, and large ones are decoded outside the event loop. Owned by the server."""
 
     def __init__(self, gateway: Gateway, guard: Guard) -> None:
         self._gateway = gateway
@@ -66,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with aclosing(responses(self._gateway, request, prompt, deadline_of(context))) as messages:
                 async for message in messages:
                     await sender.send(message)
-        except Exception as error:  # here and not in the interceptor, since its log line has the request's id
+        except Exception as error:  # not left to the interceptor, so that the log line has the request's id
             await abort(context, status_of(error, servable(self._gateway.view), request_id))
 
     async def GenerateBatch(self, raw: bytes, context: Context) -> None:
@@ -80,19 +79,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
 
-    async def _read(self, raw: bytes, context: Context) -> tuple[inference_pb2.GenerateRequest, GenerationInput]:
-        """A request with an id and the tenant of the call's key, and its prompt.
+    async def _read(self, raw: bytes, context: Context) -> tuple[inference_pb2.GenerateRequest, PromptInput]:
+        """The request, with its id and the tenant of the call's key, and the prompt.
 
         Raises `InvalidRequest`, the preprocessing errors of a large prompt, `KeyRefused` and `TenantRefused`.
         """
         if len(raw) <= LARGE_BYTES:
             request = request_from(raw)
-            prompt: GenerationInput = prompt_from(request)
+            prompt: PromptInput = prompt_from(request)
         else:
             call = self._gateway.preprocessing.call
             without_prompt, prompt = await call(len(raw), read_request, raw, self._gateway.bounds)
             request = request_from(without_prompt)
-        request.request_id = request.request_id or made_id()  # now, so that errors are logged under it
+        request.request_id = request.request_id or new_id()  # before the checks, so that logged errors have it
         metadata: Any = context.invocation_metadata() or ()
         request.tenant = self._guard.tenant(dict(metadata).get("authorization"), request.tenant)
         return request, prompt
@@ -102,9 +101,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             set_trace_headers(context.invocation_metadata() or ())
 
     async def _batch(self, requests: Sequence[bytes], context: Context, deadline_s: float | None) -> None:
-        places = asyncio.Semaphore(BATCH_AT_ONCE)
-        choosing = asyncio.Lock()  # one request takes all its places at a time: two with half of theirs would deadlock
-        writing = asyncio.Lock()  # one write at a time; meanwhile each request's deltas are joined in its collector
+        slots = asyncio.Semaphore(MAX_BATCH_IN_FLIGHT)
+        acquiring = asyncio.Lock()  # one request acquires all its slots at a time: two with half of theirs deadlock
+        writing = asyncio.Lock()  # one write at a time; meanwhile each request's collector joins its deltas
         sender = Sender(context)
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -113,15 +112,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with writing:
                 await sender.send(inference_pb2.GenerateBatchResponse(index=index, **result))
 
-        async def one(index: int, raw: bytes) -> None:
-            request_id, taken = "", 0
+        async def run(index: int, raw: bytes) -> None:
+            request_id, acquired = "", 0
             try:
-                async with choosing:
+                async with acquiring:
                     request, prompt = await self._read(raw, context)
                     request_id = request.request_id
-                    for _ in range(min(BATCH_AT_ONCE, max(1, request.sampling.n, request.sampling.best_of))):
-                        await places.acquire()
-                        taken += 1
+                    for _ in range(min(MAX_BATCH_IN_FLIGHT, max(1, request.sampling.n, request.sampling.best_of))):
+                        await slots.acquire()
+                        acquired += 1
                 left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
                 async with aclosing(responses(self._gateway, request, prompt, left_s)) as messages:
                     async for message in messages:
@@ -134,16 +133,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 self._gateway.responses.count("grpc", "Generate", code_name(status.code))
                 await write(index, error=status)
             finally:
-                for _ in range(taken):
-                    places.release()
+                for _ in range(acquired):
+                    slots.release()
 
         async with asyncio.TaskGroup() as group:
             for index, request in enumerate(requests):
-                group.create_task(one(index, request))
+                group.create_task(run(index, request))
 
 
 def add_inference_service(service: InferenceService, server: grpc.aio.Server) -> None:
-    """Like the generated function, but generate requests reach their handlers as bytes."""
+    """Like the generated function, but `Generate` and `GenerateBatch` get their requests as bytes."""
     methods = {
         "Generate": grpc.unary_stream_rpc_method_handler(
             service.Generate, response_serializer=inference_pb2.GenerateResponse.SerializeToString
@@ -210,8 +209,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.DrainWorkerRequest, context: Context
     ) -> admin_pb2.DrainWorkerResponse:
         deadline_s = seconds(request.deadline) if request.HasField("deadline") else 0.0
-        if request.HasField("deadline") and not 0.0 < deadline_s <= LONGEST_DRAIN_S:
-            rule = f"it must be above 0 and at most {LONGEST_DRAIN_S:.0f}"
+        if request.HasField("deadline") and not 0.0 < deadline_s <= MAX_DRAIN_S:
+            rule = f"it must be above 0 and at most {MAX_DRAIN_S:.0f}"
             raise InvalidRequest("deadline", f"is {deadline_s:g} s; {rule}")
         worker = _checked_name("worker", request.worker)
         revision = await self._operator().drain(worker, request.expected_revision, deadline_s)
@@ -219,8 +218,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ScalePool(self, request: admin_pb2.ScalePoolRequest, context: Context) -> admin_pb2.ScalePoolResponse:
         pool = _checked_name("pool", request.pool)
-        if request.replicas > MOST_REPLICAS:
-            raise InvalidRequest("replicas", f"is {request.replicas}; a pool has at most {MOST_REPLICAS} workers")
+        if request.replicas > MAX_REPLICAS:
+            raise InvalidRequest("replicas", f"is {request.replicas}; a pool has at most {MAX_REPLICAS} workers")
         revision = await self._operator().scale(pool, request.replicas, request.expected_revision)
         return admin_pb2.ScalePoolResponse(revision=revision)
 
@@ -231,9 +230,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 
 def _checked_name(field: str, name: str) -> str:
-    """Bounds the names that errors repeat and other processes receive."""
-    if len(name) > LONGEST_NAME:
-        raise InvalidRequest(field, f"has {len(name)} characters; no name here has more than {LONGEST_NAME}")
+    """The name, unless it is too long to repeat in errors and to send to other processes."""
+    if len(name) > MAX_NAME_CHARS:
+        raise InvalidRequest(field, f"has {len(name)} characters; no name here has more than {MAX_NAME_CHARS}")
     return name
 
 
@@ -256,18 +255,18 @@ async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
     decided = None if operator is None else await operator.decision_counts()
     attainment, compat = context.dispatcher.slo_attainment(), context.spec.metrics.compat
     build = partial(exposition, active=gateway.active, compat=compat, responses=gateway.responses.rows())
-    # A thousand series take some 15 ms, which no token should wait for.
+    # In a thread: a thousand series take about 15 ms, which would delay tokens.
     return await asyncio.to_thread(build, attainment, context.name, gateway.view, decided)
 
 
 async def responses(
-    gateway: Gateway, request: inference_pb2.GenerateRequest, prompt: GenerationInput, deadline_s: float | None
+    gateway: Gateway, request: inference_pb2.GenerateRequest, prompt: PromptInput, deadline_s: float | None
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    """The messages of one request, in the mode it asks for. Closing the iterator cancels the request."""
+    """The messages of one request, in its response mode. Closing the iterator cancels the request."""
     whole = _is_whole(request)
     sampling = sampling_from(request.sampling, gateway.default_sampling)
     if sampling.num_answers > sampling.n and not whole:
-        rule = "the best are known at the end, so above n ask for RESPONSE_MODE_WHOLE"
+        rule = "above n it needs RESPONSE_MODE_WHOLE, because the best are known at the end"
         raise InvalidRequest("sampling.best_of", f"is {sampling.best_of} for {sampling.n} answers; {rule}")
     events = gateway.generate(
         prompt,
@@ -308,7 +307,8 @@ def _is_whole(request: inference_pb2.GenerateRequest) -> bool:
 
 
 def deadline_of(context: Context) -> float | None:
-    """Seconds until this request must end: a little before the call's own deadline, so that the status which names the
-    phase still reaches the client. None: the client set no deadline."""
+    """Seconds until the request's deadline: a little before the call's, so that the status with the phase still reaches
+    the client. None: no deadline.
+    """
     left_s = context.time_remaining()
     return None if left_s is None else left_s - min(0.05, 0.1 * left_s)

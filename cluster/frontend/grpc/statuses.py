@@ -1,7 +1,7 @@
-"""Errors as gRPC statuses with google.rpc details. The one table of which error is which code.
+"""Errors as gRPC statuses with google.rpc details: the only table of errors and codes.
 
-Every status carries ErrorInfo with a stable `reason` and the domain "diptych"; bad input also BadRequest naming the
-field, and what may work later also RetryInfo.
+Every status has ErrorInfo with a stable `reason` and the domain "diptych". Bad input also has BadRequest with its field
+and a temporary error has RetryInfo.
 """
 
 import logging
@@ -16,7 +16,7 @@ from cluster.control.changes import ChangeRefused, ControllerAway, StaleRevision
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import KeyRefused, TenantRefused
 from cluster.frontend.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
-from cluster.frontend.grpc.sending import OutputNotTaken
+from cluster.frontend.grpc.sender import OutputNotTaken
 from diptych.codec import duration_of
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 DOMAIN = "diptych"
 NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
-LONGEST_MESSAGE = 1000  # characters; statuses travel in HTTP/2 trailers, which end at 8 KB
-CONTROLLER_RETRY_S = 2.0  # about as long as it takes to come back
+MAX_MESSAGE_CHARS = 1000  # statuses are sent in HTTP/2 trailers, which are limited to 8 KB
+CONTROLLER_RETRY_S = 2.0  # a controller restarts in about this time
 GATEWAY_RETRY_S = 1.0
-ATTEMPTS_RETRY_S = 1.0  # about as long as a dead worker takes to be replaced
+ATTEMPTS_RETRY_S = 1.0  # a dead worker is replaced in about this time
 
 
 def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2.Status:
-    """The status for an error of the gateway. `ready`: whether a worker is there now.
+    """The status for an error of the gateway. `ready`: whether a worker is ready.
 
-    What nobody foresaw becomes INTERNAL with an id; the log has the traceback under it, and under the request's.
+    Unexpected errors become INTERNAL with an id; the log has the traceback with that id and the request's.
     """
     code = grpc.StatusCode
     match error:
@@ -77,11 +77,11 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
             return _status(code.UNAVAILABLE, "NO_CONTROLLER", error, retry_s=CONTROLLER_RETRY_S)
     error_id = secrets.token_hex(4)
     logger.error("internal error %s", error_id, exc_info=error, extra=log_fields(key=request_id))
-    return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; the server's log has it under {error_id}")
+    return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; search the server's log for {error_id}")
 
 
 def code_name(code: int) -> str:
-    """Of a status's number."""
+    """The name of a status number."""
     return NAMES.get(code, grpc.StatusCode.UNKNOWN.name)
 
 
@@ -111,4 +111,4 @@ def _status(
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 2] + " …"
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 2] + " …"

@@ -1,6 +1,6 @@
-"""The HTTP server: OpenAI's requests and answers over the same gateway that the gRPC server has.
+"""The HTTP server: OpenAI's API on the same gateway as the gRPC server.
 
-Needs the extra `http`. Importing this package alone loads nothing of it.
+Needs the extra `http`. Importing this package alone imports none of its libraries.
 """
 
 from importlib.util import find_spec
@@ -16,5 +16,5 @@ def missing_packages() -> list[str]:
 def check_extra() -> None:
     """Raises `RuntimeUnavailable` when packages of the extra are missing."""
     if missing := missing_packages():
-        lacks = f"gateway.http_port is set, but {' and '.join(missing)} cannot be imported"
-        raise RuntimeUnavailable(f"{lacks}; pip install 'diptych[http]', or leave http_port out")
+        problem = f"gateway.http_port is set, but {' and '.join(missing)} cannot be imported"
+        raise RuntimeUnavailable(f"{problem}; pip install 'diptych[http]', or leave http_port out")

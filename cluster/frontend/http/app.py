@@ -1,7 +1,4 @@
-"""The HTTP routes, and which part of the gateway answers each.
-
-Knows paths and statuses; the gateway knows text, tokens, SLOs and cancellation.
-"""
+"""The HTTP routes. Knows paths and statuses; the gateway knows text, tokens, SLOs and cancellation."""
 
 import asyncio
 import json
@@ -23,24 +20,30 @@ from cluster.events import ClusterError
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.grpc.services import metrics_text
-from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
-from cluster.frontend.http.described import described
+from cluster.frontend.http.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Generation,
+    MalformedBody,
+    TokenizeBody,
+)
 from cluster.frontend.http.failures import JSON, Failure, failure_of
 from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
-from cluster.frontend.http.large import (
-    Malformed,
-    detokenized,
+from cluster.frontend.http.headers import parse_headers
+from cluster.frontend.http.middleware import NAME
+from cluster.frontend.http.openapi import route_options
+from cluster.frontend.http.preprocess import (
+    detokenize,
     read_detokenize,
     read_generation,
     read_tokenize,
-    tokenized,
+    tokenize,
 )
-from cluster.frontend.http.middleware import NAME
 from cluster.frontend.http.reply import ParsedRequest, Reply
-from cluster.frontend.http.terms import terms_of
 from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.preprocessing import LARGE_BYTES
-from cluster.frontend.text import EncodedPrompt, GenerationInput, TextPrompt, TokenPrompt, text_of
+from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
 from cluster.observe.trace_context import set_trace_headers
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
@@ -49,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 READY_RETRY_S = 1.0
 GENERATIONS: Mapping[str, type[Generation]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
-READ = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
+READERS = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
 LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `LARGE_BYTES` of a prompt: 5 ms
 
 
@@ -58,14 +61,14 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
     quiet = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False}
     app = FastAPI(title="Diptych", docs_url=None, redoc_url=None, telemetry=quiet)  # type: ignore[arg-type]
     app.state.routes = routes = _Routes(context, gateway, is_closing)
-    for path, answer in (
+    for path, handler in (
         ("/v1/completions", routes.completions),
         ("/v1/chat/completions", routes.chat),
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):
-        app.router.add_api_route(path, answer, **described(path, "POST"), route_class_override=_BodyRoute)
-    for path, look in (
+        app.router.add_api_route(path, handler, **route_options(path, "POST"), route_class_override=_BodyRoute)
+    for path, query in (
         ("/v1/models", routes.models),
         ("/v1/models/", routes.models),
         ("/v1/models/{name:path}", routes.model),
@@ -75,10 +78,10 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
         ("/version", routes.version),
         ("/tokenizer_info", routes.tokenizer_info),
     ):
-        app.add_api_route(path, look, **described(path, "GET"))
+        app.add_api_route(path, query, **route_options(path, "GET"))
     add_ui(app, context, gateway)
     app.add_exception_handler(RequestValidationError, _malformed)
-    app.add_exception_handler(Malformed, _malformed)
+    app.add_exception_handler(MalformedBody, _malformed)
     app.add_exception_handler(HTTPException, _no_route)
     for kind in (InvalidRequest, ClusterError, Exception):
         app.add_exception_handler(kind, routes.failed)
@@ -89,7 +92,7 @@ class _BodyRoute(APIRoute):
     """A route whose large bodies are parsed outside the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        small = super().get_route_handler()
+        handle_small = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
             raw = await request.body()
@@ -97,7 +100,7 @@ class _BodyRoute(APIRoute):
                 response: Response | None = await request.app.state.routes.large(request, raw)
                 if response is not None:
                     return response
-            return await small(request)
+            return await handle_small(request)
 
         return handle
 
@@ -121,11 +124,11 @@ class _Routes:
         form = CompletionFormat(self._gateway.tokenizer, has_logprobs, echoes, body.n or 1)
         return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, form)
 
-    async def _echo(self, prompt: GenerationInput, num_output: int) -> Echo:
+    async def _echo(self, prompt: PromptInput, num_output: int) -> Echo:
         tokens = await self._gateway.encode(prompt, num_output)
         if isinstance(prompt, TextPrompt | EncodedPrompt):
             return Echo(prompt.text, tokens)
-        return Echo(text_of(self._gateway.tokenizer, tokens), tokens)
+        return Echo(text_from(self._gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         form = ChatFormat(self._gateway.tokenizer, bool(body.logprobs))
@@ -134,22 +137,22 @@ class _Routes:
     def _reply(
         self,
         body: Generation,
-        prompts: Sequence[GenerationInput],
+        prompts: Sequence[PromptInput],
         request: Request,
         form: CompletionFormat | ChatFormat,
     ) -> Response:
-        terms = terms_of(request.headers, request.scope[NAME])
+        headers = parse_headers(request.headers, request.scope[NAME])
         if self._gateway.traces:
             set_trace_headers(request.headers.items())
-        if not terms.name.is_kept:
-            more = log_fields(self._context.name, terms.name.unique)
-            logger.info("request %s has x-request-id %.500r", terms.name.unique, terms.name.given, extra=more)
+        if not headers.name.is_prefix:
+            more = log_fields(self._context.name, headers.name.unique)
+            logger.info("request %s has x-request-id %.500r", headers.name.unique, headers.name.given, extra=more)
         parsed = ParsedRequest(
             prompts,
             body.sampling(self._gateway.default_sampling),
-            terms,
+            headers,
             model=body.model or "",
-            sent=body.sent,
+            client_names=body.client_names,
             stream=bool(body.stream),
             include_usage=body.include_usage,
             usage_in_chunks=body.usage_in_chunks,
@@ -159,23 +162,23 @@ class _Routes:
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
-        return Response(tokenized(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
+        return Response(tokenize(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
-        return Response(detokenized(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
+        return Response(detokenize(self._gateway.tokenizer, body, self._gateway.bounds), media_type=JSON)
 
     async def large(self, request: Request, raw: bytes) -> Response | None:
-        """The response to a large body; None: the route can go on with a small body and the encoded prompts."""
+        """The response to a large body; None: the route continues with a small body and the encoded prompts."""
         gateway, path = self._gateway, request.scope["path"]
-        calls = gateway.preprocessing.call
-        if path in READ:
-            model, answer = await calls(len(raw), READ[path], raw, gateway.bounds)
+        call = gateway.preprocessing.call
+        if path in READERS:
+            model, answer = await call(len(raw), READERS[path], raw, gateway.bounds)
             gateway.check_model(model)
             return Response(answer, media_type=JSON)
-        read = await calls(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
-        request._json, request.state.prompts = read.fields, read.prompts
-        request._body = b"{}"  # frees the large one; FastAPI checks whether there is a body
+        body = await call(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
+        request._json, request.state.prompts = body.fields, body.prompts
+        request._body = b"{}"  # frees the large body; FastAPI checks that there is one
         return None
 
     async def models(self) -> Response:
@@ -186,13 +189,13 @@ class _Routes:
         return _json(self._model())
 
     async def health(self) -> Response:
-        """Liveness: the process answers."""
+        """Liveness: the process responds."""
         return _json({"status": "up"})
 
     async def ready(self) -> Response:
         """Readiness: a worker is ready, and the server is not closing."""
         if self._is_closing() or not servable(self._gateway.view):
-            why = "this gateway is closing" if self._is_closing() else "there is no worker yet"
+            why = "this gateway is closing" if self._is_closing() else "no worker is ready"
             return Failure(503, why, "not_ready", retry_after_s=READY_RETRY_S).response()
         return _json({"status": "ready"})
 
@@ -221,25 +224,25 @@ class _Routes:
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
-    """Reports the first error of a body."""
+    """Reports the first error in a body."""
     if isinstance(error, RequestValidationError):
         first, *_ = errors = error.errors()
         if first["type"] == "json_invalid":
-            error = Malformed.no_json(first["ctx"]["error"])
-        else:
-            error = Malformed.of([each | {"loc": each["loc"][1:]} for each in errors], error.body)  # after "body"
-    assert isinstance(error, Malformed)
+            error = MalformedBody.not_json(first["ctx"]["error"])
+        else:  # each path begins with "body"
+            error = MalformedBody.of([each | {"loc": each["loc"][1:]} for each in errors], error.body)
+    assert isinstance(error, MalformedBody)
     return Failure(400, error.message, "invalid_request", error.path or None).response()
 
 
-def _prompts(body: Generation, request: Request) -> Sequence[GenerationInput]:
-    """Those of a large body are already encoded."""
-    encoded: Sequence[GenerationInput] | None = getattr(request.state, "prompts", None)
+def _prompts(body: Generation, request: Request) -> Sequence[PromptInput]:
+    """The prompts; those of a large body are already encoded."""
+    encoded: Sequence[PromptInput] | None = getattr(request.state, "prompts", None)
     return body.prompts() if encoded is None else encoded
 
 
 def _is_json(headers: Mapping[str, str]) -> bool:
-    """As FastAPI decides it."""
+    """By the same rule as FastAPI."""
     kind = Message()
     kind["content-type"] = headers.get("content-type", "")
     subtype = kind.get_content_subtype()

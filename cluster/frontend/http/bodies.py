@@ -1,6 +1,7 @@
-"""What clients send: OpenAI's requests. `cluster.frontend.http.unsupported` has the fields that are not supported.
+"""Request bodies of OpenAI's API. `cluster.frontend.http.unsupported` lists the fields that are not supported.
 
-Pure. What no type can say is `InvalidRequest`; ranges are the business of `SamplingParams` and the gateway.
+Pure. pydantic checks types, and `InvalidRequest` reports everything that types cannot express. `SamplingParams` and the
+gateway check ranges.
 """
 
 import json
@@ -12,14 +13,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
+from cluster.events import Unservable
 from cluster.frontend.http.unsupported import check_message, check_stream_options, check_supported
-from cluster.frontend.text import ChatPrompt, GenerationInput, TextPrompt, TokenPrompt, check_depth
+from cluster.frontend.text import ChatPrompt, RawPrompt, TextPrompt, TokenPrompt, check_depth
 from workers.errors import InvalidRequest
 from workers.request import MOST_BIASES, SamplingParams
 
-MOST_PROMPTS = 1024  # of one request; `cluster.frontend.http.reply` bounds how many of them run at once
-# Fields that are one value and have the same meaning in `SamplingParams`.
-SAME = (
+MAX_PROMPTS = 1024  # of one request; `cluster.frontend.http.reply` bounds how many of them run at once
+# Scalar fields with the same name and meaning in `SamplingParams`.
+SCALARS = (
     *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
@@ -27,7 +29,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class _FirstError(FailFast):
-    """A long list of wrong things is one error. Unlike its base it can stand in a union."""
+    """Stops at the first error in a list. Unlike its base class, it is hashable and so works in unions."""
 
     __hash__ = object.__hash__
 
@@ -53,17 +55,19 @@ class Body(BaseModel):
         return cls.model_fields.keys()
 
     @property
-    def sent(self) -> Mapping[str, str]:
-        """Names under which fields of the gateway were sent, where they are not its own."""
+    def client_names(self) -> Mapping[str, str]:
+        """The gateway's field names and what this body calls them, where they differ."""
         return {}
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Bad input that is found in it has the name that was sent."""
+    def client_errors(self) -> Iterator[None]:
+        """Errors raised in the block name the field as the client did."""
         try:
             yield
         except InvalidRequest as error:
-            raise InvalidRequest(self.sent.get(error.field, error.field), error.message) from None
+            raise InvalidRequest(self.client_names.get(error.field, error.field), error.message) from None
+        except Unservable as error:
+            raise Unservable(error.message, self.client_names.get(error.field, error.field)) from None
 
 
 class StreamOptions(BaseModel):
@@ -74,7 +78,7 @@ class StreamOptions(BaseModel):
 
 
 class Generation(Body):
-    """What both kinds of generation have in common. None: the gateway's choice."""
+    """The common fields of completions and chat. None: the gateway's default."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -105,11 +109,11 @@ class Generation(Body):
     @property
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
-        """Alternatives to tell of with each token; None: no probabilities at all."""
+        """Number of alternatives per token; None: no logprobs."""
 
     @property
     def scores_only(self) -> bool:
-        """Only the prompt is wanted back, and what is known of its tokens."""
+        """Whether the client wants only the prompt's logprobs, and no answer."""
         return False
 
     @property
@@ -121,17 +125,17 @@ class Generation(Body):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @abstractmethod
-    def prompts(self) -> list[GenerationInput]:
-        """What to go on from."""
+    def prompts(self) -> list[RawPrompt]:
+        """The prompts, one request each."""
 
     def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
-        """`defaults` stand for what is not said."""
-        given = {**defaults, **{name: value for name in SAME if (value := getattr(self, name)) is not None}}
+        """`defaults` apply to missing fields."""
+        given = {**defaults, **{name: value for name in SCALARS if (value := getattr(self, name)) is not None}}
         if self.top_k is not None:
-            given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # -1: off, to many clients
+            given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # many clients send -1 for off
         if self.include_stop_str_in_output is not None:
             given["include_stop_in_output"] = self.include_stop_str_in_output
-        with self.named():
+        with self.client_errors():
             sampling = SamplingParams(
                 **given,
                 seed=_seed(self.seed),
@@ -144,7 +148,7 @@ class Generation(Body):
         if self.stream_options is not None:
             check_stream_options(self.stream_options.model_extra or {})
             if not self.stream:
-                raise InvalidRequest("stream_options", "are for streams; set stream to true, or leave them out")
+                raise InvalidRequest("stream_options", "apply to streams only; set stream to true, or leave them out")
         if self.stream and sampling.num_answers > sampling.n:
             raise InvalidRequest("best_of", f"is {sampling.best_of}; the best are known at the end: leave out stream")
         kind = (self.response_format or {}).get("type", "text")
@@ -167,7 +171,7 @@ class CompletionBody(Generation):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """One token is the least that can be drawn; where only scores are wanted, it is dropped."""
+        """At least one token must be sampled; with `scores_only` it is dropped."""
         return 1 if self.scores_only else self.max_tokens
 
     @property
@@ -183,10 +187,10 @@ class CompletionBody(Generation):
         if not self.echo or self.logprobs is None:
             return sampling
         if self.stream and sampling.n > 1:
-            raise InvalidRequest("echo", "with logprobs is for one answer, or for a whole one; leave out stream or n")
+            raise InvalidRequest("echo", "with logprobs and several answers cannot stream; leave out stream or n")
         return replace(sampling, prompt_logprobs=self.logprobs)
 
-    def prompts(self) -> list[GenerationInput]:
+    def prompts(self) -> list[RawPrompt]:
         """Text, token ids, or a list of either."""
         special = self.add_special_tokens is not False
         single = _one_prompt(self.prompt, special)
@@ -194,8 +198,8 @@ class CompletionBody(Generation):
             return [single]
         if not isinstance(self.prompt, list) or not self.prompt:
             raise InvalidRequest("prompt", "is missing; give text, a list of token ids, or a list of such prompts")
-        if len(self.prompt) > MOST_PROMPTS:
-            raise InvalidRequest("prompt", f"has {len(self.prompt)} prompts; a request has at most {MOST_PROMPTS}")
+        if len(self.prompt) > MAX_PROMPTS:
+            raise InvalidRequest("prompt", f"has {len(self.prompt)} prompts; a request has at most {MAX_PROMPTS}")
         found = [_one_prompt(each, special) for each in self.prompt]
         if None in found:
             wrong = f"prompt[{found.index(None)}]"
@@ -211,7 +215,7 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """Templates do not get `name`."""
+    """`name` is not passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -233,7 +237,7 @@ class ChatBody(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def sent(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {"prompt": "messages", "sampling.max_tokens": tokens, "sampling.logprobs": "top_logprobs"}
 
@@ -247,19 +251,19 @@ class ChatBody(Generation):
             raise InvalidRequest("top_logprobs", "is given without logprobs; set logprobs to true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def prompts(self) -> list[GenerationInput]:
+    def prompts(self) -> list[RawPrompt]:
         if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice", "is not supported; answers have no tool_calls, so none is possible")
+            raise InvalidRequest("tool_choice", "is not supported, because answers have no tool_calls; leave it out")
         if self.tools and self.tool_choice != "none":
-            why = "are not supported, for answers have no tool_calls; leave them out, or set tool_choice to none"
+            why = "are not supported, because answers have no tool_calls; leave them out, or set tool_choice to none"
             raise InvalidRequest("tools", why)
         return [_chat_prompt(self, [])]
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text, or messages; the tokens are those that a generation would have.
+    """POST /tokenize: a text or messages, tokenized as a completion or a chat would.
 
-    It takes the body of a generation too, whose other fields make no difference.
+    Accepts the body of a completion or a chat too, and ignores its other fields.
     """
 
     prompt: str | None = None
@@ -274,10 +278,10 @@ class TokenizeBody(Body):
         return {*cls.model_fields, *CompletionBody.model_fields, *ChatBody.model_fields}
 
     @property
-    def sent(self) -> Mapping[str, str]:
+    def client_names(self) -> Mapping[str, str]:
         return {} if self.messages is None else {"prompt": "messages"}
 
-    def input(self) -> GenerationInput:
+    def input(self) -> RawPrompt:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt", "or messages is needed, and not both")
         if self.prompt is not None:
@@ -291,11 +295,33 @@ class DetokenizeBody(Body):
     tokens: Integers
 
 
-def _path(error: Mapping[str, Any], given: object) -> str:
-    """The place of what is wrong, such as `messages[0].content`.
-
-    pydantic's own has the names of a union's members in it too: those are not in what was given.
+class MalformedBody(Exception):
+    """The body is not JSON, or a field has a wrong type. `path` of that field, such as `messages[0].content`; empty:
+    the whole body.
     """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message, path)
+        self.message = message
+        self.path = path
+
+    @classmethod
+    def not_json(cls, reason: str) -> "MalformedBody":
+        return cls(f"the body is not JSON: {reason}")
+
+    @classmethod
+    def of(cls, errors: Sequence[Any], given: object) -> "MalformedBody":
+        """The first of pydantic's errors about `given`; among the members of a union, the one that fits best."""
+        found = [(_path(each, given), str(each["msg"])) for each in errors]
+        first = found[0][0]
+        path, message = max((each for each in found if each[0].startswith(first)), key=lambda each: len(each[0]))
+        if not path:
+            return cls("the body is not a JSON object; send one as application/json")
+        return cls(f"{path}: {message}", path)
+
+
+def _path(error: Mapping[str, Any], given: object) -> str:
+    """The path of the wrong value. pydantic's own path also contains the names of union members."""
     path, missing = "", error["type"] == "missing"
     for part in error["loc"]:
         if isinstance(given, dict) and isinstance(part, str) and (part in given or missing):
@@ -307,16 +333,9 @@ def _path(error: Mapping[str, Any], given: object) -> str:
     return path
 
 
-def first_error(errors: Sequence[Any], given: object) -> tuple[str, str]:
-    """(path, message) of the first of pydantic's errors; where it is one of a union, the member that fits best."""
-    found = [(_path(each, given), str(each["msg"])) for each in errors]
-    first = found[0][0]
-    return max((each for each in found if each[0].startswith(first)), key=lambda each: len(each[0]))
-
-
 def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> ChatPrompt:
     if body.add_special_tokens:
-        raise InvalidRequest("add_special_tokens", "is not supported with messages; the chat template writes them")
+        raise InvalidRequest("add_special_tokens", "is not supported with messages; the chat template has them")
     messages = tuple((each.role, _content(index, each)) for index, each in enumerate(body.messages or ()))
     for index, tool in enumerate(tools or ()):
         check_depth(f"tools[{index}]", tool)
@@ -340,7 +359,7 @@ def _content(index: int, message: ChatMessage) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-def _one_prompt(value: object, special: bool) -> GenerationInput | None:
+def _one_prompt(value: object, special: bool) -> RawPrompt | None:
     if isinstance(value, str):
         return TextPrompt(value, special)
     if isinstance(value, list) and value and all(type(each) is int for each in value):
@@ -349,11 +368,11 @@ def _one_prompt(value: object, special: bool) -> GenerationInput | None:
 
 
 def _seed(value: int | None) -> int | None:
-    """-1 lets the gateway draw one, as vLLM does; another negative number stands for its 64 bits."""
+    """-1 is a random seed, as in vLLM; other negative numbers are taken as unsigned 64-bit numbers."""
     if value is None or value == -1:
         return None
     if not -(2**63) <= value < 2**64:
-        raise InvalidRequest("seed", f"is {value}; it must be a number of 64 bits, or -1 for any")
+        raise InvalidRequest("seed", f"is {value}; it must be a 64-bit number, or -1 for a random one")
     return value % 2**64
 
 

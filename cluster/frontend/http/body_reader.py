@@ -1,4 +1,4 @@
-"""Reads request bodies, within limits of size and time for each, and of memory for all and for each client address.
+"""Reads request bodies with limits: size and time of each, memory of all together and per client address.
 
 Knows ASGI; knows no request.
 """
@@ -11,17 +11,17 @@ from starlette.types import Receive, Scope
 
 from cluster.frontend.http.failures import Failure
 
-MOST_BYTES = 16 << 20
-JSON_BYTES = 6  # the most that a byte of a prompt takes, as \u0000 does
+MAX_BODY_BYTES = 16 << 20
+JSON_BYTES = 6  # most bytes of JSON per byte of a prompt: \u0000
 FIELDS_BYTES = 1 << 20  # of a body without its prompt
-ONE_PROMPT = frozenset({"/v1/chat/completions", "/tokenize"})  # other bodies may have many
+ONE_PROMPT = frozenset({"/v1/chat/completions", "/tokenize"})  # other bodies may have several
 BODY_S = 60.0
-FREE_BYTES = 64 << 10  # of each body, not counted, so that large bodies keep no small one out
-MOST_UNREAD_BYTES = 256 << 20  # of all bodies that have not arrived completely
-MOST_UNREAD_BYTES_OF_ONE = 64 << 20  # of one address
+FREE_BYTES = 64 << 10  # of each body, not counted, so that large bodies cannot crowd out small ones
+MAX_UNREAD_BYTES = 256 << 20  # of all bodies that have not arrived completely
+MAX_UNREAD_BYTES_PER_ADDRESS = 64 << 20
 RETRY_AFTER_S = 1.0
 
-TOO_LARGE = Failure(413, f"the body has more than {MOST_BYTES >> 20} MiB; send less", "body_too_large")
+TOO_LARGE = Failure(413, f"the body has more than {MAX_BODY_BYTES >> 20} MiB; send less", "body_too_large")
 TOO_SLOW = Failure(408, f"the body did not arrive within {BODY_S:.0f} s", "body_too_slow")
 CROWDED = Failure(
     429, "too many large bodies arrive at this gateway at once; try again", "no_room", retry_after_s=RETRY_AFTER_S
@@ -30,22 +30,22 @@ CROWDED = Failure(
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    most_bytes: int
+    max_bytes: int
     failure: Failure  # of a larger body
 
 
 def _one_prompt_limit(longest_text_bytes: int | None, context_length: int) -> _Limit:
-    if longest_text_bytes is None or JSON_BYTES * longest_text_bytes + FIELDS_BYTES >= MOST_BYTES:
-        return _Limit(MOST_BYTES, TOO_LARGE)
-    most = JSON_BYTES * longest_text_bytes + FIELDS_BYTES
-    why = f"This model's maximum context length is {context_length} tokens; a body of {most} bytes or more cannot fit"
-    return _Limit(most, Failure(400, f"{why}; shorten it", "context_length_exceeded"))
+    if longest_text_bytes is None or JSON_BYTES * longest_text_bytes + FIELDS_BYTES >= MAX_BODY_BYTES:
+        return _Limit(MAX_BODY_BYTES, TOO_LARGE)
+    limit = JSON_BYTES * longest_text_bytes + FIELDS_BYTES
+    why = f"This model's maximum context length is {context_length} tokens; a body of {limit} bytes or more cannot fit"
+    return _Limit(limit, Failure(400, f"{why}; shorten it", "context_length_exceeded"))
 
 
 class BodyReader:
     """Owned by its `Connection`.
 
-    A prompt of more than `longest_text_bytes` cannot fit into `context_length` tokens; None: there is no such bound.
+    A prompt of more than `longest_text_bytes` cannot fit into `context_length` tokens; None: unknown.
     """
 
     def __init__(self, longest_text_bytes: int | None, context_length: int) -> None:
@@ -53,10 +53,10 @@ class BodyReader:
         self._unread: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive) -> bytes | Failure | None:
-        """The whole body, or why it is refused; None if the client left before its end."""
+        """The whole body, or the error; None if the client disconnected first."""
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        limit = self._one_prompt if scope["path"] in ONE_PROMPT else _Limit(MOST_BYTES, TOO_LARGE)
-        if int(declared) > limit.most_bytes:  # h11 has checked that it is a number
+        limit = self._one_prompt if scope["path"] in ONE_PROMPT else _Limit(MAX_BODY_BYTES, TOO_LARGE)
+        if int(declared) > limit.max_bytes:  # h11 checks that it is a number
             return limit.failure
         try:
             async with asyncio.timeout(BODY_S):
@@ -72,7 +72,7 @@ class BodyReader:
                 if message["type"] == "http.disconnect":
                     return None
                 body += message.get("body", b"")
-                if len(body) > limit.most_bytes:
+                if len(body) > limit.max_bytes:
                     return limit.failure
                 if not message.get("more_body", False):
                     return bytes(body)
@@ -87,4 +87,4 @@ class BodyReader:
                 del self._unread[host]
 
     def _is_crowded(self, host: str) -> bool:
-        return self._unread[host] > MOST_UNREAD_BYTES_OF_ONE or self._unread.total() > MOST_UNREAD_BYTES
+        return self._unread[host] > MAX_UNREAD_BYTES_PER_ADDRESS or self._unread.total() > MAX_UNREAD_BYTES

@@ -1,4 +1,4 @@
-"""What every request with a body passes before and around the application: its limits and its end.
+"""Reads the bodies of requests, limits how many run, and cancels the application when a client disconnects.
 
     client ── whole body, see `BodyReader` ──> application ──> client
     client disconnects ──> the application is cancelled, wherever it waits
@@ -29,32 +29,29 @@ CLOSING = Failure(503, "this gateway is closing; try another one", "closing", re
 
 
 class Connection:
-    """An ASGI application around another, which runs at most `most_requests` whose body has arrived.
+    """ASGI middleware. At most `max_requests` with a body run at once. Owned by the HTTP server."""
 
-    Owned by the HTTP server.
-    """
-
-    def __init__(self, app: ASGIApp, bodies: BodyReader, most_requests: int, is_closing: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, bodies: BodyReader, max_requests: int, is_closing: Callable[[], bool]) -> None:
         self._app = app
         self._bodies = bodies
-        self._most_requests = most_requests
+        self._max_requests = max_requests
         self._is_closing = is_closing
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def ended(self, timeout_s: float) -> None:
-        """Return when no request runs, or after this time."""
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Wait until no request runs, at most this long."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may see other requests in these bytes
+        if {b"content-length", b"transfer-encoding"} <= names:  # request smuggling: a proxy may parse it differently
             await TWO_LENGTHS.response(connection="close")(scope, receive, send)
             return
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves the body out
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn omits the body of a HEAD
             await self._app({**scope, "method": method}, receive, send)
             return
         refusal = self._refusal()
@@ -72,7 +69,7 @@ class Connection:
             return
         assert isinstance(body, bytes), "failures are refusals"
         replayed = _Replayed(body)
-        del body  # frees a large one before the answer ends
+        del body  # frees a large body while the request runs
         self._running += 1
         self._idle.clear()
         try:
@@ -83,10 +80,10 @@ class Connection:
                 self._idle.set()
 
     def _refusal(self) -> Response | None:
-        """The response to a request that cannot begin now."""
+        """The error response if no request may start now."""
         if self._is_closing():
-            return CLOSING.response(connection="close")  # so that the next one can reach another gateway
-        return FULL.response() if self._running >= self._most_requests else None
+            return CLOSING.response(connection="close")  # so that the next request can reach another gateway
+        return FULL.response() if self._running >= self._max_requests else None
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, body: "_Replayed") -> None:
         async def answer() -> None:
@@ -105,7 +102,7 @@ class Connection:
 
 
 class _Replayed:
-    """A `Receive` that has the whole body already; after it nothing comes."""
+    """A `Receive` that returns the whole body once."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, with an HTTP status. `cluster.frontend.grpc.statuses` maps errors to codes."""
+"""Errors in OpenAI's format, with an HTTP status. `cluster.frontend.grpc.statuses` maps errors to codes."""
 
 import json
 import math
@@ -26,7 +26,7 @@ STATUSES = {
 }
 TYPES = {429: "rate_limit_error", 499: "cancelled_error", 504: "timeout_error"}
 CODES = {"UNKNOWN_MODEL": "model_not_found", "TOO_LONG": "context_length_exceeded"}
-# The gateway's field names as HTTP clients know them; the first prefix that matches counts.
+# Prefixes of the gateway's field names, and HTTP's names for them; the first match counts.
 FIELDS = (
     *(("sampling.include_stop_in_output", "include_stop_str_in_output"), ("sampling.", "")),
     *(("prompt.chat.tools", "tools"), ("prompt.chat.messages", "messages"), ("prompt.chat", "messages")),
@@ -65,30 +65,22 @@ class Failure:
         return Response(self.body, self.status, self.headers | headers, JSON)
 
 
-def failure_of(error: Exception, ready: bool, request_id: str = "", sent: Mapping[str, str] = NOTHING) -> Failure:
-    """The failure for an error of the gateway; `ready` and `request_id` as for `status_of`.
-
-    `sent`: the names under which the client sent fields, where they differ.
-    """
+def failure_of(error: Exception, ready: bool, request_id: str = "", names: Mapping[str, str] = NOTHING) -> Failure:
+    """The failure for an error of the gateway. `ready`, `request_id`: see `status_of`. `names`: `Body.client_names`."""
     match error:
         case InvalidRequest():
-            error = InvalidRequest(_param(error.field, sent), error.message)
+            error = InvalidRequest(_param(error.field, names), error.message)
         case Unservable():
-            error = Unservable(error.message, _param(error.field, sent))
-    described = error_from(status_of(error, ready, request_id))
-    reason = described.reason or described.code
-    return Failure(
-        STATUSES.get(described.code, 500),
-        described.message,
-        CODES.get(reason, reason.lower()),
-        described.field,
-        described.retry_after_s,
-    )
+            error = Unservable(error.message, _param(error.field, names))
+    known = error_from(status_of(error, ready, request_id))
+    reason = known.reason or known.code
+    status, code = STATUSES.get(known.code, 500), CODES.get(reason, reason.lower())
+    return Failure(status, known.message, code, known.field, known.retry_after_s)
 
 
-def _param(field: str, sent: Mapping[str, str]) -> str:
-    if field in sent:
-        return sent[field]
+def _param(field: str, names: Mapping[str, str]) -> str:
+    if field in names:
+        return names[field]
     for ours, theirs in FIELDS:
         if field.startswith(ours):
             return theirs + field.removeprefix(ours)

@@ -1,6 +1,6 @@
-"""Choices in OpenAI's form: whole, or as the chunks of a stream. A choice is one answer to one prompt.
+"""Choices in OpenAI's format, whole or as chunks of a stream. A choice is one answer to one prompt.
 
-Pure but for the tokenizer; knows no connection. Owned by one reply: formats remember what they have sent.
+Pure, except for the tokenizer. Knows no connection. Owned by one reply, because formats remember what was sent.
 """
 
 import codecs
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.events import Completed
-from cluster.frontend.text import TextDelta, Tokenizer, text_of
+from cluster.frontend.text import TextDelta, Tokenizer, text_from
 from workers.request import FinishReason, TokenLogprobs
 
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
+MIN_LOGPROB = -9999.0  # JSON has no infinity
 FINISH = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 Choice = dict[str, Any]
 
 
 class Format(Protocol):
-    """The form of one of the two endpoints."""
+    """The format of one of the two endpoints."""
 
     prefix: str  # of ids
     whole_kind: str
@@ -31,24 +31,24 @@ class Format(Protocol):
         ...
 
     def part(self, index: int, delta: TextDelta) -> Choice:
-        """What is new of an answer."""
+        """A chunk with new text or tokens."""
         ...
 
     def end(self, index: int, finish: FinishReason) -> Choice:
-        """The last of an answer."""
+        """The last chunk of an answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that its answers repeat (`echo`)."""
+    """A prompt that its answers repeat."""
 
     text: str
     tokens: tuple[int, ...]
 
 
 class CompletionFormat:
-    """`echoes`: the prompts, where answers repeat them; each has `n` answers."""
+    """`echoes`: the prompts, if the answers repeat them. Each prompt has `n` answers."""
 
     prefix = "cmpl"
     whole_kind = chunk_kind = "text_completion"
@@ -63,7 +63,7 @@ class CompletionFormat:
         self._echoes = echoes
         self._n = n
         self._echoed: set[int] = set()
-        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt; they come with its first answer
+        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}  # by prompt; its first answer brings them
 
     def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
         return self.part(index, answer) | {"finish_reason": FINISH[finish]}
@@ -81,7 +81,7 @@ class CompletionFormat:
         return {"index": index, "text": echo.text, "logprobs": None, "finish_reason": FINISH[finish]}
 
     def _echo(self, index: int, delta: TextDelta) -> tuple[Echo, Sequence[TokenLogprobs | None]]:
-        """The prompt, before the first part of an answer, and the logprobs of its tokens."""
+        """The prompt and the logprobs of its tokens for the first part of an answer; empty for later parts."""
         if not self._echoes or index in self._echoed:
             return NOTHING, ()
         self._echoed.add(index)
@@ -92,8 +92,8 @@ class CompletionFormat:
     def _logprobs_json(
         self, index: int, tokens: Sequence[int], scored: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
-        """`scored` has None for a prompt's first token, which has no logprob."""
-        pieces = [text_of(self._tokenizer, (token,)) for token in tokens]
+        """`scored`: None for a prompt's first token, which has no logprob."""
+        pieces = [text_from(self._tokenizer, (token,)) for token in tokens]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets[index])
@@ -102,7 +102,7 @@ class CompletionFormat:
             "tokens": pieces,
             "token_logprobs": [each and _finite(each.chosen) for each in scored],
             "top_logprobs": [
-                each and {text_of(self._tokenizer, (token,)): _finite(value) for token, value in each.top}
+                each and {text_from(self._tokenizer, (token,)): _finite(value) for token, value in each.top}
                 for each in scored
             ],
             "text_offset": offsets,
@@ -128,14 +128,14 @@ class ChatFormat:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": FINISH[finish]}
 
     def part(self, index: int, delta: TextDelta) -> Choice:
-        new = self._opening(index) | {"content": delta.text}
+        new = self._role(index) | {"content": delta.text}
         return {"index": index, "delta": new, "logprobs": self._logprobs_json(delta), "finish_reason": None}
 
     def end(self, index: int, finish: FinishReason) -> Choice:
-        return {"index": index, "delta": self._opening(index), "logprobs": None, "finish_reason": FINISH[finish]}
+        return {"index": index, "delta": self._role(index), "logprobs": None, "finish_reason": FINISH[finish]}
 
-    def _opening(self, index: int) -> dict[str, str]:
-        """The role, once for each answer, with its first token and not before."""
+    def _role(self, index: int) -> dict[str, str]:
+        """The role for the first chunk of an answer; empty for later chunks."""
         if index in self._begun:
             return {}
         self._begun.add(index)
@@ -156,13 +156,13 @@ class ChatFormat:
         return [self._one(token, value) for token, value in logprobs.top]
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        text = text_of(self._tokenizer, (token,))
+        text = text_from(self._tokenizer, (token,))
         return {"token": text, "logprob": _finite(logprob), "bytes": list(self._tokenizer.token_bytes(token))}
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request, over all its prompts."""
+    """Token counts of a request, summed over its prompts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -184,9 +184,9 @@ class Usage:
 
 
 def finishes(end: Completed) -> list[FinishReason]:
-    """How each answer to a prompt ended, by index."""
+    """The finish reason of each answer to a prompt, by index."""
     return [each.finish for each in end.answers] or [end.finish]
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)

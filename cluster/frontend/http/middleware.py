@@ -1,7 +1,7 @@
-"""ASGI applications around the application: request ids, API keys, and the response counter. Owned by the HTTP server.
+"""ASGI middleware: request names, API keys, and the response counter. Owned by the HTTP server.
 
-x-request-id: trace/7      echoed in every response; a service mesh may give many requests the same one
-trace-7-1b9f03e2           unique: what gateway, workers and logs call the request, and part of the answer's `id`
+x-request-id: trace/7      the client's name, echoed in every response; several requests may share it
+trace-7-1b9f03e2           the unique id in gateway, workers and logs, and part of the answer's `id`
 """
 
 import secrets
@@ -13,13 +13,13 @@ from cluster.frontend.auth import Guard, KeyRefused, TenantRefused
 from cluster.frontend.http.failures import failure_of
 from cluster.frontend.http.ui.routes import FILES
 from cluster.observe.metrics.responses import Responses
-from diptych.request_ids import is_usable, made_id
+from diptych.request_ids import is_usable, new_id
 
-NAME = "diptych.name"  # keys in a scope
-ENDING = "diptych.ending"
+NAME = "diptych.name"  # keys in an ASGI scope
+OUTCOME = "diptych.outcome"
 REQUEST_ID = b"x-request-id"
 TENANT = b"x-diptych-tenant"
-LONGEST_NAME = 100  # of a client's name; leaves room for suffixes that tell requests, prompts and answers apart
+MAX_NAME_CHARS = 100  # of a client's name; leaves room for the suffixes of requests, prompts and answers
 OPEN_PATHS = ("/health", "/ready", "/ui/", *FILES)  # need no key
 ROUTES = {
     "/v1/completions": "completions",
@@ -27,85 +27,87 @@ ROUTES = {
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
-CLIENT_LEFT = 499  # before the end of its response
+CLIENT_LEFT = 499  # the client disconnected before the end of its response
 
 
 @dataclass(slots=True)
-class Ending:
-    """How a response ends; a stream that fails after its status was sent reports it here."""
+class Outcome:
+    """The status that is counted. A stream that fails after its status was sent sets the status of its error."""
 
     status: int = CLIENT_LEFT
 
 
 class CountResponses:
-    """Counts responses by route and status, including those of the layers in between."""
+    """Counts responses by route and status, including those of the inner middleware."""
 
     def __init__(self, app: ASGIApp, responses: Responses) -> None:
         self._app = app
         self._responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ending, is_complete = Ending(), False
+        outcome, is_complete = Outcome(), False
 
-        async def watched(message: Message) -> None:
+        async def counted_send(message: Message) -> None:
             nonlocal is_complete
             await send(message)
             if message["type"] == "http.response.start":
-                ending.status = message["status"]
+                outcome.status = message["status"]
             elif message["type"] == "http.response.body":
                 is_complete = not message.get("more_body", False)
 
         try:
-            await self._app({**scope, ENDING: ending}, receive, watched)
+            await self._app({**scope, OUTCOME: outcome}, receive, counted_send)
         finally:
-            status = ending.status if is_complete else CLIENT_LEFT
+            status = outcome.status if is_complete else CLIENT_LEFT
             method = ROUTES.get(scope["path"], "other")
-            if method != "other" or status >= 400:  # probes and scrapes are no load
+            if method != "other" or status >= 400:  # successful probes and scrapes are not counted
                 self._responses.count("http", method, str(status))
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """`given` by the client, else generated; `unique` begins with it, with unusable characters replaced."""
+class RequestName:
+    """`given`: the client's name, or a generated one. `unique`: the same with unusable characters replaced, and a
+    random suffix.
+    """
 
     given: str
     unique: str
 
     @property
-    def is_kept(self) -> bool:
+    def is_prefix(self) -> bool:
         """Whether a search for `given` finds `unique`."""
         return self.unique.startswith(self.given)
 
 
-def name_of(given: str) -> Name:
+def request_name(given: str) -> RequestName:
     """`given`: the client's x-request-id; empty if there is none."""
     if not given:
-        generated = made_id()
-        return Name(generated, generated)
-    kept = "".join(letter if is_usable(letter) else "-" for letter in given[:LONGEST_NAME])
-    return Name(given, f"{kept}-{secrets.token_hex(4)}")
+        generated = new_id()
+        return RequestName(generated, generated)
+    usable = "".join(letter if is_usable(letter) else "-" for letter in given[:MAX_NAME_CHARS])
+    return RequestName(given, f"{usable}-{secrets.token_hex(4)}")
 
 
 class NameRequests:
-    """Names each request, and echoes the name in the headers of every response."""
+    """Names each request, and echoes the client's name in the headers of every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name = name_of(dict(scope["headers"]).get(REQUEST_ID, b"").decode("latin-1"))
+        name = request_name(dict(scope["headers"]).get(REQUEST_ID, b"").decode("latin-1"))
         echoed = (REQUEST_ID, name.given.encode("latin-1"))
 
-        async def named(message: Message) -> None:
+        async def named_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], echoed]}
             await send(message)
 
-        await self._app({**scope, NAME: name}, receive, named)
+        await self._app({**scope, NAME: name}, receive, named_send)
 
 
 class RequireKey:
-    """Refuses requests without a valid key, before their bodies are read. The key sets the tenant header."""
+    """Refuses requests without a valid key, before reading their bodies. Sets the tenant header by the key."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app

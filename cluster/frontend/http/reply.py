@@ -1,7 +1,7 @@
-"""One request's response, from the gateway's events to HTTP: whole, or as server-sent events.
+"""The HTTP response to one request: a JSON body, or server-sent events.
 
-The response begins once workers are chosen, so its headers have the predictions. A request that fails before that gets
-an error status, one that fails later an `error` event. A client that disconnects cancels it wherever it waits.
+The response starts once workers are chosen, so its headers have the predictions. A request that fails earlier gets an
+error status; one that fails later gets an `error` event. A client that disconnects cancels its request.
 """
 
 import asyncio
@@ -21,25 +21,25 @@ from cluster.events import Accepted, Completed
 from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.http.failures import JSON, failure_of
 from cluster.frontend.http.formats import Choice, Format, Usage, finishes
-from cluster.frontend.http.middleware import ENDING
-from cluster.frontend.http.terms import Terms
-from cluster.frontend.text import GatewayEvent, GenerationInput, TextDelta, TextEnd
+from cluster.frontend.http.headers import RequestHeaders
+from cluster.frontend.http.middleware import OUTCOME
+from cluster.frontend.text import GatewayEvent, PromptInput, TextDelta, TextEnd
 from workers.request import FinishReason, SamplingParams
 
 EVENTS = "text/event-stream; charset=utf-8"
-MOST_LOGPROBS = 512  # that are encoded in the event loop: 6 ms, measured
-MOST_AT_ONCE = 64  # prompts of one request; the others wait here and take no place in the gateway
+MAX_LOGPROBS = 512  # more are encoded in a thread; these take 6 ms, measured
+MAX_CONCURRENT_PROMPTS = 64  # of one request; the others wait here, outside of the gateway's limits
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A checked request. Answer i to prompt p is choice p * n + i."""
 
-    prompts: Sequence[GenerationInput]
+    prompts: Sequence[PromptInput]
     sampling: SamplingParams
-    terms: Terms
+    headers: RequestHeaders
     model: str
-    sent: Mapping[str, str]  # as `Body.sent`
+    client_names: Mapping[str, str]  # see `Body`
     stream: bool
     include_usage: bool
     usage_in_chunks: bool
@@ -52,18 +52,18 @@ class ParsedRequest:
 
     async def _events(self, gateway: Gateway, index: int, arrived_s: float) -> AsyncGenerator[GatewayEvent, None]:
         """The deadline counts from the arrival of the request, however long this prompt waited for others."""
-        terms, unique = self.terms, self.terms.name.unique
+        headers, unique = self.headers, self.headers.name.unique
         waited_s = time.monotonic() - arrived_s
         events = gateway.generate(
             self.prompts[index],
             self.sampling,
-            slo=terms.slo,
+            slo=headers.slo,
             request_id=f"{unique}.{index}" if len(self.prompts) > 1 else unique,
-            called=terms.name.given,
-            deadline_s=None if terms.deadline_s is None else terms.deadline_s - waited_s,
-            session=terms.session,
+            client_id=headers.name.given,
+            deadline_s=None if headers.deadline_s is None else headers.deadline_s - waited_s,
+            session=headers.session,
             model=self.model,
-            tenant=terms.tenant,
+            tenant=headers.tenant,
         )
         async with aclosing(events):
             async for event in events:
@@ -73,20 +73,20 @@ class ParsedRequest:
 class Reply(Response):
     """Runs the request while the response is sent. Owned by its connection.
 
-    `encoding` lets one reply at a time encode in a thread: each further one would take GIL time from the event loop.
+    `encoder_slots`: shared by all replies; each thread that encodes takes GIL time from the event loop.
     """
 
     def __init__(
-        self, gateway: Gateway, request: ParsedRequest, form: Format, model: str, encoding: asyncio.Semaphore
+        self, gateway: Gateway, request: ParsedRequest, form: Format, model: str, encoder_slots: asyncio.Semaphore
     ) -> None:
         super().__init__()
-        self._encoding = encoding
+        self._encoder_slots = encoder_slots
         self._gateway = gateway
         self._request = request
         self._format = form
         self._begun = False
         self._fields = {
-            "id": f"{form.prefix}-{request.terms.name.unique}",
+            "id": f"{form.prefix}-{request.headers.name.unique}",
             "object": form.chunk_kind if request.stream else form.whole_kind,
             "created": int(time.time()),
             "model": model,
@@ -94,16 +94,16 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(together(self._request.events(self._gateway))) as events:
+            async with aclosing(merged(self._request.events(self._gateway))) as events:
                 await (self._stream(events, send) if self._request.stream else self._whole(events, send))
         except Exception as error:
-            ready, name = servable(self._gateway.view), self._request.terms.name
-            failure = failure_of(error, ready, name.unique, self._request.sent)
+            ready, name = servable(self._gateway.view), self._request.headers.name
+            failure = failure_of(error, ready, name.unique, self._request.client_names)
             if not self._begun:
                 await failure.response()(scope, receive, send)
                 return
-            scope[ENDING].status = failure.status
-            await _more(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
+            scope[OUTCOME].status = failure.status
+            await _send_body(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
 
     async def _whole(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:
         accepted: Accepted | None = None
@@ -129,10 +129,10 @@ class Reply(Response):
         choices = []
         for answer in answers:
             choices.append(await self._encoded(partial(self._format.whole, *answer), in_thread))
-            await asyncio.sleep(0)  # many short ones take long, too
+            await asyncio.sleep(0)  # many short ones together take long, too
         body = msgspec.json.encode(self._fields | {"choices": choices, "usage": usage.json})
         await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
-        await _more(send, body, last=True)
+        await _send_body(send, body, last=True)
 
     async def _stream(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:
         usage, so_far = Usage(), Usage()
@@ -147,29 +147,29 @@ class Reply(Response):
                 case TextDelta():
                     so_far.completion_tokens += len(event.tokens)
                     counts = self._counts(so_far)
-                    # A delta may have no text yet: half a character, or what may become a stop string.
+                    # A delta may have no text: its tokens end inside a character or a possible stop string.
                     if event.text or event.logprobs or event.prompt_logprobs or counts:
                         part = partial(self._format.part, self._choice(prompt, event.index), event)
                         choices = [await self._encoded(part, _is_long(event))]
-                        await _more(send, self._chunk(choices, counts))
+                        await _send_body(send, self._chunk(choices, counts))
                 case TextEnd():
                     end = partial(self._format.end, self._choice(prompt, event.index), event.finish)
                     choices = [await self._encoded(end, in_thread=False)]
-                    await _more(send, self._chunk(choices, self._counts(so_far)))
+                    await _send_body(send, self._chunk(choices, self._counts(so_far)))
                 case Completed():
                     usage.add(event)
         last = self._chunk([], usage.json) if self._request.include_usage else b""
-        await _more(send, last + b"data: [DONE]\n\n", last=True)
+        await _send_body(send, last + b"data: [DONE]\n\n", last=True)
 
     async def _encoded(self, build: Callable[[], Choice], in_thread: bool) -> msgspec.Raw:
-        """A choice as JSON; a long one in a thread, so that other requests' tokens are not late."""
+        """A choice as JSON. Encodes long ones in a thread, so that they do not delay other requests' tokens."""
 
         def encoded() -> msgspec.Raw:
             return msgspec.Raw(msgspec.json.encode(build()))
 
         if not in_thread:
             return encoded()
-        async with self._encoding:
+        async with self._encoder_slots:
             return await asyncio.to_thread(encoded)
 
     def _counts(self, so_far: Usage) -> dict[str, Any] | None:
@@ -195,7 +195,7 @@ class Reply(Response):
 
 
 def scores_of(event: GatewayEvent) -> GatewayEvent:
-    """Without the generated token: the prompt's logprobs, and an empty answer."""
+    """The event without the generated token: the prompt's logprobs, and an empty answer."""
     match event:
         case TextDelta():
             return TextDelta("", (), 0, prompt_logprobs=event.prompt_logprobs, index=event.index)
@@ -207,12 +207,12 @@ def scores_of(event: GatewayEvent) -> GatewayEvent:
     return event
 
 
-async def together(
+async def merged(
     streams: Sequence[AsyncGenerator[GatewayEvent, None]],
 ) -> AsyncGenerator[tuple[int, GatewayEvent], None]:
-    """(index, event) of all streams as they come. At most `MOST_AT_ONCE` run, started in order.
+    """(index, event) of all streams as events arrive. At most `MAX_CONCURRENT_PROMPTS` run at once, started in order.
 
-    The first error ends them all, and so does closing the iterator.
+    The first error, or closing the iterator, ends all of them.
     """
     if len(streams) == 1:
         async with aclosing(streams[0]) as events:
@@ -220,11 +220,11 @@ async def together(
                 yield 0, event
         return
     queue: asyncio.Queue[tuple[int, GatewayEvent] | Exception | None] = asyncio.Queue(1)
-    room = asyncio.Semaphore(MOST_AT_ONCE)
+    slots = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
     async def follow(index: int, stream: AsyncGenerator[GatewayEvent, None]) -> None:
         try:
-            async with room, aclosing(stream) as events:
+            async with slots, aclosing(stream) as events:
                 async for event in events:
                     await queue.put((index, event))
             await queue.put(None)
@@ -249,8 +249,8 @@ async def together(
 
 
 def _is_long(delta: TextDelta) -> bool:
-    return sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs)) > MOST_LOGPROBS
+    return sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs)) > MAX_LOGPROBS
 
 
-async def _more(send: Send, body: bytes, *, last: bool = False) -> None:
+async def _send_body(send: Send, body: bytes, *, last: bool = False) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": not last})

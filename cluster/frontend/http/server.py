@@ -1,4 +1,4 @@
-"""The HTTP server: one port, uvicorn in the gateway's own event loop. Knows sockets; knows no request."""
+"""The HTTP server: one port, served by uvicorn in the gateway's event loop. Knows sockets; knows no request."""
 
 import asyncio
 import contextlib
@@ -20,27 +20,27 @@ from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.app import make_app
 from cluster.frontend.http.body_reader import BodyReader
 from cluster.frontend.http.connection import Connection
-from cluster.frontend.http.listening import listen
+from cluster.frontend.http.listener import listen
 from cluster.frontend.http.middleware import CountResponses, NameRequests, RequireKey
 from cluster.frontend.http.reply import EVENTS
 
 logger = logging.getLogger(__name__)
 
 METHODS = ("GET", "HEAD", "POST")
-# Headers that scripts of other origins may read.
+# Headers that scripts from other origins may read.
 EXPOSED = ("x-request-id", "x-diptych-predicted-ttft-ms", "x-diptych-predicted-tpot-ms", "retry-after")
 KEEP_ALIVE_S = 30  # between two requests
 HEADERS_BYTES = 64 << 10
-HEADERS_S = 10.0  # from the first byte of headers, or from the connection, to their end; to the end of a refused body
-SEND_S = 60.0  # after which a client that reads nothing of its response is disconnected
-CUT_S = 0.5  # for the responses of requests that were cut off
+HEADERS_S = 10.0  # limit for the headers, from the connection or their first byte, and for the rest of a refused body
+SEND_S = 60.0  # a client that reads nothing of its response for this long is disconnected
+CUT_S = 0.5  # for the responses of cancelled requests
 LINGER_S = 2.0  # for a TLS client's close_notify
-COMMENT = b":\n\n"  # in a stream of events; clients skip it
-INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # after a client closed its half of the connection; Go clients accept at most five
+COMMENT = b":\n\n"  # a comment in an event stream; clients skip it
+INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # interim responses after a client's half-close; Go clients accept at most five
 
 
 class HttpServer:
-    """HTTP for one gateway, which it does not own: `drain`, then close the gateway, then `close`."""
+    """Does not own the gateway. To stop: `drain`, close the gateway, `close`."""
 
     def __init__(self, context: GatewayContext, gateway: Gateway, guard: Guard) -> None:
         self._spec = context.spec.gateway
@@ -61,7 +61,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            ssl_context_factory=None if guard.tls is None else lambda config, default: _renewing(guard),
+            ssl_context_factory=None if guard.tls is None else lambda config, default: _reloading_context(guard),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
@@ -81,15 +81,15 @@ class HttpServer:
         return f"{self._scheme}://{host}:{port}"
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests and give running ones `grace_s` to finish. Until then it listens, and /ready is 503."""
+        """Refuse new requests and give running ones `grace_s` to finish. Meanwhile it listens, and /ready is 503."""
         self._closing = True
-        await self._requests.ended(grace_s)
+        await self._requests.wait_idle(grace_s)
         self._server.should_exit = True
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=CUT_S)
 
     async def close(self) -> None:
-        """Cut off what still runs. Safe to call twice, or unopened."""
+        """Abort all connections. May be called twice, or before `open`."""
         await self.drain(0.0)
         serving, self._serving = self._serving, None
         if serving is None:
@@ -102,7 +102,7 @@ class HttpServer:
 
 
 class _H11(h11.Connection):
-    """h11's connection, which knows whether the response is a stream of events."""
+    """h11's connection, extended by whether the response is an event stream."""
 
     streams = False
 
@@ -113,11 +113,11 @@ class _H11(h11.Connection):
 
 
 class _Http(H11Protocol):
-    """uvicorn's protocol with time limits: it waits for clients without a limit except between requests."""
+    """uvicorn's protocol with time limits. uvicorn itself has a limit only between requests."""
 
     conn: _H11
-    _late: asyncio.TimerHandle | None = None
-    _stuck: asyncio.TimerHandle | None = None
+    _headers_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
     _is_half_closed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -126,16 +126,17 @@ class _Http(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._bound()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._bound()
+        self._update_timer()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a client that sent a whole request and then closed its half: it may still read.
+        """Keep the connection of a client that sent a whole request and then closed its half; it may still read.
 
-        To TCP a client that left looks the same until something is written: interim responses, or comments in a stream.
+        A client that left entirely looks the same until something is written to it. So this writes interim responses,
+        or comments in an event stream.
         """
         if self._is_half_closed or not self._is_answering or self.cycle.scope["http_version"] == "1.0":
             return self._is_half_closed
@@ -145,7 +146,7 @@ class _Http(H11Protocol):
         return True
 
     def _probe(self) -> None:
-        """A client that left answers a write with a reset; the next write then fails and ends the connection."""
+        """Write something. A client that left responds with a reset, and the next write then fails."""
         if self.transport.is_closing() or not self._is_answering:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
@@ -161,39 +162,39 @@ class _Http(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_half_closed and not self._is_answering:  # the last of its requests
+        if self._is_half_closed and not self._is_answering:  # that was its last request
             self.transport.close()
-        self._bound()
+        self._update_timer()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._bound()
+        self._update_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck = self.loop.call_later(SEND_S, self._disconnect)
+        self._send_timer = self.loop.call_later(SEND_S, self._disconnect)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stuck is not None:
-            self._stuck.cancel()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._late, self._stuck):
+        for timer in (self._headers_timer, self._send_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
-    def _bound(self) -> None:
-        """Limit the time while no request runs and uvicorn has no timer; only complete headers end it."""
+    def _update_timer(self) -> None:
+        """Limit the time in which no request runs and uvicorn has no timer; only complete headers stop the timer."""
         is_closing = self.transport.is_closing()
         runs = self.cycle is not None and not self.cycle.response_complete
         if not is_closing and (runs or self.timeout_keep_alive_task is not None):
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-        elif self._late is None:  # when closing, the rest of the response may be waiting for the client
-            self._late = self.loop.call_later(SEND_S if is_closing else HEADERS_S, self.transport.abort)
+            if self._headers_timer is not None:
+                self._headers_timer.cancel()
+                self._headers_timer = None
+        elif self._headers_timer is None:  # when closing, the rest of the response may wait for the client
+            self._headers_timer = self.loop.call_later(SEND_S if is_closing else HEADERS_S, self.transport.abort)
 
     def _disconnect(self) -> None:
         logger.info("disconnected a client that read nothing for %.0f s", SEND_S)
@@ -201,10 +202,10 @@ class _Http(H11Protocol):
 
 
 class _Tls(_Http):
-    """Does not wait long for an idle client's close_notify, which it never sends."""
+    """Does not wait long for the close_notify of an idle client, which never sends one."""
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        return False  # a TLS connection ends as a whole
+        return False  # TLS has no half-closed connections
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -220,7 +221,7 @@ class _Tls(_Http):
 
 
 class _Server(uvicorn.Server):
-    """Embedded uvicorn: it installs no signal handlers, and its start can be awaited."""
+    """Embedded uvicorn: without signal handlers, and with a start that can be awaited."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -235,15 +236,15 @@ class _Server(uvicorn.Server):
         self.listening.set()
 
 
-def _renewing(guard: Guard) -> ssl.SSLContext:
-    """For a listening socket: each handshake uses the guard's files as they are then. Requires a guard with TLS."""
+def _reloading_context(guard: Guard) -> ssl.SSLContext:
+    """The context of a listening socket: each handshake uses the guard's current files. Requires a guard with TLS."""
     first = guard.tls
     assert first is not None, "the caller has checked that there is TLS"
 
-    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    def reload(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         latest = guard.tls
-        assert latest is not None, "a guard with TLS keeps it"
+        assert latest is not None, "TLS is never turned off"
         connection.context = latest.context
 
-    first.context.sni_callback = renew
+    first.context.sni_callback = reload
     return first.context

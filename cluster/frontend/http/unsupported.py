@@ -1,7 +1,7 @@
-"""Fields that are not done here. What would change the answer is refused by name, and so is what nobody knows. Pure.
+"""Refuses request fields that are not supported or not known. Pure.
 
-A value that asks for nothing passes: null, false, empty, and what is so anyway. Fields that have no influence on the
-answer pass with any value: docs/http.md lists them.
+Values without an effect pass: null, false, empty, and defaults. Fields that cannot influence the answer pass with any
+value: docs/http.md lists them.
 """
 
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from workers.errors import InvalidRequest
 
-LONGEST_NAME = 64  # characters of a field's name in an error
+MAX_NAME_CHARS = 64  # characters of a field's name in an error
 OFF: tuple[object, ...] = (None, False, "", [], {})
 IGNORED = frozenset(
     (
@@ -17,7 +17,7 @@ IGNORED = frozenset(
         *("service_tier", "prediction", "parallel_tool_calls"),
     )
 )
-# OpenAI's fields, vLLM's and SGLang's, each with the values that pass.
+# Fields of OpenAI, vLLM and SGLang, each with the values that pass.
 FIELDS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("suffix", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "prompt_embeds"), OFF),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
@@ -43,9 +43,9 @@ FIELDS: Mapping[str, tuple[object, ...]] = {
     "priority": (None, 0),
 }
 INSTEAD = {
-    "request_id": "the header x-request-id says it",
-    "session_id": "the header x-diptych-session says it",
-    "priority": "the header x-diptych-slo-class names a class, which has one",
+    "request_id": "use the header x-request-id",
+    "session_id": "use the header x-diptych-session",
+    "priority": "use the header x-diptych-slo-class: a class has a priority",
 }
 MESSAGE_FIELDS = (
     *("tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "audio"),
@@ -55,7 +55,7 @@ STREAM_FIELDS = ("include_obfuscation",)
 
 
 def check_supported(body: Mapping[object, object], known: Collection[str]) -> None:
-    """Raises `InvalidRequest` naming the first field that asks for what is not done here. `known` ones are."""
+    """Raises `InvalidRequest` for the first field that is not supported. `known`: the supported ones."""
     for name, value in body.items():
         if name in known or name in IGNORED or value is None:
             continue
@@ -66,18 +66,17 @@ def check_supported(body: Mapping[object, object], known: Collection[str]) -> No
 
 
 def check_message(index: int, message: Mapping[str, object]) -> None:
-    """As `check_supported`, for what one message of a chat has beside role, content and name."""
+    """Like `check_supported`, for the fields of a chat message besides role, content and name."""
     for name, value in message.items():
-        where = f"messages[{index}].{name[:LONGEST_NAME]}"
+        where = f"messages[{index}].{name[:MAX_NAME_CHARS]}"
         if name not in MESSAGE_FIELDS:
             raise _unknown(where)
         if not _is_one_of(value, OFF):
-            why = "is not supported; a tool's call and its result can be told as content"
-            raise InvalidRequest(where, why)
+            raise InvalidRequest(where, "is not supported; send a tool's call and its result as content")
 
 
 def check_stream_options(options: Mapping[str, object]) -> None:
-    """As `check_supported`, for what they have that is not known."""
+    """Like `check_supported`, for unknown stream options."""
     for name, value in options.items():
         if name not in STREAM_FIELDS:
             raise _unknown(f"stream_options.{name}")
@@ -86,11 +85,11 @@ def check_stream_options(options: Mapping[str, object]) -> None:
 
 
 def _unknown(name: str, known: Collection[str] = ()) -> InvalidRequest:
-    shown = name[:LONGEST_NAME].encode(errors="replace").decode()
+    shown = name[:MAX_NAME_CHARS].encode(errors="replace").decode()
     near = difflib.get_close_matches(shown, known, 1)
     return InvalidRequest(shown, f"is unknown; {f'did you mean {near[0]!r}?' if near else 'leave it out'}")
 
 
 def _is_one_of(value: object, passing: tuple[object, ...]) -> bool:
-    """By type, too: 0 is not false here."""
+    """Compares types, too: 0 is not false."""
     return any(type(value) is type(each) and value == each for each in passing)

@@ -1,6 +1,5 @@
 """The endpoint that receives a load: its interface, and how an address selects one. Knows no protocol."""
 
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -61,14 +60,3 @@ class Target:
             raise EndpointError(f"{self.address} is gRPC; --model and --tokenizer go with http:// endpoints")
         if self.access.has_files and scheme == "http":
             raise EndpointError(f"{self.address} is without TLS; write https://, or leave --ca and --cert out")
-
-
-def open_endpoint(target: Target) -> AbstractAsyncContextManager[Endpoint]:
-    """Connect and ask for the model. Raises `EndpointError` and `DiptychError`."""
-    if target.is_http:
-        from cluster.offline.load.through_http import open_http
-
-        return open_http(target)
-    from cluster.offline.load.through_grpc import open_grpc
-
-    return open_grpc(target.address, target.access)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster.offline.load.endpoint import Endpoint, EndpointError, Target, open_endpoint
+from cluster.offline.load.endpoint import Endpoint, EndpointError, Target
+from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.processes import Child, ProcessFailed
 from cluster.offline.load.sending import Ended, LoadOptions, nothing
 from cluster.offline.scoring.figures import figures

@@ -51,7 +51,7 @@ async def test_an_idle_connection_is_closed_and_its_client_connects_again(
 
 
 async def test_connections_above_the_bound_are_closed(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     client = await open_client()
     assert (await client.complete("hello", max_tokens=1)).text == "a"
     strangers = [await connected(client) for _ in range(8)]

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.events import Completed
 from cluster.frontend.grpc.health import HealthService
-from cluster.frontend.grpc.reflecting import V1
+from cluster.frontend.grpc.reflection import V1
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.servers import open_servers
 from diptych.client import AsyncClient

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.observe.history import LONGEST_TEXT, ClusterEvent, Load, Recent, RequestTrace, Traffic, Window
+from cluster.observe.history import MAX_TEXT_CHARS, ClusterEvent, Load, Recent, RequestTrace, Traffic, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
 from diptych.status import PAGE_TRACES, ClusterStatus, trace_pages, window_from
 from diptych.v1 import admin_pb2
@@ -45,7 +45,7 @@ def test_the_recent_survives_the_wire(recent: Recent) -> None:
 
 
 def test_pages_are_small_and_in_order() -> None:
-    long = "x" * LONGEST_TEXT
+    long = "x" * MAX_TEXT_CHARS
     ledger = LatencyLedger(tuple((phase, 10**12) for phase in PHASES), (), 0, 0)
     traces = tuple(
         RequestTrace(str(n), long, "failed", long, n, ledger, "decode", 0, 1, 1, 1, 1, long, long) for n in range(1000)

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.grpc import sending
+from cluster.frontend.grpc import sender
 from cluster.frontend.grpc.server import GrpcServer
 from diptych.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.local import Cluster, cluster, split_spec
@@ -48,7 +48,7 @@ def long_request(request_id: str, num_answers: int = 1, max_tokens: int = TOKENS
 async def test_a_client_that_reads_nothing_loses_its_request_and_nothing_is_left(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sending, "SEND_S", 0.2)
+    monkeypatch.setattr(sender, "SEND_S", 0.2)
     async with served() as (subject, server, stub):
         if method == "Generate":
             call = stub.Generate(long_request("idle", num_answers=8))
@@ -70,12 +70,12 @@ async def test_a_client_that_reads_nothing_loses_its_request_and_nothing_is_left
         status = rpc_status.from_call(failure.value)
         info = error_details_pb2.ErrorInfo()
         assert status.details[0].Unpack(info) and info.reason == "OUTPUT_NOT_TAKEN"
-        assert "took no output for 0.2 s" in status.message
+        assert "read no output for 0.2 s" in status.message
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_client_that_reads_slowly_keeps_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "SEND_S", 2.0)
+    monkeypatch.setattr(sender, "SEND_S", 2.0)
     async with served() as (_, _, stub):
         call = stub.Generate(long_request("slow", max_tokens=300))
         await call.read()

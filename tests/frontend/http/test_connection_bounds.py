@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.frontend.http import body_reader, listening, server
+from cluster.frontend.http import body_reader, listener, server
 from cluster.frontend.http.server import HttpServer
 from cluster.frontend.servers import Servers
 from tests.frontend.grpc.fake import FakeDispatcher
@@ -77,7 +77,7 @@ async def head_of(reader: asyncio.StreamReader) -> bytes:
 async def test_bodies_that_have_not_arrived_take_no_requests_place(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher) as (there, servers):
         http_server, url = http_server_of(servers), servers.http_url
-        http_server._requests._most_requests = 1
+        http_server._requests._max_requests = 1
         async with raw(url, head(10) + b"{"), raw(url, head(10) + b"{"):
             await until(lambda: connected(http_server) == 2)
             assert (await there.http.post("/v1/completions", json=ASK)).status_code == 200
@@ -125,7 +125,7 @@ async def test_the_bound_on_headers_cuts_no_request_that_runs(
 
 async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.2)
-    monkeypatch.setattr(body_reader, "MOST_BYTES", 10)
+    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 10)
     async with raw(str(there.http.base_url).rstrip("/"), head(1 << 30)) as (reader, writer):
         assert b" 413 " in await head_of(reader)
         ended = asyncio.create_task(rest(reader))
@@ -136,7 +136,7 @@ async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeyp
 
 
 async def test_after_a_refused_body_the_connection_serves_on(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "MOST_BYTES", len(BODY))
+    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", len(BODY))
     async with raw(str(there.http.base_url).rstrip("/"), head(100_000)) as (reader, writer):
         assert b" 413 " in await head_of(reader)
         writer.write(b" " * 100_000 + head(len(BODY), "connection: close") + BODY)
@@ -146,7 +146,7 @@ async def test_after_a_refused_body_the_connection_serves_on(there: Clients, mon
 async def test_one_address_has_a_bounded_number_of_connections_and_others_have_theirs(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listening, "MOST_CONNECTIONS_OF_ONE", 2)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_ADDRESS", 2)
     async with opened(dispatcher) as (there, servers):
         url, whole = servers.http_url, head(len(BODY), "connection: close") + BODY
         async with raw(url):
@@ -163,25 +163,25 @@ async def test_one_address_has_a_bounded_number_of_connections_and_others_have_t
 def test_all_addresses_together_have_a_bounded_number(
     monkeypatch: pytest.MonkeyPatch, most: int, open_files: int
 ) -> None:
-    monkeypatch.setattr(listening, "MOST_CONNECTIONS", most)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", most)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (open_files, open_files))
-    listener = listening.listen("127.0.0.1", 0)
-    listener.setblocking(True)
-    clients = [socket.create_connection(listener.getsockname(), 10, (f"127.0.0.{n // 2 + 2}", 0)) for n in range(9)]
-    accepted = [listener.accept()[0] for _ in range(8)]
-    listener.setblocking(False)
+    opened = listener.listen("127.0.0.1", 0)
+    opened.setblocking(True)
+    clients = [socket.create_connection(opened.getsockname(), 10, (f"127.0.0.{n // 2 + 2}", 0)) for n in range(9)]
+    accepted = [opened.accept()[0] for _ in range(8)]
+    opened.setblocking(False)
     with pytest.raises(BlockingIOError):
-        listener.accept()
-    assert listener.held == 8 and clients[8].recv(1) == b"", "the ninth was closed"
-    for each in (*clients, *accepted, listener):
+        opened.accept()
+    assert opened.num_open == 8 and clients[8].recv(1) == b"", "the ninth was closed"
+    for each in (*clients, *accepted, opened):
         each.close()
-    assert listener.held == 0
+    assert opened.num_open == 0
 
 
 async def test_a_tls_handshake_that_never_comes_counts(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(listening, "MOST_CONNECTIONS_OF_ONE", 1)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_ADDRESS", 1)
     async with (
         guarded(dispatcher, **Files.made(tmp_path).tls) as http_server,
         raw(http_server.url),
@@ -215,7 +215,7 @@ async def test_compressed_bodies_are_refused_by_name(there: Clients, encoding: s
 
 @pytest.mark.parametrize(
     ("bound", "crowded"),
-    [("MOST_UNREAD_BYTES_OF_ONE", {STRANGER: True, "127.0.0.3": False}), ("MOST_UNREAD_BYTES", {"127.0.0.3": True})],
+    [("MAX_UNREAD_BYTES_PER_ADDRESS", {STRANGER: True, "127.0.0.3": False}), ("MAX_UNREAD_BYTES", {"127.0.0.3": True})],
 )
 async def test_bodies_that_have_not_arrived_have_bounded_memory(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, bound: str, crowded: dict[str, bool]

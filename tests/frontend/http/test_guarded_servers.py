@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from openai import APIConnectionError, AsyncOpenAI, AuthenticationError
 
-from cluster.frontend.auth import LOOK_S
+from cluster.frontend.auth import RECHECK_S
 from cluster.frontend.servers import Servers, open_servers
 from cluster.serving import serve
 from cluster.spec import Role, SpecError
@@ -74,7 +74,7 @@ async def test_every_call_carries_the_key(files: Files) -> None:
             await client.flip("decode-0", Role.PREFILL)
 
 
-@pytest.mark.parametrize(("key", "words"), [("", "asks for an API key"), ("x" * 25, "none that the gateway knows")])
+@pytest.mark.parametrize(("key", "words"), [("", "requires an API key"), ("x" * 25, "does not know this API key")])
 async def test_without_the_key_nothing_is_told(files: Files, key: str, words: str) -> None:
     dispatcher, access = FakeDispatcher(), Access(files.servers.ca, api_key=key)
     async with guarded(dispatcher, **files.tls, **files.keys) as server:
@@ -120,7 +120,7 @@ async def test_keys_work_without_tls(files: Files) -> None:
         async with AsyncClient(server.endpoint, access=Access(api_key=KEY)) as client:
             assert (await client.complete("abc", max_tokens=3)).text == "abc"
         async with AsyncClient(server.endpoint) as client:
-            with pytest.raises(DiptychError, match="asks for an API key"):
+            with pytest.raises(DiptychError, match="requires an API key"):
                 await client.complete("abc", max_tokens=3)
 
 
@@ -194,7 +194,7 @@ async def test_a_renewed_certificate_is_taken_over(files: Files, caplog: pytest.
         assert (await connected.get("/health")).status_code == 200
         files.clients.sign("server")  # by another authority, so that it shows
         assert await answer(server, access) == "abc", "nobody has looked yet"
-        server.clock.now_s += LOOK_S
+        server.clock.now_s += RECHECK_S
         assert await answer(server, Access(files.clients.ca)) == "abc"
         assert "is not trusted" in (await refusal(server, access)).message
         async with server.http(Access(files.clients.ca)) as client:
@@ -211,14 +211,14 @@ async def test_a_bad_renewed_file_keeps_the_old_one(files: Files, caplog: pytest
             key_file.unlink() if bad is None else key_file.write_bytes(bad)
             caplog.clear()
             for _ in range(3):
-                server.clock.now_s += LOOK_S
+                server.clock.now_s += RECHECK_S
                 assert await answer(server, access) == "abc"
                 async with server.http(access) as client:
                     assert (await client.get("/health")).status_code == 200
             (told,) = [record for record in caplog.records if record.name == "cluster.frontend.auth"]
-            assert told.levelname == "ERROR" and told.getMessage().endswith("what was read before stays in use")
+            assert told.levelname == "ERROR" and told.getMessage().endswith("the previous content stays in use")
         key_file.write_bytes(key)
-        server.clock.now_s += LOOK_S
+        server.clock.now_s += RECHECK_S
         assert await answer(server, access) == "abc"
 
 
@@ -228,7 +228,7 @@ async def test_other_authorities_of_clients_are_taken_over(files: Files) -> None
         before, after = (Access(files.servers.ca, each.cert, each.key) for each in (old, new))
         assert await answer(server, before) == "abc"
         files.clients.ca.write_bytes(files.servers.ca.read_bytes())
-        server.clock.now_s += LOOK_S
+        server.clock.now_s += RECHECK_S
         assert await answer(server, after) == "abc" and (await refusal(server, before)).code == "UNAVAILABLE"
         async with server.http(after) as client:
             assert (await client.get("/health")).status_code == 200
@@ -279,13 +279,13 @@ async def test_keys_come_and_go_while_connections_stay(files: Files, caplog: pyt
         async with server.grpc(Access(files.servers.ca, api_key=KEY)) as client:
             assert (await client.status()).gateway == "gateway-0"
             files.write_keys(new)
-            server.clock.now_s += LOOK_S
+            server.clock.now_s += RECHECK_S
             with pytest.raises(DiptychError) as caught:
                 await client.status()
             assert caught.value.code == "UNAUTHENTICATED"
         assert await answer(server, Access(files.servers.ca, api_key=new)) == "abc"
         files.write_keys()
-        server.clock.now_s += LOOK_S
+        server.clock.now_s += RECHECK_S
         assert await answer(server, Access(files.servers.ca, api_key=new)) == "abc", "an empty file locks nobody out"
     assert KEY not in caplog.text and new not in caplog.text
 
@@ -299,7 +299,7 @@ async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
             await client.complete("abc", max_tokens=1)
             await client.complete("abc", max_tokens=1, tenant="bank")
             assert [index async for index, _ in client.batch(["a"], max_tokens=1)] == [0]
-            with pytest.raises(DiptychError, match="speaks for tenant 'bank', not for 'eve'") as caught:
+            with pytest.raises(DiptychError, match="belongs to tenant 'bank', not to 'eve'") as caught:
                 await client.complete("abc", max_tokens=1, tenant="eve")
             assert (caught.value.code, caught.value.reason) == ("PERMISSION_DENIED", "TENANT_REFUSED")
             ((_, told),) = [each async for each in client.batch(["a"], max_tokens=1, tenant="eve")]
@@ -328,12 +328,15 @@ async def test_a_tenant_s_requests_share_prefixes_with_others_only_where_the_fil
 WRONG = {
     "a missing file": (("tls_cert_file", None), "server.pem cannot be read (No such file or directory)"),
     "a key of another certificate": (("tls_key_file", "other-key"), "is not the key of the certificate in"),
-    "an encrypted key": (("tls_key_file", "hidden-key"), "is encrypted, and nobody is there to ask; decrypt it"),
+    "an encrypted key": (
+        ("tls_key_file", "hidden-key"),
+        "is encrypted; give a key without a password",
+    ),
     "no certificate at all": (("tls_cert_file", "text"), "give PEM files of a certificate and of its key"),
     "no authority": (("tls_client_ca_file", "text"), "has no certificate; give a PEM file"),
-    "no key": (("api_keys_file", "comment"), "has no key; write one a line"),
+    "no key": (("api_keys_file", "comment"), "has no key; write one per line"),
     "a short key": (("api_keys_file", "short"), "line 2 of "),
-    "a name and a key": (("api_keys_file", "named"), "is no key; write letters, digits"),
+    "a name and a key": (("api_keys_file", "named"), "is not a key; write letters, digits"),
 }
 
 

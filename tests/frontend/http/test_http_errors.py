@@ -54,8 +54,8 @@ def error_of(answer: httpx2.Response) -> dict[str, str | None]:
         ({"temperature": "warm"}, "temperature", "valid number"),
         ({"top_p": 0}, "top_p", "above 0 and at most 1"),
         ({"top_k": -2}, "top_k", "0 (off) or a positive number"),
-        ({"seed": 2**64}, "seed", "a number of 64 bits"),
-        ({"seed": -(2**63) - 1}, "seed", "a number of 64 bits"),
+        ({"seed": 2**64}, "seed", "a 64-bit number"),
+        ({"seed": -(2**63) - 1}, "seed", "a 64-bit number"),
         ({"max_tokens": 0}, "max_tokens", "at least 1, or 0 together with echo"),
         ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "at most max_tokens (0)"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "at least 1"),
@@ -405,7 +405,7 @@ async def test_a_cancelled_request_that_has_not_begun_to_answer_is_told_so(
 
 
 async def test_a_body_above_the_bound_is_refused(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "MOST_BYTES", 1000)
+    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(50):

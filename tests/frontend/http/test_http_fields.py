@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.frontend.http.bodies import SAME, ChatBody, CompletionBody
+from cluster.frontend.http.bodies import SCALARS, ChatBody, CompletionBody
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients
 
@@ -92,4 +92,4 @@ async def test_several_answers_are_as_many_requests(
 def test_no_field_is_forgotten_here() -> None:
     tested = {name for sent, _ in (*BOTH, *COMPLETIONS, *CHATS) for name in sent}
     assert {*CompletionBody.model_fields, *ChatBody.model_fields} == tested | OTHERS
-    assert set(SAME) <= tested | OTHERS
+    assert set(SCALARS) <= tested | OTHERS

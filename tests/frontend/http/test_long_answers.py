@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.frontend.http.reply import MOST_LOGPROBS
+from cluster.frontend.http.reply import MAX_LOGPROBS
 from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer, FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
 
@@ -52,4 +52,4 @@ async def test_a_long_answer_is_written_in_a_thread(
     answer = await there.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     in_the_loop = tokenizer.decoded.get(threading.get_ident(), 0)
-    assert sum(tokenizer.decoded.values()) >= least and in_the_loop <= MOST_LOGPROBS
+    assert sum(tokenizer.decoded.values()) >= least and in_the_loop <= MAX_LOGPROBS

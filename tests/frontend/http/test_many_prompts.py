@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.frontend.http.bodies import MOST_PROMPTS
-from cluster.frontend.http.reply import MOST_AT_ONCE
+from cluster.frontend.http.bodies import MAX_PROMPTS
+from cluster.frontend.http.reply import MAX_CONCURRENT_PROMPTS
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients
 
@@ -24,11 +24,11 @@ async def begun(dispatcher: FakeDispatcher, count: int) -> None:
 
 
 async def test_as_many_as_a_body_may_have_are_answered_in_their_order(there: Clients) -> None:
-    answer = await there.http.post("/v1/completions", json=asked(MOST_PROMPTS))
+    answer = await there.http.post("/v1/completions", json=asked(MAX_PROMPTS))
     assert answer.status_code == 200, answer.text
     told = answer.json()["choices"]
-    assert [each["index"] for each in told] == list(range(MOST_PROMPTS))
-    assert [each["text"] for each in told] == [f"{number} a" for number in range(MOST_PROMPTS)]
+    assert [each["index"] for each in told] == list(range(MAX_PROMPTS))
+    assert [each["text"] for each in told] == [f"{number} a" for number in range(MAX_PROMPTS)]
 
 
 async def test_a_stream_has_them_all(there: Clients) -> None:
@@ -37,16 +37,16 @@ async def test_a_stream_has_them_all(there: Clients) -> None:
     assert sorted(ends) == list(range(100))
 
 
-@pytest.mark.parametrize("count", [MOST_AT_ONCE + 6])
+@pytest.mark.parametrize("count", [MAX_CONCURRENT_PROMPTS + 6])
 async def test_only_some_run_at_once_and_the_others_spend_their_time_waiting(
     there: Clients, dispatcher: FakeDispatcher, count: int
 ) -> None:
     dispatcher.hold = asyncio.Event()
     headers = {"x-diptych-timeout-ms": "60000"}
     whole = asyncio.ensure_future(there.http.post("/v1/completions", json=asked(count), headers=headers))
-    await begun(dispatcher, MOST_AT_ONCE)
+    await begun(dispatcher, MAX_CONCURRENT_PROMPTS)
     await asyncio.sleep(0.2)
-    assert len(dispatcher.requests) == MOST_AT_ONCE == len(dispatcher.running)
+    assert len(dispatcher.requests) == MAX_CONCURRENT_PROMPTS == len(dispatcher.running)
     dispatcher.hold.set()
     assert (await whole).status_code == 200
     prompts = [bytes(request.prompt).decode() for request in dispatcher.requests]
@@ -57,11 +57,11 @@ async def test_only_some_run_at_once_and_the_others_spend_their_time_waiting(
 
 async def test_a_client_that_goes_away_ends_those_that_wait_too(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
-    whole = asyncio.ensure_future(there.http.post("/v1/completions", json=asked(MOST_AT_ONCE + 6)))
-    await begun(dispatcher, MOST_AT_ONCE)
+    whole = asyncio.ensure_future(there.http.post("/v1/completions", json=asked(MAX_CONCURRENT_PROMPTS + 6)))
+    await begun(dispatcher, MAX_CONCURRENT_PROMPTS)
     whole.cancel()
     async with asyncio.timeout(HEARD_S):
         while dispatcher.running:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
-    assert len(dispatcher.requests) == MOST_AT_ONCE
+    assert len(dispatcher.requests) == MAX_CONCURRENT_PROMPTS

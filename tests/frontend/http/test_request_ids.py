@@ -68,7 +68,7 @@ async def test_an_error_that_nobody_foresaw_has_it(there: Clients, dispatcher: F
 
 
 async def test_a_body_that_is_too_large_has_it(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "MOST_BYTES", 10)
+    monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 10)
     answer = await there.http.post("/v1/completions", json=ASK, headers=NAMED)
     assert (answer.status_code, answer.headers["x-request-id"]) == (413, "mine")
 

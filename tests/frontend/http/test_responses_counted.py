@@ -110,7 +110,7 @@ async def test_a_message_that_cannot_be_read_is_the_callers_mistake(dispatcher: 
                 call: Any = cast(Any, kind)(f"/diptych.v1.InferenceService/{method}")(b"\xff\xff\xff")
                 _ = [each async for each in call] if method == "Generate" else await call
             assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert "cannot be read" in str(failure.value.details())
+            assert "cannot be decoded" in str(failure.value.details())
         told = await counted(there)
     assert told["grpc", "Generate", "INVALID_ARGUMENT"] == told["grpc", "Cancel", "INVALID_ARGUMENT"] == 1
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from cluster.frontend.http.ui.routes import FILES
-from cluster.frontend.http.ui.status import MOST_STREAMS, MOST_WORKERS
+from cluster.frontend.http.ui.status import MAX_STREAMS, MAX_WORKERS
 from cluster.observe.history import ClusterEvent, Recent, RequestTrace, Traffic
 from cluster.observe.ledger import LatencyLedger
 from cluster.spec import Role
@@ -82,8 +82,8 @@ async def test_a_large_cluster_costs_no_more_than_a_bounded_status(there: Client
     with longest_callback() as longest:
         answer = await there.http.get("/ui/status")
     status = answer.json()
-    assert (len(status["workers"]), status["num_workers"]) == (MOST_WORKERS, 2000)
-    assert len(status["streams"]) == MOST_STREAMS and sum(pool["ready"] for pool in status["pools"]) == 2000
+    assert (len(status["workers"]), status["num_workers"]) == (MAX_WORKERS, 2000)
+    assert len(status["streams"]) == MAX_STREAMS and sum(pool["ready"] for pool in status["pools"]) == 2000
     assert len(answer.content) < SMALL and longest.seconds < CHEAP_S, longest
 
 

@@ -127,7 +127,7 @@ async def test_a_guarded_gateway_is_asked_with_the_key_that_a_person_types(tab: 
         assert await tab.value("document.querySelectorAll('#workers .worker').length") == 0
         await tab.type("#key", "x" * 25)
         await tab.press_enter()
-        await tab.until("document.getElementById('notice').innerText.includes('none that the gateway knows')")
+        await tab.until("document.getElementById('notice').innerText.includes('does not know this API key')")
         await tab.type("#key", KEY)
         await tab.press_enter()
         await tab.until("document.querySelectorAll('#workers .worker').length === 2")

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.offline.load.endpoint import EndpointError, Target, open_endpoint
+from cluster.offline.load.endpoint import EndpointError, Target
+from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.sending import LoadOptions, nothing
 from cluster.offline.load.through_http import VOCAB_SIZE, WORDS, HttpEndpoint, text_of
 from cluster.offline.scoring.figures import figures

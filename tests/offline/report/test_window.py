@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.observe.history import CHANGES, MOST_EVENTS, ClusterEvent, History, Load, RequestTrace, Window
+from cluster.observe.history import CHANGES, MAX_EVENTS, ClusterEvent, History, Load, RequestTrace, Window
 from cluster.observe.ledger import PHASES, LatencyLedger
 from cluster.observe.request_trace import parts
 from cluster.offline.report.perfetto import us
@@ -186,7 +186,7 @@ def test_a_window_reports_from_when_it_is_complete() -> None:
 def test_a_window_reports_missing_events(kind: str) -> None:
     clock = Clock()
     history = History(8, 1e6, clock)
-    for _ in range(MOST_EVENTS + 2):
+    for _ in range(MAX_EVENTS + 2):
         clock.now_ns += 1
         history.happened(kind, "", "queue-full")
     assert history.window(DAY_NS, clock.now_ns).whole_ns == DAY_NS + 2

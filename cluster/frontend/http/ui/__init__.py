@@ -1,1 +1,1 @@
-"""The web page at /ui: three files without data, and the JSON that the page polls."""
+"""The web page at /ui: three static files, and the JSON that the page polls."""

@@ -1,4 +1,4 @@
-"""The page's routes. Its files hold no data and need no key; `/ui/status` needs one where keys are configured."""
+"""The routes of the web page. Its files have no data and need no key; `/ui/status` needs one if keys are configured."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.gateway import Gateway
-from cluster.frontend.http.described import described
 from cluster.frontend.http.failures import JSON
+from cluster.frontend.http.openapi import route_options
 from cluster.frontend.http.ui.status import status
 from cluster.observe.ledger import now_ns
 
@@ -31,14 +31,14 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-FRESH_S = 0.5  # the least time between two builds of the status, however many pages poll
+FRESH_S = 0.5  # shortest time between two builds of the status, however many pages poll
 
 
 def add_ui(app: FastAPI, context: GatewayContext, gateway: Gateway) -> None:
     for path, (name, kind) in FILES.items():
         content = files(__package__).joinpath(name).read_bytes()
         app.add_api_route(path, _sender(content, kind), include_in_schema=False)
-    app.add_api_route(STATUS, Snapshots(partial(status, context, gateway)).answer, **described(STATUS, "GET"))
+    app.add_api_route(STATUS, Snapshots(partial(status, context, gateway)).answer, **route_options(STATUS, "GET"))
 
 
 def _sender(content: bytes, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]:

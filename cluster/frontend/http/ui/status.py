@@ -1,4 +1,4 @@
-"""The data of the page, from the same view as `diptych status`. Long lists are cut. Pure."""
+"""The data of the web page, from the same view as `diptych status`. Truncates long lists. Pure."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from diptych.history import RequestTrace
 from diptych.slo import ClassScore
 from diptych.view import ClusterView, WorkerState, WorkerView
 
-MOST_WORKERS, MOST_STREAMS, MOST_EVENTS, MOST_CLASSES = 256, 64, 16, 16
+MAX_WORKERS, MAX_STREAMS, MAX_EVENTS, MAX_CLASSES = 256, 64, 16, 16
 
 
 def status(context: GatewayContext, gateway: Gateway, now_ns: int) -> dict[str, Any]:
@@ -28,13 +28,13 @@ def status(context: GatewayContext, gateway: Gateway, now_ns: int) -> dict[str, 
             "output_tokens": sum(traffic.output_tokens for _, traffic in recent.traffic),
         },
         "pools": [_pool(name, view) for name in dict.fromkeys([*(pool.name for pool in view.pools), *_pools(view)])],
-        "workers": [_worker(each) for each in view.workers[:MOST_WORKERS]],
+        "workers": [_worker(each) for each in view.workers[:MAX_WORKERS]],
         "num_workers": len(view.workers),
-        "streams": [_stream(each, now_ns) for each in context.dispatcher.oldest_requests(MOST_STREAMS)],
-        "classes": [_class(each) for each in attainment.classes[:MOST_CLASSES]],
+        "streams": [_stream(each, now_ns) for each in context.dispatcher.oldest_requests(MAX_STREAMS)],
+        "classes": [_class(each) for each in attainment.classes[:MAX_CLASSES]],
         "events": [
             {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text}
-            for age_s, each in reversed(recent.events[-MOST_EVENTS:])
+            for age_s, each in reversed(recent.events[-MAX_EVENTS:])
         ],
     }
 
@@ -92,6 +92,6 @@ def _stream(trace: RequestTrace, now_ns: int) -> dict[str, Any]:
 
 
 def _class(score: ClassScore) -> dict[str, Any]:
-    """Shares; null while no request of the class has such an SLO and has ended."""
+    """Attainment shares; null until a request of the class with such an SLO has ended."""
     shares = {"ttft": score.ttft.share, "tpot": score.tpot.share, "both": score.both.share}
     return {"name": score.name, "requests": score.requests} | shares

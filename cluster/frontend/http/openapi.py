@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of answers: what each path gives, and the one form that all refusals have. Pure."""
+"""The responses of each route for `/openapi.json`; all errors have one schema. Pure."""
 
 from typing import Any
 
@@ -18,22 +18,22 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
-    """As OpenAI's."""
+    """OpenAI's error object."""
 
     error: ErrorDetail
 
 
-def described(path: str, method: str) -> dict[str, Any]:
-    """What FastAPI wants to know of a route. With a default it invents no 422."""
-    # A model would be described by the route's own kind of content, which here is not that of its errors.
+def route_options(path: str, method: str) -> dict[str, Any]:
+    """FastAPI's options for a route. The default response keeps FastAPI from adding a 422."""
+    # With a model, FastAPI would document errors of /metrics with the content type of its text.
     error = {"content": {"application/json": {"schema": ERROR}}} if path == METRICS else {"model": Error}
-    told: dict[int | str, dict[str, Any]] = {"default": error | {"description": "Refused, or failed"}}
+    responses: dict[int | str, dict[str, Any]] = {"default": error | {"description": "Refused, or failed"}}
     if method == "POST":
-        told[400] = error | {"description": "Bad input; param names the field"}
+        responses[400] = error | {"description": "Bad input; param names the field"}
     if path in GENERATION:
-        told[200] = {
+        responses[200] = {
             "description": "The whole answer, or with stream its chunks as server-sent events",
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
         }
     kind: type[Response] = PlainTextResponse if path == METRICS else JSONResponse
-    return {"methods": [method], "response_model": None, "response_class": kind, "responses": told}
+    return {"methods": [method], "response_model": None, "response_class": kind, "responses": responses}

@@ -1,6 +1,7 @@
-"""The HTTP port: a listening socket that bounds the open connections, in all and of each client address.
+"""The HTTP port: a listening socket that limits the open connections, in all and per client address.
 
-The bound is at `accept`, so a connection counts until its socket is closed, in a TLS handshake too. Knows sockets only.
+It counts at `accept`, so a connection counts until its socket is closed, and during its TLS handshake. Knows sockets
+only.
 """
 
 import logging
@@ -14,69 +15,69 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 4096  # fewer where half of the process's open files are fewer
-MOST_CONNECTIONS_OF_ONE = 1024  # of one address, and at most a quarter of all; a proxy is one address
+MAX_CONNECTIONS = 4096  # or half of the process's limit of open files, if that is less
+MAX_CONNECTIONS_PER_ADDRESS = 1024  # and at most a quarter of all; a proxy is one address
 REFUSED_AT_ONCE = 64  # then other callbacks of the loop run
 LOG_S = 10.0
-# Detects a peer on a dead network, as over gRPC: seconds of silence before a probe, interval, number of probes.
+# TCP keepalive, as over gRPC: seconds of silence before a probe, interval, number of probes.
 PROBES = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2))
 
 
 class Listener(socket.socket):
-    """Closes what it accepts beyond the bounds. Owned by the server that accepts from it."""
+    """Closes accepted connections beyond the limits. Owned by the server that accepts from it."""
 
     def __init__(self, family: int, kind: int, protocol: int) -> None:
         super().__init__(family, kind, protocol)
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = open_files == resource.RLIM_INFINITY
-        self._most = MOST_CONNECTIONS if unlimited else min(MOST_CONNECTIONS, open_files // 2)
-        self._most_of_one = min(MOST_CONNECTIONS_OF_ONE, self._most // 4)
-        self._of: Counter[str] = Counter()
+        self._max = MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, open_files // 2)
+        self._max_per_address = min(MAX_CONNECTIONS_PER_ADDRESS, self._max // 4)
+        self._open: Counter[str] = Counter()  # by client address
         self._logged_s = -LOG_S
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As a socket's. After many refusals in a row ConnectionAbortedError, which asyncio takes for a pause."""
+        """Like `socket.accept`. After many refusals in a row it raises ConnectionAbortedError: asyncio then pauses."""
         for _ in range(REFUSED_AT_ONCE):
             accepted, address = super().accept()
             host = address[0]
-            if self._of.total() < self._most and self._of[host] < self._most_of_one:
-                self._of[host] += 1
-                counted = _Counted(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
-                counted.leave = weakref.finalize(counted, self._leave, host)
+            if self._open.total() < self._max and self._open[host] < self._max_per_address:
+                self._open[host] += 1
+                counted = _CountedSocket(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())
+                counted.release = weakref.finalize(counted, self._release, host)
                 return counted, address
             accepted.close()
             self._log(host)
         raise ConnectionAbortedError
 
-    def _leave(self, host: str) -> None:
-        self._of[host] -= 1
-        if not self._of[host]:
-            del self._of[host]
+    def _release(self, host: str) -> None:
+        self._open[host] -= 1
+        if not self._open[host]:
+            del self._open[host]
 
     def _log(self, host: str) -> None:
         now_s = time.monotonic()
         if now_s - self._logged_s < LOG_S:
             return
         self._logged_s = now_s
-        bounds = f"at most {self._most_of_one} of one address, {self._most} in all"
-        logger.warning("refused a connection of %s, which has %d of %d (%s)", host, self._of[host], self.held, bounds)
+        limits, own = f"at most {self._max_per_address} per address, {self._max} in all", self._open[host]
+        logger.warning("refused a connection of %s, which has %d of %d (%s)", host, own, self.num_open, limits)
 
     @property
-    def held(self) -> int:
-        """Connections that are open."""
-        return self._of.total()
+    def num_open(self) -> int:
+        """Number of open connections."""
+        return self._open.total()
 
 
-class _Counted(socket.socket):
-    leave: "weakref.finalize[Any, Any]"  # called once, at the latest when nothing refers to the socket
+class _CountedSocket(socket.socket):
+    release: "weakref.finalize[Any, Any]"  # runs once, at the latest when the socket is garbage-collected
 
     def close(self) -> None:
         super().close()
-        self.leave()
+        self.release()
 
 
 def listen(host: str, port: int) -> Listener:
-    """Raises OSError with words about what to do."""
+    """Raises OSError, with the key of the cluster file to change."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = Listener(family, kind, protocol)
     try:

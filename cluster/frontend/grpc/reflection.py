@@ -1,6 +1,6 @@
-"""Reflection under both of its names: `grpc.reflection.v1`, which new clients ask for, and v1alpha.
+"""gRPC reflection under both names: `grpc.reflection.v1`, which new clients use, and v1alpha.
 
-The two have the same messages on the wire; the library has only v1alpha, whose description is renamed here.
+Both have the same wire format. The library has only v1alpha; this module renames its descriptor.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ V1_FILE = "grpc/reflection/v1/reflection.proto"
 
 
 def add_reflection(names: Iterable[str], server: grpc.aio.Server) -> None:
-    """Tell of these services, and of reflection itself."""
-    _describe_v1()
+    """Serve the descriptors of these services, and of reflection itself."""
+    _register_v1()
     names = (*names, V1, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     method = grpc.stream_stream_rpc_method_handler(
@@ -26,14 +26,14 @@ def add_reflection(names: Iterable[str], server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, {"ServerReflectionInfo": method}),))
 
 
-def _describe_v1() -> None:
-    """In the pool where reflection looks, unless another library has put it there."""
+def _register_v1() -> None:
+    """Add v1's descriptor to the default pool, unless another library has done so."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(V1_FILE)
     except KeyError:
         alpha = descriptor_pb2.FileDescriptorProto()
         reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
-        alpha.ClearField("options")  # of the languages, and that it is deprecated
+        alpha.ClearField("options")  # language packages, and the mark as deprecated
         text = text_format.MessageToString(alpha).replace("v1alpha", "v1")
         pool.AddSerializedFile(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString())

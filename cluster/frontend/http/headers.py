@@ -1,30 +1,30 @@
-"""The Diptych headers of a request: SLO, tenant, session, timeout. Pure."""
+"""Diptych's headers of an HTTP request: SLO, tenant, session, timeout. Pure."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.frontend.grpc.messages import checked_class
-from cluster.frontend.http.middleware import Name
+from cluster.frontend.http.middleware import RequestName
 from workers.errors import InvalidRequest
 from workers.request import SLO
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestHeaders:
     """`deadline_s` counts from the request's arrival."""
 
-    name: Name
+    name: RequestName
     slo: SLO
     tenant: str
     session: str
     deadline_s: float | None
 
 
-def terms_of(headers: Mapping[str, str], name: Name) -> Terms:
-    """From headers with lower-case names. Raises `InvalidRequest` naming the header."""
+def parse_headers(headers: Mapping[str, str], name: RequestName) -> RequestHeaders:
+    """`headers` have lower-case names. Raises `InvalidRequest` with the header's name."""
     class_name = headers.get("x-diptych-slo-class", "") or "default"
-    return Terms(
+    return RequestHeaders(
         name=name,
         slo=SLO(
             _seconds(headers, "x-diptych-ttft-ms"),
@@ -42,9 +42,9 @@ def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     if given is None:
         return None
     try:
-        wanted_s = float(given) / 1000
+        value_s = float(given) / 1000
     except ValueError:
-        wanted_s = math.nan
-    if not 0.0 < wanted_s < math.inf:
+        value_s = math.nan
+    if not 0.0 < value_s < math.inf:
         raise InvalidRequest(name, f"is {given[:40]!r}; it must be a number of milliseconds above 0")
-    return wanted_s
+    return value_s

@@ -1,0 +1,121 @@
+"""The functions that `cluster.frontend.preprocessing` runs for HTTP: they parse and tokenize large bodies.
+
+Pure, except for the tokenizer. The results are small: a body's fields without its prompts, and the prompts' token ids.
+"""
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from cluster.frontend.http.bodies import (
+    Body,
+    CompletionBody,
+    DetokenizeBody,
+    Generation,
+    MalformedBody,
+    TokenizeBody,
+)
+from cluster.frontend.text import (
+    EncodedPrompt,
+    PromptBounds,
+    RawPrompt,
+    TextPrompt,
+    Tokenizer,
+    encode_packed,
+    encode_prompt,
+    text_from,
+)
+from workers.errors import InvalidRequest
+
+MAX_FIELD_BYTES = 64 << 10  # of a field other than the prompts; the longest valid lists of stops and biases fit
+REQUIRED = {"messages"}  # stays in the body, as an empty list
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessedBody:
+    """`fields`: the arguments of the body's class, without its prompts. `prompts`: these, encoded."""
+
+    fields: dict[str, Any]
+    prompts: tuple[EncodedPrompt, ...]
+
+
+def read_generation(
+    tokenizer: Tokenizer, kind: type[Generation], raw: bytes, bounds: PromptBounds, defaults: Mapping[str, Any]
+) -> PreprocessedBody:
+    """Raises the gateway's errors for prompts, and `MalformedBody`."""
+    body = _parse(kind, raw)
+    prompts = body.prompts()
+    body.sampling(defaults)  # refuses lists that are too long before they are sent on
+    echo = isinstance(body, CompletionBody) and bool(body.echo)
+    with body.client_errors():
+        encoded = tuple(_encode(tokenizer, prompt, bounds, echo) for prompt in prompts)
+    left_out = {"prompt", "messages", "tools", "response_format", "chat_template_kwargs"}
+    emptied: dict[str, Any] = {name: [] for name in REQUIRED & kind.model_fields.keys()}
+    fields = body.model_dump(exclude_unset=True, exclude=left_out) | emptied
+    for name, value in fields.items():
+        if len(pickle.dumps(value)) > MAX_FIELD_BYTES:
+            raise InvalidRequest(name, f"has more than {MAX_FIELD_BYTES >> 10} KiB; send less")
+    return PreprocessedBody(fields, encoded)
+
+
+def read_tokenize(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tuple[str, bytes]:
+    """The requested model, and the response body."""
+    body = _parse(TokenizeBody, raw)
+    return body.model or "", tokenize(tokenizer, body, bounds)
+
+
+def tokenize(tokenizer: Tokenizer, body: TokenizeBody, bounds: PromptBounds) -> bytes:
+    """The response body."""
+    prompt = body.input()
+    with body.client_errors():
+        tokens = encode_prompt(tokenizer, prompt, bounds)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": bounds.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        texts = {token: text_from(tokenizer, (token,)) for token in set(tokens)}
+        answer["token_strs"] = [texts[token] for token in tokens]
+    return json.dumps(answer).encode()
+
+
+def read_detokenize(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tuple[str, bytes]:
+    """The requested model, and the response body."""
+    body = _parse(DetokenizeBody, raw)
+    return body.model or "", detokenize(tokenizer, body, bounds)
+
+
+def detokenize(tokenizer: Tokenizer, body: DetokenizeBody, bounds: PromptBounds) -> bytes:
+    if len(body.tokens) > bounds.context_length:
+        rule = f"the model's context has {bounds.context_length}"
+        raise InvalidRequest("tokens", f"has {len(body.tokens)} token ids; {rule}")
+    wrong = next((token for token in body.tokens if not 0 <= token < bounds.vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest("tokens", f"has {wrong}; this model's token ids end at {bounds.vocab_size - 1}")
+    return json.dumps({"prompt": text_from(tokenizer, body.tokens)}).encode()
+
+
+def _parse(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """The body, with the same errors as FastAPI's parser has for small bodies."""
+    try:
+        given = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise MalformedBody.not_json(error.msg) from None
+    except (ValueError, RecursionError):  # wrong encoding, a number with too many digits, nested too deep
+        raise MalformedBody.not_json("it cannot be read") from None
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise MalformedBody.of(errors, given) from None
+
+
+def _encode(tokenizer: Tokenizer, prompt: RawPrompt, bounds: PromptBounds, echo: bool) -> EncodedPrompt:
+    encoded = encode_packed(tokenizer, prompt, bounds)
+    if not echo or not encoded.packed:
+        return encoded
+    text = prompt.text if isinstance(prompt, TextPrompt) else text_from(tokenizer, encoded.tokens)
+    return replace(encoded, text=text)
