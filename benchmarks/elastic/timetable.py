@@ -20,9 +20,9 @@ from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.cluster import Environment
 from cluster.offline.sim.run import RunOptions, simulate
-from cluster.policy.scaling.evidence import Decision, Report
+from cluster.policy.scaling.load_report import LoadReport
 from cluster.spec import ElasticSpec, Role
-from diptych.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, Decision, WorkerState, WorkerView
 
 PERIOD_S = 0.25  # in which one worker changes its role
 AHEAD_S = (0.0, 4.0, 8.0)
@@ -39,7 +39,7 @@ class Timetable:
     entries: tuple[tuple[float, int], ...]
     _begun_s: float | None = field(default=None, init=False)
 
-    def on_report(self, report: Report, now_s: float) -> None:
+    def on_report(self, report: LoadReport, now_s: float) -> None:
         """It knows without being told."""
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:

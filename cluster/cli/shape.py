@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cluster.cli.screen import plain_table
-from cluster.policy.scaling.evidence import Decision
-from diptych.view import ClusterView, DecisionRecord, WorkerState
+from diptych.view import ClusterView, Decision, DecisionRecord, WorkerState
 
 if TYPE_CHECKING:
     from rich.table import Table

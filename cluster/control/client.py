@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.control.changes import ControllerAway
 from cluster.control.membership import Membership
-from cluster.policy.scaling.evidence import Report
+from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import ServiceHandle
 from cluster.spec import Role
@@ -46,7 +46,7 @@ class ControllerCalls:
         self._links, self._links_id = membership.links, membership.links_id
         return membership
 
-    async def report(self, report: Report) -> None:
+    async def report(self, report: LoadReport) -> None:
         """Raises `WorkerGone`."""
         await self._controller.call("report", report, timeout_s=GRACE_S)
 

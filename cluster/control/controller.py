@@ -34,7 +34,7 @@ from cluster.control.replicas import ReplicaContext, ReplicaManager, order_of
 from cluster.control.scaling_loop import Decider, ScalingLoop
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.policy import open_policy
-from cluster.policy.scaling.evidence import Report
+from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import Runtime
 from cluster.spec import ClusterSpec, PoolSpec, Role
@@ -334,7 +334,7 @@ class Controller:
     def _staying(self, workers: Collection[str]) -> list[ReplicaManager]:
         return [each for each in self._replicas.values() if each.name in workers and not each.is_leaving]
 
-    async def report(self, report: Report) -> None:
+    async def report(self, report: LoadReport) -> None:
         """Take a gateway's load report."""
         if self._scaling_loop is not None:
             self._scaling_loop.on_report(report)

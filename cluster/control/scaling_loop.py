@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from cluster.control.changes import ChangeError
 from cluster.control.supervised import Failures, supervised
-from cluster.policy.scaling.evidence import Decision, Report
+from cluster.policy.scaling.load_report import LoadReport
 from cluster.spec import Role
-from diptych.view import ClusterView, DecisionRecord, WorkerState
+from diptych.view import ClusterView, Decision, DecisionRecord, WorkerState
 from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ ADVISED, UNDER_WAY, DONE = "advised", "under way", "done"
 class Decider(Protocol):
     """Pure: time is an argument."""
 
-    def on_report(self, report: Report, now_s: float) -> None: ...
+    def on_report(self, report: LoadReport, now_s: float) -> None: ...
     def decide(self, view: ClusterView, now_s: float) -> Decision | None: ...
 
 
@@ -83,7 +83,7 @@ class ScalingLoop:
         if self._task is not None:
             self._task.cancel()
 
-    def on_report(self, report: Report) -> None:
+    def on_report(self, report: LoadReport) -> None:
         """Take a gateway's load report."""
         self._decider.on_report(report, asyncio.get_running_loop().time())
 

@@ -12,11 +12,10 @@ from rich.console import Console
 from cluster.cli.dashboard import duration_text, screen
 from cluster.cli.rates import Snapshot, StatusWindow, rates
 from cluster.observe.history import ClusterEvent, Recent, Traffic
-from cluster.policy.scaling.evidence import Decision
 from cluster.policy.slo_attainment import ClassScore, GatewayAttainment, SLOCount
 from cluster.spec import Role
 from diptych.client import ClusterStatus
-from diptych.view import DecisionRecord, WorkerState
+from diptych.view import Decision, DecisionRecord, WorkerState
 from tests.frontend.grpc.fake import view
 
 COUNTS = st.integers(0, 1000)

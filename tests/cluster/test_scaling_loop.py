@@ -13,18 +13,18 @@ import pytest
 from cluster.control.scaling_loop import REMEMBERED, Changer, ScalingLoop
 from cluster.control.supervised import Failures
 from cluster.offline.sim.clock import run
-from cluster.policy.scaling.evidence import Decision, Report
+from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.spec import ClusterSpec, Role
-from diptych.view import ClusterView, DecisionRecord, PoolView, WorkerState, WorkerView
+from diptych.view import ClusterView, Decision, DecisionRecord, PoolView, WorkerState, WorkerView
 from tests.cluster.local import cluster, completed, request, split_spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 PERIOD_S = 0.02
-REPORT = Report("gateway-0", 1.0, 3, 100)
+REPORT = LoadReport("gateway-0", 1.0, 3, 100)
 
 Script = Callable[[ClusterView], Decision | None]
 
@@ -35,9 +35,9 @@ class Scripted:
     def __init__(self, *script: Script | Decision | None) -> None:
         self.script = list(script)
         self.views: list[ClusterView] = []
-        self.heard: list[Report] = []
+        self.heard: list[LoadReport] = []
 
-    def on_report(self, report: Report, now_s: float) -> None:
+    def on_report(self, report: LoadReport, now_s: float) -> None:
         self.heard.append(report)
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:
@@ -59,7 +59,7 @@ async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> 
 class Growing:
     """Wants the pool to grow whenever there is room."""
 
-    def on_report(self, report: Report, now_s: float) -> None: ...
+    def on_report(self, report: LoadReport, now_s: float) -> None: ...
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:
         return GROW if room(view) else None

@@ -13,10 +13,10 @@ from msgspec import structs
 
 from cluster.policy.scaling.balance import Group, Mix, shares
 from cluster.policy.scaling.elastic import CALM, PATIENCE, Elastic
-from cluster.policy.scaling.evidence import Decision, Report, Sample
-from cluster.policy.scaling.offered_load import LATELY_S
+from cluster.policy.scaling.load_report import LoadReport, Sample
+from cluster.policy.scaling.offered_load import RECENT_S
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
-from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
+from diptych.view import ClusterView, Decision, PoolView, WorkerState, WorkerView
 from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.request import SLO
@@ -171,8 +171,9 @@ class Answering:
         self.ends_s: list[float] = []
         self.at_first: dict[str, int] = {}
 
-    def later(self, workers: Sequence[WorkerView], told: Report, now_s: float) -> list[WorkerView]:
-        began = [now_s + each.output_tokens * (each.tpot_slo_s or 0.0) for each in told.samples]
+    def later(self, workers: Sequence[WorkerView], told: LoadReport, now_s: float) -> list[WorkerView]:
+        answer = round(told.expected_tokens / max(1, told.arrived))
+        began = [now_s + answer * (each.tpot_slo_s or 0.0) for each in told.samples]
         self.ends_s = [end_s for end_s in (*self.ends_s, *began) if end_s > now_s]
         decoding = [worker.name for worker in workers if worker.role is not Role.PREFILL]
         found = []
@@ -184,18 +185,15 @@ class Answering:
         return found
 
 
-def report(mix: Mix) -> Report:
+def report(mix: Mix) -> LoadReport:
     arrived = round(mix.rate)
     sample = Sample(
         round(mix.prompt_tokens),
         round(mix.computed_tokens),
-        round(mix.output_tokens),
-        0.5,
-        0.03,
         mix.ttft_s,
         mix.tpot_s,
     )
-    return Report(
+    return LoadReport(
         "g",
         1.0,
         arrived,
@@ -323,7 +321,7 @@ def test_prompts_of_another_kind_show_before_the_window_is_full_of_them() -> Non
     cluster = Cluster(spec(window_s=60.0))
     cluster.run(120, ANSWERS)
     before = cluster.roles()
-    made = cluster.run(round(LATELY_S) + 2, PROMPTS)
+    made = cluster.run(round(RECENT_S) + 2, PROMPTS)
     assert made and made[0].role in (Role.PREFILL, Role.MIXED)
     assert cluster.roles()[0] > before[0]
 

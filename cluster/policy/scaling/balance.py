@@ -1,9 +1,9 @@
-"""How well a fleet with given roles would meet its SLOs under a given load: closed forms, no simulation. Pure.
+"""How well workers with given roles would meet their SLOs under a given load: closed forms, no simulation. Pure.
 
-Decodes are spread so that all steps take equally long (Little's law); prompts get the time that decodes leave, and wait
-as in an M/D/1 queue that all who compute prompts share. What comes out is the load as a share of the most with which
-each promise holds: above 1 it breaks. Shares of time promised would not do: a step of one sequence takes half of what a
-full one does, and says nothing of how many more there is room for.
+Decodes are spread so that all steps take equally long (Little's law). Prompts get the time that decodes leave, and wait
+as in one M/D/1 queue that all workers with prompts share. The result is the load as a share of the highest load that
+meets each SLO: above 1 the SLO is missed. The step time as a share of the TPOT SLO would not do: a step of one sequence
+takes half as long as a full one, so it does not show how many more sequences fit.
 """
 
 import math
@@ -14,17 +14,17 @@ from cluster.spec import Role
 from workers.config import ADAPTIVE_MARGIN
 from workers.costs import CostModel
 
-_SATURATED = 0.95  # of what workers can do: from there on the wait is not a matter of chance any more
-_ALL = 2.0  # so much more does a share count by which steps are too long: not for some, but for all
-_STEEP = 20.0  # so much more does a share count for which there is no decode room
-_TAIL = 2.0  # times the mean wait: about what one request in ten waits for
-_HALVINGS = 24
-_LEAST_CHUNK = 16
+_SATURATED = 0.95  # share of the capacity beyond which the queue grows without bound
+_ALL_LATE = 2.0  # extra weight of a TPOT share above 1: a step that is too long makes all requests late, not some
+_NO_ROOM = 20.0  # slope of a decode room share above 1
+_TAIL = 2.0  # times the mean wait: the wait that about one request in ten exceeds
+_BISECTIONS = 24
+_MIN_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Workers that are alike. `kv_tokens` and `most_running` are of one; `count` may be 0."""
+    """`count` equal workers, possibly 0. `kv_tokens` and `most_running` are those of one worker."""
 
     pool: str
     role: Role
@@ -36,12 +36,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A load: requests a second, their mean tokens, and their SLOs. None: no SLO.
+    """A load: requests per second, their mean tokens, and their SLOs in seconds. None: no SLO.
 
     `computed_tokens` of a prompt are not cached; `spread` is the squared coefficient of variation of a prompt's work.
-    `backlog`: prompts that wait, as so many a second more to compute. `answers`: what decodes, where that is still
-    another load than what comes; None: the same. `requests`: of how many it was seen; `is_known`: some of them
-    have ended, and said what of their prompts was cached.
+    `backlog`: waiting prompts, as additional prompts per second. `answers`: the decode load, if it differs from that of
+    the arriving requests. `requests`: how many requests these means are from; `is_known`: enough of them have ended and
+    reported how much of their prompts was cached.
     """
 
     rate: float
@@ -57,8 +57,8 @@ class Mix:
     is_known: bool = True
 
     @property
-    def doubt(self) -> float:
-        """The share by which so few requests, come at random, are off: one standard deviation."""
+    def relative_error(self) -> float:
+        """One standard deviation of the load, since this many requests arrived at random; at most 1."""
         return min(1.0, math.sqrt((1.0 + self.spread) / max(1.0, self.requests)))
 
     @property
@@ -68,8 +68,9 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Requests a second that go on to decode, and their mean tokens. `running`: so many decode now; `soon`: no more
-    will before the next step can be taken.
+    """Requests per second that decode, and their mean tokens.
+
+    `running` sequences decode now; at most `soon` will before roles can change again.
     """
 
     rate: float
@@ -80,7 +81,7 @@ class Answers:
 
     @property
     def context(self) -> float:
-        """Tokens of a sequence half way."""
+        """Tokens of a sequence in the middle of its answer."""
         return self.prompt_tokens + self.output_tokens / 2
 
 
@@ -94,15 +95,15 @@ class Shares:
 
     @property
     def worst(self) -> float:
-        """The greatest, for who seeks the least. Of too many prompts some are late; of too many decodes, all."""
-        return max(self.ttft, self.tpot + _ALL * max(0.0, self.tpot - 1.0), self.decode_queue)
+        """The highest share. Too many prompts make some requests late, too many decodes make all late."""
+        return max(self.ttft, self.tpot + _ALL_LATE * max(0.0, self.tpot - 1.0), self.decode_queue)
 
     def __str__(self) -> str:
         return f"TTFT {self.ttft:.2f}, TPOT {self.tpot:.2f}, decode room {self.decode_queue:.2f} of full load"
 
 
 def shares(groups: Sequence[Group], mix: Mix) -> Shares:
-    """How much of what these workers can bear the load is."""
+    """The load as a share of what these workers can serve."""
     decoding = [group for group in groups if group.count and group.role is not Role.PREFILL]
     prompting = [group for group in groups if group.count and group.role is not Role.DECODE]
     if not decoding or not prompting:
@@ -113,16 +114,17 @@ def shares(groups: Sequence[Group], mix: Mix) -> Shares:
     ttft, busy = _ttft_share(prompting, [pace.speed for pace in paces], mix)
     tpot = 0.0
     if mix.tpot_s is not None:
-        most = _most_kept(decoding, mix.tpot_s, context)
+        most = _max_output_rate(decoding, mix.tpot_s, context)
         tpot = _wanted(mix) / most if most else step_s / mix.tpot_s
         tpot += min(1.0, busy) * max(0.0, max(pace.step_share for pace in paces) - tpot)
     return Shares(ttft, tpot, room)
 
 
 def _wanted(mix: Mix) -> float:
-    """Tokens a second: of arriving answers, or those that meet the SLO of all running decodes.
+    """Output tokens per second that the load needs.
 
-    Answers pile up until as many end as begin. A burst is over by then, so only as many count as there can be soon.
+    Running decodes need one token per TPOT SLO. Arriving answers accumulate until as many end as start; a burst ends
+    before that, so at most `soon` of them count.
     """
     answers = mix.decoded
     coming = answers.rate * max(0.0, answers.output_tokens - 1)
@@ -131,30 +133,30 @@ def _wanted(mix: Mix) -> float:
     return max(answers.running, min(coming * mix.tpot_s, answers.soon)) / mix.tpot_s
 
 
-def _most_kept(groups: Sequence[Group], tpot_s: float, context: float) -> float:
-    """Tokens a second within the SLO on the workers that can meet it at all."""
+def _max_output_rate(groups: Sequence[Group], tpot_s: float, context: float) -> float:
+    """Output tokens per second within the TPOT SLO, on the workers that can meet it at all."""
     able = [group for group in groups if _step(group, 1, context) <= tpot_s]
     return sum(group.count * _batch(group, tpot_s, context) for group in able) / tpot_s
 
 
 def _steps(groups: Sequence[Group], wanted: float, context: float) -> tuple[float, float]:
-    """The step time at which these workers make so many tokens a second, and how full they then are."""
+    """The step time at which these workers generate `wanted` tokens per second, and the share of decode room in use."""
     if wanted <= 0.0:
         return min(_step(group, 1, context) for group in groups), 0.0
 
-    def made(step_s: float) -> float:
+    def output_rate(step_s: float) -> float:
         return sum(group.count * _batch(group, step_s, context) for group in groups) / step_s
 
     low = min(_step(group, 1, context) for group in groups)
-    high = max(_step(group, _most(group, context), context) for group in groups)
-    best = made(high)
+    high = max(_step(group, _max_batch(group, context), context) for group in groups)
+    best = output_rate(high)
     if best < wanted:
-        return high * wanted / max(best, 1e-9), _over(wanted / max(best, 1e-9))
-    for _ in range(_HALVINGS):
+        return high * wanted / max(best, 1e-9), _overfull(wanted / max(best, 1e-9))
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if made(middle) >= wanted else (middle, high)
+        low, high = (low, middle) if output_rate(middle) >= wanted else (middle, high)
     held = sum(group.count * _batch(group, high, context) for group in groups)
-    most = sum(group.count * _most(group, context) for group in groups)
+    most = sum(group.count * _max_batch(group, context) for group in groups)
     return high, held / most if most else math.inf
 
 
@@ -162,24 +164,27 @@ def _step(group: Group, batch: float, context: float) -> float:
     return group.cost.decode_seconds(round(batch), round(batch * context))
 
 
-def _most(group: Group, context: float) -> float:
-    """Sequences that fit."""
+def _max_batch(group: Group, context: float) -> float:
+    """Sequences that fit on one worker."""
     return max(1.0, min(group.most_running, group.kv_tokens / max(1.0, context)))
 
 
 def _batch(group: Group, step_s: float, context: float) -> float:
-    """Sequences with which a step takes so long."""
-    low, high = 0.0, _most(group, context)
+    """Sequences on one worker whose step takes `step_s`."""
+    low, high = 0.0, _max_batch(group, context)
     if _step(group, high, context) <= step_s:
         return high
-    for _ in range(_HALVINGS // 2):
+    for _ in range(_BISECTIONS // 2):
         middle = (low + high) / 2
         low, high = (middle, high) if _step(group, middle, context) <= step_s else (low, middle)
     return low
 
 
 def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> tuple[float, float]:
-    """Of the load with which first tokens are in time, and how busy prompts keep workers; unpromised, both that."""
+    """The load as a share of that which meets the TTFT SLO, and the share of time that prompts take.
+
+    Without a TTFT SLO both are the latter.
+    """
     capacity = quickest_s = 0.0
     for group, speed in zip(groups, speeds, strict=True):
         if speed > 0.0:
@@ -200,15 +205,16 @@ def _ttft_share(groups: Sequence[Group], speeds: Sequence[float], mix: Mix) -> t
 
 
 def _alone_seconds(group: Group, mix: Mix) -> float:
-    """A prompt computed without any decodes beside it."""
+    """Seconds of a mean prompt without decodes beside it."""
     tokens = max(1, round(mix.computed_tokens))
     return group.cost.prefill_seconds(tokens, max(0, round(mix.prompt_tokens) - tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """Of prompts beside decodes: their speed as a share of that without any, and how long the steps of both then are,
-    as a share of the promise; 0 where there are none.
+    """Prompts beside decodes: their speed as a share of that without decodes, and the steps' share of the TPOT SLO.
+
+    `step_share` 0: there are no decodes.
     """
 
     speed: float
@@ -216,11 +222,11 @@ class _Pace:
 
 
 def _pace(group: Group, mix: Mix, context: float, step_s: float) -> _Pace:
-    """Chunks fill a step up to the SLO. Where no chunk would fit, the smallest one breaks the SLO: the engine
-    takes that much at least, so that prompts move on.
+    """Chunks fill a step up to the TPOT SLO. If not even the smallest chunk fits, it is taken anyway and misses it,
+    as in the engine, so that prompts advance.
 
-    A worker that does both has a decode at least: requests stay where their prompts were computed, also on a kind whose
-    steps are too slow to have any if all steps took equally long.
+    A mixed worker has at least one decode: requests decode where their prompts were computed, even on hardware so slow
+    that equal step times would give it none.
     """
     if group.role is not Role.MIXED or mix.decoded.output_tokens <= 1.0:
         return _Pace(1.0)
@@ -228,12 +234,12 @@ def _pace(group: Group, mix: Mix, context: float, step_s: float) -> _Pace:
     tokens = max(1, round(mix.computed_tokens))
     took_s = mix.tpot_s * ADAPTIVE_MARGIN if mix.tpot_s is not None else 2 * step_s
     chunk = min(tokens, group.cost.prompt_tokens_within(took_s, 0, (), batch, round(batch * context)))
-    step_share, least = 1.0, min(_LEAST_CHUNK, tokens)
-    if chunk < least:
-        chunk, took_s = least, group.cost.mixed_seconds([(least, 0)], batch, round(batch * context))
+    step_share, smallest = 1.0, min(_MIN_CHUNK, tokens)
+    if chunk < smallest:
+        chunk, took_s = smallest, group.cost.mixed_seconds([(smallest, 0)], batch, round(batch * context))
         step_share = max(1.0, took_s / mix.tpot_s) if mix.tpot_s is not None else 1.0
     return _Pace(min(1.0, chunk / took_s * _alone_seconds(group, mix) / tokens), step_share)
 
 
-def _over(share: float) -> float:
-    return 1.0 + _STEEP * (share - 1.0)
+def _overfull(share: float) -> float:
+    return 1.0 + _NO_ROOM * (share - 1.0)

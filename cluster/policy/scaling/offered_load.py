@@ -1,4 +1,4 @@
-"""The load as gateways tell of it: what came in the last seconds, and what waits and runs on workers. Pure."""
+"""The load of a cluster, from gateways' load reports and workers' statistics. Pure."""
 
 import math
 from collections import deque
@@ -6,91 +6,96 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.policy.scaling.balance import Answers, Mix
-from cluster.policy.scaling.evidence import Report, Sample
+from cluster.policy.scaling.load_report import LoadReport, Sample
 from cluster.spec import ElasticSpec
 from diptych.view import WorkerView
 from workers.request import SLO
 from workers.stats import WorkerStats
 
-BACKLOG_S = 10.0  # in which what waits now should be computed
-LATELY_S = 5.0  # in which prompts of a new kind show
-SOON_S = 5.0  # in which roles can follow: what will decode only later is no reason for a step
-CHANCE = 2.0  # standard deviations: what differs less is no other load
-LEAST_REQUESTS = 5  # that say anything about a load
-_ENOUGH_REQUESTS = 8
+BACKLOG_S = 10.0  # a backlog counts as if it came within this time
+RECENT_S = 5.0  # window of the prefill load
+SOON_S = 5.0  # about what a role change takes: only decodes that start within it count
+CHANCE = 2.0  # standard deviations; recent load that differs by less is not another load
+MIN_REQUESTS = 5  # with fewer in the window there is no load to speak of
+_MIN_RECENT_REQUESTS = 8
 
 
-class Offered:
-    """Keeps reports for the elastic window. `slo`: the gateway's; `puts_off`: late prompts delay no others."""
+class OfferedLoad:
+    """Keeps the load reports of the elastic window. Owned by `Elastic`.
 
-    def __init__(self, elastic: ElasticSpec, slo: SLO, *, puts_off: bool) -> None:
+    `slo`: the gateway's. `postpones_late`: late prompts delay no others (`engine.prompt_order: deadline`).
+    """
+
+    def __init__(self, elastic: ElasticSpec, slo: SLO, *, postpones_late: bool) -> None:
         self._window_s, self._period_s = elastic.window_s, elastic.period_s
         self._slo = slo
-        self._puts_off = puts_off
-        self._reports: deque[tuple[float, Report]] = deque()
+        self._postpones_late = postpones_late
+        self._reports: deque[tuple[float, LoadReport]] = deque()
         self._begun_s: float | None = None
 
     @property
     def has_reports(self) -> bool:
-        """Whether any gateway reported in the window for which `mix` was last asked."""
+        """Whether any gateway reported within the window of the last `mix` call."""
         return bool(self._reports)
 
-    def on_report(self, report: Report, now_s: float) -> None:
-        """What one gateway saw since its last report."""
+    def on_report(self, report: LoadReport, now_s: float) -> None:
         if self._begun_s is None:
             self._begun_s = now_s - report.seconds
         self._reports.append((now_s, report))
 
     def mix(self, workers: Sequence[WorkerView], now_s: float) -> Mix | None:
-        """Recent prompts; recent answers, or those of the whole window where they are more.
+        """The present load; None: hardly any.
 
-        New kinds of prompts act at once, while earlier answers continue for a while. What waits now counts as
-        if it came in the next `BACKLOG_S`. None: there is hardly any load.
+        Prompts are those of the last `RECENT_S`, or of the window if the difference may be chance. Answers are those of
+        either, whichever are more, since earlier answers continue to decode. Waiting prompts beyond the usual number
+        are the backlog.
         """
         self._forget(now_s)
         reports = [report for _, report in self._reports]
         samples = [sample for report in reports for sample in report.samples]
-        whole, lately = _arrived(reports), _arrived(self._lately(now_s))
-        if whole.requests < LEAST_REQUESTS or self._begun_s is None:
+        window, recent = _total(reports), _total(self._recent(now_s))
+        if window.requests < MIN_REQUESTS or self._begun_s is None:
             return None
-        span_s = max(self._period_s, min(self._window_s, now_s - self._begun_s))
-        late_s = max(self._period_s, min(lately.seconds, span_s))
+        window_s = max(self._period_s, min(self._window_s, now_s - self._begun_s))
+        recent_s = max(self._period_s, min(recent.seconds, window_s))
         spread = _spread(samples)
-        if _is_chance(whole, span_s, lately, late_s, spread):
-            lately, late_s = whole, span_s
-        prompt = lately.prompt_tokens / lately.requests
-        asked = sum(sample.prompt_tokens for sample in samples)
-        computed = sum(sample.computed_tokens for sample in samples) / asked if asked else 1.0
+        if _is_chance(window, window_s, recent, recent_s, spread):
+            recent, recent_s = window, window_s
+        prompt = recent.prompt_tokens / recent.requests
+        sampled = sum(sample.prompt_tokens for sample in samples)
+        computed = sum(sample.computed_tokens for sample in samples) / sampled if sampled else 1.0
         computed_tokens = max(1.0, prompt * (computed or 1.0))
-        ttft_s = _promised([sample.ttft_slo_s for sample in samples], self._slo.ttft_s)
-        usual = lately.requests / late_s * (ttft_s or 0.0) / 2.0  # wait where each waits for half of the TTFT SLO
+        ttft_s = _median([sample.ttft_slo_s for sample in samples], self._slo.ttft_s)
+        usual = recent.requests / recent_s * (ttft_s or 0.0) / 2.0  # waiting, if each waits for half of its TTFT SLO
         waiting = sum(worker.stats.queued_tokens for worker in workers) / computed_tokens
         backlog = max(0.0, waiting - usual)
-        if ttft_s is not None and self._puts_off:
-            backlog = min(backlog, usual)  # beyond that they are late, and delay no others
-        running = sum(_decoding(worker.stats) for worker in workers)
-        soon = running + lately.requests / late_s * SOON_S
-        kinds = [_answers(seen, seconds, running, soon) for seen, seconds in ((whole, span_s), (lately, late_s))]
+        if ttft_s is not None and self._postpones_late:
+            backlog = min(backlog, usual)  # the rest is late and delays no others
+        running = sum(_num_decoding(worker.stats) for worker in workers)
+        soon = running + recent.requests / recent_s * SOON_S
+        answers = [
+            _answers(total, seconds, running, soon) for total, seconds in ((window, window_s), (recent, recent_s))
+        ]
         return Mix(
-            rate=lately.requests / late_s,
+            rate=recent.requests / recent_s,
             prompt_tokens=prompt,
             computed_tokens=computed_tokens,
-            output_tokens=max(1.0, lately.expected_tokens / lately.requests),
+            output_tokens=max(1.0, recent.expected_tokens / recent.requests),
             ttft_s=ttft_s,
-            tpot_s=_promised([sample.tpot_slo_s for sample in samples], self._slo.tpot_s),
+            tpot_s=_median([sample.tpot_slo_s for sample in samples], self._slo.tpot_s),
             spread=spread,
             backlog=backlog / BACKLOG_S,
-            answers=max(kinds, key=lambda each: each.rate * each.output_tokens),
-            requests=lately.requests,
-            is_known=len(samples) >= LEAST_REQUESTS,
+            answers=max(answers, key=lambda each: each.rate * each.output_tokens),
+            requests=recent.requests,
+            is_known=len(samples) >= MIN_REQUESTS,
         )
 
-    def _lately(self, now_s: float) -> list[Report]:
-        """The reports of the last `LATELY_S`, or of longer, until so many requests are among them as say anything."""
-        chosen: list[Report] = []
+    def _recent(self, now_s: float) -> list[LoadReport]:
+        """The reports of the last `RECENT_S`, or of longer if these have fewer than `_MIN_RECENT_REQUESTS`."""
+        chosen: list[LoadReport] = []
         arrived = 0
         for reported_s, report in reversed(self._reports):
-            if now_s - reported_s >= LATELY_S and arrived >= _ENOUGH_REQUESTS:
+            if now_s - reported_s >= RECENT_S and arrived >= _MIN_RECENT_REQUESTS:
                 break
             chosen.append(report)
             arrived += report.arrived
@@ -102,19 +107,19 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrived:
+class _Total:
     requests: int
     prompt_tokens: int
     expected_tokens: int
     seconds: float
 
 
-def _arrived(reports: Sequence[Report]) -> _Arrived:
-    """All together, in the time that the gateway with the longest reports saw."""
+def _total(reports: Sequence[LoadReport]) -> _Total:
+    """The sums of all reports; `seconds` are those of the gateway whose reports cover the most."""
     seconds: dict[str, float] = {}
     for report in reports:
         seconds[report.gateway] = seconds.get(report.gateway, 0.0) + report.seconds
-    return _Arrived(
+    return _Total(
         sum(report.arrived for report in reports),
         sum(report.arrived_tokens for report in reports),
         sum(report.expected_tokens for report in reports),
@@ -122,38 +127,39 @@ def _arrived(reports: Sequence[Report]) -> _Arrived:
     )
 
 
-def _is_chance(whole: _Arrived, span_s: float, lately: _Arrived, late_s: float, spread: float) -> bool:
-    """Whether random arrivals at the whole window's rate would often bring this many requests, this long, in a part."""
-    expected = whole.requests / span_s * late_s
-    off = math.sqrt((1.0 + spread) / max(1.0, expected))
-    pairs = ((whole.prompt_tokens, lately.prompt_tokens), (whole.expected_tokens, lately.expected_tokens))
-    return all(abs(part / late_s - all_ / span_s) <= CHANCE * off * all_ / span_s for all_, part in pairs)
+def _is_chance(window: _Total, window_s: float, recent: _Total, recent_s: float, spread: float) -> bool:
+    """Whether random arrivals at the window's rate explain the recent tokens, within `CHANCE` standard deviations."""
+    expected = window.requests / window_s * recent_s
+    relative_error = math.sqrt((1.0 + spread) / max(1.0, expected))
+    pairs = (window.prompt_tokens, recent.prompt_tokens), (window.expected_tokens, recent.expected_tokens)
+    return all(
+        abs(part / recent_s - whole / window_s) <= CHANCE * relative_error * whole / window_s for whole, part in pairs
+    )
 
 
-def _answers(arrived: _Arrived, seconds: float, running: int, soon: float) -> Answers:
-    count = max(1, arrived.requests)
+def _answers(total: _Total, seconds: float, running: int, soon: float) -> Answers:
+    count = max(1, total.requests)
     return Answers(
-        rate=arrived.requests / seconds,
-        prompt_tokens=arrived.prompt_tokens / count,
-        output_tokens=max(1.0, arrived.expected_tokens / count),
+        rate=total.requests / seconds,
+        prompt_tokens=total.prompt_tokens / count,
+        output_tokens=max(1.0, total.expected_tokens / count),
         running=running,
         soon=soon,
     )
 
 
-def _decoding(stats: WorkerStats) -> int:
-    """Sequences that decode; where there is more to compute than a token for each, one of them is a prompt still."""
+def _num_decoding(stats: WorkerStats) -> int:
+    """Sequences that decode. More queued tokens than running sequences: one of these is still in prefill."""
     return max(0, stats.running - int(stats.queued_tokens > stats.running))
 
 
-def _promised(promises: Sequence[float | None], default: float | None) -> float | None:
-    """The median SLO of requests."""
-    known = sorted(each for each in promises if each is not None)
+def _median(slos: Sequence[float | None], default: float | None) -> float | None:
+    known = sorted(each for each in slos if each is not None)
     return known[len(known) // 2] if known else default
 
 
 def _spread(samples: Sequence[Sample]) -> float:
-    """The squared coefficient of variation of prompts' computed tokens; 1 while that is not known."""
+    """The squared coefficient of variation of computed prompt tokens; 1 without samples."""
     if len(samples) < 2:
         return 1.0
     mean = sum(sample.computed_tokens for sample in samples) / len(samples)

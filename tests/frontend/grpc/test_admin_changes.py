@@ -14,13 +14,12 @@ from msgspec import structs
 from cluster.cli import main
 from cluster.control.changes import ChangeError, ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.frontend.grpc.server import GrpcServer
-from cluster.policy.scaling.evidence import Decision
 from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from diptych.v1 import admin_pb2, admin_pb2_grpc
-from diptych.view import DecisionRecord, PoolView, WorkerState
+from diptych.view import Decision, DecisionRecord, PoolView, WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
 FLIPPED = DecisionRecord(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
