@@ -69,7 +69,7 @@ class Dispatcher:
             observer=self._observer,
         )
         self._migrations = MigrationLoop(
-            self._policy.mover,
+            self._policy.migrations,
             self._policy.requeue,
             picture=self.discovery.picture,
             change=self.discovery.change,
@@ -143,7 +143,7 @@ class Dispatcher:
             role_changes=self.discovery.role_changes(),
             queued=len(self._admission_queue.queue),
             uncovered=self._runner.uncovered,
-            tally=self._metrics.snapshot(),
+            totals=self._metrics.snapshot(),
         )
 
     def count_refusal(self, class_name: str, cause: str) -> None:

@@ -90,7 +90,7 @@ class MigrationLoop:
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
         left = MAX_REPLACED
-        for keys in self._requeue.late(self._picture(), now_s):
+        for keys in self._requeue.candidates(self._picture(), now_s):
             for key in keys[:left]:
                 left -= 1
                 if not self._replace(key):

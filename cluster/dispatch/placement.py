@@ -100,8 +100,8 @@ class Placer:
 
     def better(self, query: PlacementQuery, key: str) -> Placement | None:
         """Better workers for a prompt that still waits, or None. The policy then has `query` in place of `key`."""
-        placement = self._policy.better(ask := self.ask(query), key)
-        return None if placement is None else self._policy.again(ask, key, placement)
+        placement = self._policy.better_placement(ask := self.ask(query), key)
+        return None if placement is None else self._policy.replace(ask, key, placement)
 
     def count_uncovered(self, placement: Placement) -> None:
         """Count a request that runs on workers of another role because none of a pool's own role is ready."""

@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from cluster.events import Completed
 from cluster.observe.ledger import PHASES, LatencyLedger
 from cluster.observe.request_observer import OnTokens, RequestEnd, RequestObserver
-from cluster.policy.estimate.histograms import BYTES, RANGES, SECONDS, TOKEN_SECONDS, TOKENS, Counting, Tallied
+from cluster.policy.estimate.histograms import (
+    BYTES,
+    RANGES,
+    SECONDS,
+    TOKEN_SECONDS,
+    TOKENS,
+    HistogramBuilder,
+    RequestTotals,
+)
 from cluster.policy.slo_attainment import OTHER, Ended
 from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason, Request
@@ -30,14 +38,14 @@ class RequestMetrics(RequestObserver):
         by_class = [(name,) for name in named]
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._finishes = dict.fromkeys((reason.value for reason in FinishReason), 0)
-        self._ttft = Counting(SECONDS, by_class)
-        self._requests = Counting(SECONDS, [(name, "completed") for name in named])
-        self._tpot, self._gaps = Counting(TOKEN_SECONDS, by_class), Counting(TOKEN_SECONDS, by_class)
-        self._prompts, self._answers = Counting(TOKENS, by_class), Counting(TOKENS, by_class)
-        self._parts = Counting(SECONDS, [(part,) for part in PHASES])
-        self._stages = Counting(SECONDS, [(stage,) for stage in STAGES])
+        self._ttft = HistogramBuilder(SECONDS, by_class)
+        self._requests = HistogramBuilder(SECONDS, [(name, "completed") for name in named])
+        self._tpot, self._gaps = HistogramBuilder(TOKEN_SECONDS, by_class), HistogramBuilder(TOKEN_SECONDS, by_class)
+        self._prompts, self._answers = HistogramBuilder(TOKENS, by_class), HistogramBuilder(TOKENS, by_class)
+        self._parts = HistogramBuilder(SECONDS, [(part,) for part in PHASES])
+        self._stages = HistogramBuilder(SECONDS, [(stage,) for stage in STAGES])
         by_transport = [(name,) for name in transports]
-        self._transfers = tuple(Counting(bounds, by_transport) for bounds in (SECONDS, BYTES, RANGES))
+        self._transfers = tuple(HistogramBuilder(bounds, by_transport) for bounds in (SECONDS, BYTES, RANGES))
 
     def token_observers(self, request: Request, worker: str) -> tuple[OnTokens]:
         label = self._label(request.slo.class_name)
@@ -81,9 +89,9 @@ class RequestMetrics(RequestObserver):
         for stage, seconds in stages(completed.ledger).items():
             self._stages.add((stage,), seconds)
 
-    def snapshot(self) -> Tallied:
+    def snapshot(self) -> RequestTotals:
         seconds, num_bytes, ranges = (each.snapshot() for each in self._transfers)
-        return Tallied(
+        return RequestTotals(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,

@@ -1,4 +1,4 @@
-"""This gateway's active requests, by worker, and how long requests decode. Knows no other gateway."""
+"""This gateway's active requests by worker, and how long requests decode. Knows no other gateway."""
 
 import math
 from collections.abc import Iterator, ValuesView
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-_MEMORY = 1000  # finished answers in the mean
+_MEMORY = 1000  # finished answers that the mean covers
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One active attempt. `new_tokens` of its prompt are not cached; computing them is expected to take `prefill_s`.
+    """One active attempt. `new_tokens` of its prompt are not cached; computing them is predicted to take `prefill_s`.
 
-    `first_token_s` is the expected time of the first token, and the actual one once `prefilled_s` is set. `turn_s` is
+    `first_token_s` is the predicted time of the first token, and the actual one once `prefilled_s` is set. `turn_s` is
     when its prefill started, as far as this gateway can tell.
     """
 
@@ -30,17 +30,17 @@ class Work:
     first_token_s: float
     prefilled_s: float | None = None
     turn_s: float = 0.0
-    reserved_s: float = 0.0  # when the decode worker had reserved its blocks; the prompt is sent then
+    reserved_s: float = 0.0  # when the decode worker reserved its blocks and the prompt was sent; 0: not yet
     correction: float = 1.0  # factor contained in `prefill_s`
-    plain_tpot_s: float = 0.0  # predicted by the cost model alone
-    is_guess: bool = False  # costs were not given
+    plain_tpot_s: float = 0.0  # predicted by the cost model, without corrections; 0: unknown
+    is_guess: bool = False  # by default costs
     is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
     tpot_slo_s: float | None = None
-    computed_s: float = 0.0  # of our prompts, by the decode worker, when this one started to decode
+    computed_s: float = 0.0  # `_computed_s` of its decode worker when it started to decode
 
     @property
     def decodes(self) -> bool:
-        """Whether it decodes at all: the prefill already gives one token."""
+        """Whether it has more tokens than the first one, which comes from prefill."""
         return self.output_tokens > 1
 
     @property
@@ -49,7 +49,7 @@ class Work:
 
 
 class DecodeLoad(NamedTuple):
-    """Sums over the requests that decode on a worker or will decode there."""
+    """Sums over requests that decode on a worker, or will."""
 
     sequences: int = 0
     prompt_tokens: int = 0
@@ -60,11 +60,11 @@ _NOTHING = DecodeLoad()
 
 
 class WorkerLoad(Struct, frozen=True, gc=False):
-    """Our load on one worker, as sums; the same object until something changes.
+    """Sums over our requests on one worker; the same object until something changes.
 
-    `assigned`: all requests that decode there or will. `begun`: those that decode or whose prompt this worker computes.
-    `tightest_s`: their tightest TPOT SLO. Prompts that wait or run: their number, tokens, uncached tokens and seconds;
-    `head_s` is the first one's, which started at `turn_s`.
+    `assigned`: all requests that decode there, or will. `begun`: those that decode, or whose prompt it computes.
+    `tightest_s`: the tightest TPOT SLO of `assigned`. Prompts that wait or run there: their number, tokens, uncached
+    tokens and seconds; the first one takes `head_s` and started at `turn_s`.
     """
 
     assigned: DecodeLoad = _NOTHING
@@ -82,7 +82,7 @@ class WorkerLoad(Struct, frozen=True, gc=False):
         return self.prompts_s - min(self.head_s, now_s - self.turn_s) if self.num_prompts else 0.0
 
     def ahead(self) -> tuple[float, float]:
-        """`ahead_s` for any time: (when they end, at least this many seconds from then)."""
+        """`ahead_s` for any time: (when they end; the least that `ahead_s` may be)."""
         return self.turn_s + self.prompts_s, self.prompts_s - self.head_s
 
 
@@ -90,14 +90,14 @@ _IDLE = WorkerLoad()
 
 
 class ActiveRequests:
-    """Owned by a Policy, read by its router. Every `began` is followed by an `ended`."""
+    """Owned by a Policy, read by its router. Every `began` needs an `ended`."""
 
     def __init__(self) -> None:
         self._works: dict[str, Work] = {}
         self._prefilling: dict[str, dict[str, Work]] = {}  # worker -> key -> work, oldest first
         self._decoding: dict[str, dict[str, Work]] = {}  # from the reservation of a slot to the last token
         self._assigned: dict[str, DecodeLoad] = {}  # sums of `_decoding`
-        self._changed: set[str] = set()  # workers, since the last `changed` call
+        self._changed: set[str] = set()  # workers changed since the last `changed` call
         self._worker_loads: dict[str, WorkerLoad] = {}  # cache, dropped on change
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last finished a prompt of ours
         self._computed_s: dict[str, float] = {}  # worker -> seconds of our prompts it has computed
@@ -118,20 +118,20 @@ class ActiveRequests:
         return self._prefilling.get(worker, {}).values()
 
     def decoding(self, worker: str) -> ValuesView[Work]:
-        """Our requests that decode there or will."""
+        """Our requests that decode there, or will."""
         return self._decoding.get(worker, {}).values()
 
     def assigned(self, worker: str) -> DecodeLoad:
-        """Sums over `decoding`, kept up to date."""
+        """Sums over `decoding`."""
         return self._assigned.get(worker, _NOTHING)
 
     def changed(self) -> set[str]:
-        """Workers whose requests changed since the last call, for a reader that keeps a copy."""
+        """Workers with changed requests since the last call; for one reader that has a copy."""
         changed, self._changed = self._changed, set()
         return changed
 
     def worker_load(self, worker: str) -> WorkerLoad:
-        """Sums over all our requests that were sent to the worker and have not ended."""
+        """Sums over all our active requests there."""
         known = self._worker_loads.get(worker)
         return self._sum_up(worker) if known is None else known
 
@@ -177,8 +177,8 @@ class ActiveRequests:
     def decode_seconds(self, now_s: float) -> float:
         """Mean decode time of a request; infinite until one has ended.
 
-        Total decode time over the number of finished requests. A mean over finished requests alone would be that of
-        the short ones at first (maximum likelihood for exponential lifetimes with censoring).
+        The total decode time, of running requests too, over the number of finished ones: the maximum likelihood for
+        exponential lifetimes with censoring. A mean over finished requests alone would favor short ones at first.
         """
         if not self._num_decoded:
             return math.inf
@@ -190,33 +190,33 @@ class ActiveRequests:
         assert work.key not in self._works, f"{work.key} is active already"
         self._works[work.key] = work
         self._prefilling.setdefault(work.prefill, {})[work.key] = work
-        self._change(work.prefill)
+        self._mark_changed(work.prefill)
         if work.decodes:
-            self._to_decode(work, work.decode)
-            self._change(work.decode)
+            self._add_decode(work, work.decode)
+            self._mark_changed(work.decode)
 
-    def beside_s(self, work: Work) -> float:
-        """Seconds that its worker was expected to spend on our prompts since it started to decode."""
+    def prompt_seconds_beside(self, work: Work) -> float:
+        """Predicted seconds that its worker has spent on our prompts since it started to decode."""
         return self._computed_s.get(work.decode, 0.0) - work.computed_s
 
     def reserved(self, key: str, now_s: float) -> None:
-        """Its decode worker reserved blocks, so its prompt is sent now. Unknown keys are ignored."""
+        """Its decode worker reserved blocks, and its prompt is sent now. Unknown keys are ignored."""
         if work := self._works.get(key):
             work.reserved_s = now_s
-            self._change(work.prefill)
+            self._mark_changed(work.prefill)
 
-    def slower(self, worker: str, times: float) -> None:
-        """Our prompts that wait or run there will take this many times as long as expected."""
+    def scale_prompts(self, worker: str, factor: float) -> None:
+        """Multiply the predicted times of our prompts that wait or run there."""
         later_s = 0.0
         for work in self.prefilling(worker):
-            later_s += (times - 1.0) * work.prefill_s
+            later_s += (factor - 1.0) * work.prefill_s
             work.first_token_s += later_s
-            work.prefill_s *= times
-            self._change(work.decode)
-        self._change(worker)
+            work.prefill_s *= factor
+            self._mark_changed(work.decode)
+        self._mark_changed(worker)
 
     def prefilled(self, key: str, now_s: float) -> Work | None:
-        """Its first token came. Returns the work, or None for an unknown key or a repeated call."""
+        """Its first token arrived. Returns the work; None for an unknown key or a repeated call."""
         work = self._works.get(key)
         if work is None or work.prefilled_s is not None:
             return None
@@ -226,7 +226,7 @@ class ActiveRequests:
         work.computed_s = self._computed_s.get(work.decode, 0.0)
         self._drop(self._prefilling, work.prefill, key)
         self._prefilled_s[work.prefill] = now_s
-        self._change(work.prefill, work.decode)
+        self._mark_changed(work.prefill, work.decode)
         return work
 
     def moved(self, key: str, worker: str) -> None:
@@ -235,59 +235,59 @@ class ActiveRequests:
         if work is None:
             return
         if work.decodes:
-            self._no_more_to_decode(work)
-            self._to_decode(work, worker)
-            self._change(work.decode, worker)
+            self._remove_decode(work)
+            self._add_decode(work, worker)
+            self._mark_changed(work.decode, worker)
         work.decode = worker
-        work.plain_tpot_s = 0.0  # half its steps were elsewhere: predictors skip it
+        work.plain_tpot_s = 0.0  # its steps are from two workers, so they are no sample of either
 
     def ended(self, key: str, now_s: float) -> Work | None:
-        """It finished, failed or was cancelled. Returns the work that was removed, or None for an unknown key."""
+        """It finished, failed or was cancelled. Returns the removed work; None for an unknown key."""
         work = self._works.pop(key, None)
         if work is None:
             return None
         if work.prefilled_s is None:
             self._drop(self._prefilling, work.prefill, key)
-            self._change(work.prefill)
+            self._mark_changed(work.prefill)
         if work.decodes:
-            self._no_more_to_decode(work)
-            self._change(work.decode)
+            self._remove_decode(work)
+            self._mark_changed(work.decode)
             if work.prefilled_s is not None:
                 self._learn(now_s - work.prefilled_s)
         return work
 
     @contextmanager
     def without(self, key: str) -> Iterator[None]:
-        """Hide this unfinished prompt, to ask where it would be placed now. Nothing may begin or end meanwhile."""
+        """Hide this waiting prompt, to find out where it would be placed now. Nothing may begin or end meanwhile."""
         work = self._works[key]
         queue = self._prefilling[work.prefill]
         self._prefilling[work.prefill] = {each: other for each, other in queue.items() if each != key}
         decoding, assigned = self._decoding.get(work.decode), self._assigned.get(work.decode)
         if work.decodes:
             self._decoding[work.decode] = dict(decoding or {})
-            self._no_more_to_decode(work)
-        self._change(work.prefill, work.decode)
+            self._remove_decode(work)
+        self._mark_changed(work.prefill, work.decode)
         try:
             yield
         finally:
             self._prefilling[work.prefill] = queue
             if work.decodes and decoding is not None and assigned is not None:
                 self._decoding[work.decode], self._assigned[work.decode] = decoding, assigned
-            self._change(work.prefill, work.decode)
+            self._mark_changed(work.prefill, work.decode)
 
-    def _change(self, *workers: str) -> None:
+    def _mark_changed(self, *workers: str) -> None:
         """Drop the cached sums of these workers and report them in `changed`."""
         self._changed.update(workers)
         for worker in workers:
             self._worker_loads.pop(worker, None)
 
-    def _to_decode(self, work: Work, worker: str) -> None:
+    def _add_decode(self, work: Work, worker: str) -> None:
         self._decoding.setdefault(worker, {})[work.key] = work
         known = self.assigned(worker)
         prompts, answers = known.prompt_tokens + work.prompt_tokens, known.output_tokens + work.output_tokens
         self._assigned[worker] = DecodeLoad(known.sequences + 1, prompts, answers)
 
-    def _no_more_to_decode(self, work: Work) -> None:
+    def _remove_decode(self, work: Work) -> None:
         self._drop(self._decoding, work.decode, work.key)
         known = self._assigned.pop(work.decode)
         if known.sequences > 1:
@@ -321,4 +321,4 @@ class ActiveRequests:
         assert self._assigned.keys() == self._decoding.keys()
         for worker, known in list(self._worker_loads.items()):
             assert self._sum_up(worker) == known, worker
-        assert all(self._prefilling.values()) and all(self._decoding.values()), "an empty shelf was kept"
+        assert all(self._prefilling.values()) and all(self._decoding.values()), "an empty worker was kept"

@@ -2,9 +2,9 @@
 
     choose ──> Placement ──> began ──> prefilled ──> ended
        ├─────> Refusal
-       └─────> Later (admission "slo" only): ask again when a request has ended
+       └─────> Later (admission "slo" only): call it again when a request has ended
 
-Pure. The only place that knows routers by name.
+Pure. The only module that knows routers by name.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from cluster.policy.admission.early_rejection import Admission, Predictive
 from cluster.policy.admission.slo import SLOAdmission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import Learned, Predictor, asked_length, expected_tokens
-from cluster.policy.estimate.reservation_wait import Reserving
+from cluster.policy.estimate.reservation_wait import ReservationWait
 from cluster.policy.routing.baselines.load_based import DistServe, Draws, LeastLoaded, PowerOfTwo, Random, RoundRobin
 from cluster.policy.routing.baselines.splitwise import Splitwise
 from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
@@ -72,16 +72,16 @@ class Policy:
         active: ActiveRequests,
         index: PrefixIndex,
         lengths: Predictor,
-        mover: MigrationPlanner,
+        migrations: MigrationPlanner,
         requeue: Requeue,
     ) -> None:
         self.active = active
         self.index = index
         self.lengths = lengths
-        self.mover = mover
+        self.migrations = migrations
         self.requeue = requeue
         self._find = Finder()
-        self._reserving = Reserving(latency, active)
+        self._reservation_wait = ReservationWait(latency, active)
         self._router = router
         self._admission = admission
         self._latency = latency
@@ -102,9 +102,9 @@ class Policy:
         return self._admission.queues
 
     def choose(self, ask: Ask) -> Placement | Refusal | Later | None:
-        """A placement for the request; None when no worker is ready for it. Asking commits to nothing.
+        """A placement for the request; None: no worker is ready for it. Changes nothing.
 
-        Only first attempts are refused, and never a sample whose sibling is running.
+        Only first attempts are refused or queued, and no parallel sample if another one of its prompt is running.
         """
         placement = self._router.choose(ask)
         if placement is None:
@@ -114,7 +114,7 @@ class Policy:
         predicted = self._reserved(ask, placement)
         if ask.request.attempt or ask.beside or not self._admission.needs_predictions:
             return predicted
-        judged = predicted if self._admission.queues else placement  # Mooncake's admission knows no reservations
+        judged = predicted if self._admission.queues else placement  # Mooncake's admission has no reservations
         return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or predicted
 
     def _predicted(self, ask: Ask, placement: Placement) -> Placement:
@@ -129,14 +129,14 @@ class Policy:
         )
 
     def _reserved(self, ask: Ask, placement: Placement) -> Placement:
-        """Add the wait for the decode worker's reservation; meanwhile the prefill worker computes the prompts ahead."""
+        """Add the wait for the decode worker's reservation, as far as it exceeds the wait in the prefill queue."""
         if placement.colocated or placement.predicted_ttft_s is None:
             return placement
-        wait_s = self._reserving.wait_s(ask, self._worker(ask, placement.decode))
+        wait_s = self._reservation_wait.seconds(ask, self._worker(ask, placement.decode))
         if wait_s <= 0.0:
             return placement
-        longer_s = max(0.0, wait_s - self._latency.queue_seconds(ask, self._worker(ask, placement.prefill)))
-        predicted_s = placement.predicted_ttft_s + longer_s
+        additional_s = max(0.0, wait_s - self._latency.queue_seconds(ask, self._worker(ask, placement.prefill)))
+        predicted_s = placement.predicted_ttft_s + additional_s
         return structs.replace(placement, predicted_ttft_s=predicted_s, reserve_s=wait_s)
 
     def began(self, ask: Ask, placement: Placement) -> None:
@@ -191,7 +191,7 @@ class Policy:
     def prefilled(
         self, key: str, now_s: float, cached_tokens: int | None = None, compute_s: float | None = None
     ) -> None:
-        """The attempt's first token came. `cached_tokens` of its prompt were cached; computing took `compute_s`.
+        """The attempt's first token arrived. `cached_tokens` of its prompt were cached; computing took `compute_s`.
 
         Unknown keys and repeated calls are ignored.
         """
@@ -206,12 +206,12 @@ class Policy:
         """The attempt now decodes on another worker. Unknown keys are ignored."""
         self.active.moved(key, worker)
 
-    def better(self, ask: Ask, key: str) -> Placement | None:
-        """A better placement for the attempt `key`, whose prompt has not started; None: keep it where it is."""
-        return self.requeue.better(ask, key, self.choose)
+    def better_placement(self, ask: Ask, key: str) -> Placement | None:
+        """A better placement for the attempt `key`, which has not started; None: it stays."""
+        return self.requeue.better_placement(ask, key, self.choose)
 
-    def again(self, ask: Ask, key: str, placement: Placement) -> Placement:
-        """Replace the attempt `key`, which has not started, by one with this placement; returns it for the client."""
+    def replace(self, ask: Ask, key: str, placement: Placement) -> Placement:
+        """Replace the attempt `key`, which has not started, by one with this placement. Returns `for_client`."""
         self.index.withdraw(key)
         self.active.ended(key, ask.now_s)
         self.began(ask, placement)
@@ -248,11 +248,11 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) 
         "predictive": lambda: Predictive(spec.gateway.slo, latency, active),
         "slo": lambda: SLOAdmission(spec.gateway, latency, active, partial(expected_tokens, lengths)),
     }
-    mover = MigrationPlanner(latency, active, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
-    requeue = Requeue(latency, active, index, moves=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
-    return Policy(_ROUTERS[routing](parts), judges[admission](), latency, active, index, lengths, mover, requeue)
+    migrations = MigrationPlanner(latency, active, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
+    requeue = Requeue(latency, active, index, is_on=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
+    return Policy(_ROUTERS[routing](parts), judges[admission](), latency, active, index, lengths, migrations, requeue)
 
 
 def _cached_tokens(ask: Ask, placement: Placement) -> int:
-    """Prompt tokens that are cached when its turn comes; behind a sibling, all but the last."""
+    """Prompt tokens that will be cached when it starts: all but one if the worker computes the same prompt already."""
     return ask.request.num_tokens - 1 if ask.beside == placement.prefill else placement.cached_tokens

@@ -1,7 +1,7 @@
-"""SLOs and predictions, scored when a request has ended: how often an SLO was met, how far a prediction was off. Pure.
+"""Scores requests that have ended: how often SLOs were met, and how far predictions were off. Pure.
 
-An SLO is met or missed on the client's clock, from the request's arrival. A prediction is made when workers are chosen
-and is held against what came after that. Memory is bounded whatever classes clients think of.
+TTFT counts from the request's arrival. Prediction errors count from the placement, when the prediction was made. Memory
+is bounded, whatever class names clients send.
 """
 
 from bisect import bisect_left
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.policy.estimate.histograms import Tallied
+from cluster.policy.estimate.histograms import RequestTotals
 from cluster.policy.estimate.lengths import Calibration
 from diptych.slo import ClassScore as ClassScore
 from diptych.slo import Errors as Errors
@@ -21,19 +21,19 @@ OTHER = "other"  # the class beyond the limit of classes, and the reason of refu
 OUTCOMES = ("completed", "cancelled", "deadline", "refused", "failed", "invalid")
 REASONS = ("admission", "no-room", "no-worker", "gateway-full", "queue-full", "waited", OTHER)
 KINDS = ("ttft", "tpot")
-# Of (seen - predicted) / predicted, for histograms.
+# Histogram bounds of (actual - predicted) / predicted.
 ERROR_BOUNDS = (-0.75, -0.5, -0.25, -0.1, -0.05, 0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 
-_WINDOW = 512  # errors of a class that its quantiles look at
-_MOST_OFF = 1000.0
+_WINDOW = 512  # latest errors of a class in its percentiles
+_MAX_ERROR = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One request that is over. Seconds; None: there was no such token, prediction or SLO.
+    """A request that has ended. Times in seconds; None: no such token, prediction or SLO.
 
-    `ttft_s` is counted from arrival; `after_placement_s` from the choice of workers, as `predicted_ttft_s` is. A
-    request that has no first token has `waited_s` for it. `refusal` is why it was turned away.
+    `ttft_s` counts from arrival; `after_placement_s` (to the first token) and `predicted_ttft_s` from the placement.
+    A request without a first token `waited_s` for it. `refusal` is the reason of a refusal.
     """
 
     outcome: str
@@ -48,28 +48,28 @@ class Ended:
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
 
-    def kept(self, kind: str) -> bool | None:
-        """Whether this SLO was met; None when there was none, or when it cannot be known."""
+    def is_met(self, kind: str) -> bool | None:
+        """Whether this SLO was met; None: there was none, or it is unknown."""
         if kind == "tpot":
             return _within(self.tpot_s, self.tpot_slo_s)
         if self.ttft_s is None and self.ttft_slo_s is not None and self.outcome != "refused":
-            broken = self.outcome == "failed" or self.waited_s > self.ttft_slo_s
-            return False if broken else None
+            is_missed = self.outcome == "failed" or self.waited_s > self.ttft_slo_s
+            return False if is_missed else None
         return _within(self.ttft_s, self.ttft_slo_s)
 
     def error(self, kind: str) -> float | None:
-        """(seen - predicted) / predicted: above 0 it took longer."""
-        seen_s, predicted_s = (
+        """(actual - predicted) / predicted; None: unknown."""
+        actual_s, predicted_s = (
             (self.tpot_s, self.predicted_tpot_s) if kind == "tpot" else (self.after_placement_s, self.predicted_ttft_s)
         )
-        if seen_s is None or predicted_s is None or not predicted_s > 0.0:
+        if actual_s is None or predicted_s is None or not predicted_s > 0.0:
             return None
-        return min(seen_s / predicted_s - 1.0, _MOST_OFF)
+        return min(actual_s / predicted_s - 1.0, _MAX_ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCounts:
-    """A histogram: `counts` up to each of `ERROR_BOUNDS`, and beyond the last; not cumulative."""
+    """A histogram: `counts` up to each of `ERROR_BOUNDS` and above the last; not cumulative."""
 
     kind: str
     counts: tuple[int, ...]
@@ -78,32 +78,32 @@ class ErrorCounts:
 
 @dataclass(frozen=True, slots=True)
 class GatewayAttainment(SLOAttainment):
-    """How often one gateway has met SLOs since it began, with what only its metrics show."""
+    """`SLOAttainment` of one gateway, with what only its metrics show."""
 
     errors: tuple[ErrorCounts, ...] = ()
-    moves: tuple[tuple[str, str, int], ...] = ()  # of decodes, and of prompts (`anew`): why, what became of them, count
+    moves: tuple[tuple[str, str, int], ...] = ()  # (reason, outcome, count) of migrations and, "anew", requeued prompts
     moved_bytes: int = 0
-    role_changes: tuple[tuple[str, str, int], ...] = ()  # of workers, from one role to another, as far as it was there
-    uncovered: tuple[tuple[str, int], ...] = ()  # requests that others served, since no worker of this role was ready
-    tally: Tallied = field(default_factory=Tallied)
+    role_changes: tuple[tuple[str, str, int], ...] = ()  # (old role, new role, count) that this gateway has seen
+    uncovered: tuple[tuple[str, int], ...] = ()  # (role, requests served elsewhere because no worker of it was ready)
+    totals: RequestTotals = field(default_factory=RequestTotals)
 
 
 class _Class:
     def __init__(self) -> None:
         self.requests = 0
         self.settled = dict.fromkeys((*KINDS, "both"), 0)
-        self.kept = dict.fromkeys((*KINDS, "both"), 0)
+        self.met = dict.fromkeys((*KINDS, "both"), 0)
         self.errors: dict[str, deque[float]] = {kind: deque(maxlen=_WINDOW) for kind in KINDS}
 
     def score(self, name: str) -> ClassScore:
-        ttft, tpot, both = (SLOCount(self.settled[kind], self.kept[kind]) for kind in (*KINDS, "both"))
+        ttft, tpot, both = (SLOCount(self.settled[kind], self.met[kind]) for kind in (*KINDS, "both"))
         return ClassScore(
             name, self.requests, ttft, tpot, both, _errors(self.errors["ttft"]), _errors(self.errors["tpot"])
         )
 
 
 class SLOScores:
-    """Keeps the scores of one gateway. Owned by its dispatcher."""
+    """The scores of one gateway. Owned by its dispatcher."""
 
     def __init__(self) -> None:
         self._classes: dict[str, _Class] = {}
@@ -113,19 +113,19 @@ class SLOScores:
         self._totals = dict.fromkeys(KINDS, 0.0)
 
     def ended(self, ended: Ended) -> None:
-        """Score a request. Called once for each."""
+        """Score a request; once each."""
         self._outcomes[ended.outcome] += 1
         if ended.outcome == "refused":
             self._refused[ended.refusal if ended.refusal in REASONS else OTHER] += 1
         known = self._class(ended.class_name)
         known.requests += 1
-        verdicts = {kind: ended.kept(kind) for kind in KINDS}
+        verdicts = {kind: ended.is_met(kind) for kind in KINDS}
         if None not in verdicts.values():
             verdicts["both"] = all(verdicts.values())
-        for kind, kept in verdicts.items():
-            if kept is not None:
+        for kind, is_met in verdicts.items():
+            if is_met is not None:
                 known.settled[kind] += 1
-                known.kept[kind] += kept
+                known.met[kind] += is_met
         for kind in KINDS:
             error = ended.error(kind)
             if error is not None:
@@ -148,8 +148,8 @@ class SLOScores:
         return self._classes.setdefault(name, _Class())
 
 
-def _within(seen_s: float | None, slo_s: float | None) -> bool | None:
-    return None if seen_s is None or slo_s is None else seen_s <= slo_s
+def _within(actual_s: float | None, slo_s: float | None) -> bool | None:
+    return None if actual_s is None or slo_s is None else actual_s <= slo_s
 
 
 def _errors(found: Iterable[float]) -> Errors | None:

@@ -43,7 +43,7 @@ def test_a_move_that_raises_is_told_and_the_next_one_is_looked_for(caplog: pytes
         await asyncio.Event().wait()
 
     async def scene() -> tuple[tuple[str, str, int], ...]:
-        requeue = SimpleNamespace(late=lambda view, now_s: [])
+        requeue = SimpleNamespace(candidates=lambda view, now_s: [])
         subject = MigrationLoop(plans, requeue, lambda: VIEW, changed, lambda: {"r": 1}, move, lambda key: False)  # type: ignore[arg-type]
         subject.start(Failures())
         subject.look()

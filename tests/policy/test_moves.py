@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from cluster.policy.routing.router import Placement
 from cluster.policy.scaling.migrations import (
-    A_LOOK,
-    AT_ONCE,
-    AT_ONCE_ROLE,
-    PRESSED_S,
+    MAX_CONCURRENT,
+    MAX_CONCURRENT_ROLE,
+    MAX_RELIEF_STARTS,
+    OVERLOAD_S,
     REST_S,
     RETRY_S,
     MigrationPlanner,
@@ -36,7 +36,7 @@ class Floor:
     def __init__(self, *, rebalances: bool = True) -> None:
         self.story = Story("random")
         policy = self.story.policy
-        self.mover = MigrationPlanner(policy._latency, policy.active, rebalances=rebalances, tpot_s=None)
+        self.planner = MigrationPlanner(policy._latency, policy.active, rebalances=rebalances, tpot_s=None)
         self.contexts: dict[str, int] = {}
         self.now_s = 1000.0
 
@@ -52,12 +52,12 @@ class Floor:
 
     def look(self, picture: ClusterView, after_s: float = 1.0) -> tuple[Move, ...]:
         self.now_s += after_s
-        return self.mover.plan(picture, self.contexts, self.now_s)
+        return self.planner.plan(picture, self.contexts, self.now_s)
 
     def end(self, move: Move, *, moved: bool = True) -> None:
         if moved:
             self.story.policy.moved(move.key, move.target)
-        self.mover.ended(move, self.now_s, moved=moved)
+        self.planner.ended(move, self.now_s, moved=moved)
 
 
 def crowded(batch: int = 6, used: int = 60) -> ClusterView:
@@ -69,7 +69,7 @@ def test_every_decode_leaves_a_worker_that_drains_a_few_at_a_time() -> None:
     keys = {floor.decode(f"r{n}", "d0", answer=50 + n) for n in range(6)}
     picture = view(draining(worker("d0", running=6, used=60)), worker("d1"), worker("p0"))
     moves = floor.look(picture)
-    assert len(moves) == AT_ONCE and {move.target for move in moves} == {"d1"}
+    assert len(moves) == MAX_CONCURRENT and {move.target for move in moves} == {"d1"}
     assert moves[0].key == "r5/0", "the longest answer first"
     assert floor.look(picture) == ()
     for move in moves:
@@ -102,8 +102,8 @@ def test_steps_that_take_longer_than_promised_move_the_longest_answers() -> None
     for n in range(6):
         floor.decode(f"r{n}", "d0", answer=100 + 10 * n)
     assert floor.look(crowded()) == (), "what passes by itself moves nothing"
-    moves = floor.look(crowded(), 1.1 * PRESSED_S)
-    assert [move.key for move in moves] == ["r5/0", "r4/0"] and len(moves) == A_LOOK
+    moves = floor.look(crowded(), 1.1 * OVERLOAD_S)
+    assert [move.key for move in moves] == ["r5/0", "r4/0"] and len(moves) == MAX_RELIEF_STARTS
     assert {(move.source, move.target) for move in moves} == {("d0", "d1")}
     assert "60 ms" in moves[0].reason and "45 ms" in moves[0].reason
 
@@ -132,7 +132,7 @@ def test_a_worker_that_runs_out_of_blocks_is_relieved() -> None:
     floor.look(picture)
     moves = floor.look(picture)
     assert [move.target for move in moves] == ["d1"], "one less is enough"
-    assert "tokens of room" in moves[0].reason
+    assert "room for 160 tokens" in moves[0].reason
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,10 @@ def test_decodes_leave_a_worker_that_is_to_prefill_while_prompts_wait() -> None:
 
 def test_of_two_workers_that_are_to_prefill_the_one_with_fewer_decodes_is_cleared_first() -> None:
     floor = Floor()
-    for n in range(AT_ONCE_ROLE + 4):
+    for n in range(MAX_CONCURRENT_ROLE + 4):
         floor.decode(f"a{n}", "p1", slo=SLO(tpot_s=0.1))
     few = {floor.decode(f"b{n}", "p2", slo=SLO(tpot_s=0.1)) for n in range(2)}
-    many = worker("p1", running=AT_ONCE_ROLE + 4, used=8 * (AT_ONCE_ROLE + 4), queued_tokens=4000)
+    many = worker("p1", running=MAX_CONCURRENT_ROLE + 4, used=8 * (MAX_CONCURRENT_ROLE + 4), queued_tokens=4000)
     picture = view(many, worker("p2", running=2, used=16), worker("d0", running=4, used=32))
     moves = floor.look(picture)
     assert {move.key for move in moves[:2]} == few

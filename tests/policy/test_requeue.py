@@ -20,10 +20,10 @@ PICTURE = view(worker("p0"), worker("p1"), worker("d0"))
 class Queue:
     """Prompts of one gateway, sent by hand; prompts take a millisecond a token."""
 
-    def __init__(self, routing: str = "slo", *, moves: bool = True) -> None:
+    def __init__(self, routing: str = "slo", *, is_on: bool = True) -> None:
         self.story = Story(routing, slo=PROMISED)
         policy = self.story.policy
-        self.requeue = Requeue(policy._latency, policy.active, policy.index, moves=moves, ttft_s=None)
+        self.requeue = Requeue(policy._latency, policy.active, policy.index, is_on=is_on, ttft_s=None)
 
     def send(self, name: str, to: str = "p0", *, length: int = 500, first: int = 0, slo: SLO = PROMISED) -> Request:
         wanted = request(name, length, first=first, slo=slo)
@@ -31,11 +31,11 @@ class Queue:
         return wanted
 
     def late(self, picture: ClusterView = PICTURE) -> list[list[str]]:
-        return self.requeue.late(picture, self.story.now_s)
+        return self.requeue.candidates(picture, self.story.now_s)
 
     def better(self, wanted: Request, picture: ClusterView = PICTURE) -> Placement | None:
         ask = self.story.ask(picture, wanted.retry((), fresh=False))
-        return self.requeue.better(ask, wanted.key, self.story.policy.choose)
+        return self.requeue.better_placement(ask, wanted.key, self.story.policy.choose)
 
 
 def test_the_last_of_a_long_queue_go_where_it_is_short_until_both_are() -> None:
@@ -49,7 +49,7 @@ def test_the_last_of_a_long_queue_go_where_it_is_short_until_both_are() -> None:
         if placement is None:
             break
         assert placement.prefill == "p1"
-        queue.story.policy.again(queue.story.ask(PICTURE, sent[key].retry((), fresh=False)), key, placement)
+        queue.story.policy.replace(queue.story.ask(PICTURE, sent[key].retry((), fresh=False)), key, placement)
         moved.append(key)
     expected = "4 s ahead of none; then 3.5 and 3 s against 0.5 and 1 s; 2.5 s against 1.5 s, as an idle one helps"
     assert moved == ["r7/0", "r6/0", "r5/0", "r4/0"], expected
@@ -68,12 +68,12 @@ def test_nobody_moves_for_little() -> None:
 def test_nobody_moves_who_was_promised_nothing_or_where_moves_are_not_wanted() -> None:
     queue = Queue()
     queue.story = Story("slo")
-    for routing in (Queue(), Queue(moves=False)):
+    for routing in (Queue(), Queue(is_on=False)):
         for n in range(8):
             routing.send(f"r{n}", first=1000 * n)
-        assert bool(routing.late()) is routing.requeue._moves
+        assert bool(routing.late()) is routing.requeue._is_on
     policy = queue.story.policy
-    queue.requeue = Requeue(policy._latency, policy.active, policy.index, moves=True, ttft_s=None)
+    queue.requeue = Requeue(policy._latency, policy.active, policy.index, is_on=True, ttft_s=None)
     sent = [queue.send(f"r{n}", first=1000 * n, slo=SLO()) for n in range(8)]
     assert queue.better(sent[-1]) is None
 

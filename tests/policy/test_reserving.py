@@ -13,7 +13,7 @@ from msgspec.structs import replace as with_stats
 from cluster.events import Accepted, Delta
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import open_cluster
-from cluster.policy.estimate.reservation_wait import Reserving
+from cluster.policy.estimate.reservation_wait import ReservationWait
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
 from tests.cluster.local import generate
@@ -47,7 +47,7 @@ def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
 ) -> None:
     settings_: dict[str, Any] = {"kv_blocks": blocks, "max_running": slots, "staging_blocks": staging}
     engine, story = opened(**settings_), Story("random", **settings_)
-    reserving = Reserving(story.policy._latency, story.policy.active)
+    reserving = ReservationWait(story.policy._latency, story.policy.active)
 
     def picture() -> ClusterView:
         return view(worker("p0"), with_stats(worker("d0"), stats=engine.stats()))
@@ -55,7 +55,7 @@ def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
     for number, length in enumerate(lengths):
         wanted = request(f"r{number}", length, max_tokens=50, first=1 + 700 * number)
         ask = story.ask(picture(), wanted)
-        wait_s = reserving.wait_s(ask, ask.view.workers[1])
+        wait_s = reserving.seconds(ask, ask.view.workers[1])
         try:
             engine.reserve(wanted, story.now_s)
         except Overloaded:
@@ -72,13 +72,13 @@ def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
 
 def test_who_asked_before_goes_first() -> None:
     story = Story("random", max_running=1)
-    reserving = Reserving(story.policy._latency, story.policy.active)
+    reserving = ReservationWait(story.policy._latency, story.policy.active)
     waits_s = []
     for number in range(4):
         wanted = request(f"r{number}", 100, max_tokens=11, first=200 * number)
         busy = worker("d0", running=bool(number), used=7 * bool(number))
         ask = story.ask(view(worker("p0"), busy), wanted)
-        waits_s.append(reserving.wait_s(ask, busy))
+        waits_s.append(reserving.seconds(ask, busy))
         story.policy.began(ask, BY_HAND)
         if not number:
             story.policy.reserved(wanted.key, story.now_s)

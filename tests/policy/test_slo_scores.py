@@ -42,7 +42,7 @@ from workers.request import SLO
 
 # ---- scores ------------------------------------------------------------------------------------------------------
 
-KEPT = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, ttft_slo_s=1.0, tpot_slo_s=0.06)
+MET = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, ttft_slo_s=1.0, tpot_slo_s=0.06)
 
 
 def standing(*ended: Ended) -> GatewayAttainment:
@@ -53,16 +53,16 @@ def standing(*ended: Ended) -> GatewayAttainment:
 
 
 def test_a_promise_is_kept_to_the_very_second_and_both_only_together() -> None:
-    late = replace(KEPT, ttft_s=1.001)
-    slow = replace(KEPT, tpot_s=0.07)
-    (score,) = standing(KEPT, late, slow, replace(KEPT, tpot_slo_s=None)).classes
+    late = replace(MET, ttft_s=1.001)
+    slow = replace(MET, tpot_s=0.07)
+    (score,) = standing(MET, late, slow, replace(MET, tpot_slo_s=None)).classes
     assert (score.name, score.requests) == ("fast", 4)
     assert (score.ttft, score.tpot, score.both) == (SLOCount(4, 3), SLOCount(3, 2), SLOCount(3, 1))
     assert score.ttft.share == 0.75
 
 
 def test_what_nothing_tells_of_is_neither_kept_nor_broken() -> None:
-    nothing = replace(KEPT, ttft_s=None, tpot_s=None)
+    nothing = replace(MET, ttft_s=None, tpot_s=None)
     (score,) = standing(
         replace(nothing, outcome="cancelled", waited_s=0.5),
         replace(nothing, outcome="refused", waited_s=9.0),
@@ -73,7 +73,7 @@ def test_what_nothing_tells_of_is_neither_kept_nor_broken() -> None:
 
 
 def test_a_first_token_that_never_came_breaks_its_promise_once_it_is_due() -> None:
-    nothing = replace(KEPT, ttft_s=None, tpot_s=None)
+    nothing = replace(MET, ttft_s=None, tpot_s=None)
     (score,) = standing(
         replace(nothing, outcome="cancelled", waited_s=1.5),
         replace(nothing, outcome="deadline", waited_s=1.5),
@@ -83,13 +83,13 @@ def test_a_first_token_that_never_came_breaks_its_promise_once_it_is_due() -> No
 
 
 def test_errors_are_relative_signed_and_of_the_latest_only() -> None:
-    told = [replace(KEPT, after_placement_s=1 + n / 100, predicted_ttft_s=1.0) for n in range(600)]
-    (score,) = standing(*told, replace(KEPT, after_placement_s=None), replace(KEPT, predicted_ttft_s=0.0)).classes
+    told = [replace(MET, after_placement_s=1 + n / 100, predicted_ttft_s=1.0) for n in range(600)]
+    (score,) = standing(*told, replace(MET, after_placement_s=None), replace(MET, predicted_ttft_s=0.0)).classes
     assert score.tpot_errors is None
     assert score.ttft_errors is not None
     assert score.ttft_errors.p10 == pytest.approx(0.88 + 51.1 / 100, abs=0.01), "the first 88 are forgotten"
     assert score.ttft_errors.p90 == pytest.approx(5.99 - 51.1 / 100, abs=0.01)
-    fast = standing(replace(KEPT, tpot_s=0.02, predicted_tpot_s=0.08)).classes[0].tpot_errors
+    fast = standing(replace(MET, tpot_s=0.02, predicted_tpot_s=0.08)).classes[0].tpot_errors
     assert fast == Errors(-0.75, -0.75, -0.75)
 
 
@@ -136,7 +136,7 @@ def test_classes_beyond_a_number_are_counted_as_others() -> None:
 
 def test_metrics_are_what_the_scores_say() -> None:
     told = standing(
-        replace(KEPT, after_placement_s=1.1, predicted_ttft_s=1.0),
+        replace(MET, after_placement_s=1.1, predicted_ttft_s=1.0),
         Ended("refused", "fast", "queue-full"),
         Ended("refused", "fast", "of another version"),
         Ended("cancelled", 'odd " \n name'),
@@ -168,7 +168,7 @@ def test_a_prediction_is_held_against_what_came_after_the_placement() -> None:
     ended = timing.ended(SLO(4.0, 0.4, "fast"), None, 16.0)
     assert (ended.outcome, ended.class_name, ended.ttft_s, ended.tpot_s) == ("completed", "fast", 4.0, 0.5)
     assert (ended.after_placement_s, ended.predicted_ttft_s, ended.predicted_tpot_s) == (2.0, 1.5, 0.1)
-    assert (ended.kept("ttft"), ended.kept("tpot")) == (True, False)
+    assert (ended.is_met("ttft"), ended.is_met("tpot")) == (True, False)
     assert ended.error("ttft") == pytest.approx(1 / 3) and ended.error("tpot") == pytest.approx(4.0)
 
 

@@ -65,7 +65,7 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
     latency = LatencyPredictor(made, active)
     router = SLORouter(latency, index, active, PROMISED, partial(expected_tokens, lengths), few)
     mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)
-    requeue = Requeue(latency, active, index, moves=False, ttft_s=None)
+    requeue = Requeue(latency, active, index, is_on=False, ttft_s=None)
     return Policy(router, Admission(), latency, active, index, lengths, mover, requeue)
 
 

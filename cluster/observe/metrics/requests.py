@@ -10,7 +10,7 @@ from diptych.view import ClusterView
 
 
 def request_families(attainment: GatewayAttainment, gateway: str, view: ClusterView, active: int) -> Iterator[Metric]:
-    totals, plain, first = attainment.tally, ("gateway",), (gateway,)
+    totals, plain, first = attainment.totals, ("gateway",), (gateway,)
     if view.model is not None:
         names = [((gateway, view.name, view.model.name), 1)]
         yield gauge("diptych_info", "1: the cluster, and its model.", ("gateway", "cluster", "model"), names)

@@ -49,7 +49,7 @@ def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts 
 
 def _slos(attainment: GatewayAttainment, gateway: str) -> Rows:
     asked = {each.name for each in attainment.classes}
-    known = (row.labels[0] for row in attainment.tally.ttft.rows)
+    known = (row.labels[0] for row in attainment.totals.ttft.rows)
     idle = (ClassScore(name, 0, SLOCount(), SLOCount(), SLOCount()) for name in known if name not in asked)
     for each in (*attainment.classes, *idle):
         for kind, score in (("ttft", each.ttft), ("tpot", each.tpot), ("both", each.both)):

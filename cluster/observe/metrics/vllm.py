@@ -37,7 +37,7 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 
 
 def vllm_families(attainment: GatewayAttainment, gateway: str, view: ClusterView) -> Iterator[Metric]:
-    totals, model = attainment.tally, "" if view.model is None else view.model.name
+    totals, model = attainment.totals, "" if view.model is None else view.model.name
     own = (model, gateway)
     for name, text, tokens in (
         ("prompt_tokens", "Prompt tokens.", totals.prompt_tokens),

@@ -1,18 +1,18 @@
-"""Histograms, and what a gateway has counted of its requests. Pure; knows no metric names.
+"""Histograms, and the totals of a gateway's requests. Pure; knows no metric names.
 
-Adding a value costs one search among some twenty bounds. Memory grows only with the label sets in use.
+Adding a value is one binary search over about twenty bounds. Memory grows only with the label sets in use.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# The bounds of vLLM's time to first token, for everything that takes a while.
+# The bounds of vLLM's time to first token.
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-# Those of its time between tokens, and smaller ones.
+# The bounds of vLLM's time between tokens, and smaller ones.
 TOKEN_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -24,7 +24,7 @@ RANGES = tuple(float(4**power) for power in range(11))
 
 @dataclass(frozen=True, slots=True)
 class HistogramRow:
-    """One histogram: `counts` up to each bound, and beyond the last; not cumulative."""
+    """One histogram: `counts` up to each bound and above the last; not cumulative."""
 
     labels: tuple[str, ...]
     counts: tuple[int, ...]
@@ -49,8 +49,8 @@ class Histograms:
         return Histograms(self.bounds, tuple(row for row in self.rows if row.labels[-1] == last))
 
 
-class Counting:
-    """Histograms under construction; the caller bounds the label sets. Those of `begun` exist from the start."""
+class HistogramBuilder:
+    """Builds `Histograms`. The caller bounds the label sets; those of `begun` exist from the start."""
 
     def __init__(self, bounds: tuple[float, ...], begun: Iterable[tuple[str, ...]] = ()) -> None:
         self._bounds = bounds
@@ -74,8 +74,8 @@ _SECONDS, _TOKEN_SECONDS, _TOKENS, _BYTES, _RANGES = map(Histograms, (SECONDS, T
 
 
 @dataclass(frozen=True, slots=True)
-class Tallied:
-    """What one gateway has counted since it started (`cluster.observe.request_metrics`). Comments name the labels."""
+class RequestTotals:
+    """Totals of one gateway since it started, from `cluster.observe.request_metrics`. Comments name the labels."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

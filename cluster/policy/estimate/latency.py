@@ -215,7 +215,7 @@ class LatencyPredictor:
         self._now_s = max(self._now_s, now_s)
         if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
             return
-        if self._active.beside_s(work) > _BESIDE * (now_s - work.prefilled_s):
+        if self._active.prompt_seconds_beside(work) > _BESIDE * (now_s - work.prefilled_s):
             return  # its steps carried prompts, so they were no plain decode steps
         steps = min(num_tokens - 1, _MOST_STEPS)
         measured_s = (now_s - work.prefilled_s) / (num_tokens - 1)

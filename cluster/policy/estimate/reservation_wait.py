@@ -1,10 +1,10 @@
-"""How long a reservation takes: blocks and a slot are reserved before the prompt is sent, or are waited for.
+"""Predicts how long a decode worker takes to reserve blocks and a slot, before which the prompt is not sent.
 
-    asked ──(slot, blocks, credits)──> staged ──first token──> decodes ──its last token──> gone
-            in order of arrival              holds credits           holds its blocks, and more
+    waiting ──(slot, blocks, credits)──> staged ──first token──> decoding ──last token──> gone
+              in order of arrival           holds credits           holds blocks, and grows
 
-Plays forward what `workers.engine.Engine.reserve` and `workers.engine.reservations` would do: those who asked before go
-first, answers end when they are expected to. Of other gateways only what the worker's statistics show is known. Pure.
+Simulates `workers.engine.Engine.reserve` and `workers.engine.reservations`: earlier requests first, answers end at the
+predicted times. Of other gateways' requests only the worker's statistics are known. Pure.
 """
 
 import heapq
@@ -16,88 +16,90 @@ from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.router import Ask
 from diptych.view import WorkerView
 
-LEAST_STEP_S = 1e-6
-MOST_AHEAD = 64  # who asked before and is looked at, one by one
-_MOST_EVENTS = 512
+MIN_STEP_S = 1e-6
+MAX_SIMULATED = 64  # waiting requests ahead; more are extrapolated
+_MAX_EVENTS = 512
 
 
 @dataclass(slots=True)
 class _Room:
-    """Blocks that a worker has left, those whose KV is still to come, and how many decode there, or will."""
+    """Blocks and sequences of a worker. `staged` blocks and sequences have a reservation but no KV yet."""
 
-    free: int
-    staged: int
-    coming: int
-    running: int
+    free_blocks: int
+    staged_blocks: int
+    num_staged: int
+    num_running: int
 
-    def take(self, blocks: int) -> None:
-        self.free -= blocks
-        self.staged += blocks
-        self.coming += 1
+    def reserve(self, blocks: int) -> None:
+        self.free_blocks -= blocks
+        self.staged_blocks += blocks
+        self.num_staged += 1
 
-    def happens(self, event: "_Event") -> None:
-        self.free += event.freed
-        self.staged -= event.staged
-        self.coming -= bool(event.staged)
-        self.running += bool(event.staged) - bool(event.freed)
+    def apply(self, event: "_Event") -> None:
+        self.free_blocks += event.freed_blocks
+        self.staged_blocks -= event.staged_blocks
+        self.num_staged -= bool(event.staged_blocks)
+        self.num_running += bool(event.staged_blocks) - bool(event.freed_blocks)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Event:
-    """A first token (`staged` blocks are credits again), or a last one."""
+    """A first token, whose `staged_blocks` are credits again, or a last token, which frees blocks."""
 
     at_s: float
-    staged: int
-    freed: int
+    staged_blocks: int
+    freed_blocks: int
 
 
-class Reserving:
+class ReservationWait:
     """Owned by a Policy."""
 
     def __init__(self, latency: LatencyPredictor, active: ActiveRequests) -> None:
         self._latency = latency
         self._active = active
 
-    def wait_s(self, ask: Ask, worker: WorkerView) -> float:
-        """Until the worker has reserved this request's blocks and slot; 0 where it has both."""
+    def seconds(self, ask: Ask, worker: WorkerView) -> float:
+        """Seconds until the worker has reserved this request's blocks and slot; 0: it has both free."""
         engine, stats, num_tokens = self._latency.engine(worker), worker.stats, ask.request.num_tokens
         assigned = self._active.assigned(worker.name)
         tokens = num_tokens + assigned.prompt_tokens + engine.block_size * (2 * assigned.sequences + 2)
-        is_staged = tokens <= engine.block_size * self._credits(worker)
-        is_roomy = tokens + assigned.output_tokens <= engine.block_size * min(stats.total_blocks, stats.free_blocks)
-        is_few = max(assigned.sequences, stats.running + stats.reserved) < engine.max_running
-        if is_staged and is_roomy and is_few:
+        has_credits = tokens <= engine.block_size * self._credits(worker)
+        has_blocks = tokens + assigned.output_tokens <= engine.block_size * min(stats.total_blocks, stats.free_blocks)
+        has_slot = max(assigned.sequences, stats.running + stats.reserved) < engine.max_running
+        if has_credits and has_blocks and has_slot:
             return 0.0
-        return self._played(ask, worker)
+        return self._simulate(ask, worker)
 
     def _credits(self, worker: WorkerView) -> int:
-        """Blocks that prompts may take whose KV is still to come."""
+        """Most blocks that may be reserved for KV that has not arrived."""
         return self._latency.engine(worker).staging_blocks or max(1, worker.stats.total_blocks // 2)
 
-    def _played(self, ask: Ask, worker: WorkerView) -> float:
+    def _simulate(self, ask: Ask, worker: WorkerView) -> float:
         size, step_s = self._latency.engine(worker).block_size, self._step_s(worker)
         works = self._active.decoding(worker.name)
-        asked = [work for work in works if _asks(work, worker)]
-        events, room = self._now(ask, worker, [work for work in works if not _asks(work, worker)], step_s)
+        waiting = [work for work in works if _waits(work, worker)]
+        events, room = self._present(ask, worker, [work for work in works if not _waits(work, worker)], step_s)
         heapq.heapify(events)
-        sent_s = {name: self._sent_s(name) for name in {work.prefill for work in asked}}
+        sent_s = {name: self._sent_s(name) for name in {work.prefill for work in waiting}}
         at_s = ask.now_s
-        for work in asked[:MOST_AHEAD]:
+        for work in waiting[:MAX_SIMULATED]:
             blocks = -(-work.prompt_tokens // size)
             at_s = self._until(at_s, room, events, blocks, worker)
             first_s = max(at_s, ask.now_s + sent_s[work.prefill]) + work.prefill_s
-            room.take(blocks)
+            room.reserve(blocks)
             heapq.heappush(events, _Event(first_s, blocks, 0))
             heapq.heappush(events, _Event(first_s + work.output_tokens * step_s, 0, blocks))
-        if len(asked) > MOST_AHEAD:  # the others take as long
-            return (at_s - ask.now_s) * len(asked) / MOST_AHEAD
+        if len(waiting) > MAX_SIMULATED:
+            return (at_s - ask.now_s) * len(waiting) / MAX_SIMULATED
         return self._until(at_s, room, events, -(-ask.request.num_tokens // size), worker) - ask.now_s
 
-    def _now(self, ask: Ask, worker: WorkerView, works: Iterable[Work], step_s: float) -> tuple[list[_Event], _Room]:
-        """What will come of those that have a reservation, and the room beside them."""
+    def _present(
+        self, ask: Ask, worker: WorkerView, works: Iterable[Work], step_s: float
+    ) -> tuple[list[_Event], _Room]:
+        """The future events of requests that have a reservation, and the room that they leave."""
         size, stats = self._latency.engine(worker).block_size, worker.stats
         events: list[_Event] = []
-        staged = held = coming = running = 0
+        staged = held = num_staged = running = 0
         for work in works:
             blocks = -(-work.prompt_tokens // size)
             first_s = max(ask.now_s, work.first_token_s)
@@ -105,45 +107,45 @@ class Reserving:
                 first_s, running = work.prefilled_s, running + 1
                 blocks += min(work.output_tokens, int((ask.now_s - first_s) / step_s)) // size
             elif work.prefill != worker.name:
-                staged, coming = staged + blocks, coming + 1
+                staged, num_staged = staged + blocks, num_staged + 1
                 events.append(_Event(first_s, blocks, 0))
             held += blocks
             events.append(_Event(first_s + work.output_tokens * step_s, 0, blocks))
         free = min(stats.free_blocks, stats.total_blocks - held)
-        return events, _Room(free, staged, max(coming, stats.reserved), max(running, stats.running))
+        return events, _Room(free, staged, max(num_staged, stats.reserved), max(running, stats.running))
 
     def _until(self, at_s: float, room: _Room, events: list[_Event], blocks: int, worker: WorkerView) -> float:
-        """When this many blocks and a slot are free, if not at `at_s`; consumes the `events` until then."""
-        for _ in range(_MOST_EVENTS):
+        """The first time from `at_s` on with this many blocks and a slot free. Applies the events until then."""
+        for _ in range(_MAX_EVENTS):
             while events and events[0].at_s <= at_s:
-                room.happens(heapq.heappop(events))
+                room.apply(heapq.heappop(events))
             if not events or self._fits(room, blocks, worker):
                 break
             at_s = events[0].at_s
         return at_s
 
     def _fits(self, room: _Room, blocks: int, worker: WorkerView) -> bool:
-        """As `Engine.reserve` decides, except for the SLOs of those that decode: an admission foresees these."""
+        """As `Engine.reserve` decides, without the SLOs of running decodes, which admission checks."""
         engine = self._latency.engine(worker)
-        if room.running + room.coming >= engine.max_running or blocks + room.running > room.free:
+        if room.num_running + room.num_staged >= engine.max_running or blocks + room.num_running > room.free_blocks:
             return False
-        return room.staged <= 0 or room.staged + blocks <= self._credits(worker)
+        return room.staged_blocks <= 0 or room.staged_blocks + blocks <= self._credits(worker)
 
     def _sent_s(self, worker: str) -> float:
-        """Of the prompts that wait or run there; those that wait for a decode worker's word are not there yet."""
+        """Seconds of the prompts that were sent to this prefill worker; those that wait for a reservation were not."""
         return sum(work.prefill_s for work in self._active.prefilling(worker) if work.reserved_s)
 
     def _step_s(self, worker: WorkerView) -> float:
-        """A step with as many of them as fit at once."""
+        """Seconds of a step with as many of its requests as fit at once."""
         assigned, engine = self._active.assigned(worker.name), self._latency.engine(worker)
         if not assigned.sequences:
             return self._latency.step_seconds(worker, 1, 0)
         mean = (assigned.prompt_tokens + assigned.output_tokens / 2) / assigned.sequences
         fit = min(engine.max_running, max(1.0, worker.stats.total_blocks * engine.block_size / mean))
         batch = min(assigned.sequences, fit)
-        return max(LEAST_STEP_S, self._latency.step_seconds(worker, batch, batch * mean))
+        return max(MIN_STEP_S, self._latency.step_seconds(worker, batch, batch * mean))
 
 
-def _asks(work: Work, worker: WorkerView) -> bool:
-    """Whether it waits for the worker's word."""
+def _waits(work: Work, worker: WorkerView) -> bool:
+    """Whether it waits for a reservation on this decode worker."""
     return work.prefill != worker.name and work.prefilled_s is None and not work.reserved_s

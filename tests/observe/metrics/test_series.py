@@ -20,7 +20,7 @@ from cluster.observe.ledger import PHASES, LatencyLedger
 from cluster.observe.metrics import exposition
 from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.request_metrics import RequestMetrics
-from cluster.policy.estimate.histograms import TOKENS, Counting, Tallied
+from cluster.policy.estimate.histograms import TOKENS, HistogramBuilder, RequestTotals
 from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, GatewayAttainment
 from cluster.spec import MetricsSpec, Role, SpecError
 from cluster.spec_file import parse_spec
@@ -133,7 +133,7 @@ def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> Non
 def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(outcome: str) -> None:
     tally = RequestMetrics(["fast"])
     tally.ended(Ended(outcome, "fast", waited_s=0.5), None, ())
-    text = exposition(replace(GatewayAttainment(), tally=tally.snapshot()), "gateway-0", compat="vllm")
+    text = exposition(replace(GatewayAttainment(), totals=tally.snapshot()), "gateway-0", compat="vllm")
     assert value(text, "diptych_request_seconds_count", outcome=outcome) == 1
     theirs = [sample for family in families(text) for sample in family.samples if family.name.startswith("vllm:")]
     assert theirs and {sample.value for sample in theirs} == {0.0}
@@ -144,7 +144,7 @@ def test_vllms_latency_is_that_of_complete_answers() -> None:
     ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
     tally.ended(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
     tally.ended(Ended("refused"), None, ())
-    text = exposition(replace(GatewayAttainment(), tally=tally.snapshot()), "gateway-0", compat="vllm")
+    text = exposition(replace(GatewayAttainment(), totals=tally.snapshot()), "gateway-0", compat="vllm")
     name = "vllm:e2e_request_latency_seconds"
     assert (value(text, f"{name}_count"), value(text, f"{name}_sum")) == (1, 3.0)
     assert value(text, "vllm:request_success_total") == 1
@@ -215,7 +215,7 @@ def test_nothing_is_registered_for_the_whole_process(texts: list[str]) -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e7), st.integers(1, 5)), max_size=40))
 def test_a_histogram_puts_each_value_below_its_bound(values: list[tuple[float, int]]) -> None:
-    counting = Counting(TOKENS, [()])
+    counting = HistogramBuilder(TOKENS, [()])
     for seen, times in values:
         counting.add((), seen, times)
     (row,) = counting.snapshot().rows
@@ -272,8 +272,8 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
 
 
 def test_every_end_has_its_reason_for_vllm() -> None:
-    tallied = replace(Tallied(), finishes=tuple((reason.value, 1) for reason in FinishReason))
-    told = replace(GatewayAttainment(), tally=tallied)
+    tallied = replace(RequestTotals(), finishes=tuple((reason.value, 1) for reason in FinishReason))
+    told = replace(GatewayAttainment(), totals=tallied)
     (ends,) = [
         each for each in vllm_families(told, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
     ]
