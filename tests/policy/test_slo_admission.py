@@ -77,7 +77,7 @@ def test_a_first_token_that_comes_too_late_is_refused_with_the_time_to_wait() ->
     late = gate.choose(CALM, "interactive", 400, waited_s=0.3)
     assert isinstance(late, Refusal) and late.reason.startswith("after 0.3 s of waiting the first token")
     never = Gate().choose(CALM, "interactive", 1100)
-    assert isinstance(never, Refusal) and "even with nobody ahead" in never.reason
+    assert isinstance(never, Refusal) and "even without prompts ahead" in never.reason
 
 
 def test_a_full_step_is_waited_for_as_long_as_the_first_token_comes_in_time() -> None:
@@ -112,7 +112,7 @@ def test_decodes_without_a_promise_leave_slots_for_those_with_one() -> None:
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=2)), "batch", 10), Placement)
     answer = gate.choose(changed(CALM, worker("d0", running=3)), "batch", 10)
     assert isinstance(answer, Later)
-    assert answer.reason == "each token on d0 would take 0.04 s, its share is 0.0375 s"
+    assert answer.reason == "each token on d0 would take 0.04 s, the limit for requests without an SLO is 0.0375 s"
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=4)), "interactive", 10), Placement)
 
 
@@ -149,7 +149,7 @@ def test_a_time_per_token_that_nobody_can_keep_is_refused_at_once() -> None:
     ask = gate.ask(CALM, "interactive", 10)
     hasty = replace(ask, request=replace(ask.request, slo=replace(ask.request.slo, tpot_s=0.005)))
     answer = gate.policy.choose(hasty)
-    assert isinstance(answer, Refusal) and "even with nobody beside it" in answer.reason
+    assert isinstance(answer, Refusal) and "even on an empty worker" in answer.reason
 
 
 def test_a_guess_is_tried_where_nobody_is_in_the_way() -> None:

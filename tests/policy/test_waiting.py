@@ -90,10 +90,10 @@ def test_a_class_that_may_not_wait_has_no_place() -> None:
 
 
 def test_unknown_classes_and_tenants_are_refused_with_those_there_are() -> None:
-    with pytest.raises(InvalidRequest, match="the classes here are interactive, relaxed, batch"):
+    with pytest.raises(InvalidRequest, match="the classes are interactive, relaxed, batch"):
         request("r", "premium")
     strict = Classes(GatewaySpec(tenants={"alice": 1.0}))
-    with pytest.raises(InvalidRequest, match=r"tenant: is 'eve'.*shares have alice"):
+    with pytest.raises(InvalidRequest, match=r"tenant: is 'eve'.*tenants with a share: alice"):
         strict.resolved(Request("r", (1,), tenant="eve"))
     assert Classes(GATEWAY).share(Request("r", (1,), tenant="eve")) == ("*", 0.1)
     free = Request("r", (1,), slo=SLO(class_name="whatever"), tenant="anybody")

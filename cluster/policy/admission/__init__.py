@@ -1,1 +1,1 @@
-"""Who gets in, who waits, and in which order."""
+"""Admission: which requests are admitted, queued or refused, and the order of the queue."""

@@ -6,7 +6,7 @@ from cluster.spec import ClassSpec, GatewaySpec
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request
 
-OTHERS = "*"  # all tenants that are not named, together
+OTHERS = "*"  # all tenants without a share of their own
 
 
 class Classes:
@@ -23,7 +23,7 @@ class Classes:
         return self._classes.get(request.slo.class_name, self._plain)
 
     def slo_of(self, request: Request) -> SLO:
-        """The request's SLO; where it has none, its class's."""
+        """The request's SLO; missing times are its class's."""
         slo, known = request.slo, self.of(request)
         return replace(
             slo,
@@ -32,14 +32,14 @@ class Classes:
         )
 
     def share(self, request: Request) -> tuple[str, float]:
-        """Its tenant and that tenant's share. Without configured shares, all requests are one tenant."""
+        """The request's tenant and its share. Without configured shares, all requests are one tenant's."""
         if not self._tenants:
             return OTHERS, 1.0
         name = request.tenant if request.tenant in self._tenants else OTHERS
         return name, self._tenants[name]
 
     def rejects(self, request: Request) -> bool:
-        """Whether it is refused rather than served late."""
+        """Whether the request is refused rather than served late."""
         on_miss = self.of(request).on_miss
         if on_miss is None:
             return request.slo.ttft_s is not None or request.slo.tpot_s is not None
@@ -52,7 +52,7 @@ class Classes:
         if known is None:
             if self._classes and slo.class_name != "default":
                 names = ", ".join(self._classes)
-                raise InvalidRequest("slo.class_name", f"is {slo.class_name[:64]!r}; the classes here are {names}")
+                raise InvalidRequest("slo.class_name", f"is {slo.class_name[:64]!r}; the classes are {names}")
             if not self._is_by_slo:
                 return request
             known = self._plain
@@ -63,4 +63,4 @@ class Classes:
         if not self._tenants or OTHERS in self._tenants or request.tenant in self._tenants:
             return
         names = ", ".join(self._tenants)
-        raise InvalidRequest("tenant", f"is {request.tenant[:64]!r}, which has no share here; shares have {names}")
+        raise InvalidRequest("tenant", f"is {request.tenant[:64]!r}, which has no share; tenants with a share: {names}")

@@ -21,15 +21,15 @@ class Admission:
     queues = False  # whether it may answer `Later`
 
     def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | Later | None:
-        """Judge a request and its proposed placement, with predictions, that decodes on `decode`; None: it gets in."""
+        """Judge a request with its proposed placement and predictions; `decode` decodes it. None: admitted."""
         return None
 
 
 class Predictive(Admission):
-    """Refuses by the predicted TTFT, and by the TPOT expected when the prefill ends.
+    """Refuses by the predicted TTFT, and by the TPOT predicted for the end of the prefill.
 
-    Every request is assumed to decode as long as those before it on average, and forever until one has ended. What
-    other gateways have running is assumed to stay. The decode load is the mean over the decode workers.
+    Every request is assumed to decode for the mean time of earlier ones, and forever until one has ended. Running
+    requests of other gateways are assumed to stay. The decode load is the mean over the decode workers.
     """
 
     needs_predictions = True

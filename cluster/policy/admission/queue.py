@@ -1,13 +1,13 @@
-"""The queue of requests that wait in one gateway, and their order. Pure; knows no worker.
+"""The queue of requests that wait in one gateway, and its order. Pure; knows no worker.
 
-    has waited for its class's `max_wait_s`  the oldest claim first
-    then the class's priority                the lowest number first
-      between tenants                        start-time fair queueing, by tokens over share
-        of one tenant                        the earliest deadline first, then those that can no longer meet it
+    requests that waited for their class's `max_wait_s`   earliest claim first
+    then by the class's priority                          lowest number first
+      between tenants                                     start-time fair queueing, by tokens over share
+        within a tenant                                   earliest deadline first; missed deadlines last
 
 Source of the fairness: Goyal, Vin, Cheng, Start-time Fair Queueing (SIGCOMM 1996). There a request is tagged at its
-arrival; here when it is its tenant's next, which is the same for a FIFO queue and lets deadlines reorder requests. Two
-tenants with waiting requests differ in tokens over share by at most the largest request of each.
+arrival; here when it becomes its tenant's next. That is the same for a FIFO queue, and deadlines may reorder requests.
+Two tenants with waiting requests differ in tokens over share by at most the largest request of each.
 """
 
 import heapq
@@ -27,10 +27,10 @@ _SLACK = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedRequest:
-    """A waiting request. `tokens`: prompt and expected answer. `need_s`: at best, from its turn to its first token.
+    """A waiting request. `tokens`: prompt and expected answer. `need_s`: shortest time from start to first token.
 
     From `claim_s` on it goes first. `has_ttft_slo`: `deadline_s` is its TTFT SLO, not only its claim. `rejects`: it is
-    refused once it can no longer meet that.
+    refused once it can no longer meet the deadline.
     """
 
     number: int
@@ -48,7 +48,7 @@ class QueuedRequest:
 
     @property
     def latest_s(self) -> float:
-        """The latest turn that still meets the deadline."""
+        """The latest start that meets the deadline."""
         return self.deadline_s - self.need_s if self.has_ttft_slo else self.deadline_s
 
 
@@ -68,7 +68,9 @@ class _Queue:
     tag: float = 0.0
     timely: list[QueuedRequest] = field(default_factory=list)  # by deadline, as is `late`
     late: list[QueuedRequest] = field(default_factory=list)
-    latest: list[tuple[float, int, QueuedRequest]] = field(default_factory=list)  # a heap over `timely`, and some gone
+    latest: list[tuple[float, int, QueuedRequest]] = field(
+        default_factory=list
+    )  # a heap of `timely`, and of some that have left
 
     def __bool__(self) -> bool:
         return bool(self.timely or self.late)
@@ -79,7 +81,7 @@ class _Queue:
 
     def leave(self, queued: QueuedRequest) -> None:
         if not _drop(self.timely, queued):
-            assert _drop(self.late, queued), f"{queued.request_id} does not wait here"
+            assert _drop(self.late, queued), f"{queued.request_id} is not in the queue"
         if len(self.latest) > 2 * len(self.timely) + _SLACK:
             self.latest = [(each.latest_s, each.number, each) for each in self.timely]
             heapq.heapify(self.latest)
@@ -153,7 +155,7 @@ class RequestQueue:
         return ""
 
     def enter(self, request: Request, arrived_s: float, need_s: float) -> QueuedRequest:
-        """Queue a request; the queue must not be `full` for it. `need_s`: at best, from its turn to the first token."""
+        """Queue a request; the queue must not be `full` for it. `need_s`: as in `QueuedRequest`."""
         assert not (why := self.full(request)), why
         known, slo = self._classes.of(request), request.slo
         tenant, share = self._classes.share(request)
@@ -183,7 +185,7 @@ class RequestQueue:
         return queued
 
     def take(self, queued: QueuedRequest) -> None:
-        """It is served: charge its tenant."""
+        """Remove a request that is admitted, and charge its tenant."""
         level = self._levels[queued.priority]
         queue = level.queues[queued.tenant]
         level.clock = max(level.clock, min(each.tag for each in level.queues.values() if each))
@@ -191,17 +193,17 @@ class RequestQueue:
         queue.tag += queued.tokens / queued.share
 
     def leave(self, queued: QueuedRequest) -> None:
-        """It left the queue: served, canceled or refused."""
+        """Remove a request: admitted, cancelled or refused."""
         self._levels[queued.priority].queues[queued.tenant].leave(queued)
         index = bisect_left(self._claims, _by_claim(queued), key=_by_claim)
-        assert self._claims[index] is queued, f"{queued.request_id} does not wait here"
+        assert self._claims[index] is queued, f"{queued.request_id} is not in the queue"
         del self._claims[index]
         self._of_class[queued.class_name] -= 1
         if not self._of_class[queued.class_name]:
             del self._of_class[queued.class_name]
 
     def in_order(self, now_s: float, most: int | None = None) -> list[QueuedRequest]:
-        """The next requests in order, at most this many."""
+        """The first `most` requests in order; None: all."""
         return list(islice(self._in_order(now_s), most))
 
     def _in_order(self, now_s: float) -> Iterator[QueuedRequest]:

@@ -1,15 +1,15 @@
-"""Admission by SLO: a request gets in when it will meet its SLO and makes nobody miss theirs, waits when it would meet
-it later, and is refused when it cannot. Pure.
+"""Admission by SLO: a request is admitted if it meets its SLO and makes no other request miss its own, queued if it can
+meet it later, and refused otherwise. Pure.
 
-    predicted                                   answer
-    TTFT and TPOT are met                       in
-    TTFT is met, TPOT or a slot  is missing     later, if a decode ends in time for the first token; else refused
-    TTFT is missed                              refused: waiting here does not speed up the prompts ahead
-    it has no SLO                               in, where room is left for those who come with one; else later
+    predicted                                  answer
+    TTFT and TPOT are met                      admitted
+    TTFT is met, but not TPOT, or no slot      queued, if a decode ends in time for the first token; else refused
+    TTFT is missed                             refused: waiting here does not speed up the prompts ahead
+    the request has no SLO                     admitted, if room is left for requests with an SLO; else queued
 
-What a class says of `on_miss` turns a refusal into a place at the end of its queue; from then on it is one without an
-SLO. A request that has waited for its class's patience gets in wherever the router puts it: the worker itself
-still gives no decode slot away that would miss an SLO (`Engine.reserve`).
+With `on_miss: queue` a class has its requests queued instead of refused; these count as requests without an SLO from
+then on. A request that has waited for its class's `patience_s` is admitted wherever the router places it; the worker
+still grants no decode slot that would miss an SLO (`Engine.reserve`).
 
 Source of the early refusal by prediction: Qin et al., Mooncake (arXiv 2407.00079), section 7.
 """
@@ -28,11 +28,11 @@ from cluster.spec import ClassSpec, GatewaySpec
 from diptych.view import WorkerView
 from workers.request import Request
 
-TTFT_SHARE = 0.5  # of the tightest TTFT SLO may be taken by prompts without an SLO; the rest is for others
-TPOT_SHARE = 0.75  # of the tightest TPOT SLO, likewise
-DOUBT = 1.1  # what is predicted to take a second may take a tenth more, and the SLO must be met then, too
-USUAL_TTFT_S = 2.0  # where no class has one: prompts wait in the gateway, in order, rather than on a worker
-LEAST_WAIT_S = 0.01
+TTFT_SHARE = 0.5  # of the tightest TTFT SLO that requests without an SLO may use
+TPOT_SHARE = 0.75  # the same of the tightest TPOT SLO
+MARGIN = 1.1  # the SLO must be met even if the first token takes this many times as long as predicted
+USUAL_TTFT_S = 2.0  # if no class has one, so that prompts wait in the gateway, in order, rather than on a worker
+MIN_WAIT_S = 0.01
 
 
 class SLOAdmission(Admission):
@@ -46,7 +46,7 @@ class SLOAdmission(Admission):
         active: ActiveRequests,
         expected: Callable[[Request], int] = asked_length,
     ) -> None:
-        """`expected`: how many tokens an answer will have."""
+        """`expected`: predicted tokens of an answer."""
         self._expected = expected
         self._classes = Classes(gateway)
         self._latency = latency
@@ -57,46 +57,46 @@ class SLOAdmission(Admission):
         self._step_room_s = TPOT_SHARE * min((x.tpot_s for x in classes if x.tpot_s is not None), default=math.inf)
 
     def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | Later | None:
-        assert placement.predicted_ttft_s is not None, "this admission has predictions"
+        assert placement.predicted_ttft_s is not None, "this policy needs predictions"
         known, slo = self._classes.of(ask.request), ask.request.slo
         ttft_s, need_s = placement.predicted_ttft_s, self._need_s(ask, placement)
         is_claim = ask.waited_s >= known.patience_s
         rejects = self._classes.rejects(ask.request)
-        late_s = 0.0 if slo.ttft_s is None else ask.waited_s + DOUBT * ttft_s - slo.ttft_s
+        late_s = 0.0 if slo.ttft_s is None else ask.waited_s + MARGIN * ttft_s - slo.ttft_s
         if late_s > 0.0 and rejects and not self._is_trial(ask, placement):
             return Refusal(self._too_late(ask, ttft_s, need_s), retry_after_s=late_s)
         if is_claim:
             return None
         if rejects and (reason := self._impossible(ask, decode)):
             return Refusal(reason, DECODE_RETRY_S)
-        is_guest = late_s > 0.0 or (slo.ttft_s is None and slo.tpot_s is None)
-        waits = self._no_slot(ask, placement, decode, self._step_room_s if is_guest else math.inf)
+        is_best_effort = late_s > 0.0 or (slo.ttft_s is None and slo.tpot_s is None)
+        waits = self._no_slot(ask, placement, decode, self._step_room_s if is_best_effort else math.inf)
         if waits is not None:
             reason, start_s, apart_s = waits
             first_s = ask.waited_s + max(ttft_s, start_s + need_s)
             if rejects and not ask.is_queued and slo.ttft_s is not None and first_s > slo.ttft_s:
-                return Refusal(reason, retry_after_s=start_s)  # who waits already loses nothing by waiting on
+                return Refusal(reason, retry_after_s=start_s)  # a queued request loses nothing by waiting longer
             return Later(reason, start_s, need_s, apart_s)
-        if is_guest:
+        if is_best_effort:
             return self._behind_others(ask, placement, need_s)
         return None
 
     @staticmethod
     def _too_late(ask: Ask, ttft_s: float, need_s: float) -> str:
-        took = f"after {ask.waited_s:.3g} s of waiting " if ask.waited_s >= LEAST_WAIT_S else ""
-        alone = ", even with nobody ahead" if need_s >= ttft_s else ""
-        reason = f"{took}the first token would take {ttft_s:.3g} to {DOUBT * ttft_s:.3g} s{alone}"
+        took = f"after {ask.waited_s:.3g} s of waiting " if ask.waited_s >= MIN_WAIT_S else ""
+        alone = ", even without prompts ahead" if need_s >= ttft_s else ""
+        reason = f"{took}the first token would take {ttft_s:.3g} to {MARGIN * ttft_s:.3g} s{alone}"
         return f"{reason}, the SLO is {ask.request.slo.ttft_s:.3g} s"
 
     def _need_s(self, ask: Ask, placement: Placement) -> float:
-        """From the prompt's turn to the first token."""
+        """Seconds from the start of the prompt to the first token."""
         if placement.prefill_s is not None:
             return placement.prefill_s
         new_tokens = max(1, ask.request.num_tokens - placement.cached_tokens)
         return self._latency.prefill_seconds(_worker(ask, placement.prefill), new_tokens, placement.cached_tokens)
 
     def _is_trial(self, ask: Ask, placement: Placement) -> bool:
-        """Whether the prediction is a guess and the worker idle: only trying can make the guess better."""
+        """Whether the worker is idle and its costs are guesses: only a request can improve them."""
         worker = _worker(ask, placement.prefill)
         stats, sent = worker.stats, ask.sent_to(worker.name)
         idle = not (stats.waiting or stats.running or stats.reserved or sent.sequences)
@@ -105,9 +105,9 @@ class SLOAdmission(Admission):
     def _no_slot(
         self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float
     ) -> tuple[str, float, float] | None:
-        """Why the worker should not decode one more now, when it should, and how far apart others are; None: it should.
+        """None if the worker can decode one more now. Else: why not, seconds until it can, and between further ends.
 
-        `most_s`: how long its step may then take, whatever the SLOs of those that decode there.
+        `most_s`: longest step with it, whatever the SLOs there.
         """
         if ask.tokens_left == 1:
             return None
@@ -126,22 +126,22 @@ class SLOAdmission(Admission):
         if tpot_s <= bound_s:
             return None
         too_many = math.ceil(batch * (tpot_s - bound_s) / max(tpot_s - alone_s, 1e-9))
-        bound = "its share is" if bound_s == most_s else "the SLO is"
+        bound = "the limit for requests without an SLO is" if bound_s == most_s else "the SLO is"
         reason = f"each token on {decode.name} would take {tpot_s:.3g} s, {bound} {bound_s:.3g} s"
         return reason, *self._ends_s(ask, decode, batch, min(batch, max(1, too_many)))
 
     def _impossible(self, ask: Ask, decode: WorkerView) -> str:
-        """Why no wait would help: an empty worker would miss the TPOT SLO."""
+        """Why waiting does not help: even an empty worker would miss the TPOT SLO. Empty: it helps."""
         slo_s = ask.request.slo.tpot_s
         if slo_s is None or ask.tokens_left == 1 or not self._latency.is_sure(decode):
             return ""
         alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
         if alone_s <= slo_s:
             return ""
-        return f"each token would take {alone_s:.3g} s, even with nobody beside it, the SLO is {slo_s:.3g} s"
+        return f"each token would take {alone_s:.3g} s, even on an empty worker, the SLO is {slo_s:.3g} s"
 
     def _tpot_s(self, ask: Ask, placement: Placement, decode: WorkerView, batch: int) -> float:
-        """A decode step with this request in it. Whom we sent a moment ago, no statistics and no line show yet."""
+        """Seconds of a decode step with this request. Statistics lack the requests that were sent a moment ago."""
         predicted_s = placement.predicted_tpot_s or 0.0
         if batch <= num_sequences(ask, decode):
             return predicted_s
@@ -149,31 +149,31 @@ class SLOAdmission(Admission):
         return max(predicted_s, self._latency.step_seconds(decode, batch + 1, context + ask.request.num_tokens))
 
     def _ends_s(self, ask: Ask, decode: WorkerView, batch: int, count: int) -> tuple[float, float]:
-        """When `count` of the `batch` that decode there will have ended, and how far apart ends are.
+        """Seconds until `count` of the `batch` decodes there have ended, and between two ends.
 
-        By how long requests decode on average, or by how long our answers are expected to be if that is sooner: a wait
-        that is in vain costs less than a refusal that was not needed.
+        By the mean decode time, or by our answers' expected lengths if that is sooner: a wait in vain costs less than a
+        needless refusal.
         """
         used_tokens = self._latency.kv_tokens(decode) - self._latency.free_tokens(decode)
         step_s = self._latency.step_seconds(decode, batch, used_tokens)
         mean_s = self._active.decode_seconds(ask.now_s)
         if math.isinf(mean_s):  # none has ended yet
             mean_s = self._expected(ask.request) * step_s
-        apart_s = max(LEAST_WAIT_S, mean_s / batch)
+        apart_s = max(MIN_WAIT_S, mean_s / batch)
         ours = self._active.decoding(decode.name)
         ends_s = sorted(work.first_token_s + work.output_tokens * step_s - ask.now_s for work in ours)
         expected_s = ends_s[count - 1] if count <= len(ends_s) else math.inf
-        return max(LEAST_WAIT_S, min(count * apart_s, expected_s)), apart_s
+        return max(MIN_WAIT_S, min(count * apart_s, expected_s)), apart_s
 
     def _behind_others(self, ask: Ask, placement: Placement, need_s: float) -> Later | None:
-        """Its prompt must leave room on its worker for those that come with an SLO."""
+        """A request without an SLO must leave room on its prefill worker for prompts with one."""
         assert placement.predicted_ttft_s is not None
         queue_s = placement.predicted_ttft_s - need_s
         over_s = placement.predicted_ttft_s - self._room_s
         if queue_s <= 0.0 or over_s <= 0.0:
             return None
         reason = f"{placement.prefill} computes prompts for another {queue_s:.3g} s"
-        return Later(reason, max(LEAST_WAIT_S, min(over_s, queue_s)), need_s)
+        return Later(reason, max(MIN_WAIT_S, min(over_s, queue_s)), need_s)
 
 
 def _worker(ask: Ask, name: str) -> WorkerView:

@@ -1,11 +1,11 @@
-"""How much longer work takes than predicted, learned for each worker. Pure; knows no costs and no requests."""
+"""Learns the ratio of measured to predicted time for each worker. Pure; knows no costs and no requests."""
 
 import math
 
-_FADE = 0.98  # weight of old samples with each new one: about the latest fifty count
-_PRIOR = 4.0  # samples that configured costs are worth
-_SURPRISE = 4.0  # a sample counts as at most this many times off: a stall says nothing about a worker's speed
-_TOGETHER = 0.05  # a sample that took less of its predicted time was computed in the same steps as the one before
+_FADE = 0.98  # factor on old samples with each new one: about the latest fifty count
+_PRIOR = 4.0  # number of samples that configured costs count as
+_MAX_DEVIATION = 4.0  # factor by which a sample may differ from the ratio: a stall says nothing about speed
+_TOGETHER = 0.05  # a sample that took a smaller share of its prediction was computed with the one before
 _BOUND = 100.0  # largest ratio
 _FRESH_S, _HALVES_S = 60.0, 60.0
 _DIGITS = 2
@@ -14,7 +14,7 @@ _DIGITS = 2
 class Correction:
     """Measured seconds per predicted second: a ratio of two fading sums, so that long samples weigh more.
 
-    The newest sample is kept apart until the next one: what ends with it was computed in the same steps.
+    The newest sample stays separate until the next one: samples that end with it were computed in the same steps.
     """
 
     def __init__(self, prior_s: float) -> None:
@@ -39,7 +39,7 @@ class Correction:
         self._rounded = round(self._ratio, _DIGITS)
 
     def at(self, now_s: float) -> float:
-        """The ratio. Above 1 it fades without new samples, since an avoided worker gives none."""
+        """The ratio. Above 1 it fades without new samples, since a worker that is avoided gives none."""
         silent_s = now_s - self._when_s - _FRESH_S
         if silent_s <= 0.0 or self._ratio <= 1.0:
             return self._ratio
@@ -55,7 +55,7 @@ class Correction:
         if not self._predicted_s:
             return self._newest_measured_s  # the first sample, against a guessed cost
         expected_s = self._newest_predicted_s * bounded(self._measured_s / self._predicted_s)
-        return min(max(self._newest_measured_s, expected_s / _SURPRISE), expected_s * _SURPRISE)
+        return min(max(self._newest_measured_s, expected_s / _MAX_DEVIATION), expected_s * _MAX_DEVIATION)
 
 
 class Corrections:

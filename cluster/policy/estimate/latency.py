@@ -1,7 +1,7 @@
 """Predicts TTFT and TPOT of a placement. Pure.
 
-Step costs are `PoolSpec.cost`, or defaults where a pool has none. Both are corrected for each worker by how long
-prompts and answers took there; default step costs also by the worker's own step time, while it reports one.
+Costs are `PoolSpec.cost`, or defaults for a pool without one. Both are corrected for each worker by the measured times
+of prompts and answers; default decode steps also by the worker's own step time, if it reports one.
 """
 
 from msgspec import Struct
@@ -15,14 +15,14 @@ from diptych.view import WorkerView
 from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
 from workers.costs import CostModel, LinearCost
 
-_MOSTLY_WAITED = 2.0  # times the compute time: beyond it the prompt mostly waited
-_BESIDE = 0.3  # of an answer's time: with more of it spent on prompts it says nothing about decode steps
-_MOST_STEPS = 32  # of one answer that count as samples
+_MOSTLY_WAITED = 2.0  # times the compute time: a prompt that took longer mostly waited
+_MAX_PROMPT_SHARE = 0.3  # of an answer's time: with more of it spent on prompts, it is no sample of decode steps
+_MAX_STEPS = 32  # of one answer that count as samples
 WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
-APART = ("static", "prefill-first", "prefill-only")  # those whose steps with prompts carry no decodes
+APART = ("static", "prefill-first", "prefill-only")  # batching policies whose steps with prompts have no decodes
 LEAST_CHUNK = 16  # prompt tokens; a smaller chunk beside decodes does not pay
 _YARDSTICK = 1024  # prompt tokens by which the speeds of pools are compared
-_MOST_SCALED = 1024  # cost models that are kept
+_MAX_SCALED = 1024  # scaled cost models in memory
 
 
 class Decodes(Struct, frozen=True, gc=False):
@@ -64,7 +64,7 @@ class _Pools(dict[str, _Pool]):
 
 
 class LatencyPredictor:
-    """Owned by a Policy."""
+    """Owned by a Policy. `spec`: the pools' costs and engines, and the gateway's SLO."""
 
     def __init__(self, spec: ClusterSpec, active: ActiveRequests) -> None:
         self._active = active
@@ -74,10 +74,10 @@ class LatencyPredictor:
         self._prompts = Corrections()
         self._steps = Corrections()
         self._scaled: dict[tuple[str, float], CostModel] = {}  # pool, ratio -> its costs times that
-        self._now_s = 0.0  # of the last call
+        self._now_s = 0.0  # the latest time seen
 
     def is_sure(self, worker: WorkerView) -> bool:
-        """Whether the worker's pool has a `cost`, so that it need not be guessed."""
+        """Whether the worker's pool has a `cost`."""
         return self._pools[worker.pool].is_given
 
     def prompt_speed(self, worker: WorkerView) -> float:
@@ -85,19 +85,19 @@ class LatencyPredictor:
         return self._speeds.get(worker.pool, 1.0)
 
     def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
-        """Whether a prediction for these two rests on more than defaults."""
+        """Whether predictions for these two workers rest on more than default costs."""
         prompts = self.is_sure(prefill) or prefill.name in self._prompts
         return prompts and (self.is_sure(decode) or decode.name in self._steps or _decodes(decode))
 
     def kv_tokens(self, worker: WorkerView) -> int:
-        """Tokens of KV that the worker's pool holds."""
+        """Tokens that fit into the worker's KV pool."""
         return worker.stats.total_blocks * self.engine(worker).block_size
 
     def free_tokens(self, worker: WorkerView) -> int:
         return worker.stats.free_blocks * self.engine(worker).block_size
 
     def prefill_seconds(self, worker: WorkerView, num_tokens: int, cached_tokens: int) -> float:
-        """Time to compute `num_tokens` after `cached_tokens`, once its turn has come, beside the decodes there."""
+        """Seconds to compute `num_tokens` after `cached_tokens` beside the worker's decodes, without the queue."""
         return self.prefill_beside(worker, num_tokens, cached_tokens, self._decodes(worker))[0]
 
     def prefill_beside(
@@ -105,7 +105,7 @@ class LatencyPredictor:
     ) -> tuple[float, int]:
         """Seconds and steps of a prefill beside these decodes; 0 steps: the decodes would miss their SLO.
 
-        A prompt is cut as `workers.engine.batching` does it, and each of its steps carries the decodes along.
+        Chunks are those of `workers.engine.batching`, and each step has all decodes.
         """
         pool = self._pools[worker.pool]
         cost = self._corrected(pool, worker)
@@ -126,7 +126,7 @@ class LatencyPredictor:
         return seconds, whole + bool(rest) if is_able else 0
 
     def _decodes(self, worker: WorkerView) -> Decodes:
-        """Decodes that run or have a slot there: ours, and those of other gateways, which its statistics show.
+        """Decodes that run or have a slot there: ours, and those of other gateways by the worker's statistics.
 
         Those of other gateways are assumed to have this gateway's SLO.
         """
@@ -145,12 +145,12 @@ class LatencyPredictor:
         return self._prompts.ratio(worker.name, self._now_s)
 
     def queued_tokens(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
-        """Prompt tokens to compute there: ours that are not cached, and those of other gateways."""
+        """Prompt tokens to compute there: our uncached ones, and those of other gateways."""
         ours = self._active.worker_load(worker.name)
         return ours.new_tokens, _foreign_tokens(ask, worker, ours)
 
     def queue_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """Time of the prompts ahead: ours exactly, those of other gateways by their tokens."""
+        """Seconds of the prompts ahead: ours by their predictions, those of other gateways by their tokens."""
         self._now_s = max(self._now_s, ask.now_s)
         ours = self._active.worker_load(worker.name)
         foreign = _foreign_tokens(ask, worker, ours)
@@ -158,7 +158,7 @@ class LatencyPredictor:
         return ours.ahead_s(ask.now_s) + foreign_s
 
     def ttft_seconds(self, ask: Ask, worker: WorkerView, cached_tokens: int = 0) -> float:
-        """From now to the first token, if the prompt is computed there."""
+        """Seconds from now to the first token, if the prompt is computed there."""
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         return self.queue_seconds(ask, worker) + self.prefill_seconds(worker, new_tokens, cached_tokens)
 
@@ -167,19 +167,19 @@ class LatencyPredictor:
         return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
 
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """A decode step of the worker once all with a reserved slot decode, this request among them."""
+        """Seconds of a decode step once this request and all with a reserved slot decode there."""
         self._now_s = max(self._now_s, ask.now_s)
         return self.step_seconds(worker, *self._batch_with(ask, worker))
 
     def plain_tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
-        """The same by the cost model alone, uncorrected."""
+        """The same without corrections."""
         return self._plain_step_seconds(worker, *self._batch_with(ask, worker))
 
     def _batch_with(self, ask: Ask, worker: WorkerView) -> tuple[int, int]:
         return num_sequences(ask, worker) + 1, self._used_tokens(worker) + ask.request.num_tokens
 
     def step_seconds(self, worker: WorkerView, batch: float, context_tokens: float) -> float:
-        """Seconds of a decode step there with this many sequences."""
+        """Seconds of a decode step there with this many sequences and tokens."""
         return self._plain_step_seconds(worker, batch, context_tokens) * self.step_correction(worker)
 
     def step_correction(self, worker: WorkerView) -> float:
@@ -196,12 +196,12 @@ class LatencyPredictor:
         return (worker.stats.total_blocks - worker.stats.free_blocks) * self.engine(worker).block_size
 
     def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
-        """A prompt was computed. Of prompts that end together, the first one counts with all the time.
+        """Learn from a computed prompt. Of prompts that end together, the first one counts with all the time.
 
-        Its worker spent `compute_s` from the first step on. A prompt that took far longer waited for something else,
-        such as memory, which says nothing about the worker's speed.
+        Its worker spent `compute_s` from the first step on. A prompt that took far longer waited for something, such as
+        memory, which says nothing about the worker's speed.
         """
-        assert work.prefilled_s is not None, "its first token has come"
+        assert work.prefilled_s is not None, "its first token has arrived"
         self._now_s = max(self._now_s, work.prefilled_s)
         if work.prefill_s <= 0.0 or work.prefilled_s <= max(work.began_s, work.reserved_s):
             return
@@ -211,22 +211,22 @@ class LatencyPredictor:
         self._prompts.learn(work.prefill, measured_s, predicted_s, work.prefilled_s, is_guess=work.is_guess)
 
     def learn_steps(self, work: Work, num_tokens: int, now_s: float) -> None:
-        """An answer ended after this many tokens, the prefill's one included."""
+        """Learn from an answer of this many tokens, the first one included."""
         self._now_s = max(self._now_s, now_s)
         if work.prefilled_s is None or num_tokens < 2 or work.plain_tpot_s <= 0.0 or now_s <= work.prefilled_s:
             return
-        if self._active.prompt_seconds_beside(work) > _BESIDE * (now_s - work.prefilled_s):
-            return  # its steps carried prompts, so they were no plain decode steps
-        steps = min(num_tokens - 1, _MOST_STEPS)
+        if self._active.prompt_seconds_beside(work) > _MAX_PROMPT_SHARE * (now_s - work.prefilled_s):
+            return  # many of its steps had prompts
+        steps = min(num_tokens - 1, _MAX_STEPS)
         measured_s = (now_s - work.prefilled_s) / (num_tokens - 1)
         self._steps.learn(work.decode, measured_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)
 
     def most_running(self, worker: WorkerView) -> int:
-        """Its decode slots."""
+        """The worker's decode slots."""
         return self.engine(worker).max_running
 
     def cost(self, worker: WorkerView) -> CostModel:
-        """Its step costs, corrected by how long its prompts took."""
+        """The worker's step costs, corrected by its prompts' times."""
         return self._corrected(self._pools[worker.pool], worker)
 
     def _corrected(self, pool: _Pool, worker: WorkerView) -> CostModel:
@@ -235,24 +235,24 @@ class LatencyPredictor:
             return pool.cost
         cost = self._scaled.get((worker.pool, ratio))
         if cost is None:
-            if len(self._scaled) >= _MOST_SCALED:
+            if len(self._scaled) >= _MAX_SCALED:
                 self._scaled.clear()
             cost = self._scaled[worker.pool, ratio] = pool.cost.scaled(ratio)
         return cost
 
     def plain_cost(self, worker: WorkerView) -> CostModel:
-        """Its pool's, or the default's."""
+        """The pool's step costs, without corrections."""
         return self._pools[worker.pool].cost
 
     def engine(self, worker: WorkerView) -> EngineConfig:
-        """How the workers of its pool are set up."""
+        """The engine configuration of the worker's pool."""
         return self._pools[worker.pool].engine
 
 
 def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, decodes: Decodes) -> tuple[int, bool]:
-    """Roughly how many prompt tokens a step takes, and whether the decodes still meet their SLO.
+    """About how many prompt tokens fit into a step, and whether the decodes still meet their SLO.
 
-    Where corrected costs leave no time, uncorrected ones decide, because the engine cuts prompts by them.
+    If corrected costs leave no time, uncorrected ones decide, because the engine chunks prompts by them.
     """
     batch, bound_s, own_s = decodes.batch, decodes.tpot_slo_s, pool.engine.tpot_slo_s
     budget = max(1, pool.engine.max_batch_tokens - batch)
@@ -271,14 +271,14 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
 
 
 def _foreign_tokens(ask: Ask, worker: WorkerView, ours: WorkerLoad) -> int:
-    """Prompt tokens of other gateways that it still has to compute; each decode accounts for one queued token."""
+    """Queued prompt tokens of other gateways; each decode accounts for one queued token."""
     stats, sent = worker.stats, ask.sent_to(worker.name)
     queued, sequences = stats.queued_tokens + sent.prompt_tokens, stats.running + stats.reserved + sent.sequences
     return max(0, queued - ours.prompt_tokens - sequences)
 
 
 def _decodes(worker: WorkerView) -> bool:
-    """Whether the worker's own step time is that of decodes under way."""
+    """Whether the worker reports the time of its running decode steps."""
     return bool(worker.stats.step_s and worker.stats.running)
 
 

@@ -1,6 +1,6 @@
 """Predicts the lengths of answers. Pure.
 
-Predictions only serve performance: a wrong one must break nothing, see `expected_tokens`.
+A wrong prediction costs performance, never correctness: see `expected_tokens`.
 """
 
 from collections import OrderedDict
@@ -15,14 +15,14 @@ from workers.request import FinishReason, Request
 UNBOUNDED_TOKENS = 512  # assumed length of an answer without `max_tokens`
 TEMPLATE_TOKENS = 64  # prompts that share their first tokens share a template
 
-_ENOUGH = 8.0  # answers at least as long that a histogram needs before it is used
+_ENOUGH = 8.0  # a histogram needs this many answers that are at least as long
 _SCORED = 1000  # predictions in the calibration
-_MOST_TEMPLATES = 1024
-_MOST_TENANTS = 256
+_MAX_TEMPLATES = 1024
+_MAX_TENANTS = 256
 
 
 def asked_length(request: Request) -> int:
-    """The longest answer that the request allows; exact for a replayed trace, which asks for what it got."""
+    """The longest answer that the request allows. Exact for a replayed trace: its `max_tokens` are true lengths."""
     most = request.sampling.max_tokens
     return max(1, UNBOUNDED_TOKENS if most is None else most - len(request.generated))
 
@@ -56,8 +56,8 @@ class Learned:
     """
 
     def __init__(self) -> None:
-        self._templates = _RecentHistograms(_MOST_TEMPLATES)
-        self._tenants = _RecentHistograms(_MOST_TENANTS)
+        self._templates = _RecentHistograms(_MAX_TEMPLATES)
+        self._tenants = _RecentHistograms(_MAX_TENANTS)
         self._sizes: dict[int, Histogram] = {}  # prompts of 2^(n-1) to 2^n - 1 tokens
         self._all = Histogram()
         self._scores = Calibration()

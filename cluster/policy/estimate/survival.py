@@ -9,7 +9,7 @@ from itertools import accumulate
 
 _FADED = 1e-3  # weight, in units of the newest sample, below which a bin is dropped
 _STALE = 0.01  # share of all weight that may be new before the curve is recomputed
-_MOST_WEIGHT = 1e9  # of a new sample, before all weights are scaled down
+_MAX_WEIGHT = 1e9  # of a new sample, before all weights are scaled down
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Histogram:
             found.cut += self._weight
         else:
             found.ended += self._weight
-        if self._weight > _MOST_WEIGHT:
+        if self._weight > _MAX_WEIGHT:
             self._scale_down()
 
     def _scale_down(self) -> None:

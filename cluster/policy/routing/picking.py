@@ -1,6 +1,6 @@
-"""The scheme that most routers share: pick a prefill worker, then one of the decode workers linked to it.
+"""What most routers share: pick a prefill worker, then one of the decode workers linked to it.
 
-If a pool is empty, a worker of any role does both phases. Subclasses only say how to pick one of several workers.
+If a pool is empty, a worker of any role does both phases. Subclasses decide how to pick one of several workers.
 """
 
 from abc import abstractmethod
@@ -35,7 +35,7 @@ class Picking(Router):
         prefills, decodes, mixed = by_role[Role.PREFILL], by_role[Role.DECODE], by_role[Role.MIXED]
         if ask.tokens_left == 1 and (prefills or mixed):
             worker = self.pick_prefill(ask, beside(ask, prefills or mixed))
-            return self.placed(ask, worker, worker, "one token is wanted: no KV handoff")
+            return self.placed(ask, worker, worker, "one token is requested: no KV handoff")
         while prefills and decodes:
             prefill = self.pick_prefill(ask, beside(ask, prefills))
             if linked := [worker for worker in decodes if ask.view.linked(prefill.name, worker.name)]:
@@ -50,17 +50,17 @@ class Picking(Router):
         return None
 
     def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
-        """The placement on these two workers, with whatever else this router knows about it."""
+        """The placement on these two workers, with this router's predictions."""
         return Placement(prefill.name, decode.name, reason)
 
     @property
     @abstractmethod
     def reason(self) -> str:
-        """Why the router picks as it does, in a few words."""
+        """The router's criterion in a few words, for `Placement.reason`."""
 
 
 class Finder:
-    """Finds workers of a view by name. Remembers positions, which change only with the membership."""
+    """Finds workers of a view by name. Remembers their positions, which change only with the membership."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -85,24 +85,24 @@ def fitting(ask: Ask) -> list[WorkerView]:
 
 
 def roomy(ask: Ask, workers: Sequence[WorkerView]) -> list[WorkerView]:
-    """Those with room for the longest allowed answer; if there are none, those with the most room."""
+    """The workers with room for the longest allowed answer; if there are none, those with the most room."""
     longest = max((worker.capacity_tokens for worker in workers), default=0)
     needed = ask.needed_tokens(longest)
     return [worker for worker in workers if worker.capacity_tokens >= needed]
 
 
 def beside(ask: Ask, workers: Workers) -> Workers:
-    """Only the worker that computes this prompt for a sibling, if it is one of these; else all."""
+    """Only the worker that computes this prompt for another parallel sample, if it is one of these; else all."""
     return [worker for worker in workers if worker.name == ask.beside] or workers if ask.beside else workers
 
 
 def queued_tokens(ask: Ask, worker: WorkerView) -> int:
-    """Prompt tokens that it still has to compute."""
+    """Prompt tokens that the worker still has to compute."""
     return worker.stats.queued_tokens + ask.sent_to(worker.name).prompt_tokens
 
 
 def num_sequences(ask: Ask, worker: WorkerView) -> int:
-    """Sequences that decode there, or have a slot reserved."""
+    """Sequences that decode on the worker or have a slot reserved."""
     return worker.stats.running + worker.stats.reserved + ask.sent_to(worker.name).sequences
 
 

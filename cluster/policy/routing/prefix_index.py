@@ -1,4 +1,4 @@
-"""Which workers have which prefix cached: what they reported, and for a while what this gateway sent them.
+"""Which workers have which prefix cached, by their cache events and by the prompts that this gateway sent.
 
     chain(prompt)    128  256  384  512     names of ever longer prefixes
     holders         {a b} {a b} {a}  {}     of each name, as one integer with a bit for each worker
@@ -21,8 +21,8 @@ __all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
 
 EXPECT_S = 1.0  # longer than cache events take to arrive
 _FEW = 12  # set bits up to which finding them one by one is faster
-_MOST_SHAPES = 1 << 16
-_MOST_GROUPS = 1 << 10
+_MAX_SHAPES = 1 << 16
+_MAX_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
@@ -46,9 +46,10 @@ NO_MATCH = Match(0)
 
 @dataclass(slots=True)
 class IndexAccuracy:
-    """How right the index was about the workers that prompts were sent to; off by less than a grain is right.
+    """How accurate the index was about the workers that prompts were sent to. Less than a grain off is accurate.
 
-    `tokens` were expected to be cached. Where it was wrong, `absent_tokens` were missing and `unknown_tokens` cached.
+    `tokens` were expected to be cached. Where it was wrong, `absent_tokens` of them were not, and `unknown_tokens` more
+    were.
     """
 
     prompts: int = 0
@@ -87,7 +88,7 @@ class _Holders(dict[int, Bits]):
                 self[name] = self._shared(held ^ bit)
 
     def _shared(self, bits: Bits) -> Bits:
-        if len(self._shapes) >= _MOST_SHAPES:
+        if len(self._shapes) >= _MAX_SHAPES:
             self._shapes.clear()
         return self._shapes.setdefault(bits, bits)
 
@@ -124,7 +125,7 @@ class PrefixIndex:
     """Owned by a Policy.
 
     `take` workers' cache events and `forget` workers that are gone. `expect` a prompt that is sent, and `settle` it
-    once it is computed or given up: it then counts for another `expect_s`, by when the worker's events have arrived.
+    once it is computed or abandoned. It then counts for another `expect_s`, until the worker's events have arrived.
     """
 
     def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S) -> None:
@@ -209,7 +210,7 @@ class PrefixIndex:
         """The workers of these bits. Cached, because popular prefixes have the same set again and again."""
         named = self._groups.get(who)
         if named is None:
-            if len(self._groups) >= _MOST_GROUPS:
+            if len(self._groups) >= _MAX_GROUPS:
                 self._groups.clear()
             if who.bit_count() <= _FEW:
                 named = tuple(self._workers[slot] for slot in _slots(who))
@@ -304,7 +305,7 @@ class PrefixIndex:
 
     @contextmanager
     def without(self, key: str) -> Iterator[None]:
-        """Hide this prompt, to ask where it would be placed now."""
+        """Hide this prompt, to find out where it would be placed now."""
         expected = self._expected.get(key)
         self.withdraw(key)
         try:

@@ -108,7 +108,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """The request should wait: it is expected to start in `start_s` and to have its first token `need_s` later.
+    """Queue the request: it is predicted to start in `start_s`, with its first token `need_s` later.
 
     Queued requests ahead of it are not counted; one of them starts every `apart_s` for each decode worker, and not
     faster than prompts are computed.

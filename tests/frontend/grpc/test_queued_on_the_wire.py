@@ -64,7 +64,7 @@ async def test_no_place_to_wait_is_told_with_the_time_to_come_again(
 
 
 async def test_an_unknown_class_is_refused_with_those_there_are(client: AsyncClient) -> None:
-    with pytest.raises(DiptychError, match="'premium'; the classes here are interactive") as refused:
+    with pytest.raises(DiptychError, match="'premium'; the classes are interactive") as refused:
         await client.complete("hello", slo=SLO(class_name="premium"), max_tokens=3)
     assert (refused.value.code, refused.value.field) == ("INVALID_ARGUMENT", "slo.class_name")
 
