@@ -226,6 +226,11 @@ def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, siz
     return _replayed(trace, span, Path(path).name.partition(".")[0], machines, slo, size)
 
 
+def mooncake(size: Size, begin_s: float) -> Scenario:
+    """Four minutes of Mooncake's conversations from this second on."""
+    return _trace("mooncake", MOONCAKE, "clip=32768", Machines(H100, 512), SLO(10.0, 0.1), size, begin_s)
+
+
 def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: SLO, size: Size) -> Scenario:
     """At another density, told by quarters."""
     full = rate_of_all(list(trace.arrivals), machines, slo, size.workers)
@@ -249,9 +254,7 @@ SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
     "bursts": _bursts,
     "day": _day,
     "azure": lambda size: _trace("azure", AZURE, "clip=8192", Machines(A100), SLO(4.0, 0.075), size, 1200.0),
-    "mooncake": lambda size: _trace(
-        "mooncake", MOONCAKE, "clip=32768", Machines(H100, 512), SLO(10.0, 0.1), size, 1200.0
-    ),
+    "mooncake": lambda size: mooncake(size, 1200.0),
     "prefixes": _prefixes,
     "tight-tight": lambda size: _mix("tight-tight", SLO(3.0, 0.06), size),
     "tight-loose": lambda size: _mix("tight-loose", SLO(3.0, 0.2), size),

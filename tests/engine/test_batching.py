@@ -273,3 +273,41 @@ def test_adaptive_takes_for_prompts_what_streams_are_ahead_and_lets_none_pause_f
         assert now_s - before_s <= Adaptive.PAUSE * promise_s + 1e-9
         assert now_s <= began_s + count * promise_s
     assert sizes[0] == round((Adaptive.PAUSE * promise_s - 0.004) / token_s) and sum(sizes) == 60
+
+
+@pytest.mark.parametrize(
+    ("late_s", "arrivals_before", "with_prompt"),
+    [(0.05, 0, [False, True, True]), (0.09, 0, [False, False, True]), (0.09, 20, [True, True, True])],
+)
+def test_adaptive_pauses_prompts_for_a_stream_that_arrived_in_mid_step_while_few_arrive(
+    late_s: float, arrivals_before: int, with_prompt: list[bool]
+) -> None:
+    """A decode step takes 40 ms: beyond 16 arrivals in 10 s, two such steps for each are 0.13 of the time."""
+    cost = LinearCost(step_s=0.04, prefill_token_s=0.01, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
+    slo = SLO(tpot_s=0.1)
+    subject = engine(batching="adaptive", cost=cost, max_batch_tokens=64)
+    now_s = 1.0
+
+    def arrive(name: str, max_tokens: int, at_s: float) -> None:
+        sequence = request(name, prompt(5, 60), max_tokens=max_tokens, slo=slo)
+        subject.reserve(sequence, at_s)
+        subject.fetched(sequence.key, at_s)
+        subject.decode(sequence.key, [7], at_s)
+
+    def run() -> Shape:
+        nonlocal now_s
+        plan = subject.schedule(now_s)
+        assert plan is not None
+        seconds = plan_seconds(cost, plan)
+        now_s += seconds
+        subject.commit(plan, result(plan, seconds), now_s)
+        return shape(plan)
+
+    for number in range(arrivals_before):
+        arrive(f"early-{number}", 2, now_s - 0.001)
+        run()
+    arrive("new", 9, now_s - late_s)  # it waited for the end of a step
+    subject.add(request("prompt", prompt(30), max_tokens=1), now_s, hold=False)
+    steps = [dict(run()) for _ in range(3)]
+    assert all("new" in each for each in steps)
+    assert ["prompt" in each for each in steps] == with_prompt

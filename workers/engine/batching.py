@@ -18,6 +18,7 @@ al., Sarathi-Serve (OSDI'24); Hu et al., TetriInfer (2024).
 """
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Protocol
@@ -174,19 +175,42 @@ class Adaptive(Chunked):
     """Chunked beside decodes. Without decodes, cutting helps no SLO: a prompt that ends in this step is not slowed down
     by the beginning of another, as it would be if prompts were cut at the budget.
 
-    A TPOT SLO is about the mean over an answer, so tokens that came early leave time: a step may last until the first
+    A TPOT SLO bounds the mean over an answer, so tokens that came early leave time: a step may last until the first
     of its streams would be behind, but no stream pauses for longer than `PAUSE` times its SLO. A single step uses
-    `ADAPTIVE_MARGIN` of the SLO, and several use `AHEAD`: a stream that pauses once, for a hand-over or a step that
+    `ADAPTIVE_MARGIN` of the SLO, and several use `AHEAD`: a stream that pauses once, for a handoff or a step that
     was not as short as predicted, could hardly catch up.
+
+    A stream whose KV arrives waits for the end of a step, so it is late before its first token here. While few streams
+    arrive, no step is longer than the SLO, and prompts pause until the new stream has caught up. Where this could
+    take more than `CATCH_UP_SHARE` of the time, prompts need that time, and nothing is done.
     """
 
     AHEAD = 0.92
     PAUSE = 4.0
+    CATCH_UP_STEPS = 2  # a stream's first steps here, for which prompts may pause
+    CATCH_UP_SHARE = 0.13
+    ARRIVALS_SPAN_S = 10.0
+
+    def __init__(self, tpot_slo_s: float | None = None, least_chunk: int = 16) -> None:
+        super().__init__(tpot_slo_s, least_chunk)
+        self._arrivals_s: deque[float] = deque()  # when KV arrived, within `ARRIVALS_SPAN_S`
+        self._last_step_s = 0.0
+        self._can_catch_up = False
 
     def compose(self, step: Step) -> None:
-        if step.decodable or step.beside:
-            super().compose(step)
+        if not step.decodable and not step.beside:
+            self._compose_prompts(step)
             return
+        new = [sequence for sequence in step.decodable if self._is_new(sequence)]
+        self._count_arrivals(new, step.now_s)
+        self._can_catch_up = bool(self._arrivals_s) and self._catch_up_share(step) <= self.CATCH_UP_SHARE
+        if self._can_catch_up and any(self._is_late(sequence, step.now_s) for sequence in new):
+            for sequence in step.decodable:
+                step.decode(sequence)
+        else:
+            super().compose(step)
+
+    def _compose_prompts(self, step: Step) -> None:
         first = step.unfinished[0] if step.unfinished else step.admit()
         if first is None:
             return
@@ -197,13 +221,37 @@ class Adaptive(Chunked):
 
     def _bound_s(self, decoding: list[Sequence], now_s: float) -> float | None:
         """Until the first of them would be behind; not less than one step's share of the SLO."""
+        pause = 1.0 if self._can_catch_up else self.PAUSE
         bounds = []
         for sequence in decoding:
             slo_s = super()._bound_s([sequence], now_s)
             if slo_s is not None:
                 ahead_s = sequence.next_due_s(self.AHEAD * slo_s) - now_s
-                bounds.append(min(max(ADAPTIVE_MARGIN * slo_s, ahead_s), self.PAUSE * slo_s))
+                bounds.append(min(max(ADAPTIVE_MARGIN * slo_s, ahead_s), pause * slo_s))
         return min(bounds, default=None)
+
+    def _is_new(self, sequence: Sequence) -> bool:
+        """Whether its KV came from another worker and these are its first steps here."""
+        came = sequence.ready_s is not None and sequence.first_token_s is None
+        return came and len(sequence.tokens) - sequence.num_given <= self.CATCH_UP_STEPS
+
+    def _count_arrivals(self, new: list[Sequence], now_s: float) -> None:
+        ready_s = (sequence.ready_s for sequence in new if sequence.ready_s is not None)
+        self._arrivals_s.extend(at_s for at_s in ready_s if at_s > self._last_step_s)
+        self._last_step_s = now_s
+        while self._arrivals_s and self._arrivals_s[0] < now_s - self.ARRIVALS_SPAN_S:
+            self._arrivals_s.popleft()
+
+    def _catch_up_share(self, step: Step) -> float:
+        """The most of the time that steps without prompts take, if streams go on arriving at this rate."""
+        context_tokens = sum(len(sequence.tokens) for sequence in step.decodable)
+        step_s = step.cost.decode_seconds(len(step.decodable), context_tokens)
+        return len(self._arrivals_s) * self.CATCH_UP_STEPS * step_s / self.ARRIVALS_SPAN_S
+
+    def _is_late(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether its next token would come late after a step as long as the SLO allows."""
+        slo_s = super()._bound_s([sequence], now_s)
+        return slo_s is not None and sequence.next_due_s(slo_s) - now_s < ADAPTIVE_MARGIN * slo_s
 
     @staticmethod
     def _room(step: Step) -> int:
