@@ -101,8 +101,8 @@ def test_labels_that_ray_could_not_read_are_refused(labels: dict[str, str]) -> N
         Resources(labels=labels)
 
 
-def test_the_example_of_unlike_gpus_puts_each_pool_on_its_kind() -> None:
-    spec = load_spec(Path(__file__).parents[2] / "examples" / "unlike-gpus.yaml")
+def test_the_example_of_two_gpu_types_puts_each_pool_on_its_type() -> None:
+    spec = load_spec(Path(__file__).parents[2] / "examples" / "gpu-types.yaml")
     kinds = [{"ray.io/accelerator-type": kind} for kind in ("H100", "A100", "A100-80G", "L4")]
     placed = [[has_labels(kind, pool.resources.labels) for kind in kinds] for pool in spec.pools]
     assert placed == [[True, False, False, False], [False, True, True, False]]

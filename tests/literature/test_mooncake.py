@@ -72,7 +72,7 @@ def by_router(workload: Workload, workers: int) -> dict[str, float]:
     return times
 
 
-def test_routers_that_know_more_answer_sooner() -> None:
+def test_routers_with_more_information_have_lower_ttft() -> None:
     times = by_router(conversations(users=48, turns=5, think_s=14.0), workers=8)
     assert times["random"] > times["least-loaded"] > times["mooncake-local"] > times["mooncake"]
 

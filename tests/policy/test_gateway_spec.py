@@ -1,4 +1,4 @@
-"""Classes and tenants as an operator writes them; what contradicts itself is refused with the reason."""
+"""Classes and tenants in the cluster file; contradictions are refused with the reason."""
 
 import pytest
 
@@ -52,13 +52,13 @@ def test_classes_and_tenants_are_read() -> None:
         ({"admission": "promises"}, "admission 'promises' is not one of none, predictive, slo"),
     ],
 )
-def test_what_contradicts_itself_is_refused_with_the_reason(keys: dict[str, object], told: str) -> None:
+def test_contradicting_settings_are_refused_with_the_reason(keys: dict[str, object], told: str) -> None:
     with pytest.raises(SpecError) as refused:
         parse_spec(gateway(**keys))
     assert told in str(refused.value)
 
 
-def test_the_old_names_of_our_policies_still_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_old_policy_names_still_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     spec = parse_spec(gateway(routing="promise", admission="promised")).gateway
     assert (spec.routing, spec.admission) == ("slo", "slo")
     assert [each.getMessage() for each in caplog.records] == [
@@ -67,7 +67,7 @@ def test_the_old_names_of_our_policies_still_work_with_a_warning(caplog: pytest.
     ]
 
 
-def test_a_file_that_names_no_policy_has_ours() -> None:
+def test_a_file_that_names_no_policy_gets_the_default() -> None:
     spec = parse_spec(gateway(slo={"ttft_s": 1}))
     assert (spec.gateway.routing, spec.gateway.admission) == ("slo", "slo")
     assert spec.pools[0].engine.batching == "adaptive" and spec.elastic.mode == "off"

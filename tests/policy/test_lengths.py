@@ -1,4 +1,4 @@
-"""How long answers get: survival under cuts, what is learnt for whom, and that nothing rests on it being right."""
+"""Answer lengths: survival curves with censoring, which samples a prediction uses, and that a wrong one is harmless."""
 
 import math
 import random
@@ -46,7 +46,7 @@ LONG = st.lists(st.integers(1, 100_000), min_size=1, max_size=40)
 
 @settings(deadline=None)
 @given(SHORT, st.integers(0, 14), st.integers(1, 20))
-def test_without_cuts_the_curve_is_the_empirical_one(lengths: list[int], seen: int, more: int) -> None:
+def test_without_censoring_the_curve_is_the_empirical_one(lengths: list[int], seen: int, more: int) -> None:
     curve, most = told(lengths).curve, seen + more
     left = [min(length, most) - seen for length in lengths if length > seen]
     assert curve.num_beyond(seen) == pytest.approx(len(left))
@@ -73,7 +73,7 @@ def test_bins_are_fine_enough(lengths: list[int]) -> None:
     assert told(lengths).curve.mean(0, 1 << 20) == pytest.approx(mean, rel=1 / 8)
 
 
-def test_what_was_cut_counts_as_longer() -> None:
+def test_censored_samples_count_as_longer() -> None:
     draws, histogram, cuts = random.Random(1), Histogram(1e12), []
     for _ in range(20_000):
         length, bound = 1 + int(draws.expovariate(1 / 300)), draws.choice([100, 400, 4000])
@@ -83,7 +83,7 @@ def test_what_was_cut_counts_as_longer() -> None:
     assert sum(cuts) / len(cuts) < 210, "the mean of what was seen is that of the short ones"
 
 
-def test_old_evidence_fades_and_memory_is_bounded() -> None:
+def test_old_samples_fade_and_memory_is_bounded() -> None:
     histogram = Histogram(memory=100)
     for _ in range(5000):
         histogram.add(900, cut=False)
@@ -98,7 +98,7 @@ def test_old_evidence_fades_and_memory_is_bounded() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 15), min_size=2, max_size=60))
-def test_percentiles_cover_their_share_of_what_made_them(lengths: list[int]) -> None:
+def test_percentiles_cover_their_share_of_the_samples(lengths: list[int]) -> None:
     curve = told(lengths).curve
     for share in (0.5, 0.9):
         covered = [curve.covered(share, length, 1000) for length in lengths]
@@ -108,13 +108,13 @@ def test_percentiles_cover_their_share_of_what_made_them(lengths: list[int]) -> 
 # ---- the predictor -----------------------------------------------------------------------------------------------
 
 
-def test_without_evidence_an_answer_is_as_long_as_it_may() -> None:
+def test_without_samples_an_answer_is_as_long_as_allowed() -> None:
     learned, wanted = Learned(), asked(most=777, seen=30)
     assert learned.mean(wanted) == 747
     assert learned.calibration() == Calibration()
 
 
-def test_a_replayed_trace_which_gets_what_it_asks_is_taken_at_its_word() -> None:
+def test_a_replayed_trace_is_predicted_exactly() -> None:
     learned, draws = Learned(), random.Random(2)
     for n in range(300):
         most = draws.randrange(1, 2000)
@@ -124,7 +124,7 @@ def test_a_replayed_trace_which_gets_what_it_asks_is_taken_at_its_word() -> None
     assert learned.calibration().error_tokens < 1e-6
 
 
-def test_templates_come_before_tenants_before_prompts_alike_before_all() -> None:
+def test_templates_come_before_tenants_before_prompt_lengths_before_all() -> None:
     learned = Learned()
     for n in range(20):
         learned.ended(asked(1, tail=n, tenant="a"), 10, EOS)
@@ -139,7 +139,7 @@ def test_templates_come_before_tenants_before_prompts_alike_before_all() -> None
     assert learned.mean(asked(1, tail=99, tenant="a", most=4)) == 4.0
 
 
-def test_what_is_still_to_come_depends_on_what_is_there() -> None:
+def test_the_remaining_length_depends_on_the_tokens_so_far() -> None:
     learned = Learned()
     for n in range(200):
         learned.ended(asked(), 600 if n % 4 == 0 else 12, EOS)
@@ -148,7 +148,7 @@ def test_what_is_still_to_come_depends_on_what_is_there() -> None:
     assert learned.mean(asked(seen=700)) == 300.0, "nobody got there: as long as it may"
 
 
-def test_who_asks_again_is_told_what_was_learnt_since() -> None:
+def test_a_repeated_prediction_uses_new_samples() -> None:
     learned, wanted = Learned(), asked()
     assert learned.mean(wanted) == learned.mean(wanted) == 1000.0
     for _ in range(20):
@@ -157,7 +157,7 @@ def test_who_asks_again_is_told_what_was_learnt_since() -> None:
     assert learned.mean(replace(wanted, generated=(1,) * 20)) == pytest.approx(30)
 
 
-def test_a_cancelled_answer_tells_only_that_it_was_longer() -> None:
+def test_a_cancelled_answer_is_censored() -> None:
     learned = Learned()
     for _ in range(50):
         learned.ended(asked(), 5, None)
@@ -167,7 +167,7 @@ def test_a_cancelled_answer_tells_only_that_it_was_longer() -> None:
     assert learned.calibration().answers <= 50, "only answers that ended are scored"
 
 
-def test_many_tenants_and_templates_are_forgotten_the_oldest_first() -> None:
+def test_the_oldest_tenants_and_templates_are_forgotten_first() -> None:
     learned = Learned()
     for _ in range(20):
         learned.ended(asked(1, tenant="kept"), 10, EOS)
@@ -186,7 +186,7 @@ ENDINGS = st.tuples(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ENDINGS, max_size=80), st.integers(0, 3), st.integers(1, 6000), st.integers(0, 6000))
-def test_whatever_was_learnt_a_prediction_is_possible(
+def test_a_prediction_is_always_possible(
     endings: list[tuple[int, str, int, FinishReason | None]], template: int, most: int, seen: int
 ) -> None:
     learned = Learned()
@@ -210,7 +210,7 @@ def stream(seed: int, count: int) -> Iterator[tuple[Request, int, FinishReason]]
         yield wanted, min(length, most), LENGTH if length > most else EOS
 
 
-def test_predictions_are_calibrated_and_closer_than_what_is_asked() -> None:
+def test_predictions_are_calibrated_and_better_than_max_tokens() -> None:
     learned = Learned()
     for wanted, length, finish in stream(3, 3000):
         learned.ended(wanted, length, finish)
@@ -257,7 +257,7 @@ class Liar:
 @given(NUMBERS, st.integers(1, 3000), st.integers(0, 50))
 @example(math.nan, 10, 0)
 @example(math.inf, 10, 0)
-def test_what_a_predictor_means_is_held_to_what_can_be(number: float, most: int, seen: int) -> None:
+def test_a_predictor_s_mean_is_clamped_to_what_is_possible(number: float, most: int, seen: int) -> None:
     wanted = asked(most=most, seen=min(seen, most - 1))
     assert 1 <= expected_tokens(Liar([number]), wanted) <= asked_length(wanted)
 
@@ -288,7 +288,7 @@ def test_wrong_predictions_cost_no_token_and_no_block(routing: str, numbers: lis
     assert liar.asked > 0
 
 
-async def test_a_gateway_learns_from_the_answers_that_it_gives() -> None:
+async def test_a_gateway_learns_from_its_answers() -> None:
     async with cluster(split_spec()) as subject:
         for n in range(30):
             await subject.run(request(f"r{n}", 30, max_tokens=5 + n % 3))

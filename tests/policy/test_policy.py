@@ -1,4 +1,4 @@
-"""What holds for every router, whatever the cluster looks like."""
+"""What holds for every router and any cluster."""
 
 from dataclasses import replace
 
@@ -116,7 +116,7 @@ def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | La
 @pytest.mark.parametrize("routing", ROUTING)
 @settings(max_examples=8, deadline=None)
 @given(steps)
-def test_the_same_seed_and_story_give_the_same_placements(routing: str, told: list[tuple]) -> None:
+def test_the_same_seed_and_events_give_the_same_placements(routing: str, told: list[tuple]) -> None:
     def told_once() -> list[Placement | Refusal | Later | None]:
         story, answers = Story(routing, seed=5), []
         for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(told):

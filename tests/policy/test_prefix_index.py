@@ -1,4 +1,4 @@
-"""The index of prefixes against sets that are kept the simple way."""
+"""The prefix index against plain sets."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -39,7 +39,7 @@ def test_a_chain_goes_on_from_any_part_of_it(tokens: list[int], grain: int, data
     assert chain(tokens, grain, whole[:part]) == whole
 
 
-def test_a_lookup_tells_how_far_each_worker_is() -> None:
+def test_a_lookup_returns_the_matched_length_of_each_worker() -> None:
     index = PrefixIndex(grain=128)
     for worker, names in (("a", [1, 2, 3]), ("b", [1, 2]), ("c", [2, 3]), ("d", [1, 3])):
         index.take(worker, "1", news(names, grain=128))
@@ -58,7 +58,7 @@ def test_larger_blocks_have_names_further_apart() -> None:
     assert index.matches(names) == {"a": Match(384), "b": Match(128), "c": Match(768)}
 
 
-def test_what_lies_in_host_memory_counts_and_is_told_apart() -> None:
+def test_blocks_in_host_memory_count_separately() -> None:
     index = PrefixIndex(grain=1)
     index.take("a", "1", news([1, 3]))
     index.take("a", "1", news([2, 3, 4], host=True))
@@ -66,7 +66,7 @@ def test_what_lies_in_host_memory_counts_and_is_told_apart() -> None:
     assert index.matches([1, 2, 3, 4, 5]) == {"a": Match(4, 2), "b": Match(2)}
 
 
-def test_many_holders_are_found_as_few_are() -> None:
+def test_many_holders_are_found_like_few() -> None:
     index = PrefixIndex(grain=1)
     for number, worker in enumerate(WORKERS):
         index.take(worker, "1", news([1, 2, 3][: 1 + number % 3]))
@@ -80,7 +80,7 @@ def test_many_holders_are_found_as_few_are() -> None:
         assert found[worker] == expected, worker
 
 
-def test_what_was_sent_is_believed_until_news_must_have_come() -> None:
+def test_sent_prompts_count_until_cache_events_must_have_arrived() -> None:
     index = PrefixIndex(grain=1, expect_s=2.0)
     index.expect("r", "a", "1", [1, 2])
     index.expect("s", "a", "1", [1, 2, 3])
@@ -93,7 +93,7 @@ def test_what_was_sent_is_believed_until_news_must_have_come() -> None:
     assert index.matches([1, 2, 3], 1004.0) == {"a": Match(1)}
 
 
-def test_guesses_are_compared_with_what_was_found() -> None:
+def test_expectations_are_compared_with_what_was_cached() -> None:
     index = PrefixIndex(grain=128)
     for key, believed, found in (("a", 256, 300), ("b", 512, 0), ("c", 0, 256), ("d", 255, 240)):
         index.expect(key, "w", "1", [], believed)
@@ -205,7 +205,7 @@ IndexMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=3
 TestIndexMachine = IndexMachine.TestCase
 
 
-def test_a_worker_that_changes_for_ever_takes_no_more_memory() -> None:
+def test_endless_changes_of_a_worker_take_bounded_memory() -> None:
     index = PrefixIndex(grain=1)
     for first in range(0, 50_000, 100):
         index.take("a", "1", news(list(range(first, first + 100)), list(range(first - 500, first - 400))))

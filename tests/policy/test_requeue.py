@@ -1,4 +1,4 @@
-"""Prompts that wait are placed anew: where they gain much, the last of a queue first; and asking leaves no trace."""
+"""Waiting prompts are requeued if they gain enough, the last of a queue first; looking changes nothing."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class Queue:
         return self.requeue.better_placement(ask, wanted.key, self.story.policy.choose)
 
 
-def test_the_last_of_a_long_queue_go_where_it_is_short_until_both_are() -> None:
+def test_the_last_prompts_of_a_long_queue_move_until_both_queues_are_short() -> None:
     queue = Queue()
     sent = {wanted.key: wanted for wanted in (queue.send(f"r{n}", first=1000 * n) for n in range(8))}
     (keys,) = queue.late()
@@ -57,7 +57,7 @@ def test_the_last_of_a_long_queue_go_where_it_is_short_until_both_are() -> None:
     queue.story.policy.active.check()
 
 
-def test_nobody_moves_for_little() -> None:
+def test_no_prompt_moves_for_a_small_gain() -> None:
     queue = Queue()
     sent = [queue.send(f"r{n}", first=1000 * n) for n in range(2)]
     assert queue.better(sent[1]) is None, f"it would gain half a second, {GAIN} of 2 s"
@@ -65,7 +65,7 @@ def test_nobody_moves_for_little() -> None:
     assert queue.better(third) is not None
 
 
-def test_nobody_moves_who_was_promised_nothing_or_where_moves_are_not_wanted() -> None:
+def test_no_prompt_moves_without_an_slo_or_without_rebalancing() -> None:
     queue = Queue()
     queue.story = Story("slo")
     for routing in (Queue(), Queue(is_on=False)):
@@ -78,7 +78,7 @@ def test_nobody_moves_who_was_promised_nothing_or_where_moves_are_not_wanted() -
     assert queue.better(sent[-1]) is None
 
 
-def test_what_is_cached_where_a_prompt_waits_is_no_reason_to_stay_if_only_itself_would_cache_it() -> None:
+def test_a_prompt_s_own_future_cache_is_no_reason_to_stay() -> None:
     queue = Queue()
     sent = [queue.send(f"r{n}", first=1000 * n) for n in range(6)]
     router: Any = queue.story.policy._router
@@ -105,7 +105,7 @@ def test_prompts_leave_a_worker_whose_new_decodes_slow_them() -> None:
     ),
     routing=st.sampled_from(["slo", "least-loaded", "mooncake"]),
 )
-def test_asking_binds_to_nothing(prompts: list[tuple[int, str, bool]], routing: str) -> None:
+def test_looking_for_a_better_placement_changes_nothing(prompts: list[tuple[int, str, bool]], routing: str) -> None:
     """The book and the index are what they were, whoever is asked for, and who moves is asked for once."""
     queue, sent = Queue(routing), []
     policy = queue.story.policy

@@ -1,4 +1,4 @@
-"""Every policy through a whole cluster: the same tokens, nothing left behind on workers or in the books."""
+"""Every policy through a whole cluster: the same tokens, and nothing is left on workers or in records."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -59,7 +59,7 @@ async def test_every_router_serves_the_same_tokens_and_leaves_nothing(routing: s
 
 
 @pytest.mark.parametrize("routing", ["splitwise", "mooncake-local"])
-async def test_books_are_empty_after_cancelled_and_refused_requests(routing: str) -> None:
+async def test_records_are_empty_after_cancelled_and_refused_requests(routing: str) -> None:
     spec = split_spec(1, 1, kv_blocks=40)
     spec = replace(routed(spec, routing), gateway=replace(spec.gateway, routing=routing, placement_timeout_s=0.2))
     async with cluster(spec, SLOW) as subject:
@@ -163,7 +163,7 @@ async def test_a_prefix_that_is_gone_or_refused_is_computed_again(
         assert await fetched(subject) == 0
 
 
-async def test_a_cancelled_borrower_leaves_nothing() -> None:
+async def test_a_cancelled_prefix_fetch_leaves_nothing() -> None:
     async with occupied() as subject:
         asked = asyncio.Event()
 
@@ -179,7 +179,7 @@ async def test_a_cancelled_borrower_leaves_nothing() -> None:
         await asyncio.wait({second})
 
 
-async def test_a_gateway_turns_away_what_it_could_not_serve_in_time() -> None:
+async def test_a_gateway_refuses_what_it_could_not_serve_in_time() -> None:
     spec = routed(split_spec(), "least-loaded", "predictive", SLO(ttft_s=0.5))
     spec = replace(spec, pools=tuple(replace(pool, cost=SLOW) for pool in spec.pools))
     async with cluster(spec) as subject:

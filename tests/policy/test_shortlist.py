@@ -1,4 +1,4 @@
-"""A shortlist loses little: the same placements where few workers are; of many mostly the same, or as good ones."""
+"""A shortlist loses little: the same placements with few workers; with many mostly the same, or as good."""
 
 import random
 from dataclasses import replace
@@ -50,7 +50,7 @@ def opened(few: int, cost: CostModel | None = SIMPLE, **engine: Any) -> Policy:
 
 @given(told=steps)
 @settings(max_examples=60)
-def test_few_workers_are_all_looked_at(
+def test_few_workers_are_all_evaluated(
     told: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
 ) -> None:
     with_it, without = opened(FEW), opened(EVERYBODY)
@@ -64,7 +64,7 @@ def test_few_workers_are_all_looked_at(
 
 @given(told=steps)
 @settings(max_examples=100)
-def test_a_shortlist_finds_whoever_can_serve(
+def test_a_shortlist_finds_every_worker_that_can_serve(
     told: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
 ) -> None:
     """However few there are: it answers where a look at everybody does, with workers that are ready, linked and fit."""
@@ -159,7 +159,7 @@ class Town:
 
 @pytest.mark.parametrize("roles", ["pd", "m", "ppdm"])
 @pytest.mark.parametrize("cost", [REAL, A100], ids=["linear", "roofline"])
-def test_of_many_workers_the_shortlist_has_those_that_a_look_at_everybody_prefers(cost: CostModel, roles: str) -> None:
+def test_of_many_workers_the_shortlist_has_those_that_an_exhaustive_search_prefers(cost: CostModel, roles: str) -> None:
     town, same = Town(7, cost, roles), 0
     later: list[float] = []
     longer: list[float] = []
@@ -207,7 +207,7 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     assert one_by_one.columns.tobytes() == at_once.columns.tobytes()
 
 
-def test_a_worker_that_turns_up_in_another_pool_is_derived_anew() -> None:
+def test_a_worker_that_changes_its_pool_is_derived_again() -> None:
     """Though it tells the same and the book says the same."""
     made = spec("slo", slo=PROMISED, cost=SIMPLE)
     costs = (REAL, SIMPLE, A100)

@@ -1,4 +1,4 @@
-"""Who gets in, who waits and who is turned away. A prompt token takes a millisecond, a decode step ten per sequence."""
+"""Admission by SLO: admitted, queued, refused. A prompt token takes 1 ms, a decode step 10 ms for each sequence."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,7 @@ class Gate:
         self.policy.began(ask, answer)
 
 
-def test_a_promise_that_is_kept_gets_in_with_its_prediction() -> None:
+def test_a_request_that_meets_its_slo_is_admitted_with_its_prediction() -> None:
     answer = Gate().choose(changed(CALM, worker("d0", running=4)), "interactive", 500)
     assert isinstance(answer, Placement)
     assert (answer.predicted_ttft_s, answer.predicted_tpot_s) == (pytest.approx(0.5), pytest.approx(0.05))
@@ -80,7 +80,7 @@ def test_a_first_token_that_comes_too_late_is_refused_with_the_time_to_wait() ->
     assert isinstance(never, Refusal) and "even without prompts ahead" in never.reason
 
 
-def test_a_full_step_is_waited_for_as_long_as_the_first_token_comes_in_time() -> None:
+def test_a_request_waits_for_a_full_step_if_its_first_token_comes_in_time() -> None:
     gate, full = Gate(), changed(CALM, worker("d0", running=5))
     answer = gate.choose(full, "interactive")
     assert isinstance(answer, Later)
@@ -93,12 +93,12 @@ def test_a_full_step_is_waited_for_as_long_as_the_first_token_comes_in_time() ->
     assert isinstance(gate.choose(full, "interactive", 100, max_tokens=1), Placement), "one token needs no decode"
 
 
-def test_a_worker_whose_slots_are_taken_is_waited_for() -> None:
+def test_a_request_waits_for_a_worker_without_free_slots() -> None:
     answer = Gate(max_running=3).choose(changed(CALM, worker("d0", running=2, reserved=1)), "interactive")
     assert isinstance(answer, Later) and answer.reason == "all 3 decode slots of d0 are taken"
 
 
-def test_nobody_gets_in_who_would_break_the_promise_of_another() -> None:
+def test_no_request_is_admitted_that_would_make_another_miss_its_slo() -> None:
     gate = Gate()
     for number in range(5):
         gate.send(CALM, "interactive", 10, f"r{number}")
@@ -107,7 +107,7 @@ def test_nobody_gets_in_who_would_break_the_promise_of_another() -> None:
     assert isinstance(gate.choose(CALM, "interactive", 10), Placement)
 
 
-def test_decodes_without_a_promise_leave_slots_for_those_with_one() -> None:
+def test_decodes_without_an_slo_leave_slots_for_those_with_one() -> None:
     gate = Gate()
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=2)), "batch", 10), Placement)
     answer = gate.choose(changed(CALM, worker("d0", running=3)), "batch", 10)
@@ -116,7 +116,7 @@ def test_decodes_without_a_promise_leave_slots_for_those_with_one() -> None:
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=4)), "interactive", 10), Placement)
 
 
-def test_a_prompt_without_a_promise_leaves_room_for_those_with_one() -> None:
+def test_a_prompt_without_an_slo_leaves_room_for_those_with_one() -> None:
     gate = Gate()
     assert isinstance(gate.choose(CALM, "batch", 5000), Placement), "somewhere it must run, and nobody is there"
     gate.send(CALM, "batch", 300, "a")
@@ -127,7 +127,7 @@ def test_a_prompt_without_a_promise_leaves_room_for_those_with_one() -> None:
     assert isinstance(gate.choose(CALM, "interactive", 600), Placement)
 
 
-def test_who_may_miss_waits_like_one_without_a_promise() -> None:
+def test_a_request_that_may_be_late_waits_like_one_without_an_slo() -> None:
     gate = Gate()
     gate.send(CALM, "interactive", 800, "a")
     assert isinstance(gate.choose(CALM, "patient", 400), Later)
@@ -136,7 +136,7 @@ def test_who_may_miss_waits_like_one_without_a_promise() -> None:
     assert isinstance(gate.choose(CALM, "patient", 400, waited_s=0.8), Placement), "late, but nobody is in the way"
 
 
-def test_patience_lets_in_whatever_the_load_unless_the_class_would_rather_be_refused() -> None:
+def test_after_max_wait_a_request_is_admitted_whatever_the_load_unless_its_class_rejects() -> None:
     gate, full = Gate(), changed(CALM, worker("d0", running=50), worker("p0", queued_tokens=20_000, waiting=9))
     for of, length in (("batch", 100), ("patient", 100)):
         assert isinstance(gate.choose(full, of, length, waited_s=29.9), Later)
@@ -144,7 +144,7 @@ def test_patience_lets_in_whatever_the_load_unless_the_class_would_rather_be_ref
     assert isinstance(gate.choose(full, "interactive", 100, waited_s=30.0), Refusal)
 
 
-def test_a_time_per_token_that_nobody_can_keep_is_refused_at_once() -> None:
+def test_a_tpot_that_no_worker_can_meet_is_refused_at_once() -> None:
     gate = Gate()
     ask = gate.ask(CALM, "interactive", 10)
     hasty = replace(ask, request=replace(ask.request, slo=replace(ask.request.slo, tpot_s=0.005)))
@@ -152,7 +152,7 @@ def test_a_time_per_token_that_nobody_can_keep_is_refused_at_once() -> None:
     assert isinstance(answer, Refusal) and "even on an empty worker" in answer.reason
 
 
-def test_a_guess_is_tried_where_nobody_is_in_the_way() -> None:
+def test_a_guessed_cost_is_tried_on_an_idle_worker() -> None:
     """The defaults say 1.1 s of this prompt; whoever turned it away would never learn better."""
     gate = Gate(cost=None)
     assert isinstance(gate.choose(CALM, "interactive", 30_000 // 2), Placement)
@@ -161,7 +161,7 @@ def test_a_guess_is_tried_where_nobody_is_in_the_way() -> None:
     )
 
 
-def test_later_attempts_and_siblings_of_what_has_begun_are_let_through() -> None:
+def test_later_attempts_and_parallel_samples_are_always_admitted() -> None:
     gate, full = Gate(), changed(CALM, worker("d0", running=50))
     assert isinstance(gate.choose(full, "interactive", 100, attempt=1), Placement)
     beside = replace(gate.ask(full, "interactive", 100), beside="p0")

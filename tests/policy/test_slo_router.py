@@ -1,4 +1,4 @@
-"""Our router: each rule by a picture in which it decides. A prompt token costs 1 ms, a decoding sequence 10 ms."""
+"""The SLO router: each rule by a view in which it decides. A prompt token costs 1 ms, a decoding sequence 10 ms."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def story(slo: SLO | None = TIGHT, cost: LinearCost | None = None) -> Story:
     return Story("slo", slo=slo) if cost is None else Story("slo", slo=slo, cost=cost)
 
 
-def test_a_pair_shares_a_request_by_its_roles() -> None:
+def test_a_request_is_split_by_role() -> None:
     assert story().names(view(worker("p0"), worker("d0")), request(length=800)) == ("p0", "d0")
 
 
@@ -29,7 +29,7 @@ def test_the_prompt_goes_where_its_first_token_is_expected_soonest() -> None:
     assert first.predicted_ttft_s == 0.9 and second.predicted_ttft_s == 0.1
 
 
-def test_a_cached_beginning_outweighs_a_short_queue() -> None:
+def test_a_cached_prefix_outweighs_a_short_queue() -> None:
     subject, picture = story(), view(worker("p0"), worker("p1"), worker("d0"))
     long = request("a", 3200)
     assert subject.send(picture, long).prefill == "p0"
@@ -50,14 +50,14 @@ def test_decodes_go_where_the_step_will_be_shortest() -> None:
     assert sorted(placed) == ["d0", "d0", "d1", "d1"]
 
 
-def test_a_prompt_that_would_be_late_at_home_goes_to_a_decode_worker_that_has_time() -> None:
+def test_a_prompt_that_would_be_late_goes_to_a_decode_worker_that_has_time() -> None:
     subject, picture = story(), view(worker("p0"), worker("d0"))
     assert subject.send(picture, request("a", 950)).prefill == "p0"
     late = subject.send(picture, request("b", 600, first=5000))
     assert (late.prefill, late.decode) == ("d0", "d0")
 
 
-def test_a_worker_whose_decodes_fill_the_promise_gets_no_prompt() -> None:
+def test_a_worker_whose_decodes_use_the_whole_slo_gets_no_prompt() -> None:
     subject, picture = story(cost=WEIGHTS), view(worker("p0"), worker("m0"))
     for number in range(8):  # steps of 48 of 50 ms: not even sixteen tokens fit beside them
         wanted = request(f"a{number}", 10, first=300 * number)
@@ -75,7 +75,7 @@ def test_decodes_overflow_to_a_prefill_worker_only_while_that_leaves_it_time() -
     assert subject.names(view(worker("p0"), worker("d0", running=12)), request("a", 400)) == ("p0", "d0")
 
 
-def test_one_mixed_worker_does_both_when_it_keeps_both_promises() -> None:
+def test_a_mixed_worker_does_both_phases_if_it_meets_both_slos() -> None:
     picture = view(worker("m0"), worker("m1"))
     subject = story()
     assert subject.names(picture, request("a", 500)) == ("m0", "m0")
@@ -90,7 +90,7 @@ def test_a_short_suffix_is_computed_where_it_decodes() -> None:
     assert story().names(view(worker("p0"), worker("d0")), request("a", 40)) == ("d0", "d0")  # within one token's time
 
 
-def test_a_beginning_is_fetched_only_over_a_link_that_is_quicker_than_computing_it() -> None:
+def test_a_prefix_is_fetched_only_if_that_is_faster_than_computing_it() -> None:
     for bytes_per_s, prefix_owner in ((1e9, "p0"), (1e6, "")):
         subject = story(SLO(ttft_s=8.0, tpot_s=0.05))
         workers = [structs.replace(worker(name), kv_token_bytes=10_000) for name in ("p0", "p1", "d0")]
@@ -128,14 +128,14 @@ def test_memory_for_the_answer_comes_before_a_short_step() -> None:
     assert subject.names(picture, request("a", 310, max_tokens=9)) == ("p0", "d1")
 
 
-def test_without_promises_it_still_spreads_the_load() -> None:
+def test_without_slos_the_load_is_still_spread() -> None:
     subject, picture = story(slo=None), view(worker("p0"), worker("p1"), worker("d0"), worker("d1"))
     first = subject.send(picture, request("a", 900))
     second = subject.send(picture, request("b", 900, first=4000))
     assert {first.prefill, second.prefill} == {"p0", "p1"} and {first.decode, second.decode} == {"d0", "d1"}
 
 
-def test_what_other_gateways_do_counts() -> None:
+def test_the_load_of_other_gateways_counts() -> None:
     picture = view(worker("p0", queued_tokens=700), worker("p1"), worker("d0", running=3, used=30), worker("d1"))
     assert story().names(picture, request("a", 200)) == ("p1", "d1")
     picture = changed(picture, worker("p1", queued_tokens=900), worker("d1", running=4, used=40))

@@ -1,4 +1,4 @@
-"""Promises and predictions are scored; predictions that are off by a factor mend themselves, in virtual time."""
+"""SLOs and predictions are scored; predictions that are off by a factor correct themselves, in virtual time."""
 
 import math
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def standing(*ended: Ended) -> GatewayAttainment:
     return promises.attainment(Calibration())
 
 
-def test_a_promise_is_kept_to_the_very_second_and_both_only_together() -> None:
+def test_an_slo_is_met_exactly_at_its_limit_and_both_only_together() -> None:
     late = replace(MET, ttft_s=1.001)
     slow = replace(MET, tpot_s=0.07)
     (score,) = standing(MET, late, slow, replace(MET, tpot_slo_s=None)).classes
@@ -61,7 +61,7 @@ def test_a_promise_is_kept_to_the_very_second_and_both_only_together() -> None:
     assert score.ttft.share == 0.75
 
 
-def test_what_nothing_tells_of_is_neither_kept_nor_broken() -> None:
+def test_an_unknown_outcome_is_neither_met_nor_missed() -> None:
     nothing = replace(MET, ttft_s=None, tpot_s=None)
     (score,) = standing(
         replace(nothing, outcome="cancelled", waited_s=0.5),
@@ -72,7 +72,7 @@ def test_what_nothing_tells_of_is_neither_kept_nor_broken() -> None:
     assert (score.requests, score.ttft, score.tpot, score.both) == (4, SLOCount(), SLOCount(), SLOCount())
 
 
-def test_a_first_token_that_never_came_breaks_its_promise_once_it_is_due() -> None:
+def test_a_first_token_that_never_came_misses_its_slo_once_it_is_due() -> None:
     nothing = replace(MET, ttft_s=None, tpot_s=None)
     (score,) = standing(
         replace(nothing, outcome="cancelled", waited_s=1.5),
@@ -114,7 +114,7 @@ def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
     assert exposition(told, "g").count("\n") < 500 + 6 * len(told.classes)
 
 
-def test_metrics_count_moves_and_changes_of_roles() -> None:
+def test_metrics_count_migrations_and_role_changes() -> None:
     moves = ("anew", "moved", 4), ("role", "stayed", 1)
     told = replace(standing(), moves=moves, moved_bytes=5000, role_changes=(("decode", "prefill", 2),))
     lines = exposition(told, "g").splitlines()
@@ -128,7 +128,7 @@ def test_metrics_count_moves_and_changes_of_roles() -> None:
     assert not any("elastic_decisions" in line for line in lines), "nobody decides"
 
 
-def test_classes_beyond_a_number_are_counted_as_others() -> None:
+def test_classes_beyond_the_limit_count_as_other() -> None:
     told = standing(*(Ended("completed", f"class {n:03}") for n in range(100)))
     assert len(told.classes) == MAX_CLASSES
     assert {score.name: score.requests for score in told.classes}[OTHER] == 100 - (MAX_CLASSES - 1)
@@ -159,7 +159,7 @@ def test_metrics_are_what_the_scores_say() -> None:
 # ---- the course of a request -------------------------------------------------------------------------------------
 
 
-def test_a_prediction_is_held_against_what_came_after_the_placement() -> None:
+def test_a_prediction_is_compared_with_the_time_since_the_placement() -> None:
     timing = RequestTiming(arrived_s=10.0)
     timing.placed(Placement("p", "d", "", predicted_ttft_s=3.5, predicted_tpot_s=0.1), now_s=12.0)
     timing.tokens(1, 14.0)
@@ -183,7 +183,7 @@ def test_a_prediction_is_held_against_what_came_after_the_placement() -> None:
         (ValueError("a bug"), "failed", ""),
     ],
 )
-def test_every_end_has_its_name(error: BaseException, outcome: str, refusal: str) -> None:
+def test_every_outcome_has_its_name(error: BaseException, outcome: str, refusal: str) -> None:
     ended = RequestTiming(1.0).ended(SLO(ttft_s=1.0), error, 3.0)
     assert (ended.outcome, ended.refusal, ended.waited_s, ended.ttft_s) == (outcome, refusal, 2.0, None)
 
@@ -202,7 +202,7 @@ def test_a_correction_goes_to_the_true_ratio_and_is_bounded() -> None:
     assert found.ratio("w", 600.0) == 100.0
 
 
-def test_one_stall_says_little_and_prompts_of_one_step_share_its_time() -> None:
+def test_one_stall_counts_little_and_prompts_of_one_step_share_its_time() -> None:
     given_costs = Correction(prior_s=4.0)
     for n in range(20):
         given_costs.learn(1.0, 1.0, float(n))
@@ -215,7 +215,7 @@ def test_one_stall_says_little_and_prompts_of_one_step_share_its_time() -> None:
         assert together.at(float(n)) == pytest.approx(1.0)
 
 
-def test_a_worker_that_seems_slow_is_believed_again_when_nothing_is_heard_of_it() -> None:
+def test_the_correction_of_a_slow_worker_fades_without_samples() -> None:
     slow, fast = Correction(0.0), Correction(0.0)
     slow.learn(8.0, 1.0, 100.0)
     fast.learn(1.0, 8.0, 100.0)
@@ -227,7 +227,7 @@ def test_a_worker_that_seems_slow_is_believed_again_when_nothing_is_heard_of_it(
 
 
 @pytest.mark.parametrize(("compute_s", "corrected"), [(0.1, 1.0), (None, 4.0)])
-def test_a_prompt_that_waited_for_memory_says_nothing_of_speed(compute_s: float | None, corrected: float) -> None:
+def test_a_prompt_that_waited_for_memory_is_no_sample_of_speed(compute_s: float | None, corrected: float) -> None:
     story, picture = Story("least-loaded"), view(worker("p0"), worker("d0"))
     for n in range(200):  # of a tenth of a second each, four tenths behind the moment that they are sent
         wanted = request(f"r{n}", length=100)
@@ -241,7 +241,7 @@ def test_a_prompt_that_waited_for_memory_says_nothing_of_speed(compute_s: float 
     assert isinstance(told, Placement) and told.predicted_ttft_s == pytest.approx(0.1 * corrected, rel=0.03)
 
 
-def test_guessed_costs_give_predictions_once_something_is_known() -> None:
+def test_default_costs_give_predictions_after_the_first_samples() -> None:
     story, picture = Story("least-loaded", cost=None), view(worker("p0"), worker("d0"))
     first = request("a", length=100, max_tokens=11)
     assert story.send(picture, first).predicted_ttft_s is None
@@ -281,7 +281,7 @@ def believing(patch: pytest.MonkeyPatch, cost: CostModel | None) -> Iterator[lis
         pytest.param(colocated(3), 1.5, "slo", id="colocated"),
     ],
 )
-def test_costs_that_are_off_by_a_factor_are_mended(
+def test_costs_that_are_off_by_a_factor_are_corrected(
     whole: ClusterSpec, true_ratio: float, routing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = replace(whole, gateway=replace(whole.gateway, routing=routing))
@@ -299,7 +299,7 @@ def test_costs_that_are_off_by_a_factor_are_mended(
 # ---- through a dispatcher ----------------------------------------------------------------------------------------
 
 
-async def test_requests_are_scored_by_their_class_and_promise() -> None:
+async def test_requests_are_scored_by_class_and_slo() -> None:
     spec = split_spec()
     async with cluster(replace(spec, gateway=replace(spec.gateway, slo=SLO(tpot_s=30.0)))) as subject:
         easy, hard = SLO(60.0, 60.0, "easy"), SLO(1e-9, 60.0, "hard")
@@ -315,7 +315,7 @@ async def test_requests_are_scored_by_their_class_and_promise() -> None:
 
 
 @pytest.mark.parametrize("routing", ["least-loaded", "slo"])
-async def test_clients_are_told_what_to_expect_once_anything_is_known(routing: str) -> None:
+async def test_clients_get_predictions_once_there_are_samples(routing: str) -> None:
     spec = split_spec()
     async with cluster(replace(spec, gateway=replace(spec.gateway, routing=routing))) as subject:
         told = [(await subject.run(asked(f"r{n}", 60, max_tokens=20)))[0] for n in range(4)]
@@ -324,7 +324,7 @@ async def test_clients_are_told_what_to_expect_once_anything_is_known(routing: s
     assert [each.predicted_tpot_s is None for each in accepted] == [True, False, False, False]
 
 
-async def test_refusals_and_cancelled_requests_are_told_apart() -> None:
+async def test_refused_and_cancelled_requests_are_counted_separately() -> None:
     spec = split_spec()
     gateway = replace(spec.gateway, admission="predictive", slo=SLO(ttft_s=1e-9))
     async with cluster(replace(spec, gateway=gateway)) as subject:

@@ -41,7 +41,7 @@ def test_the_mixed_pool_comes_before_the_opposite_one() -> None:
     assert Story("splitwise").names(full) == ("p0", "m0")
 
 
-def test_a_machine_is_mixed_while_it_has_work_of_the_other_phase_and_goes_home_after() -> None:
+def test_a_machine_is_mixed_while_it_has_work_of_the_other_phase() -> None:
     story, wanted = Story("splitwise"), request("a", length=100)
     picture = view(worker("p0", queued_tokens=8100), worker("d0"), worker("d1"), worker("d2", queued_tokens=50))
     assert story.send(picture, wanted).prefill == "d0"  # d0 is mixed now
@@ -53,13 +53,13 @@ def test_a_machine_is_mixed_while_it_has_work_of_the_other_phase_and_goes_home_a
     assert story.names(picture) == ("d0", "d0"), "home again: nobody is mixed, and it has the most memory"
 
 
-def test_when_all_is_full_one_machine_does_both() -> None:
+def test_when_all_machines_are_full_one_does_both_phases() -> None:
     full = view(worker("p0", queued_tokens=8100, used=FULL), worker("m0", queued_tokens=8190, used=FULL))
     placement = Story("splitwise").choose(full, request())
     assert isinstance(placement, Placement) and placement.colocated and placement.prefill == "p0"
 
 
-def test_a_pair_that_is_not_linked_is_not_made() -> None:
+def test_an_unlinked_pair_is_not_used() -> None:
     picture = view(worker("p0", queued_tokens=8100), worker("d0", used=9), worker("d1", queued_tokens=9))
     assert Story("splitwise").names(picture) == ("d0", "d1")
     only = tuple(link for link in picture.links if (link.owner, link.reader) == ("p0", "d1"))

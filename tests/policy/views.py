@@ -1,4 +1,4 @@
-"""Pictures of clusters made by hand, and policies over them."""
+"""Cluster views made by hand, and policies over them."""
 
 from dataclasses import replace
 

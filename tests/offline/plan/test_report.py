@@ -40,7 +40,7 @@ def test_a_command_in_an_example_names_a_file_that_is_there(path: Path) -> None:
 
 def test_an_example_for_other_machines_says_what_to_fill_in() -> None:
     needing = [path for path in SERVED if any(pool.resources.gpu for pool in load_spec(str(path)).pools)]
-    assert [path.name for path in needing] == ["unlike-gpus.yaml"]
+    assert [path.name for path in needing] == ["gpu-types.yaml"]
     assert "RAY_ADDRESS=HOST:6379" in needing[0].read_text() and "HF_TOKEN" in needing[0].read_text()
 
 

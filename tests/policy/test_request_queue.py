@@ -1,4 +1,4 @@
-"""Who is next in the waiting room. Seconds and tokens are made up; nobody waits for real."""
+"""The order of the request queue. Seconds and tokens are made up."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def names(room: RequestQueue, now_s: float) -> list[str]:
     return [seat.request_id for seat in room.in_order(now_s)]
 
 
-def test_priority_then_deadline_and_late_ones_behind() -> None:
+def test_priority_then_deadline_and_late_requests_last() -> None:
     room = RequestQueue(GATEWAY)
     room.enter(request("batch", "batch"), 0.0, 0.1)
     room.enter(request("relaxed", "relaxed"), 0.0, 0.1)
@@ -45,7 +45,7 @@ def test_priority_then_deadline_and_late_ones_behind() -> None:
     room.check()
 
 
-def test_who_would_rather_be_refused_is_told_when_it_is_too_late() -> None:
+def test_a_request_that_rejects_is_refused_once_it_is_too_late() -> None:
     room = RequestQueue(GATEWAY)
     room.enter(request("batch", "batch"), 0.0, 0.1)
     room.enter(request("relaxed", "relaxed"), 0.0, 0.1)
@@ -56,7 +56,7 @@ def test_who_would_rather_be_refused_is_told_when_it_is_too_late() -> None:
     room.check()
 
 
-def test_who_has_waited_long_enough_goes_before_all() -> None:
+def test_a_request_that_waited_for_max_wait_goes_first() -> None:
     room = RequestQueue(GATEWAY)
     room.enter(request("batch", "batch"), 0.0, 0.1)
     room.enter(request("new"), 59.0, 0.1)
@@ -65,7 +65,7 @@ def test_who_has_waited_long_enough_goes_before_all() -> None:
     assert not room.outranks(request("more"), 60.0) and not room.outranks(request("more"), 59.9)
 
 
-def test_only_a_higher_priority_passes_all_who_wait() -> None:
+def test_only_a_higher_priority_outranks_all_waiting_requests() -> None:
     room = RequestQueue(GATEWAY)
     assert room.outranks(request("first", "batch"), 0.0), "nobody waits"
     room.enter(request("b", "batch"), 0.0, 0.1)
@@ -84,12 +84,12 @@ def test_places_are_bounded_by_class_and_by_gateway() -> None:
     room.check()
 
 
-def test_a_class_that_may_not_wait_has_no_place() -> None:
+def test_a_class_without_a_queue_has_no_place() -> None:
     gateway = GatewaySpec(classes={"now": ClassSpec(ttft_s=1.0, max_queued=0)})
     assert RequestQueue(gateway).full(Request("r", (1,), slo=SLO(class_name="now")))
 
 
-def test_unknown_classes_and_tenants_are_refused_with_those_there_are() -> None:
+def test_unknown_classes_and_tenants_are_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match="the classes are interactive, relaxed, batch"):
         request("r", "premium")
     strict = Classes(GatewaySpec(tenants={"alice": 1.0}))
@@ -100,7 +100,7 @@ def test_unknown_classes_and_tenants_are_refused_with_those_there_are() -> None:
     assert Classes(GatewaySpec()).resolved(free) is free, "without classes and shares all is as it was"
 
 
-def test_a_request_without_a_class_gets_the_gateways_promise_under_a_promising_admission() -> None:
+def test_a_request_without_a_class_gets_the_gateway_s_slo_under_admission_by_slo() -> None:
     gateway = GatewaySpec(admission="slo", slo=SLO(1.0, 0.1), classes=CLASSES)
     assert Classes(gateway).resolved(Request("r", (1,))).slo == SLO(1.0, 0.1, "default", 0, True)
     own = Request("r", (1,), slo=SLO(ttft_s=0.5, class_name="relaxed"))
@@ -132,7 +132,7 @@ def test_backlogged_tenants_are_within_a_packet_of_their_shares(packets: dict[st
     room.check()
 
 
-def test_a_tenant_that_was_away_neither_saves_up_nor_pays() -> None:
+def test_an_idle_tenant_neither_saves_up_nor_owes() -> None:
     room = RequestQueue(GatewaySpec(tenants={"alice": 0.5, "bob": 0.5}))
     for number in range(10):
         room.enter(request(f"a{number}", "default", "alice"), 0.0, 0.0)
@@ -163,7 +163,7 @@ ARRIVALS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(ARRIVALS, st.floats(0.5, 10.0))
-def test_nobody_starves_whatever_comes_while_somebody_is_served(
+def test_no_request_starves_while_any_is_served(
     arrivals: list[tuple[float, str, str, int, float]], service_s: float
 ) -> None:
     """One is served in every `service_s`. Whoever has waited for its patience has at most a room full before it."""

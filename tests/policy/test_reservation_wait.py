@@ -1,4 +1,4 @@
-"""How long a decode worker lets a prompt wait for its word: foretold as its engine decides, and scored."""
+"""Predicted waits for a reservation, against the engine's decisions, and scored."""
 
 import asyncio
 import statistics
@@ -42,7 +42,7 @@ def opened(**engine: int) -> Engine:
     slots=st.integers(2, 20),
     staging=st.sampled_from([0, 20, 40]),
 )
-def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
+def test_a_wait_is_predicted_exactly_where_the_engine_would_make_it_wait(
     lengths: list[int], begun: list[bool], blocks: int, slots: int, staging: int
 ) -> None:
     settings_: dict[str, Any] = {"kv_blocks": blocks, "max_running": slots, "staging_blocks": staging}
@@ -70,7 +70,7 @@ def test_a_wait_is_foretold_where_the_engine_would_let_wait_and_nowhere_else(
             engine.decode(wanted.key, (1,), story.now_s)
 
 
-def test_who_asked_before_goes_first() -> None:
+def test_earlier_reservations_go_first() -> None:
     story = Story("random", max_running=1)
     reserving = ReservationWait(story.policy._latency, story.policy.active)
     waits_s = []

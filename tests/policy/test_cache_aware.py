@@ -1,4 +1,4 @@
-"""The routers that look into the index of prefixes."""
+"""The routers that use the prefix index."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def test_mooncake_goes_where_the_prefix_is() -> None:
     assert placement.predicted_ttft_s is not None and abs(placement.predicted_ttft_s - 0.304) < 1e-9
 
 
-def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
+def test_reported_prefixes_count_and_evicted_ones_do_not() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
     assert story.policy.wants_caches
     names = tuple(chain(wanted.prompt))
@@ -37,7 +37,7 @@ def test_what_a_worker_says_it_has_counts_and_what_it_lost_does_not() -> None:
     assert isinstance(found, Placement) and (found.prefill, found.cached_tokens) == ("p1", 2 * 128)
 
 
-def test_of_a_worker_that_restarted_nothing_is_believed() -> None:
+def test_a_restarted_worker_counts_as_empty() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
     story.policy.index.take(
         "p1", "0", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(tuple(chain(wanted.prompt))))
@@ -68,7 +68,7 @@ def test_the_queue_of_other_gateways_counts_too() -> None:
     assert story.names(changed(TWO, worker("p0", queued_tokens=50)))[0] == "p1"
 
 
-def test_kv_found_corrupt_is_not_looked_for_again() -> None:
+def test_corrupt_kv_is_not_looked_up_again() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000)
     story.send(TWO, wanted)
     story.ended(wanted)
@@ -109,7 +109,7 @@ def test_mooncake_fetches_a_prefix_to_where_the_queue_is_shorter() -> None:
         assert (placement.prefill, placement.cached_tokens, placement.prefix_owner) == found
 
 
-def test_mooncake_does_not_fetch_what_is_there_or_hardly_longer() -> None:
+def test_mooncake_does_not_fetch_a_prefix_that_is_cached_or_hardly_longer() -> None:
     story, wanted = after_one_prompt("mooncake"), request("b", length=1000)
     at_home = story.choose(TWO, wanted)
     assert isinstance(at_home, Placement) and (at_home.prefill, at_home.prefix_owner) == ("p0", "")
@@ -133,7 +133,7 @@ def test_mooncake_does_not_fetch_from_host_memory() -> None:
     assert (busy.prefill, busy.cached_tokens, busy.prefix_owner) == ("p1", 256, "p0")
 
 
-def test_mooncake_does_not_fetch_over_a_slow_link_nor_from_who_is_away() -> None:
+def test_mooncake_does_not_fetch_over_a_slow_link_or_from_an_avoided_worker() -> None:
     slow = Story("mooncake", cost=replace(SIMPLE, transfer_byte_s=1.0))
     wanted = request("a", length=1000)
     heavy = view(*(structs.replace(each, kv_token_bytes=1) for each in TWO.workers))

@@ -1,4 +1,4 @@
-"""Which decodes move: off who drains, off who is pressed and to whom it does good, and never to and fro."""
+"""Which decodes migrate: from draining and overloaded workers, to workers that gain, and never back and forth."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def crowded(batch: int = 6, used: int = 60) -> ClusterView:
     return view(worker("d0", running=batch, used=used), worker("d1", running=1, used=10), worker("p0"))
 
 
-def test_every_decode_leaves_a_worker_that_drains_a_few_at_a_time() -> None:
+def test_every_decode_leaves_a_draining_worker_a_few_at_a_time() -> None:
     floor = Floor(rebalances=False)
     keys = {floor.decode(f"r{n}", "d0", answer=50 + n) for n in range(6)}
     picture = view(draining(worker("d0", running=6, used=60)), worker("d1"), worker("p0"))
@@ -78,7 +78,7 @@ def test_every_decode_leaves_a_worker_that_drains_a_few_at_a_time() -> None:
     assert {move.key for move in (*moves, *rest)} == keys
 
 
-def test_a_draining_worker_may_leave_its_decodes_to_a_prefill_worker_when_no_other_is_left() -> None:
+def test_a_prefill_worker_takes_decodes_of_a_draining_worker_if_no_other_is_left() -> None:
     floor = Floor(rebalances=False)
     floor.decode("a", "d0")
     leaving = draining(worker("d0", running=1, used=10))
@@ -88,7 +88,7 @@ def test_a_draining_worker_may_leave_its_decodes_to_a_prefill_worker_when_no_oth
     assert [move.target for move in floor.look(view(leaving, worker("p0")), RETRY_S)] == ["p0"]
 
 
-def test_nobody_takes_what_it_has_no_room_for() -> None:
+def test_no_worker_takes_a_decode_without_room_for_it() -> None:
     floor = Floor(rebalances=False)
     floor.decode("a", "d0", length=3000)
     full = worker("d1", running=1, used=BLOCKS - 100)
@@ -97,7 +97,7 @@ def test_nobody_takes_what_it_has_no_room_for() -> None:
     assert floor.look(view(draining(worker("d0", running=1, used=200)), small)) == ()
 
 
-def test_steps_that_take_longer_than_promised_move_the_longest_answers() -> None:
+def test_steps_above_the_slo_move_the_longest_answers() -> None:
     floor = Floor()
     for n in range(6):
         floor.decode(f"r{n}", "d0", answer=100 + 10 * n)
@@ -108,7 +108,7 @@ def test_steps_that_take_longer_than_promised_move_the_longest_answers() -> None
     assert "60 ms" in moves[0].reason and "45 ms" in moves[0].reason
 
 
-def test_a_worker_that_keeps_its_promises_keeps_its_decodes() -> None:
+def test_a_worker_that_meets_its_slos_keeps_its_decodes() -> None:
     floor = Floor()
     for n in range(4):
         floor.decode(f"r{n}", "d0")
@@ -116,7 +116,7 @@ def test_a_worker_that_keeps_its_promises_keeps_its_decodes() -> None:
         assert floor.look(crowded(batch=4, used=40)) == ()
 
 
-def test_nothing_is_moved_for_relief_unless_asked_for() -> None:
+def test_without_rebalancing_there_is_no_relief() -> None:
     floor = Floor(rebalances=False)
     for n in range(6):
         floor.decode(f"r{n}", "d0")
@@ -143,7 +143,7 @@ def test_a_worker_that_runs_out_of_blocks_is_relieved() -> None:
         worker("p1"),  # not what prefill workers are for
     ],
 )
-def test_nobody_is_pressed_so_that_another_is_not(taker: WorkerView) -> None:
+def test_relief_overloads_no_other_worker(taker: WorkerView) -> None:
     floor = Floor()
     for n in range(6):
         floor.decode(f"r{n}", "d0")
@@ -151,7 +151,7 @@ def test_nobody_is_pressed_so_that_another_is_not(taker: WorkerView) -> None:
         assert floor.look(view(worker("d0", running=6, used=60), taker)) == ()
 
 
-def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
+def test_a_migration_that_costs_more_than_it_saves_is_not_planned() -> None:
     floor = Floor()
     for n in range(6):
         floor.decode(f"r{n}", "d0", length=900, answer=10)
@@ -162,7 +162,7 @@ def test_a_move_that_costs_more_than_it_saves_is_not_made() -> None:
     assert floor.look(view(replace(heavy, kv_token_bytes=10**3), *slow.workers[1:]))
 
 
-def test_a_decode_that_moved_rests_and_the_way_back_is_closed() -> None:
+def test_a_migrated_decode_rests_and_the_way_back_is_closed() -> None:
     floor = Floor()
     for n in range(6):
         floor.decode(f"r{n}", "d0")
@@ -182,7 +182,7 @@ def test_a_decode_that_moved_rests_and_the_way_back_is_closed() -> None:
     assert later and {move.target for move in later} == {"d0"}
 
 
-def test_those_who_were_sent_count_before_their_worker_tells_of_them() -> None:
+def test_sent_requests_count_before_the_statistics_show_them() -> None:
     """Right behind moves its statistics are those of before."""
     floor = Floor()
     for n in range(6):
@@ -201,7 +201,7 @@ def unlinked(picture: ClusterView, owner: str, reader: str) -> ClusterView:
     )
 
 
-def test_nobody_moves_where_no_link_was_proven() -> None:
+def test_nothing_migrates_without_a_proven_link() -> None:
     floor = Floor(rebalances=False)
     floor.decode("a", "d0")
     picture = view(draining(worker("d0", running=1, used=10)), worker("d1"), worker("d2", running=3, used=30))
@@ -222,7 +222,7 @@ def turned(*others: WorkerView, queued: int = 4000, used: int = 30) -> ClusterVi
     return view(worker("p1", running=3, used=used), worker("p2", queued_tokens=queued), *others)
 
 
-def test_decodes_leave_a_worker_that_is_to_prefill_while_prompts_wait() -> None:
+def test_decodes_leave_a_prefill_worker_while_prompts_wait() -> None:
     floor = Floor()
     keys = {floor.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.2)) for n in range(3)}
     taker = worker("d0", running=1, used=10)
@@ -233,7 +233,7 @@ def test_decodes_leave_a_worker_that_is_to_prefill_while_prompts_wait() -> None:
     assert Floor(rebalances=False).look(turned(taker)) == ()
 
 
-def test_of_two_workers_that_are_to_prefill_the_one_with_fewer_decodes_is_cleared_first() -> None:
+def test_of_two_prefill_workers_the_one_with_fewer_decodes_is_cleared_first() -> None:
     floor = Floor()
     for n in range(MAX_CONCURRENT_ROLE + 4):
         floor.decode(f"a{n}", "p1", slo=SLO(tpot_s=0.1))
@@ -255,14 +255,14 @@ def test_of_two_workers_that_are_to_prefill_the_one_with_fewer_decodes_is_cleare
         worker("p3"),
     ],
 )
-def test_decodes_stay_on_a_prefill_worker_when_their_move_would_harm_others(taker: WorkerView) -> None:
+def test_decodes_stay_on_a_prefill_worker_if_their_migration_would_harm_others(taker: WorkerView) -> None:
     floor = Floor()
     for n in range(3):
         floor.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.1))
     assert floor.look(turned(taker)) == ()
 
 
-def test_answers_that_are_nearly_done_stay_where_they_are() -> None:
+def test_answers_that_are_nearly_done_do_not_migrate() -> None:
     floor = Floor()
     for n in range(3):
         floor.decode(f"r{n}", "p1", length=900, answer=10, slo=SLO(tpot_s=0.2))
@@ -277,7 +277,7 @@ def test_answers_that_are_nearly_done_stay_where_they_are() -> None:
     sizes=st.lists(st.tuples(st.integers(0, 12), st.sampled_from("dmp"), st.booleans()), min_size=2, max_size=5),
     steps=st.lists(st.tuples(st.floats(0.1, 3.0), st.booleans()), min_size=1, max_size=30),
 )
-def test_moves_make_sense_whatever_the_picture(
+def test_planned_migrations_are_valid_for_any_view(
     sizes: list[tuple[int, str, bool]], steps: list[tuple[float, bool]]
 ) -> None:
     """Carried out or not: nobody moves twice at once, nobody moves to who leaves, and for relief nobody comes back."""

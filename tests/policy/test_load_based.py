@@ -1,4 +1,4 @@
-"""Routers that look at loads only: their rules, one by one."""
+"""Routers that use load only: each rule."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +22,7 @@ def test_what_was_sent_since_the_last_statistics_counts() -> None:
     assert Story("least-loaded").names(SPLIT, sent=sent) == ("p0", "d1")
 
 
-def test_a_sibling_goes_where_its_prompt_is_computed_already() -> None:
+def test_a_parallel_sample_goes_where_its_prompt_is_computed_already() -> None:
     story = Story("least-loaded")
     assert story.names(SPLIT, beside="p0") == ("p0", "d0")
     assert story.names(SPLIT, beside="p0", avoid={"p0"}) == ("p1", "d0")
@@ -30,11 +30,11 @@ def test_a_sibling_goes_where_its_prompt_is_computed_already() -> None:
     assert story.names(mixed, beside="m0") == ("m0", "m0")
 
 
-def test_one_wanted_token_needs_no_decode_worker() -> None:
+def test_one_requested_token_needs_no_decode_worker() -> None:
     assert Story("least-loaded").names(SPLIT, request(max_tokens=1)) == ("p1", "p1")
 
 
-def test_unlinked_pairs_are_passed_over() -> None:
+def test_unlinked_pairs_are_skipped() -> None:
     linked = replace(SPLIT, links=tuple(link for link in SPLIT.links if {link.owner, link.reader} == {"p0", "d1"}))
     assert Story("least-loaded").names(linked) == ("p0", "d1")
 
@@ -45,7 +45,7 @@ def test_a_worker_alone_does_both_phases_only_when_allowed() -> None:
     assert Story("least-loaded").choose(decodes, request(), alone=False) is None
 
 
-def test_a_prompt_that_nobody_can_hold_has_no_place() -> None:
+def test_a_prompt_that_no_worker_can_hold_has_no_placement() -> None:
     assert Story("least-loaded").choose(SPLIT, request(length=16 * BLOCKS)) is None
 
 
@@ -55,7 +55,7 @@ def test_distserve_counts_requests_and_not_tokens() -> None:
     assert Story("least-loaded").names(picture)[0] == "p0"
 
 
-def test_round_robin_takes_turns_and_passes_over_who_is_away() -> None:
+def test_round_robin_takes_turns_and_skips_workers_that_are_not_ready() -> None:
     story = Story("round-robin")
     taken = [story.send(SPLIT, request(f"r{n}")) for n in range(4)]
     assert [(each.prefill, each.decode) for each in taken] == [("p0", "d0"), ("p1", "d1")] * 2
@@ -63,7 +63,7 @@ def test_round_robin_takes_turns_and_passes_over_who_is_away() -> None:
     assert story.send(SPLIT, request("t")).prefill == "p0"
 
 
-def test_asking_does_not_take_a_turn() -> None:
+def test_choosing_does_not_take_a_turn() -> None:
     story = Story("round-robin")
     assert {story.names(SPLIT) for _ in range(3)} == {("p0", "d0")}
 
@@ -81,7 +81,7 @@ def test_draws_follow_from_the_seed(routing: str) -> None:
 MANY = view(*(worker(f"{role}{n}", queued_tokens=n, running=n) for role in "pd" for n in range(8)))
 
 
-def test_random_takes_all_alike() -> None:
+def test_random_picks_all_workers_equally_often() -> None:
     story = Story("random")
     taken = Counter(story.names(MANY)[0] for _ in range(800))
     assert len(taken) == 8 and min(taken.values()) > 60

@@ -50,7 +50,7 @@ def test_only_first_attempts_are_refused() -> None:
     assert isinstance(story.choose(CALM, request("b", 200), beside="p0"), Placement), "its prompt is computed already"
 
 
-def test_a_siblings_prompt_counts_once() -> None:
+def test_a_shared_prompt_counts_once() -> None:
     story = Story("least-loaded", "predictive", TIGHT)
     for n in range(3):
         story.send(CALM, request(f"r{n}", 400), beside="p0" if n else "")
@@ -84,7 +84,7 @@ def test_predictive_counts_the_prefills_that_end_before_and_drops_the_decodes_th
     assert not refused(story, decoding, length=2000), "they will have ended when so long a prompt is done"
 
 
-def test_how_long_requests_decode_is_not_that_of_the_short_ones_alone() -> None:
+def test_the_mean_decode_time_is_not_that_of_short_requests_alone() -> None:
     story, active = Story("least-loaded"), Story("least-loaded").policy.active
     assert active.decode_seconds(0.0) == float("inf")
     for n in range(4):

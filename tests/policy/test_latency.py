@@ -1,4 +1,4 @@
-"""How long prompts take beside decodes that were promised their tokens in time: by heart, and against engines."""
+"""Predicted times of prompts beside decodes with a TPOT SLO: by hand, and against engines."""
 
 from dataclasses import replace
 from statistics import median
@@ -48,12 +48,12 @@ def latency(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | No
         pytest.param(Decodes(2, 0, 0.03), 0.2 + 10 * 0.02, 0, id="no time is left: 20 a step, as decodes alone take"),
     ],
 )
-def test_a_prompt_is_cut_to_what_the_promise_leaves(decodes: Decodes, seconds: float, steps: int) -> None:
+def test_a_prompt_is_chunked_to_what_the_slo_leaves(decodes: Decodes, seconds: float, steps: int) -> None:
     told = latency().prefill_beside(WORKER, 200, 0, decodes)
     assert told == (pytest.approx(seconds), steps)
 
 
-def test_each_batching_cuts_in_its_own_way() -> None:
+def test_each_batching_policy_chunks_in_its_own_way() -> None:
     decodes = Decodes(2, 0, 0.0505)
     told = {name: latency(name).prefill_beside(WORKER, 200, 0, decodes)[1] for name in ("chunked", "adaptive", "orca")}
     assert told == {"chunked": 7, "adaptive": 8, "orca": 1}
@@ -66,7 +66,7 @@ def test_each_batching_cuts_in_its_own_way() -> None:
     st.sampled_from(("chunked", "adaptive", "orca", "prefill-first", "prefill-only", "static")),
     st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 20), st.none() | st.floats(0.0, 10.0),
 )  # fmt: skip
-def test_more_decodes_and_tighter_promises_never_make_a_prompt_quicker(
+def test_more_decodes_and_tighter_slos_never_make_a_prompt_faster(
     batching: str, tokens: int, cached: int, batch: int, tpot_slo_s: float | None
 ) -> None:
     subject = latency(batching)
@@ -92,7 +92,7 @@ def test_decodes_of_ours_and_of_other_gateways_count() -> None:
 
 
 @pytest.mark.parametrize("batching", ["chunked", "adaptive"])
-def test_first_tokens_come_when_they_were_foreseen_though_decodes_were_promised_theirs(
+def test_first_tokens_arrive_as_predicted_beside_decodes_with_an_slo(
     batching: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Dispatcher] = []
@@ -111,7 +111,7 @@ def test_first_tokens_come_when_they_were_foreseen_though_decodes_were_promised_
     assert abs(median(errors)) < 0.07
 
 
-def test_shares_are_paid_by_what_answers_are_expected_to_have() -> None:
+def test_shares_are_charged_by_expected_answer_lengths() -> None:
     story = Story("least-loaded", "slo", SLO(ttft_s=1.0))
     wanted = request("a", length=100, max_tokens=400)
     room = RequestQueue(GatewaySpec(), story.policy.expected_tokens)

@@ -1,4 +1,4 @@
-"""Pools of unlike GPUs: each by its own costs, for the router and for roles."""
+"""Pools on different GPUs: each by its own costs, for the router and for roles."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,8 +26,7 @@ from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
-from tests.policy.test_roles import Answering, report
-from tests.policy.unlike_gpus import (
+from tests.policy.gpu_types import (
     BOTH,
     CHEAP_FIRST,
     ELASTIC,
@@ -39,6 +38,7 @@ from tests.policy.unlike_gpus import (
     run_long_prompts,
     share_prefilled_by_h100s,
 )
+from tests.policy.test_elastic import Answering, report
 from tests.policy.views import BLOCK, BLOCKS, view
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
@@ -78,7 +78,7 @@ def request(name: str, length: int, first: int, max_tokens: int = 9) -> Request:
     return Request(name, tuple(range(first, first + length)), SamplingParams(seed=1, max_tokens=max_tokens))
 
 
-def test_prompts_go_where_they_are_done_soonest_and_not_where_fewest_wait() -> None:
+def test_prompts_go_where_they_are_done_soonest_not_where_fewest_wait() -> None:
     idle = replace(FAST, prefill_token_s=1.0)  # for decodes only
     policy = opened(FEW, fast=(Role.PREFILL, FAST), slow=(Role.PREFILL, SLOW), d=(Role.DECODE, idle))
     picture = view(worker("fast", Role.PREFILL), worker("slow", Role.PREFILL), worker("d", Role.DECODE))
@@ -94,7 +94,7 @@ def test_prompts_go_where_they_are_done_soonest_and_not_where_fewest_wait() -> N
 
 @pytest.mark.parametrize("few", [0, FEW])
 @pytest.mark.parametrize(("length", "decode"), [(1000, "d-0"), (200, "fast-0")], ids=["busy", "idle"])
-def test_a_quick_prefill_worker_decodes_only_if_the_slow_one_can_do_without_it(
+def test_a_fast_prefill_worker_decodes_only_if_the_slow_one_can_take_its_prompts(
     few: int, length: int, decode: str
 ) -> None:
     """Prompts that take half of the quick one's time would take all of the slow one's."""
@@ -181,7 +181,7 @@ class Unlike:
 
 
 @pytest.mark.parametrize("kinds", [FAST_FIRST, BOTH], ids=["right", "both"])
-def test_long_prompts_make_the_quick_ones_prefill_and_the_cheap_ones_decode(kinds: tuple[Kind, ...]) -> None:
+def test_for_long_prompts_fast_workers_prefill_and_cheap_ones_decode(kinds: tuple[Kind, ...]) -> None:
     """From all mixed, that is better only once both kinds have changed. No step with a prompt keeps this promise."""
     subject, tight = Unlike(kinds), replace(PROMPTS, tpot_s=0.055)
     subject.run(tight)
@@ -193,13 +193,13 @@ def test_long_prompts_make_the_quick_ones_prefill_and_the_cheap_ones_decode(kind
 
 @pytest.mark.parametrize("kinds", [FAST_FIRST, CHEAP_FIRST, BOTH], ids=["right", "reverse", "both"])
 @pytest.mark.parametrize("mix", [PROMPTS, ANSWERS], ids=["prompts", "answers"])
-def test_wherever_roles_begin_they_come_to_keep_both_promises(kinds: tuple[Kind, ...], mix: Mix) -> None:
+def test_from_any_start_roles_come_to_meet_both_slos(kinds: tuple[Kind, ...], mix: Mix) -> None:
     subject = Unlike(kinds)
     subject.run(mix)
     assert subject.need(subject.counts(), mix) <= min(0.95, 1.05 * subject.least(mix)), "and few roles are any better"
 
 
-def test_slow_mixed_workers_are_not_free_of_decodes() -> None:
+def test_slow_mixed_workers_have_decodes_too() -> None:
     """Though all would fit on the quick ones, whose steps stay shorter: prompts that a worker computes, it decodes."""
     subject, busier = Unlike(BOTH), replace(PROMPTS, rate=9)
     assert subject.need([(1, 0, 1), (2, 0, 0)], busier) < 0.8 * subject.need([(1, 0, 1), (0, 0, 2)], busier)
@@ -207,7 +207,7 @@ def test_slow_mixed_workers_are_not_free_of_decodes() -> None:
     assert subject.counts() == [(1, 0, 1), (2, 0, 0)]
 
 
-def test_many_unlike_kinds_are_tried_kind_by_kind() -> None:
+def test_many_kinds_are_tried_kind_by_kind() -> None:
     """All of their roles at once would be too many."""
     kinds = [[Group(f"k{n}", role, 2, SLOW.scaled(1.0 + n), 10_000, 64) for role in ROLES] for n in range(6)]
     found = list(_targets(kinds))
@@ -218,7 +218,9 @@ def test_many_unlike_kinds_are_tried_kind_by_kind() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0.2, 1.0), st.integers(1, 4), st.integers(1, 4), st.floats(0.2, 20.0), st.sampled_from(ROLES))
-def test_a_quicker_worker_never_needs_more(share: float, prefills: int, decodes: int, rate: float, role: Role) -> None:
+def test_a_faster_worker_raises_no_share(
+    share: float, prefills: int, decodes: int, rate: float, role: Role
+) -> None:
     """In the place of an equal one of each role."""
     cost = LinearCost(0.02, 0.0002, 0.0, 0.0005, 0.0, 0.0, 0.0, 0.0)
     mix = Mix(rate, 800, 800, 200, 2.0, 0.05)

@@ -1,4 +1,4 @@
-"""Roles follow the load: closed forms against what is known, and each rule of the decision by a load that needs it."""
+"""The elastic policy: closed forms against known results, and each rule by a load that needs it."""
 
 import math
 from collections import Counter
@@ -39,7 +39,7 @@ def split(prefill: int, decode: int, mixed: int = 0) -> list[Group]:
 # ---- the closed forms --------------------------------------------------------------------------------------------
 
 
-def test_idle_workers_bear_all_and_those_that_break_a_promise_alone_bear_nothing() -> None:
+def test_idle_workers_have_a_share_of_zero_and_those_that_miss_an_slo_alone_an_infinite_one() -> None:
     found = shares(split(1, 1), replace(PROMPTS, rate=1e-6))
     assert max(found.ttft, found.tpot) < 1e-4 and found.decode_queue == pytest.approx(0.0, abs=0.03)
     idle = replace(PROMPTS, rate=1e-6, ttft_s=0.6, tpot_s=0.02)
@@ -48,7 +48,7 @@ def test_idle_workers_bear_all_and_those_that_break_a_promise_alone_bear_nothing
     assert found.tpot == pytest.approx(0.0205 / 0.02, rel=1e-3)
 
 
-def test_decode_steps_bear_a_batch_that_takes_as_long_as_promised() -> None:
+def test_a_batch_whose_step_takes_as_long_as_the_slo_is_full_load() -> None:
     found = shares(split(1, 4), replace(ANSWERS, rate=2.0))
     batch = (0.04 - 0.02) / 0.0005
     assert found.tpot == pytest.approx(2.0 * 799 * 0.04 / 4 / batch, rel=0.02)
@@ -61,7 +61,7 @@ def test_prompts_wait_as_in_the_queue_of_one_server() -> None:
     assert shares(split(1, 4), in_time).ttft == pytest.approx(1.0, rel=0.01)
 
 
-def test_nobody_to_decode_or_to_compute_prompts_is_no_service() -> None:
+def test_a_missing_phase_is_an_infinite_load() -> None:
     assert shares(split(2, 0), PROMPTS).worst == math.inf == shares(split(0, 2), PROMPTS).worst
 
 
@@ -74,7 +74,7 @@ def test_nobody_to_decode_or_to_compute_prompts_is_no_service() -> None:
     st.integers(20, 6000),
     st.integers(1, 900),
 )
-def test_more_load_never_needs_less(
+def test_more_load_never_lowers_a_share(
     prefill: int, decode: int, mixed: int, rate: float, prompt: int, output: int
 ) -> None:
     mix = Mix(rate, prompt, prompt, output, 2.0, 0.04)
@@ -88,7 +88,7 @@ def test_more_load_never_needs_less(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0.1, 30), st.sampled_from([PROMPTS, ANSWERS]))
-def test_one_more_worker_never_needs_more(prefill: int, decode: int, rate: float, mix: Mix) -> None:
+def test_one_more_worker_never_raises_a_share(prefill: int, decode: int, rate: float, mix: Mix) -> None:
     mix = replace(mix, rate=rate)
     now = shares(split(prefill, decode), mix)
     assert shares(split(prefill + 1, decode), mix).ttft <= now.ttft + 1e-6
@@ -203,7 +203,7 @@ def report(mix: Mix) -> LoadReport:
     )
 
 
-def test_roles_go_to_where_the_load_is_one_at_a_time_and_stay_there() -> None:
+def test_roles_follow_the_load_one_at_a_time_and_stay() -> None:
     cluster = Cluster(spec())
     made = cluster.run(60, PROMPTS)
     assert made and all(decision.kind == "flip" for decision in made)
@@ -222,7 +222,7 @@ def test_a_calm_cluster_changes_nothing_and_neither_does_an_idle_one() -> None:
     assert not Cluster(spec()).run(60, None)
 
 
-def test_a_step_waits_for_dwell_and_cooldown() -> None:
+def test_a_change_waits_for_dwell_and_cooldown() -> None:
     mild = replace(ANSWERS, rate=3.6)
     assert CALM < shares(split(3, 3), mild).worst < 1.0
     cluster = Cluster(spec(dwell_s=4.0, cooldown_s=1000.0, margin=0.01))
@@ -246,7 +246,7 @@ def test_the_worker_with_the_least_work_flips() -> None:
     assert first.worker == "decode-1"
 
 
-def test_a_pool_grows_when_no_roles_would_do_and_shrinks_after_long_calm() -> None:
+def test_a_pool_grows_if_no_role_change_is_enough_and_shrinks_after_long_calm() -> None:
     cluster = Cluster(spec(most=6))
     made = cluster.run(150, replace(ANSWERS, rate=11.0))
     assert "grow" in {decision.kind for decision in made}
@@ -259,7 +259,7 @@ def test_a_pool_grows_when_no_roles_would_do_and_shrinks_after_long_calm() -> No
     assert min(cluster.roles()[:2]) + cluster.roles()[2] >= 1
 
 
-def test_a_worker_that_drains_is_not_there_any_more_when_its_pool_may_shrink() -> None:
+def test_a_draining_worker_does_not_count_when_its_pool_may_shrink() -> None:
     quiet = replace(ANSWERS, rate=1.0, output_tokens=80)
 
     def shrinks(state: WorkerState) -> list[str]:
@@ -272,7 +272,7 @@ def test_a_worker_that_drains_is_not_there_any_more_when_its_pool_may_shrink() -
     assert not shrinks(WorkerState.DRAINING)
 
 
-def test_a_pool_shrinks_where_nobody_asks_any_more_but_not_by_a_worker_with_work() -> None:
+def test_without_requests_a_pool_shrinks_by_idle_workers_only() -> None:
     nobody = replace(ANSWERS, rate=0.0)
     cluster = Cluster(spec(most=3))
     busy = cluster.workers["decode-2"]
@@ -285,7 +285,7 @@ def test_a_pool_shrinks_where_nobody_asks_any_more_but_not_by_a_worker_with_work
     assert not silent.run(3 * patience_s, None), "no gateway says that nobody asks"
 
 
-def test_a_pool_that_has_its_most_workers_or_waits_for_one_does_not_grow() -> None:
+def test_a_pool_at_its_maximum_or_waiting_for_a_worker_does_not_grow() -> None:
     much = replace(ANSWERS, rate=11.0)
     waiting = Cluster(spec(most=4))
     for pool in ("prefill", "decode"):
@@ -297,7 +297,7 @@ def test_a_pool_that_has_its_most_workers_or_waits_for_one_does_not_grow() -> No
     assert "grow" in {decision.kind for decision in waiting.run(20, much)}
 
 
-def test_what_waits_makes_the_load_heavier() -> None:
+def test_waiting_prompts_raise_the_load() -> None:
     mild = replace(PROMPTS, rate=1.0, prompt_tokens=1500, computed_tokens=1500)
     calm, backed_up = Cluster(spec(1, 5)), Cluster(spec(1, 5))
     name = "prefill-0"
@@ -307,7 +307,7 @@ def test_what_waits_makes_the_load_heavier() -> None:
     assert backed_up.run(8, mild)
 
 
-def test_prompts_that_were_put_off_for_good_are_no_load() -> None:
+def test_postponed_late_prompts_are_no_load() -> None:
     mild = replace(PROMPTS, rate=1.0, prompt_tokens=1500, computed_tokens=1500)
     plain = spec(1, 5)
     pools = tuple(replace(pool, engine=replace(pool.engine, prompt_order="deadline")) for pool in plain.pools)
@@ -317,7 +317,7 @@ def test_prompts_that_were_put_off_for_good_are_no_load() -> None:
     assert not backed_up.run(8, mild)
 
 
-def test_prompts_of_another_kind_show_before_the_window_is_full_of_them() -> None:
+def test_a_new_kind_of_prompts_shows_before_it_fills_the_window() -> None:
     cluster = Cluster(spec(window_s=60.0))
     cluster.run(120, ANSWERS)
     before = cluster.roles()
@@ -326,14 +326,14 @@ def test_prompts_of_another_kind_show_before_the_window_is_full_of_them() -> Non
     assert cluster.roles()[0] > before[0]
 
 
-def test_answers_that_still_run_keep_their_workers_when_prompts_of_another_kind_come() -> None:
+def test_running_answers_keep_their_workers_when_the_kind_of_prompts_changes() -> None:
     """Right behind the shift nine tenths of what decodes are long answers, which two workers alone could not hold."""
     mixed = replace(PROMPTS, answers=ANSWERS.decoded)
     assert shares(split(4, 2), mixed).tpot > 1.0 > shares(split(4, 2), PROMPTS).tpot
     assert shares(split(4, 2), mixed).ttft == shares(split(4, 2), PROMPTS).ttft
 
 
-def test_answers_are_a_reason_once_they_pile_up_so_that_a_short_burst_moves_nobody() -> None:
+def test_answers_count_once_they_accumulate_so_a_short_burst_changes_no_role() -> None:
     calm, burst = replace(ANSWERS, rate=1.0), replace(ANSWERS, rate=6.0)
     assert shares(split(3, 3), calm).worst < CALM and shares(split(3, 3), burst).tpot > 1.0
     began = replace(burst, answers=replace(burst.decoded, running=20.0, soon=40.0))
@@ -343,7 +343,7 @@ def test_answers_are_a_reason_once_they_pile_up_so_that_a_short_burst_moves_nobo
     assert cluster.run(60, burst)[0].role in (Role.DECODE, Role.MIXED)
 
 
-def test_no_step_leads_from_nowhere_to_nowhere() -> None:
+def test_an_infinite_share_that_stays_infinite_is_no_improvement() -> None:
     """A lone worker serves only as a mixed one; where it cannot keep the promise in any role, it stays as it is."""
     lone = Cluster(spec(1, 1, floors={}))
     del lone.workers["decode-0"]
@@ -353,7 +353,7 @@ def test_no_step_leads_from_nowhere_to_nowhere() -> None:
     assert not hopeless.run(30, replace(ANSWERS, tpot_s=0.02))
 
 
-def test_what_may_be_the_chance_of_few_requests_moves_nobody() -> None:
+def test_few_requests_change_no_role_if_it_may_be_chance() -> None:
     """As much work in fewer, longer prompts is as much of what can be borne, and says less of what will come."""
     many = Mix(6.0, 2100, 2100, 40, ttft_s=8.0, tpot_s=0.04, spread=0.0)
     few = replace(many, rate=1.05, prompt_tokens=10_500, computed_tokens=10_500)
@@ -364,7 +364,7 @@ def test_what_may_be_the_chance_of_few_requests_moves_nobody() -> None:
 
 
 @pytest.mark.parametrize(("rate", "then"), [(5.6, (0, 0, 6)), (2.0, (2, 0, 4))])
-def test_workers_of_which_some_are_mixed_become_so_all_where_that_is_borne_as_well(
+def test_if_some_equal_workers_are_mixed_all_become_mixed_unless_that_is_worse(
     rate: float, then: tuple[int, int, int]
 ) -> None:
     """What is borne is in doubt, so no step is looked for. A calm cluster is left as it is."""
