@@ -114,7 +114,7 @@ EACH_S = 0.5  # one request in so many seconds: twice what can be served
 
 
 class TwoPools:
-    """Prompts of eight seconds and enough who compute them, answers of sixteen, and sixteen slots for these."""
+    """Prompts of eight seconds and enough prefill workers, answers of sixteen seconds and sixteen slots."""
 
     def __init__(self) -> None:
         cost = LinearCost(0.0, PREFILL_S / 1000, 0.0, 1.0 / SLOTS, 0.0, 0.0, 0.0, 0.0)

@@ -138,7 +138,7 @@ class Cluster:
         return found.count(Role.PREFILL), found.count(Role.DECODE), found.count(Role.MIXED)
 
     def run(self, seconds: int, mix: Mix | None) -> list[Decision]:
-        """Obeys flips, and grows and shrinks as told."""
+        """Applies all decisions."""
         made = []
         for _ in range(seconds):
             self.now_s += 1.0
@@ -165,7 +165,7 @@ class Cluster:
 
 
 class Answering:
-    """Who decodes how many: all that came, for as long as was promised, spread evenly, beside what ran at first."""
+    """Running decodes: all that came, for as long as their SLOs allow, spread evenly, beside those of the start."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -273,16 +273,16 @@ def test_a_draining_worker_does_not_count_when_its_pool_may_shrink() -> None:
 
 
 def test_without_requests_a_pool_shrinks_by_idle_workers_only() -> None:
-    nobody = replace(ANSWERS, rate=0.0)
+    idle = replace(ANSWERS, rate=0.0)
     cluster = Cluster(spec(most=3))
     busy = cluster.workers["decode-2"]
     cluster.workers["decode-2"] = structs.replace(busy, stats=structs.replace(busy.stats, running=1))
     patience_s = round(PATIENCE * 2)
-    assert not cluster.run(patience_s - 1, nobody)
-    left = [decision.worker for decision in cluster.run(5 * patience_s, nobody)]
+    assert not cluster.run(patience_s - 1, idle)
+    left = [decision.worker for decision in cluster.run(5 * patience_s, idle)]
     assert left == ["decode-1", "decode-0", "prefill-2", "prefill-1"], "one of each stays"
     silent = Cluster(spec(most=3))
-    assert not silent.run(3 * patience_s, None), "no gateway says that nobody asks"
+    assert not silent.run(3 * patience_s, None), "no gateway has reported"
 
 
 def test_a_pool_at_its_maximum_or_waiting_for_a_worker_does_not_grow() -> None:
@@ -344,7 +344,7 @@ def test_answers_count_once_they_accumulate_so_a_short_burst_changes_no_role() -
 
 
 def test_an_infinite_share_that_stays_infinite_is_no_improvement() -> None:
-    """A lone worker serves only as a mixed one; where it cannot keep the promise in any role, it stays as it is."""
+    """A single worker serves only as a mixed one; if it misses the SLO in any role, it stays as it is."""
     lone = Cluster(spec(1, 1, floors={}))
     del lone.workers["decode-0"]
     assert [decision.role for decision in lone.run(30, PROMPTS)] == [Role.MIXED]

@@ -25,7 +25,7 @@ def test_classes_and_tenants_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"tenants": {"a": 0.7, "b": 0.2}}, "gateway: tenants: the shares sum to 0.9; they must sum to 1"),
         ({"tenants": {"a": 1.2, "b": -0.2}}, "gateway: tenants.a is 1.2; a share lies above 0 and is at most 1"),
@@ -52,10 +52,10 @@ def test_classes_and_tenants_are_read() -> None:
         ({"admission": "promises"}, "admission 'promises' is not one of none, predictive, slo"),
     ],
 )
-def test_contradicting_settings_are_refused_with_the_reason(keys: dict[str, object], told: str) -> None:
+def test_contradicting_settings_are_refused_with_the_reason(keys: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError) as refused:
         parse_spec(gateway(**keys))
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_old_policy_names_still_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,7 @@ from workers.stats import WorkerStats
 
 FAST = LinearCost(0.0, 0.0005, 0.0, 0.045, 0.0, 0.0, 0.0, 0.0)  # half a millisecond for a prompt token
 SLOW = replace(FAST, prefill_token_s=0.001)
-PROMISED = SLO(ttft_s=4.0, tpot_s=0.05)
+TARGET = SLO(ttft_s=4.0, tpot_s=0.05)
 ENGINE = EngineConfig(block_size=BLOCK, kv_blocks=BLOCKS, max_batch_tokens=100_000)
 
 
@@ -59,11 +59,11 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
     made = ClusterSpec(
         "m",
         tuple(PoolSpec(name, role, engine=ENGINE, cost=cost) for name, (role, cost) in pools.items()),
-        gateway=GatewaySpec(routing="slo", slo=PROMISED),
+        gateway=GatewaySpec(routing="slo", slo=TARGET),
     )
     active, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     latency = LatencyPredictor(made, active)
-    router = SLORouter(latency, index, active, PROMISED, partial(expected_tokens, lengths), few)
+    router = SLORouter(latency, index, active, TARGET, partial(expected_tokens, lengths), few)
     mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)
     requeue = Requeue(latency, active, index, is_on=False, ttft_s=None)
     return Policy(router, Admission(), latency, active, index, lengths, mover, requeue)
@@ -123,7 +123,7 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
 class Unlike:
-    """Two H100 and two A100 workers by their published profiles, whose roles obey decisions."""
+    """Two H100 and two A100 workers by their published profiles, whose roles follow decisions."""
 
     def __init__(self, kinds: tuple[Kind, ...]) -> None:
         made = cluster_of(kinds, ELASTIC)
@@ -144,9 +144,9 @@ class Unlike:
         flipped = []
         for _ in range(seconds):
             self.now_s += 1.0
-            told = report(mix)
-            self.subject.on_report(told, self.now_s)
-            self.workers = self.answering.later(self.workers, told, self.now_s)
+            load = report(mix)
+            self.subject.on_report(load, self.now_s)
+            self.workers = self.answering.later(self.workers, load, self.now_s)
             decision = self.subject.decide(ClusterView(1, "c", None, tuple(self.workers)), self.now_s)
             if decision is not None:
                 assert decision.role is not None
@@ -182,7 +182,7 @@ class Unlike:
 
 @pytest.mark.parametrize("kinds", [FAST_FIRST, BOTH], ids=["right", "both"])
 def test_for_long_prompts_fast_workers_prefill_and_cheap_ones_decode(kinds: tuple[Kind, ...]) -> None:
-    """From all mixed, that is better only once both kinds have changed. No step with a prompt keeps this promise."""
+    """From all mixed, that is better only once both kinds have changed. No step with a prompt meets this SLO."""
     subject, tight = Unlike(kinds), replace(PROMPTS, tpot_s=0.055)
     subject.run(tight)
     fast, cheap = subject.counts()
@@ -218,9 +218,7 @@ def test_many_kinds_are_tried_kind_by_kind() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0.2, 1.0), st.integers(1, 4), st.integers(1, 4), st.floats(0.2, 20.0), st.sampled_from(ROLES))
-def test_a_faster_worker_raises_no_share(
-    share: float, prefills: int, decodes: int, rate: float, role: Role
-) -> None:
+def test_a_faster_worker_raises_no_share(share: float, prefills: int, decodes: int, rate: float, role: Role) -> None:
     """In the place of an equal one of each role."""
     cost = LinearCost(0.02, 0.0002, 0.0, 0.0005, 0.0, 0.0, 0.0, 0.0)
     mix = Mix(rate, 800, 800, 200, 2.0, 0.05)

@@ -41,22 +41,22 @@ def latency(batching: str = "chunked", budget: int = 100, tpot_slo_s: float | No
     ("decodes", "seconds", "steps"),
     [
         pytest.param(Decodes(0, 0, None), 0.200, 2, id="alone"),
-        pytest.param(Decodes(0, 0, 0.05), 0.200, 2, id="nobody was promised anything"),
-        pytest.param(Decodes(2, 0, None), 0.2 + 3 * 0.02, 3, id="the budget, without a promise"),
+        pytest.param(Decodes(0, 0, 0.05), 0.200, 2, id="without an SLO"),
+        pytest.param(Decodes(2, 0, None), 0.2 + 3 * 0.02, 3, id="the budget, without an SLO"),
         pytest.param(Decodes(2, 0, 0.0605), 0.2 + 5 * 0.02, 5, id="40 tokens a step"),
         pytest.param(Decodes(2, 0, 0.0505), 0.2 + 7 * 0.02, 7, id="30 tokens a step, and 20"),
         pytest.param(Decodes(2, 0, 0.03), 0.2 + 10 * 0.02, 0, id="no time is left: 20 a step, as decodes alone take"),
     ],
 )
 def test_a_prompt_is_chunked_to_what_the_slo_leaves(decodes: Decodes, seconds: float, steps: int) -> None:
-    told = latency().prefill_beside(WORKER, 200, 0, decodes)
-    assert told == (pytest.approx(seconds), steps)
+    predicted = latency().prefill_beside(WORKER, 200, 0, decodes)
+    assert predicted == (pytest.approx(seconds), steps)
 
 
 def test_each_batching_policy_chunks_in_its_own_way() -> None:
     decodes = Decodes(2, 0, 0.0505)
-    told = {name: latency(name).prefill_beside(WORKER, 200, 0, decodes)[1] for name in ("chunked", "adaptive", "orca")}
-    assert told == {"chunked": 7, "adaptive": 8, "orca": 1}
+    steps = {name: latency(name).prefill_beside(WORKER, 200, 0, decodes)[1] for name in ("chunked", "adaptive", "orca")}
+    assert predicted == {"chunked": 7, "adaptive": 8, "orca": 1}
     assert latency("prefill-first").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 1)
     assert latency("prefill-only").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 2)
     assert latency(tpot_slo_s=0.0405).prefill_beside(WORKER, 200, 0, decodes)[1] == 10, "the engine's own bound"
@@ -84,8 +84,10 @@ def test_decodes_of_ours_and_of_other_gateways_count() -> None:
     ours = request("a", length=100, max_tokens=50, slo=slo)
     story.send(picture, ours)
     story.prefilled(ours)
-    told = story.choose(picture, request("b", length=200))
-    assert isinstance(told, Placement) and told.predicted_ttft_s == pytest.approx(0.25), "40 tokens in each 50 ms"
+    predicted = story.choose(picture, request("b", length=200))
+    assert isinstance(predicted, Placement) and predicted.predicted_ttft_s == pytest.approx(0.25), (
+        "40 tokens in each 50 ms"
+    )
     theirs = view(worker("m0", running=2, used=10))
     alone = Story("least-loaded", slo=slo, max_batch_tokens=1000).choose(theirs, request("b", length=200))
     assert isinstance(alone, Placement) and alone.predicted_ttft_s == pytest.approx(0.2 + 7 * 0.02)

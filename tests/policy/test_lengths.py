@@ -31,7 +31,7 @@ def asked(
     return Request(f"r{template}-{tail}", tokens, SamplingParams(max_tokens=most), generated=(1,) * seen, tenant=tenant)
 
 
-def told(lengths: list[int], memory: float = 1e12) -> Histogram:
+def learned_from(lengths: list[int], memory: float = 1e12) -> Histogram:
     histogram = Histogram(memory)
     for length in lengths:
         histogram.add(length, cut=False)
@@ -47,7 +47,7 @@ LONG = st.lists(st.integers(1, 100_000), min_size=1, max_size=40)
 @settings(deadline=None)
 @given(SHORT, st.integers(0, 14), st.integers(1, 20))
 def test_without_censoring_the_curve_is_the_empirical_one(lengths: list[int], seen: int, more: int) -> None:
-    curve, most = told(lengths).curve, seen + more
+    curve, most = learned_from(lengths).curve, seen + more
     left = [min(length, most) - seen for length in lengths if length > seen]
     assert curve.num_beyond(seen) == pytest.approx(len(left))
     if not left:
@@ -58,7 +58,7 @@ def test_without_censoring_the_curve_is_the_empirical_one(lengths: list[int], se
 @settings(deadline=None)
 @given(LONG, st.integers(0, 100_000), st.integers(1, 200_000))
 def test_a_prediction_lies_within_what_was_seen_and_what_is_allowed(lengths: list[int], seen: int, more: int) -> None:
-    curve, most = told(lengths).curve, seen + more
+    curve, most = learned_from(lengths).curve, seen + more
     shares = [curve.share(length) for length in sorted({0, seen, most, *lengths})]
     assert shares == sorted(shares, reverse=True) and shares[-1] >= 0.0 and shares[0] <= 1.0
     if curve.num_beyond(seen) < 0.5:
@@ -70,7 +70,7 @@ def test_a_prediction_lies_within_what_was_seen_and_what_is_allowed(lengths: lis
 @given(LONG)
 def test_bins_are_fine_enough(lengths: list[int]) -> None:
     mean = sum(lengths) / len(lengths)
-    assert told(lengths).curve.mean(0, 1 << 20) == pytest.approx(mean, rel=1 / 8)
+    assert learned_from(lengths).curve.mean(0, 1 << 20) == pytest.approx(mean, rel=1 / 8)
 
 
 def test_censored_samples_count_as_longer() -> None:
@@ -99,7 +99,7 @@ def test_old_samples_fade_and_memory_is_bounded() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 15), min_size=2, max_size=60))
 def test_percentiles_cover_their_share_of_the_samples(lengths: list[int]) -> None:
-    curve = told(lengths).curve
+    curve = learned_from(lengths).curve
     for share in (0.5, 0.9):
         covered = [curve.covered(share, length, 1000) for length in lengths]
         assert sum(covered) / len(covered) == pytest.approx(share)
@@ -145,7 +145,7 @@ def test_the_remaining_length_depends_on_the_tokens_so_far() -> None:
         learned.ended(asked(), 600 if n % 4 == 0 else 12, EOS)
     assert learned.mean(asked()) == pytest.approx(159, rel=0.05)
     assert learned.mean(asked(seen=20)) == pytest.approx(580)
-    assert learned.mean(asked(seen=700)) == 300.0, "nobody got there: as long as it may"
+    assert learned.mean(asked(seen=700)) == 300.0, "no sample is that long: as long as allowed"
 
 
 def test_a_repeated_prediction_uses_new_samples() -> None:
@@ -226,7 +226,7 @@ NUMBERS = st.floats() | st.integers(-(2**70), 2**70).map(float)
 
 
 class Liar:
-    """Predicts whatever it is told to, in turn."""
+    """Predicts the given numbers, in turn."""
 
     def __init__(self, numbers: list[float]) -> None:
         self._numbers = numbers

@@ -138,7 +138,7 @@ def test_a_worker_that_runs_out_of_blocks_is_relieved() -> None:
 @pytest.mark.parametrize(
     "taker",
     [
-        worker("d1", running=4, used=40),  # its promise would be too tight
+        worker("d1", running=4, used=40),  # its SLO would be too tight
         worker("d1", running=1, used=BLOCKS - 20),  # no room
         worker("p1"),  # not what prefill workers are for
     ],
@@ -248,10 +248,10 @@ def test_of_two_prefill_workers_the_one_with_fewer_decodes_is_cleared_first() ->
 @pytest.mark.parametrize(
     "taker",
     [
-        worker("d0", running=9, used=90),  # its promise would break
+        worker("d0", running=9, used=90),  # its SLO would be missed
         worker("d0", running=1, used=BLOCKS - 20),  # no room
         worker("d0", running=1, used=10, waiting=2),  # prompts wait there, and come before a reservation
-        worker("m0", queued_tokens=300),  # nobody decodes there: its prompts would be slowed instead
+        worker("m0", queued_tokens=300),  # no decodes there: its prompts would be slowed instead
         worker("p3"),
     ],
 )
@@ -280,7 +280,7 @@ def test_answers_that_are_nearly_done_do_not_migrate() -> None:
 def test_planned_migrations_are_valid_for_any_view(
     sizes: list[tuple[int, str, bool]], steps: list[tuple[float, bool]]
 ) -> None:
-    """Carried out or not: nobody moves twice at once, nobody moves to who leaves, and for relief nobody comes back."""
+    """Whether they succeed or not: no decode migrates twice at once or to a draining worker, and relief never returns."""
     floor = Floor()
     names = [f"{kind}{index}" for index, (_, kind, _) in enumerate(sizes)]
     leaving = {name for name, (_, _, leaves) in zip(names, sizes, strict=True) if leaves}

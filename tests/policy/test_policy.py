@@ -76,10 +76,10 @@ steps = st.lists(
 @pytest.mark.parametrize("routing", ROUTING)
 @settings(max_examples=25, deadline=None)
 @given(steps, st.sampled_from(ADMISSION), st.sampled_from([SIMPLE, None]))
-def test_a_placement_can_always_be_carried_out(routing: str, told: list[tuple], admission: str, cost: object) -> None:
+def test_a_placement_can_always_be_carried_out(routing: str, cases: list[tuple], admission: str, cost: object) -> None:
     story = Story(routing, admission, cost=cost)  # type: ignore[arg-type]
     under_way: list[Request] = []
-    for number, (picture, like, avoid, alone, beside, seconds, ends) in enumerate(told):
+    for number, (picture, like, avoid, alone, beside, seconds, ends) in enumerate(cases):
         wanted = replace(like, id=f"r{number}")
         ask = Ask(picture, wanted, {"p0": Sent(50, 1)}, avoid, alone, beside, story.now_s)
         placement = story.policy.choose(ask)
@@ -116,10 +116,10 @@ def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | La
 @pytest.mark.parametrize("routing", ROUTING)
 @settings(max_examples=8, deadline=None)
 @given(steps)
-def test_the_same_seed_and_events_give_the_same_placements(routing: str, told: list[tuple]) -> None:
+def test_the_same_seed_and_events_give_the_same_placements(routing: str, cases: list[tuple]) -> None:
     def told_once() -> list[Placement | Refusal | Later | None]:
         story, answers = Story(routing, seed=5), []
-        for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(told):
+        for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(cases):
             ask = Ask(picture, replace(like, id=f"r{number}"), {}, avoid, alone, beside, story.now_s)
             answers.append(story.policy.choose(ask))
             if isinstance(answers[-1], Placement):

@@ -123,7 +123,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.keys = 0
         self.lives: dict[str, int] = {}
         self.grains: dict[str, int] = {}
-        self.known: set[str] = set()  # told of in this life
+        self.known: set[str] = set()  # events of in this life
         self.device: dict[str, set[int]] = {}
         self.host: dict[str, set[int]] = {}
         self.hopes: list[list] = []  # key, worker, names, until when
@@ -140,8 +140,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.known.add(worker)
         held -= set(removed)
         held |= set(added)
-        told = news(added, removed, host=host, whole=whole, grain=self.grains.get(worker, 1))
-        self.index.take(worker, str(self.lives.get(worker, 0)), told)
+        events = news(added, removed, host=host, whole=whole, grain=self.grains.get(worker, 1))
+        self.index.take(worker, str(self.lives.get(worker, 0)), events)
 
     @rule(worker=who)
     def forget(self, worker: str) -> None:
@@ -197,7 +197,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.index._expected_holders,
             self.index._expected_counts,
         )
-        assert not any(left), "names of nobody stay"
+        assert not any(left), "names without a holder stay"
         assert not self.index._expected and len(self.index._free) == len(self.index._workers)
 
 

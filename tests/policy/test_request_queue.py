@@ -67,7 +67,7 @@ def test_a_request_that_waited_for_max_wait_goes_first() -> None:
 
 def test_only_a_higher_priority_outranks_all_waiting_requests() -> None:
     room = RequestQueue(GATEWAY)
-    assert room.outranks(request("first", "batch"), 0.0), "nobody waits"
+    assert room.outranks(request("first", "batch"), 0.0), "the queue is empty"
     room.enter(request("b", "batch"), 0.0, 0.1)
     assert room.outranks(request("a"), 0.0) and not room.outranks(request("c", "batch"), 0.0)
 
@@ -219,7 +219,7 @@ def test_the_order_is_that_of_claims_priorities_and_deadlines(
         for priority in (0, 1):
             line = [s for s in seats if (s.tenant, s.priority) == (tenant, priority) and s.claim_s > now_s]
             late = [seat.latest_s < now_s for seat in line]
-            assert late == sorted(late), "who can still make it comes first"
+            assert late == sorted(late), "requests that can still meet their deadline come first"
             for same in (True, False):
                 deadlines = [seat.deadline_s for seat, is_late in zip(line, late, strict=True) if is_late is same]
                 assert deadlines == sorted(deadlines)

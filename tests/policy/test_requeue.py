@@ -13,7 +13,7 @@ from diptych.view import ClusterView
 from tests.policy.views import Story, request, view, worker
 from workers.request import SLO, Request
 
-PROMISED = SLO(ttft_s=2.0, tpot_s=0.1)
+TARGET = SLO(ttft_s=2.0, tpot_s=0.1)
 PICTURE = view(worker("p0"), worker("p1"), worker("d0"))
 
 
@@ -21,11 +21,11 @@ class Queue:
     """Prompts of one gateway, sent by hand; prompts take a millisecond a token."""
 
     def __init__(self, routing: str = "slo", *, is_on: bool = True) -> None:
-        self.story = Story(routing, slo=PROMISED)
+        self.story = Story(routing, slo=TARGET)
         policy = self.story.policy
         self.requeue = Requeue(policy._latency, policy.active, policy.index, is_on=is_on, ttft_s=None)
 
-    def send(self, name: str, to: str = "p0", *, length: int = 500, first: int = 0, slo: SLO = PROMISED) -> Request:
+    def send(self, name: str, to: str = "p0", *, length: int = 500, first: int = 0, slo: SLO = TARGET) -> Request:
         wanted = request(name, length, first=first, slo=slo)
         self.story.policy.began(self.story.ask(PICTURE, wanted), Placement(to, "d0", "by hand"))
         return wanted
@@ -106,7 +106,7 @@ def test_prompts_leave_a_worker_whose_new_decodes_slow_them() -> None:
     routing=st.sampled_from(["slo", "least-loaded", "mooncake"]),
 )
 def test_looking_for_a_better_placement_changes_nothing(prompts: list[tuple[int, str, bool]], routing: str) -> None:
-    """The book and the index are what they were, whoever is asked for, and who moves is asked for once."""
+    """Records and index are unchanged, whatever is asked, and each prompt is offered once."""
     queue, sent = Queue(routing), []
     policy = queue.story.policy
     for number, (length, to, is_done) in enumerate(prompts):

@@ -186,8 +186,8 @@ async def test_a_gateway_refuses_what_it_could_not_serve_in_time() -> None:
         with pytest.raises(Rejected, match=r"the first token would take 1.15 s, the SLO is 0.5 s") as refused:
             await subject.run(request("long", 990))
         assert refused.value.retry_after_s == pytest.approx(0.65)
-        told = (await subject.run(request("short", 100)))[0]
-        assert isinstance(told, Accepted) and told.predicted_ttft_s is not None
-        assert told.predicted_ttft_s >= 0.12, "what the prompt takes, and how long the request was here before"
+        first_event = (await subject.run(request("short", 100)))[0]
+        assert isinstance(first_event, Accepted) and first_event.predicted_ttft_s is not None
+        assert first_event.predicted_ttft_s >= 0.12, "what the prompt takes, and how long the request was here before"
         await subject.settle()
         assert books_are_empty(subject.dispatcher)

@@ -31,7 +31,7 @@ from workers.profiles.hardware import hardware_of
 from workers.profiles.shapes import shape_of
 from workers.request import SLO, Request
 
-PROMISED = SLO(ttft_s=2.0, tpot_s=0.05)
+TARGET = SLO(ttft_s=2.0, tpot_s=0.05)
 REAL = LinearCost(0.012, 0.0002, 1e-8, 0.0001, 1e-7, 0.001, 1e-9, 0.0)
 A100 = roofline(shape_of("llama-2-13b"), hardware_of("a100-80gb"), 1, 1)
 EVERYBODY = 1 << 20
@@ -39,22 +39,22 @@ EVERYBODY = 1 << 20
 
 def opened(few: int, cost: CostModel | None = SIMPLE, **engine: Any) -> Policy:
     """With our router, which looks at everybody where there are at most `few`."""
-    made = spec("slo", slo=PROMISED, cost=cost, **engine)
+    made = spec("slo", slo=TARGET, cost=cost, **engine)
     active, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
     latency = LatencyPredictor(made, active)
-    router = SLORouter(latency, index, active, PROMISED, partial(expected_tokens, lengths), few)
+    router = SLORouter(latency, index, active, TARGET, partial(expected_tokens, lengths), few)
     mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)
     requeue = Requeue(latency, active, index, is_on=False, ttft_s=None)
     return Policy(router, Admission(), latency, active, index, lengths, mover, requeue)
 
 
-@given(told=steps)
+@given(cases=steps)
 @settings(max_examples=60)
 def test_few_workers_are_all_evaluated(
-    told: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
+    cases: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
 ) -> None:
     with_it, without = opened(FEW), opened(EVERYBODY)
-    for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(told):
+    for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(cases):
         asked = replace(wanted, id=f"r{number}")
         ask = Ask(picture, asked, {"d0": Sent(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
         placed = with_it.choose(ask)
@@ -62,14 +62,14 @@ def test_few_workers_are_all_evaluated(
         follow((with_it, without), ask, placed, fate)
 
 
-@given(told=steps)
+@given(cases=steps)
 @settings(max_examples=100)
 def test_a_shortlist_finds_every_worker_that_can_serve(
-    told: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
+    cases: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
 ) -> None:
     """However few there are: it answers where a look at everybody does, with workers that are ready, linked and fit."""
     short, whole = opened(0), opened(EVERYBODY)
-    for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(told):
+    for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(cases):
         asked = replace(wanted, id=f"r{number}")
         ask = Ask(picture, asked, {"d0": Sent(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
         placed, exact = short.choose(ask), whole.choose(ask)
@@ -176,7 +176,7 @@ def test_of_many_workers_the_shortlist_has_those_that_an_exhaustive_search_prefe
 
 
 @given(
-    told=st.lists(
+    cases=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 5000), st.integers(0, BLOCKS)), min_size=30, max_size=30
     ),
     running=st.lists(st.integers(0, 29), max_size=12),
@@ -184,18 +184,18 @@ def test_of_many_workers_the_shortlist_has_those_that_an_exhaustive_search_prefe
 )
 @settings(max_examples=40)
 def test_rows_are_the_same_whether_few_or_many_are_written(
-    told: list[tuple[int, int, int]], running: list[int], cost: CostModel
+    cases: list[tuple[int, int, int]], running: list[int], cost: CostModel
 ) -> None:
     """A worker at a time, or all at once: the same numbers, to the bit."""
-    made = spec("slo", slo=PROMISED, cost=cost, max_batch_tokens=64, max_running=64)
+    made = spec("slo", slo=TARGET, cost=cost, max_batch_tokens=64, max_running=64)
     active = ActiveRequests()
-    short = [Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)]
+    short = [Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s, 0) for _ in range(2)]
     for number, row in enumerate(running):
         decode = f"{'pdm'[row % 3]}{row}"
         active.began(Work(f"r{number}", "p0", decode, 300, 200, 50, 0.1 * number, 1000.0, 1000.1, tpot_slo_s=0.05))
     workers = tuple(
         worker(f"{'pdm'[row % 3]}{row}", running=busy, queued_tokens=busy + queued, used=used)
-        for row, (busy, queued, used) in enumerate(told)
+        for row, (busy, queued, used) in enumerate(cases)
     )
     empty = tuple(structs.replace(each, stats=structs.replace(each.stats, running=99)) for each in workers)
     at_once, one_by_one = short
@@ -208,8 +208,8 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
 
 
 def test_a_worker_that_changes_its_pool_is_derived_again() -> None:
-    """Though it tells the same and the book says the same."""
-    made = spec("slo", slo=PROMISED, cost=SIMPLE)
+    """Even if its statistics and records are the same."""
+    made = spec("slo", slo=TARGET, cost=SIMPLE)
     costs = (REAL, SIMPLE, A100)
     made = replace(made, pools=tuple(replace(each, cost=cost) for each, cost in zip(made.pools, costs, strict=True)))
     workers = tuple(worker(f"d{row}", running=3, queued_tokens=500, used=40) for row in range(20))
@@ -217,7 +217,7 @@ def test_a_worker_that_changes_its_pool_is_derived_again() -> None:
     asks = [Ask(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
     active = ActiveRequests()
     followed, fresh = (
-        Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), PROMISED.tpot_s, 0) for _ in range(2)
+        Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s, 0) for _ in range(2)
     )
     for ask in asks:
         followed.look(ask, tuple, 9)

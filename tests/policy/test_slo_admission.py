@@ -22,7 +22,7 @@ CLASSES = {
 
 
 class Gate:
-    """A policy with admission by promise, on a clock of its own."""
+    """A policy with admission by SLO, on its own clock."""
 
     def __init__(self, cost: CostModel | None = SIMPLE, **engine: Any) -> None:
         made = spec("least-loaded", "slo", cost=cost, **engine)
@@ -89,7 +89,7 @@ def test_a_request_waits_for_a_full_step_if_its_first_token_comes_in_time() -> N
     assert answer.start_s == pytest.approx(9 * 0.05 / 5), "one of five answers of nine tokens ends"
     assert isinstance(gate.choose(full, "interactive", 500, max_tokens=40), Later)
     assert isinstance(gate.choose(full, "interactive", 700, max_tokens=40), Refusal), "it cannot wait for so long"
-    assert isinstance(gate.choose(full, "interactive", 700, max_tokens=40, is_queued=True), Later), "who waits may hope"
+    assert isinstance(gate.choose(full, "interactive", 700, max_tokens=40, is_queued=True), Later), "a queued one may"
     assert isinstance(gate.choose(full, "interactive", 100, max_tokens=1), Placement), "one token needs no decode"
 
 
@@ -102,7 +102,7 @@ def test_no_request_is_admitted_that_would_make_another_miss_its_slo() -> None:
     gate = Gate()
     for number in range(5):
         gate.send(CALM, "interactive", 10, f"r{number}")
-    assert isinstance(gate.choose(CALM, "interactive", 10), Later), "no statistics show them yet, the book does"
+    assert isinstance(gate.choose(CALM, "interactive", 10), Later), "records show them, statistics not yet"
     gate.policy.ended("r0/0", gate.now_s)
     assert isinstance(gate.choose(CALM, "interactive", 10), Placement)
 
@@ -118,7 +118,7 @@ def test_decodes_without_an_slo_leave_slots_for_those_with_one() -> None:
 
 def test_a_prompt_without_an_slo_leaves_room_for_those_with_one() -> None:
     gate = Gate()
-    assert isinstance(gate.choose(CALM, "batch", 5000), Placement), "somewhere it must run, and nobody is there"
+    assert isinstance(gate.choose(CALM, "batch", 5000), Placement), "the worker is idle"
     gate.send(CALM, "batch", 300, "a")
     assert isinstance(gate.choose(CALM, "batch", 200), Placement)
     answer = gate.choose(CALM, "batch", 300)
@@ -133,7 +133,7 @@ def test_a_request_that_may_be_late_waits_like_one_without_an_slo() -> None:
     assert isinstance(gate.choose(CALM, "patient", 400), Later)
     gate.now_s += 0.8
     gate.policy.prefilled("a/0", gate.now_s)
-    assert isinstance(gate.choose(CALM, "patient", 400, waited_s=0.8), Placement), "late, but nobody is in the way"
+    assert isinstance(gate.choose(CALM, "patient", 400, waited_s=0.8), Placement), "late, but no prompt is ahead"
 
 
 def test_after_max_wait_a_request_is_admitted_whatever_the_load_unless_its_class_rejects() -> None:

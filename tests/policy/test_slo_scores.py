@@ -46,10 +46,10 @@ MET = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.05, ttft_slo_s=1.0, tpot_s
 
 
 def standing(*ended: Ended) -> GatewayAttainment:
-    promises = SLOScores()
+    scores = SLOScores()
     for each in ended:
-        promises.ended(each)
-    return promises.attainment(Calibration())
+        scores.ended(each)
+    return scores.attainment(Calibration())
 
 
 def test_an_slo_is_met_exactly_at_its_limit_and_both_only_together() -> None:
@@ -83,8 +83,8 @@ def test_a_first_token_that_never_came_misses_its_slo_once_it_is_due() -> None:
 
 
 def test_errors_are_relative_signed_and_of_the_latest_only() -> None:
-    told = [replace(MET, after_placement_s=1 + n / 100, predicted_ttft_s=1.0) for n in range(600)]
-    (score,) = standing(*told, replace(MET, after_placement_s=None), replace(MET, predicted_ttft_s=0.0)).classes
+    result = [replace(MET, after_placement_s=1 + n / 100, predicted_ttft_s=1.0) for n in range(600)]
+    (score,) = standing(*result, replace(MET, after_placement_s=None), replace(MET, predicted_ttft_s=0.0)).classes
     assert score.tpot_errors is None
     assert score.ttft_errors is not None
     assert score.ttft_errors.p10 == pytest.approx(0.88 + 51.1 / 100, abs=0.01), "the first 88 are forgotten"
@@ -103,21 +103,21 @@ ENDED = st.builds(
 @settings(deadline=None)
 @given(st.lists(ENDED, max_size=150))
 def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
-    told = standing(*ended)
-    assert sum(count for _, count in told.outcomes) == sum(score.requests for score in told.classes) == len(ended)
-    assert dict(told.refused).keys() == set(REASONS)
-    assert sum(dict(told.refused).values()) == dict(told.outcomes)["refused"]
-    assert len(told.classes) <= MAX_CLASSES
-    for score in told.classes:
+    result = standing(*ended)
+    assert sum(count for _, count in result.outcomes) == sum(score.requests for score in result.classes) == len(ended)
+    assert dict(result.refused).keys() == set(REASONS)
+    assert sum(dict(result.refused).values()) == dict(result.outcomes)["refused"]
+    assert len(result.classes) <= MAX_CLASSES
+    for score in result.classes:
         assert all(0 <= kept.kept <= kept.settled <= score.requests for kept in (score.ttft, score.tpot, score.both))
         assert score.both.settled <= min(score.ttft.settled, score.tpot.settled)
-    assert exposition(told, "g").count("\n") < 500 + 6 * len(told.classes)
+    assert exposition(result, "g").count("\n") < 500 + 6 * len(result.classes)
 
 
 def test_metrics_count_migrations_and_role_changes() -> None:
     moves = ("anew", "moved", 4), ("role", "stayed", 1)
-    told = replace(standing(), moves=moves, moved_bytes=5000, role_changes=(("decode", "prefill", 2),))
-    lines = exposition(told, "g").splitlines()
+    result = replace(standing(), moves=moves, moved_bytes=5000, role_changes=(("decode", "prefill", 2),))
+    lines = exposition(result, "g").splitlines()
     for line in (
         'diptych_moves_total{gateway="g",outcome="moved",reason="anew"} 4.0',
         'diptych_moves_total{gateway="g",outcome="stayed",reason="role"} 1.0',
@@ -125,23 +125,23 @@ def test_metrics_count_migrations_and_role_changes() -> None:
         'diptych_role_changes_total{from="decode",gateway="g",to="prefill"} 2.0',
     ):
         assert line in lines
-    assert not any("elastic_decisions" in line for line in lines), "nobody decides"
+    assert not any("elastic_decisions" in line for line in lines), "no elastic policy"
 
 
 def test_classes_beyond_the_limit_count_as_other() -> None:
-    told = standing(*(Ended("completed", f"class {n:03}") for n in range(100)))
-    assert len(told.classes) == MAX_CLASSES
-    assert {score.name: score.requests for score in told.classes}[OTHER] == 100 - (MAX_CLASSES - 1)
+    result = standing(*(Ended("completed", f"class {n:03}") for n in range(100)))
+    assert len(result.classes) == MAX_CLASSES
+    assert {score.name: score.requests for score in result.classes}[OTHER] == 100 - (MAX_CLASSES - 1)
 
 
 def test_metrics_are_what_the_scores_say() -> None:
-    told = standing(
+    result = standing(
         replace(MET, after_placement_s=1.1, predicted_ttft_s=1.0),
         Ended("refused", "fast", "queue-full"),
         Ended("refused", "fast", "of another version"),
         Ended("cancelled", 'odd " \n name'),
     )
-    lines = exposition(told, "gateway-0").splitlines()
+    lines = exposition(result, "gateway-0").splitlines()
     for line in (
         'diptych_promises_total{class="fast",gateway="gateway-0",kept="yes",kind="both"} 1.0',
         'diptych_promises_total{class="fast",gateway="gateway-0",kept="no",kind="ttft"} 0.0',
@@ -237,8 +237,8 @@ def test_a_prompt_that_waited_for_memory_is_no_sample_of_speed(compute_s: float 
         story.now_s += 0.4
         story.policy.prefilled(wanted.key, story.now_s, compute_s=compute_s)
         story.ended(wanted)
-    told = story.choose(picture, request())
-    assert isinstance(told, Placement) and told.predicted_ttft_s == pytest.approx(0.1 * corrected, rel=0.03)
+    result = story.choose(picture, request())
+    assert isinstance(result, Placement) and result.predicted_ttft_s == pytest.approx(0.1 * corrected, rel=0.03)
 
 
 def test_default_costs_give_predictions_after_the_first_samples() -> None:
@@ -251,8 +251,8 @@ def test_default_costs_give_predictions_after_the_first_samples() -> None:
     story.ended(request("b", length=100))
     story.now_s += 5.0
     story.policy.ended(first.key, story.now_s, num_tokens=11)
-    told = story.send(picture, request("c", length=100))
-    assert told.predicted_ttft_s == pytest.approx(2.0, rel=0.01) and told.predicted_tpot_s == pytest.approx(0.5)
+    result = story.send(picture, request("c", length=100))
+    assert result.predicted_ttft_s == pytest.approx(2.0, rel=0.01) and result.predicted_tpot_s == pytest.approx(0.5)
 
 
 @contextmanager
@@ -307,19 +307,19 @@ async def test_requests_are_scored_by_class_and_slo() -> None:
             await subject.run(replace(asked(f"r{n}"), slo=slo))
         with pytest.raises(Unservable):
             await subject.run(asked("long", 100_000))
-        told = subject.dispatcher.slo_attainment()
-    scores = {score.name: score for score in told.classes}
+        result = subject.dispatcher.slo_attainment()
+    scores = {score.name: score for score in result.classes}
     assert (scores["easy"].both, scores["hard"].both) == (SLOCount(2, 2), SLOCount(1, 0))
-    assert (scores["default"].ttft, scores["default"].tpot) == (SLOCount(), SLOCount(1, 1)), "the gateway's own promise"
-    assert {name: count for name, count in told.outcomes if count} == {"completed": 4, "invalid": 1}
+    assert (scores["default"].ttft, scores["default"].tpot) == (SLOCount(), SLOCount(1, 1)), "the gateway's own SLO"
+    assert {name: count for name, count in result.outcomes if count} == {"completed": 4, "invalid": 1}
 
 
 @pytest.mark.parametrize("routing", ["least-loaded", "slo"])
 async def test_clients_get_predictions_once_there_are_samples(routing: str) -> None:
     spec = split_spec()
     async with cluster(replace(spec, gateway=replace(spec.gateway, routing=routing))) as subject:
-        told = [(await subject.run(asked(f"r{n}", 60, max_tokens=20)))[0] for n in range(4)]
-    accepted = [each for each in told if isinstance(each, Accepted)]
+        result = [(await subject.run(asked(f"r{n}", 60, max_tokens=20)))[0] for n in range(4)]
+    accepted = [each for each in result if isinstance(each, Accepted)]
     assert [each.predicted_ttft_s is None for each in accepted] == [True, False, False, False]
     assert [each.predicted_tpot_s is None for each in accepted] == [True, False, False, False]
 
@@ -334,6 +334,6 @@ async def test_refused_and_cancelled_requests_are_counted_separately() -> None:
         await anext(events)
         await events.aclose()
         await subject.settle()
-        told = subject.dispatcher.slo_attainment()
-    assert {name: count for name, count in told.refused if count} == {"admission": 1}
-    assert {name: count for name, count in told.outcomes if count} == {"refused": 1, "cancelled": 1}
+        result = subject.dispatcher.slo_attainment()
+    assert {name: count for name, count in result.refused if count} == {"admission": 1}
+    assert {name: count for name, count in result.outcomes if count} == {"refused": 1, "cancelled": 1}

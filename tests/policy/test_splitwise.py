@@ -50,7 +50,7 @@ def test_a_machine_is_mixed_while_it_has_work_of_the_other_phase() -> None:
     assert story.names(busy) == ("d1", "d1"), "the mixed pool is long too: the next token machine"
     story.prefilled(wanted)
     story.ended(wanted)
-    assert story.names(picture) == ("d0", "d0"), "home again: nobody is mixed, and it has the most memory"
+    assert story.names(picture) == ("d0", "d0"), "home again: no machine is mixed, and it has the most memory"
 
 
 def test_when_all_machines_are_full_one_does_both_phases() -> None:

@@ -57,7 +57,7 @@ def spec(
 
 
 class Story:
-    """A policy that is asked and told, on a clock of its own."""
+    """A policy and its events, on its own clock."""
 
     def __init__(
         self,
