@@ -56,7 +56,7 @@ def test_a_prompt_is_chunked_to_what_the_slo_leaves(decodes: Decodes, seconds: f
 def test_each_batching_policy_chunks_in_its_own_way() -> None:
     decodes = Decodes(2, 0, 0.0505)
     steps = {name: latency(name).prefill_beside(WORKER, 200, 0, decodes)[1] for name in ("chunked", "adaptive", "orca")}
-    assert predicted == {"chunked": 7, "adaptive": 8, "orca": 1}
+    assert steps == {"chunked": 7, "adaptive": 8, "orca": 1}
     assert latency("prefill-first").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 1)
     assert latency("prefill-only").prefill_beside(WORKER, 200, 0, decodes) == (pytest.approx(0.2), 2)
     assert latency(tpot_slo_s=0.0405).prefill_beside(WORKER, 200, 0, decodes)[1] == 10, "the engine's own bound"

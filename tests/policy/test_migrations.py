@@ -280,7 +280,7 @@ def test_answers_that_are_nearly_done_do_not_migrate() -> None:
 def test_planned_migrations_are_valid_for_any_view(
     sizes: list[tuple[int, str, bool]], steps: list[tuple[float, bool]]
 ) -> None:
-    """Whether they succeed or not: no decode migrates twice at once or to a draining worker, and relief never returns."""
+    """Whether they succeed or not: no decode migrates twice at once or to a draining worker, and no relief returns."""
     floor = Floor()
     names = [f"{kind}{index}" for index, (_, kind, _) in enumerate(sizes)]
     leaving = {name for name, (_, _, leaves) in zip(names, sizes, strict=True) if leaves}
