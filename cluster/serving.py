@@ -185,8 +185,13 @@ class Serving:
         spec = self.spec
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
-            *("controller", make_controller, spec, self.runtime, secrets.token_hex(16)),
-            *(orphan_after_s, self._decider),
+            "controller",
+            make_controller,
+            spec,
+            self.runtime,
+            secrets.token_hex(16),
+            orphan_after_s,
+            self._decider,
         )
         await self._controller.call("begin", timeout_s=FIRST_CALL_S)
         again = self.runtime.restart_service

@@ -51,7 +51,16 @@ async def pull(
     that are here end inside a block of the owner), and the target blocks hold nothing usable. On failure and on cancel,
     reads in flight are left to settle. The lease is extended while reads run, and not released on failure.
     """
-    run = _Pull(client, reader, ticket, target_blocks, pieces, block_size, skip_tokens, read_timeout_s)
+    run = _Pull(
+        client=client,
+        reader=reader,
+        ticket=ticket,
+        target_blocks=target_blocks,
+        pieces=pieces,
+        block_size=block_size,
+        skip_tokens=skip_tokens,
+        read_timeout_s=read_timeout_s,
+    )
     loop = asyncio.get_running_loop()
     begun = loop.time()
     await run.follow()

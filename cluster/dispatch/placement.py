@@ -112,14 +112,14 @@ class Placer:
     def ask(self, query: PlacementQuery, *, alone: bool = True) -> Ask:
         request, now_s = query.request, asyncio.get_running_loop().time()
         return Ask(
-            self._discovery.picture(),
-            request,
-            self._discovery.sent(),
-            query.avoid,
-            alone,
-            self._sibling_worker(request.group) if request.group else "",
-            now_s,
-            now_s - query.arrived_s,
+            view=self._discovery.picture(),
+            request=request,
+            sent=self._discovery.sent(),
+            avoid=query.avoid,
+            alone=alone,
+            beside=self._sibling_worker(request.group) if request.group else "",
+            now_s=now_s,
+            waited_s=now_s - query.arrived_s,
         )
 
     def has_larger_worker(self, num_tokens: int) -> bool:

@@ -201,7 +201,9 @@ class _QueuedProcess:
         await self._kill()
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", MODULE),
+            sys.executable,
+            "-m",
+            MODULE,
             stdin=pipe,
             stdout=pipe,
             limit=MAX_REPLY_BYTES,

@@ -158,15 +158,15 @@ class ActiveRequests:
                 waiting_tokens, new_tokens = waiting_tokens + work.prompt_tokens, new_tokens + work.new_tokens
                 prompts_s += work.prefill_s
         found = self._worker_loads[worker] = WorkerLoad(
-            self.assigned(worker),
-            begun,
-            tightest_s,
-            len(waiting or ()),
-            waiting_tokens,
-            new_tokens,
-            prompts_s,
-            head_s,
-            turn_s,
+            assigned=self.assigned(worker),
+            begun=begun,
+            tightest_s=tightest_s,
+            num_prompts=len(waiting or ()),
+            prompt_tokens=waiting_tokens,
+            new_tokens=new_tokens,
+            prompts_s=prompts_s,
+            head_s=head_s,
+            turn_s=turn_s,
         )
         return found
 

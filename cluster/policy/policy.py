@@ -250,7 +250,16 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) 
     }
     migrations = MigrationPlanner(latency, active, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
     requeue = Requeue(latency, active, index, is_on=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)
-    return Policy(_ROUTERS[routing](parts), judges[admission](), latency, active, index, lengths, migrations, requeue)
+    return Policy(
+        router=_ROUTERS[routing](parts),
+        admission=judges[admission](),
+        latency=latency,
+        active=active,
+        index=index,
+        lengths=lengths,
+        migrations=migrations,
+        requeue=requeue,
+    )
 
 
 def _cached_tokens(ask: Ask, placement: Placement) -> int:

@@ -75,7 +75,12 @@ def estimate(trial: Trial, ends: tuple[Lengths, Lengths], target: float, name: s
     ttfts_s, tpots_s = (ttft_s(short[0]), ttft_s(long[0])), (tpot_s(*short), tpot_s(*long))
     hopeful = trial.unloaded >= target - MARGIN
     return Estimate(
-        *(trial.layout, name or trial.name, trial.gpus, trial.weight, kv_tokens, kv_tokens // sum(long)),
+        layout=trial.layout,
+        name=name or trial.name,
+        gpus=trial.gpus,
+        weight=trial.weight,
+        kv_tokens=kv_tokens,
+        at_once=kv_tokens // sum(long),
         ttft_s=ttfts_s,
         tpot_s=tpots_s,
         rate=min(trial.estimate, trial.max_rate) if hopeful else 0.0,

@@ -103,7 +103,13 @@ def _trial(
     costs = {pool.name: case.models[pool.name].cost for pool in pools}
     capacities = [(pool, capacity(pool, costs[pool.name], arrivals, slo.tpot_s)) for pool in pools]
     return Trial(
-        *(layout, case, load, slo, request.requests, layout.gpus, weight),
+        layout=layout,
+        case=case,
+        load=load,
+        slo=slo,
+        requests=request.requests,
+        gpus=layout.gpus,
+        weight=weight,
         estimate=min(
             each.usual * _busy_share(pool, costs[pool.name], arrivals, slo, request.target) for pool, each in capacities
         ),

@@ -116,9 +116,8 @@ def scatter(runs: Sequence[Run], slo: SLO) -> Any:
         ttft, tpot = each.ttft_s[done], 1e3 * each.tpot_s[done]
         met = (ttft <= _bound(slo.ttft_s)) & (each.tpot_s[done] <= _bound(slo.tpot_s))
         for mask, colour, marker, label in ((met, BLUE, "o", "met"), (~met, RED, "x", "missed")):
-            panel.plot(
-                *(ttft[mask], tpot[mask], marker), color=colour, markersize=2.5, alpha=0.5, label=label, rasterized=True
-            )
+            dots = {"color": colour, "markersize": 2.5, "alpha": 0.5, "rasterized": True}
+            panel.plot(ttft[mask], tpot[mask], marker, label=label, **dots)
         missing = len(each.finished) - int(each.finished.sum())
         unserved = f", {missing} not served" if missing else ""
         both = attainment(run, slo).both

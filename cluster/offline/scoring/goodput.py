@@ -258,10 +258,21 @@ def goodput(
     known = {seed: each for seed, each in brackets.items() if each.begun} or {seeds[0]: _Bracket(search)}
     by_seed = tuple(each.held for each in known.values())
     rate, off = fmean(by_seed), half_width(by_seed)
-    bounds = max(0.0, rate - off), rate + off
     broke = tuple(each.broke if each.broke < inf else None for each in known.values())
     return Goodput(
-        *(slo, target, gpus, tuple(known), by_seed, rate, *bounds, search, probes.all, complete), broke=broke, unit=unit
+        slo=slo,
+        target=target,
+        gpus=gpus,
+        seeds=tuple(known),
+        by_seed=by_seed,
+        rate=rate,
+        low=max(0.0, rate - off),
+        high=rate + off,
+        search=search,
+        probes=probes.all,
+        complete=complete,
+        broke=broke,
+        unit=unit,
     )
 
 
