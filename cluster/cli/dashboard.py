@@ -44,7 +44,7 @@ def _header(status: ClusterStatus, rates: Rates, width: int, trouble: str) -> It
     named = f"{view.name}  model {model}  revision {view.revision}  {status.gateway} up {uptime}"
     yield Text(named, style="bold", no_wrap=True, overflow="ellipsis")
     refused = f"  {rates.refused_s:.1f} refused/s" if rates.refused_s else ""
-    load = f"{status.active_requests} of {status.max_requests} in flight, {status.standing.queued} queued"
+    load = f"{status.active_requests} of {status.max_requests} in flight, {status.slo_attainment.queued} queued"
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
     when = "since the gateway started" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
     classes = ((score.name, _attainment_text(score.ttft, score.tpot)) for score in rates.kept)
@@ -118,7 +118,8 @@ def _pool_cells(name: str, view: ClusterView, rates: Rates, wide: bool) -> list[
     pool = next((pool for pool in view.pools if pool.name == name), None)
     ready = sum(worker.state is WorkerState.READY for worker in members)
     of = [rates.workers.get(worker.name, WorkerRates()) for worker in members]
-    used, total = sum(map(_used, members)), sum(worker.stats.total_blocks for worker in members)
+    used = sum(worker.stats.used_blocks for worker in members)
+    total = sum(worker.stats.total_blocks for worker in members)
     cells: list[str | Text] = [
         name,
         pool.role.value if pool is not None else "",
@@ -144,8 +145,8 @@ def _cells(worker: WorkerView, rate: WorkerRates, traffic: Traffic, wide: bool) 
         Text(state, style=COLOURS[state]),
         str(stats.running),
         str(stats.waiting),
-        _bar(_used(worker), stats.total_blocks, 12 if wide else 6),
-        _blocks(_used(worker), stats.total_blocks, wide),
+        _bar(stats.used_blocks, stats.total_blocks, 12 if wide else 6),
+        _blocks(stats.used_blocks, stats.total_blocks, wide),
         UNKNOWN if rate.hit_share is None else f"{rate.hit_share:.0%}",
         str(stats.reserved),
         str(stats.leases),
@@ -156,10 +157,6 @@ def _cells(worker: WorkerView, rate: WorkerRates, traffic: Traffic, wide: bool) 
         return cells
     change = f"{traffic.change}, {duration_text(traffic.changed_ns / 1e9)} ago" if traffic.change else ""
     return [*cells, _rate(rate.steps_s), Text(worker.trouble or change)]
-
-
-def _used(worker: WorkerView) -> int:
-    return worker.stats.total_blocks - worker.stats.free_blocks
 
 
 def _blocks(used: int, total: int, wide: bool) -> str:
@@ -234,7 +231,7 @@ def screen_json(snapshots: StatusWindow) -> dict[str, Any]:
         "name": status.gateway,
         "active": status.active_requests,
         "max_requests": status.max_requests,
-        "queued": status.standing.queued,
+        "queued": status.slo_attainment.queued,
         "uptime_s": status.recent.uptime_s,
     }
     happenings = [

@@ -77,9 +77,9 @@ def rates(before: Snapshot | None, now: Snapshot, oldest: Snapshot | None = None
     then = before.status if before is not None and _continues(before, now) and now.at_s > before.at_s else None
     first = oldest.status if oldest is not None and _continues(oldest, now) else None
     if before is None or then is None:
-        return Rates(kept=status.standing.classes, workers=_workers(None, None, status, 0.0))
+        return Rates(kept=status.slo_attainment.classes, workers=_workers(None, None, status, 0.0))
     seconds = now.at_s - before.at_s
-    outcomes = _rate(_sum(then.standing.outcomes), _sum(status.standing.outcomes), seconds)
+    outcomes = _rate(_sum(then.slo_attainment.outcomes), _sum(status.slo_attainment.outcomes), seconds)
     previous = dict(then.recent.traffic)
     tokens = sum(
         traffic.output_tokens - previous.get(name, Traffic()).output_tokens for name, traffic in status.recent.traffic
@@ -87,9 +87,9 @@ def rates(before: Snapshot | None, now: Snapshot, oldest: Snapshot | None = None
     return Rates(
         requests_s=outcomes,
         tokens_s=_rate(0, tokens, seconds),
-        refused_s=_rate(_sum(then.standing.refused), _sum(status.standing.refused), seconds),
+        refused_s=_rate(_sum(then.slo_attainment.refused), _sum(status.slo_attainment.refused), seconds),
         kept_s=None if first is None or oldest is None else now.at_s - oldest.at_s,
-        kept=status.standing.classes if first is None else tuple(_since(first, status)),
+        kept=status.slo_attainment.classes if first is None else tuple(_since(first, status)),
         workers=_workers(then, first, status, seconds),
     )
 
@@ -136,8 +136,8 @@ def _hits(first: Traffic, now: Traffic) -> float | None:
 
 def _since(first: "ClusterStatus", now: "ClusterStatus") -> Iterator[ClassScore]:
     """Each class since `first`, without classes that had no request since."""
-    before = {score.name: score for score in first.standing.classes}
-    for score in now.standing.classes:
+    before = {score.name: score for score in first.slo_attainment.classes}
+    for score in now.slo_attainment.classes:
         was = before.get(score.name, ClassScore(score.name, 0, SLOCount(), SLOCount(), SLOCount()))
         if score.requests > was.requests:
             ttft, tpot, both = (

@@ -42,22 +42,23 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
         click.echo(asyncio.run(_ask(endpoint, access, wait_s, lambda client: client.metrics())), nl=False)
         return
     found = asyncio.run(_ask(endpoint, access, wait_s, lambda client: client.status(audit=audit)))
-    view = found.view
+    view, attainment = found.view, found.slo_attainment
     if as_json:
         gateway = {
             "name": found.gateway,
             "active": found.active_requests,
             "max_requests": found.max_requests,
-            "queued": found.standing.queued,
+            "queued": attainment.queued,
         }
         decisions = [decision_json(taken) for taken in found.decisions]
-        attainment = standing_json(found.standing)
-        print_json(view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": attainment})
+        print_json(
+            view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": attainment_json(attainment)}
+        )
         _exit_unless_clean(view, audit)
         return
     screen = console()
     model = view.model.name if view.model else "not loaded yet"
-    load = f"{found.active_requests} of at most {found.max_requests} requests, {found.standing.queued} of them queued"
+    load = f"{found.active_requests} of at most {found.max_requests} requests, {attainment.queued} of them queued"
     named = f"cluster {view.name}, revision {view.revision}, model {model}"
     screen.print(f"{named}, {found.gateway}: {load}", markup=False)
     screen.print(workers_table(view))
@@ -69,12 +70,12 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
         screen.print(links_table(view))
     if found.decisions:
         screen.print(decisions_table(found.decisions))
-    if found.standing.classes:
-        screen.print(attainment_table(found.standing))
-    if refusals := refusals_line(found.standing):
+    if attainment.classes:
+        screen.print(attainment_table(attainment))
+    if refusals := refusals_line(attainment):
         screen.print(refusals, markup=False)
-    if found.standing.calibration.answers:
-        screen.print(calibration_line(found.standing.calibration), markup=False)
+    if attainment.calibration.answers:
+        screen.print(calibration_line(attainment.calibration), markup=False)
     for worker in view.workers if audit else ():
         screen.print(f"audit of {worker.name}: {worker.audit}", markup=False)
     _exit_unless_clean(view, audit)
@@ -97,13 +98,13 @@ async def _ask(
         return await question(client)
 
 
-def attainment_table(standing: SLOAttainment) -> "Table":
-    """One row for each SLO class. Errors are those of predictions; positive: slower than predicted."""
+def attainment_table(attainment: SLOAttainment) -> "Table":
+    """One row per SLO class. Prediction errors are positive if a request was slower than predicted."""
     from rich.markup import escape
 
     shares = [">TTFT attainment", ">TPOT attainment", ">SLO attainment"]
     table = plain_table("class", ">requests", *shares, ">TTFT error p10 / p50 / p90", ">TPOT error p10 / p50 / p90")
-    for score in standing.classes:
+    for score in attainment.classes:
         attained = map(_share, (score.ttft, score.tpot, score.both))
         errors = map(_errors, (score.ttft_errors, score.tpot_errors))
         table.add_row(escape(score.name), str(score.requests), *attained, *errors)
@@ -117,23 +118,23 @@ def calibration_line(found: Calibration) -> str:
     return f"output lengths: {found.answers} scored, {within}, {error}"
 
 
-def refusals_line(standing: SLOAttainment) -> str:
-    """Why requests were rejected; empty if none was."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in standing.refused if count)
+def refusals_line(attainment: SLOAttainment) -> str:
+    """Counts of refused requests by reason; empty if there are none."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in attainment.refused if count)
     return f"rejected: {reasons}" if reasons else ""
 
 
-def standing_json(standing: SLOAttainment) -> dict[str, Any]:
+def attainment_json(attainment: SLOAttainment) -> dict[str, Any]:
     return {
-        "classes": [asdict(score) for score in standing.classes],
-        "outcomes": dict(standing.outcomes),
-        "refused": dict(standing.refused),
-        "lengths": asdict(standing.calibration),
+        "classes": [asdict(score) for score in attainment.classes],
+        "outcomes": dict(attainment.outcomes),
+        "refused": dict(attainment.refused),
+        "lengths": asdict(attainment.calibration),
     }
 
 
-def _share(kept: SLOCount) -> str:
-    return "" if kept.share is None else f"{kept.share:.1%} of {kept.settled}"
+def _share(count: SLOCount) -> str:
+    return "" if count.share is None else f"{count.share:.1%} of {count.settled}"
 
 
 def _errors(errors: Errors | None) -> str:

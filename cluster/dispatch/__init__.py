@@ -1,1 +1,1 @@
-"""One gateway's requests: places each one, sends it to its workers, migrates or retries it, and streams its events."""
+"""Runs the requests of one gateway: places, sends, migrates and retries them, and streams their events."""

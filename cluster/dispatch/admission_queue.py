@@ -1,10 +1,10 @@
-"""Requests of one gateway wait here until the policy admits them: the async shell around the request queue.
+"""The admission queue of one gateway: requests wait until the policy admits them. The async shell of `RequestQueue`.
 
-    turn ── policy.choose ──> Placement, Refusal or None: returns at once
-                   └ Later ──> an entry, `Queued` to the client ──> the policy is asked again, in order, on every change
+    admit ── policy.choose ──> Placement, Refusal or None: returns at once
+                    └ Later ──> enters the queue, `Queued` to the client ──> asks the policy again, in order, on changes
 
-A change is a request that ended, a prompt that was computed, a new membership, or the earliest predicted start. An
-admitted request is sent to its workers before the policy is asked about the next one.
+A change is the end of a request, a computed prompt, a new membership, or the earliest predicted start. An admitted
+request is sent to its workers before the policy is asked about the next one.
 """
 
 import asyncio
@@ -19,32 +19,32 @@ from cluster.spec import GatewaySpec, Role
 from diptych.view import ClusterView
 from workers.request import Request
 
-ASKED_AT_ONCE = 4  # how many requests at the head may be overtaken while they do not fit
-TOLERANCE = 1.3  # waits are predicted roughly: a request is refused only if it misses its SLO by more than this
-LOOK_S = 1.0  # when other gateways' requests free room, only statistics show it
+ASKED_AT_ONCE = 4  # requests at the head that may be overtaken while they do not fit
+TOLERANCE = 1.3  # predicted waits are rough: refuse a request only if its TTFT is this many times its SLO
+RECHECK_S = 1.0  # room that other gateways' requests free shows only in statistics
 
 Answer = Placement | Refusal | None
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A queued request: its entry, how to ask the policy about it, and the future that its coroutine awaits."""
+    """A queued request. `ask` returns the current question to the policy; `answer` is awaited by its coroutine."""
 
     entry: QueuedRequest
     ask: Callable[[], Ask]
-    turn: asyncio.Future[Answer]
-    claimed: bool = False  # admitted because it had waited for too long
+    answer: asyncio.Future[Answer]
+    was_overdue: bool = False  # admitted because it had waited for too long
 
 
 class AdmissionQueue:
-    """Owned by a Dispatcher. `recheck_s`: interval of statistics. `change`: wait for the next membership."""
+    """Owned by a Dispatcher. `stats_s`: interval of statistics. `change`: wait for the next membership."""
 
     def __init__(
-        self, gateway: GatewaySpec, policy: Policy, recheck_s: float, change: Callable[[], Awaitable[object]]
+        self, gateway: GatewaySpec, policy: Policy, stats_s: float, change: Callable[[], Awaitable[object]]
     ) -> None:
         self.queue = RequestQueue(gateway, policy.expected_tokens)
         self._policy = policy
-        self._recheck_s = recheck_s
+        self._stats_s = stats_s
         self._change = change
         self._waiting: dict[QueuedRequest, _Waiting] = {}
         self._round_due: asyncio.Handle | None = None
@@ -52,7 +52,7 @@ class AdmissionQueue:
         self._watching: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Stop asking; its requests have ended before."""
+        """Stop. All requests have ended before."""
         for handle in (self._round_due, self._timer):
             if handle is not None:
                 handle.cancel()
@@ -60,10 +60,10 @@ class AdmissionQueue:
             self._watching.cancel()
             await asyncio.wait([self._watching])
 
-    async def turn(self, request: Request, ask: Callable[[], Ask], emit: Callable[[Event], None]) -> Answer:
-        """Wait for the policy's answer. A placement is recorded with the policy; None: no worker is ready.
+    async def admit(self, request: Request, ask: Callable[[], Ask], emit: Callable[[Event], None]) -> Answer:
+        """Wait for the policy's answer. A placement is recorded with the policy. None: no worker is ready.
 
-        Raises `Rejected` when the queue is full. Cancellation takes the request out of the queue.
+        Raises `Rejected` if the queue is full. Cancellation removes the request from the queue.
         """
         answer = self._policy.choose(asked := ask())
         if answer is None or isinstance(answer, Refusal):
@@ -73,21 +73,21 @@ class AdmissionQueue:
         waiting = self._enter(request, asked, answer, ask)
         try:
             self._round()
-            if not waiting.turn.done():
+            if not waiting.answer.done():
                 queued = self._queued(waiting.entry, asked, answer)
                 if refusal := _predicted_miss(request, waiting.entry, queued):
                     self._resolve(waiting).set_result(refusal)
                 else:
                     emit(queued)
-            return await waiting.turn
+            return await waiting.answer
         except BaseException:
-            self._lose(waiting, request)
+            self._cancel(waiting, request)
             raise
         finally:
-            self._settle(waiting)
+            self._left(waiting)
 
     def changed(self) -> None:
-        """Room may have become free: ask the policy again soon."""
+        """Room may have become free: start a round soon."""
         if self._waiting and self._round_due is None:
             self._round_due = asyncio.get_running_loop().call_soon(self._round)
 
@@ -95,7 +95,7 @@ class AdmissionQueue:
 
     def _enter(self, request: Request, asked: Ask, answer: Placement | Later, ask: Callable[[], Ask]) -> _Waiting:
         if reason := self.queue.full(request):
-            retry_after_s = max(LOOK_S, _start_s(answer, self.queue.in_order(asked.now_s), asked.view))
+            retry_after_s = max(RECHECK_S, _start_s(answer, self.queue.in_order(asked.now_s), asked.view))
             raise Rejected(f"{reason}; try again", retry_after_s, "queue-full")
         entry = self.queue.enter(request, asked.now_s - asked.waited_s, _need_s(answer))
         waiting = self._waiting[entry] = _Waiting(entry, ask, asyncio.get_running_loop().create_future())
@@ -115,21 +115,21 @@ class AdmissionQueue:
             reason=answer.reason if isinstance(answer, Later) else "other requests are ahead",
         )
 
-    def _lose(self, waiting: _Waiting, request: Request) -> None:
-        """Its coroutine was cancelled: remove the entry, or end a placement that the coroutine never got."""
+    def _cancel(self, waiting: _Waiting, request: Request) -> None:
+        """The request's coroutine was cancelled: remove the entry, or end a placement that it never got."""
         if self._waiting.pop(waiting.entry, None) is not None:
             self.queue.leave(waiting.entry)
-        elif waiting.turn.exception() is None and isinstance(waiting.turn.result(), Placement):
+        elif waiting.answer.exception() is None and isinstance(waiting.answer.result(), Placement):
             self._policy.ended(request.key, asyncio.get_running_loop().time())
 
-    def _settle(self, waiting: _Waiting) -> None:
-        """A request left the queue; its coroutine has continued. Start the next round.
+    def _left(self, waiting: _Waiting) -> None:
+        """A request has left the queue, and its coroutine continues. Start the next round.
 
-        After a request that was admitted despite the load, wait until statistics show it or a request ends.
+        After an overdue request, which was admitted despite the load, wait for new statistics or the end of a request.
         """
         if self._waiting:
-            if waiting.claimed:
-                self._wake_in(self._recheck_s)
+            if waiting.was_overdue:
+                self._wake_in(self._stats_s)
             else:
                 self.changed()
             return
@@ -143,17 +143,17 @@ class AdmissionQueue:
     # ---- rounds ------------------------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        """Ask the policy about the next requests. Admits at most one; `_settle` starts the next round."""
+        """Ask the policy about the next requests. Admits at most one; `_left` starts the next round."""
         now_s = asyncio.get_running_loop().time()
         self._round_due = None
         for entry in self.queue.hopeless(now_s):
             self._ask(self._waiting[entry], only_refusals=True)
-        wake_s = LOOK_S
+        wake_s = RECHECK_S
         for entry in self.queue.in_order(now_s, ASKED_AT_ONCE):
             waiting = self._waiting[entry]
             answer = self._ask(waiting)
             if isinstance(answer, Placement):
-                waiting.claimed = entry.claim_s <= now_s
+                waiting.was_overdue = entry.claim_s <= now_s
                 return
             if isinstance(answer, Later):
                 wake_s = min(wake_s, answer.start_s)
@@ -161,9 +161,9 @@ class AdmissionQueue:
             self._wake_in(wake_s)
 
     def _ask(self, waiting: _Waiting, *, only_refusals: bool = False) -> Placement | Refusal | Later | None:
-        """The policy's answer. A placement (recorded with the policy) or a refusal takes the entry out."""
-        if waiting.turn.done():
-            return None  # cancelled, which its coroutine will notice
+        """The policy's answer. A placement, which is recorded with the policy, or a refusal removes the entry."""
+        if waiting.answer.done():
+            return None  # cancelled; its coroutine removes the entry
         try:
             answer = self._policy.choose(asked := replace(waiting.ask(), is_queued=True))
             if isinstance(answer, Placement) and not only_refusals:
@@ -177,20 +177,20 @@ class AdmissionQueue:
         return answer
 
     def _resolve(self, waiting: _Waiting, *, served: bool = False) -> asyncio.Future[Answer]:
-        """Take it out of the queue. `served`: count it towards its tenant's share."""
+        """Remove the entry. `served`: count it towards its tenant's share. Returns the future to set."""
         del self._waiting[waiting.entry]
         (self.queue.take if served else self.queue.leave)(waiting.entry)
-        return waiting.turn
+        return waiting.answer
 
     def _begin(self, asked: Ask, placement: Placement) -> Placement:
-        """Record the placement. Returns it as the client sees it, with times from the request's arrival."""
+        """Record the placement. Returns it with predictions from the request's arrival, for the client."""
         self._policy.began(asked, placement)
         return self._policy.for_client(asked, placement)
 
     def _wake_in(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(max(self._recheck_s, seconds), self._round)
+        self._timer = asyncio.get_running_loop().call_later(max(self._stats_s, seconds), self._round)
 
     async def _watch(self) -> None:
         while True:
@@ -214,7 +214,7 @@ def _predicted_miss(request: Request, entry: QueuedRequest, queued: Queued) -> R
 
 
 def _start_s(answer: Placement | Later, ahead: list[QueuedRequest], view: ClusterView) -> float:
-    """Predicted wait: its own, plus that of the requests ahead, spread over the workers."""
+    """Predicted wait: the policy's for this request, plus the work of those ahead, divided by the workers."""
     prefills = len(view.ready(Role.PREFILL, Role.MIXED)) or len(view.ready(Role.DECODE))
     decodes = len(view.ready(Role.DECODE, Role.MIXED)) or prefills
     start_s, apart_s = (answer.start_s, answer.apart_s) if isinstance(answer, Later) else (0.0, 0.0)

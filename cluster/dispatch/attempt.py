@@ -1,11 +1,12 @@
-"""One attempt at a request on chosen workers, from the reservation to the last token. One coroutine per way:
+"""One attempt at a request on chosen workers, from the reservation to the last token. It runs in one of three ways:
 
     colocated   generate(W) ─ tokens ─>
     split       reserve(D) ─> prefill(P) ─ ticket ─> fetch(D) ─ first token ─> decode(D) ─ tokens ─>
     cut         reserve(D) ─> prefill(P, head) ─ ticket ─> fetch(D) ─> D computes the tail ─ tokens ─>
 
-Every failure raises `AttemptFailed` (another attempt may succeed) or the caller's own error; `release` then frees what
-workers still hold. `cluster.dispatch.migration` moves a running decode to another worker. Knows no policy.
+Every failure raises `AttemptFailed`, so that another attempt may succeed, or the request's final error. `release` frees
+everything that workers still hold. `cluster.dispatch.migration` moves a running decode to another worker. Knows no
+policy.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ LIVENESS_S = 5.0  # after this long without a message, ask the workers whether t
 
 
 class Phase(StrEnum):
-    """Phase of a request, by the names in traces and deadline errors."""
+    """Phase of a request; the values are in traces and deadline errors."""
 
     QUEUEING = "queueing"
     PREFILL = "prefill"
@@ -46,9 +47,9 @@ class Phase(StrEnum):
 class Attempt:
     """Owned by its request's coroutine. `prefill` and `decode` are the same client when colocated.
 
-    `cut_tokens`: the prefill worker computes this many, the decode worker the rest of the prompt (0: no cut).
-    `answer`: the tokens so far, which `on_tokens` extends. `on_moved` gets source and target of a migration.
-    `prefix_owner` may have the prompt's prefix; the prefill worker first fetches it, for at most `prefix_fetch_s`.
+    `cut_tokens`: tokens that the prefill worker computes; the decode worker computes the rest (0: no cut). `answer`:
+    the tokens so far, which `on_tokens` extends. `on_moved` gets source and target of a migration. `prefix_owner`: a
+    worker that may have the prompt's prefix; the prefill worker fetches it first, for at most `prefix_fetch_s`.
     """
 
     def __init__(
@@ -84,15 +85,15 @@ class Attempt:
         self.background = background
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
-        # Bounded by the attempt's own tokens. An exception: `on_tokens` raised it outside of `run`.
+        # Bounded by the attempt's tokens. An exception was raised by `on_tokens` outside of `run`.
         self._inbox: deque[tuple[WorkerCall, Message | Exception]] = deque()
         self._has_mail = asyncio.Event()
         self._num_messages = 0
-        self._next_check_s = 0.0  # when liveness is checked next
-        self._num_messages_then = 0  # at the last check
-        self._missing_then: list[WorkerCall] = []
+        self._next_check_s = 0.0  # of the next liveness check
+        self._num_messages_before = 0  # at the last liveness check
+        self._missing_before: list[WorkerCall] = []
         self._latest: SequenceTiming | None = None
-        self._head: SequenceTiming | None = None  # of a cut prompt's head, until its lap
+        self._head: SequenceTiming | None = None  # of a cut prompt's head, until its lap ends
         self.phase = Phase.QUEUEING
         self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
@@ -101,7 +102,7 @@ class Attempt:
         self.migration: asyncio.Task[bool] | None = None
         self.num_moves = 0  # including failed ones
 
-    # ---- the ways ----------------------------------------------------------------------------------------------
+    # ---- colocated, split, cut ---------------------------------------------------------------------------------
 
     async def reserve(self, timeout_s: float) -> None:
         """Reserve blocks and a slot on the decode worker, within `timeout_s`. Not for colocated attempts."""
@@ -240,10 +241,10 @@ class Attempt:
     # ---- messages of the workers -------------------------------------------------------------------------------
 
     def on_message(self, call: WorkerCall, message: Message) -> None:
-        """Take a message. Tokens in the middle of an answer are emitted at once, the rest goes through the inbox."""
+        """Take a message. Emits tokens in the middle of an answer at once; other messages go through the inbox."""
         self._num_messages += 1
-        in_turn = self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
-        if in_turn and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
+        is_direct = self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
+        if is_direct and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
             try:
                 self._emit(message)
             except Exception as error:  # must end this attempt, not the worker's client
@@ -272,7 +273,7 @@ class Attempt:
                 self._has_mail.clear()
             is_ours = call is self._prefill or call is self.decode
             if not is_ours or not (call.is_held or isinstance(message, HeadOut)):
-                continue  # its part is done, or the decode has migrated
+                continue  # the call is done, or the decode has migrated
             if isinstance(message, WorkerLost):
                 raise AttemptFailed(call.name, f"the worker was lost ({message.reason})")
             if isinstance(message, Exception):
@@ -282,11 +283,11 @@ class Attempt:
                     raise NotComputable(f"{call.name}: {message.reason}")
                 raise AttemptFailed(call.name, message.reason, corrupt=message.corrupt)
             if not isinstance(message, expected):
-                raise AttemptFailed(call.name, f"it sent {type(message).__name__} out of turn")
+                raise AttemptFailed(call.name, f"it sent an unexpected {type(message).__name__}")
             return message
 
     async def _wait_for_mail(self) -> None:
-        """Check liveness every `LIVENESS_S`."""
+        """Wait for a message, and check liveness every `LIVENESS_S`."""
         clock = asyncio.get_running_loop()
         self._next_check_s = self._next_check_s or clock.time() + LIVENESS_S
         while not self._inbox:
@@ -298,21 +299,21 @@ class Attempt:
                 self._next_check_s = clock.time() + LIVENESS_S
 
     async def _check_liveness(self) -> None:
-        """Raise `AttemptFailed` if a worker whose message is due no longer has the request.
+        """Raise `AttemptFailed` if a worker that must send a message no longer has the request.
 
-        It must be missing at two checks with no message between them, since its last messages may be on their way.
+        The request must be missing at two checks without a message between them: the last messages may be in transit.
         """
         missing: list[WorkerCall] = []
-        if self._num_messages == self._num_messages_then:
+        if self._num_messages == self._num_messages_before:
             due = [self.decode] if self.phase in (Phase.TRANSFER, Phase.DECODE) else [self._prefill, self.decode]
             missing = [call for call in dict.fromkeys(due) if await call.is_missing()]
             for call in missing:
-                if call in self._missing_then:
+                if call in self._missing_before:
                     raise AttemptFailed(call.name, "the worker no longer has the request")
-        self._num_messages_then, self._missing_then = self._num_messages, missing
+        self._num_messages_before, self._missing_before = self._num_messages, missing
 
     def _emit_first(self, output: TokensOut, phase: Phase) -> None:
-        """Emit the attempt's first token; `phase` follows."""
+        """Emit the attempt's first token, and enter `phase`."""
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self._lap_prompt(output.timing)
         self._watch.first_token()
@@ -328,10 +329,10 @@ class Attempt:
         self.transfers.append(report)
         self._on_transfer(reader.name, report)
 
-    # ---- laps, and the end -------------------------------------------------------------------------------------
+    # ---- laps, migrations, the end -----------------------------------------------------------------------------
 
     def close_lap(self) -> None:
-        """End the lap, divided as the worker measured it."""
+        """End the lap, divided by the worker's own timing."""
         timing = self._latest
         if self.phase is Phase.QUEUEING:
             self._watch.lap("reserve")
@@ -346,7 +347,7 @@ class Attempt:
             )
 
     def _lap_prompt(self, timing: SequenceTiming | None) -> None:
-        """End a lap of the prompt, divided into queueing and computing of its head and of this worker."""
+        """End a lap of the prompt, divided into queueing and computing, of its head and its tail."""
         parts = [each for each in (self._head, timing) if each is not None]
         self._head = None
         queued = [("prefill_queue", each.queue_s) for each in parts]
@@ -357,7 +358,7 @@ class Attempt:
         return self.phase is Phase.DECODE and self.decode.is_held and not moves and worker is not self.decode.worker
 
     def moved_to(self, call: WorkerCall) -> None:
-        """Another worker decodes from now on."""
+        """The decode has migrated to this worker."""
         self.close_lap()
         self._latest = None
         owner, self.decode = self.decode, call
@@ -368,6 +369,6 @@ class Attempt:
     def release(self) -> None:
         """Let all workers drop what they still hold; does not wait."""
         if self.migration is not None:
-            self.migration.cancel()  # which releases its target
+            self.migration.cancel()  # it releases its target
         for call in (self._prefill, self.decode):
             call.release(self.background)

@@ -1,7 +1,7 @@
-"""Reads the KV cache events of one worker: the new ones, or all of them after a gap.
+"""Reads the KV cache events of one worker: the new ones, or the whole cache after a gap.
 
 statistics show 17, we have 12 ──> cache_since(12) ──> events 13 to 17
-a gap, or a failed call        ──> cache_since(0)  ──> the whole cache, in several answers
+a gap, or a failed call        ──> cache_since(0)  ──> the whole cache, in several replies
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class CacheReader:
         self._take = take
         self._pause_s = pause_s
         self._number = 0  # of the newest event, by statistics
-        self._last = self._reach = 0  # our position, as in `KVEvents`
+        self._last = self._reach = 0  # our position; see `KVEvents`
         self._next_s = 0.0
         self._stopped = False
         self._reading: asyncio.Task[None] | None = None
@@ -56,7 +56,7 @@ class CacheReader:
             self._last = self._reach = 0
 
     async def _read(self) -> None:
-        """Read until nothing is new. After a failure, the worker's next statistics start it again."""
+        """Read until there are no newer events. After a failure, the worker's next statistics start it again."""
         clock = asyncio.get_running_loop()
         while self._number > self._last:
             await asyncio.sleep(self._next_s - clock.time())

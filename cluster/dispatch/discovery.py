@@ -1,7 +1,7 @@
-"""One gateway's view of the workers: a client for every ready one, the membership, and the cluster view of both.
+"""Worker discovery of one gateway: follows the membership, keeps a client for every ready worker, and combines both
+into the cluster view.
 
-Follows the controller, reconnects to lost workers, and keeps the last membership while the controller is away.
-Knows no request and no policy.
+Reconnects to lost workers, and keeps the last membership while the controller is away. Knows no request and no policy.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from workers.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
-WatchMembers = Callable[[int, float], Awaitable[Membership]]  # (known revision, timeout_s), a long poll
+WatchMembers = Callable[[int, float], Awaitable[Membership]]  # long poll: (known revision, timeout_s)
 WATCH_S = 10.0
 RECONNECT_S = 1.0
 
 
 class WorkerDiscovery:
-    """Owned by a Dispatcher. `start` before use, `close` after. `caches` gets the workers' cache events, `history`
-    role changes and lost workers.
+    """Owned by a Dispatcher. `start` before use, `close` after. Sends cache events to `caches`, and role changes and
+    lost workers to `history`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class WorkerDiscovery:
         await asyncio.gather(*(client.close() for client in self.clients.values()), *self._background)
 
     def change(self) -> Awaitable[object]:
-        """Done after the next change of the membership or of a worker's state; new statistics do not count."""
+        """Done after the next change of the membership or of a worker's state; statistics do not count."""
         return self._changed.wait()
 
     def role_changes(self) -> tuple[tuple[str, str, int], ...]:
@@ -107,7 +107,7 @@ class WorkerDiscovery:
         return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
 
     def view(self) -> ClusterView:
-        """The picture with ages; a lost worker counts as dead."""
+        """The picture with ages. A lost worker is shown as dead."""
         picture, now_s = self.picture(), asyncio.get_running_loop().time()
         return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
 
@@ -128,7 +128,7 @@ class WorkerDiscovery:
         )
 
     def sent(self) -> dict[str, Sent]:
-        """By worker, the work sent to it since its latest statistics."""
+        """The work sent to each worker since its latest statistics."""
         return {name: client.sent for name, client in self.clients.items() if client.sent is not NOTHING_SENT}
 
     async def audit(self) -> ClusterView:
@@ -143,7 +143,7 @@ class WorkerDiscovery:
     # ---- following -------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Poll for the next membership. Without a controller the last one stays in force."""
+        """Poll for the next membership. While the controller is away, the last one stays valid."""
         try:
             self.take(await self._watch_members(self._membership.revision, WATCH_S))
         except WorkerGone as error:
@@ -182,17 +182,17 @@ class WorkerDiscovery:
                 continue
             if old.role is not now.role:
                 self._role_changes[old.role.value, now.role.value] += 1
-                self._history.happened("flip", now.name, f"{old.role.value} -> {now.role.value}")
+                self._history.add_event("flip", now.name, f"{old.role.value} -> {now.role.value}")
             if old.failures < CRASH_LOOP <= now.failures:
-                self._history.happened("crash loop", now.name, now.detail)
+                self._history.add_event("crash loop", now.name, now.detail)
             was_ready = old.state is WorkerState.READY and old.incarnation == now.incarnation
             if now.state is WorkerState.READY and now.restarts and not was_ready:
-                self._history.happened("back", now.name, now.detail)
+                self._history.add_event("back", now.name, now.detail)
 
     def _connect(self, member: Member) -> WorkerClient:
-        """A new client, with a new subscriber name: the mailbox of an older client times out on the worker."""
+        """A new client with a new subscriber name. The worker drops an older client's mailbox after a timeout."""
         view, handle = member.view, member.handle
-        assert handle is not None, "only ready members are dialled"
+        assert handle is not None, "only ready members have a client"
         reader: CacheReader | None = None
         if self._caches is not None:
             take = partial(self._caches.take, view.name, view.incarnation)
@@ -211,7 +211,7 @@ class WorkerDiscovery:
 
     def _on_client_ended(self, client: WorkerClient) -> None:
         reason = client.lost or ""
-        self._history.happened("left" if reason == TAKEN_OUT else "lost", client.name, reason)
+        self._history.add_event("left" if reason == TAKEN_OUT else "lost", client.name, reason)
 
     async def _reconnect(self) -> None:
         """Make a new client for each lost worker that the controller still sees as ready, every `RECONNECT_S`."""
@@ -237,7 +237,7 @@ class WorkerDiscovery:
 def _departed(client: WorkerClient, view: WorkerView | None) -> bool:
     """Whether the membership shows that this client's worker is gone.
 
-    STARTING does not show it: a restarted controller publishes that for running workers until it has met them.
+    STARTING does not: a restarted controller publishes it for running workers until it has reconnected to them.
     """
     if view is None or view.state is WorkerState.DEAD:
         return True
@@ -245,7 +245,7 @@ def _departed(client: WorkerClient, view: WorkerView | None) -> bool:
 
 
 def _reason(client: WorkerClient, view: WorkerView | None) -> str:
-    """Why this client's worker is gone, by the membership."""
+    """Why this client's worker is gone, according to the membership."""
     if view is None or view.state is not WorkerState.DEAD:
         return TAKEN_OUT if view is None else "it was restarted"
     return view.detail or "it died"

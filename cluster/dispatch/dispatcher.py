@@ -1,4 +1,4 @@
-"""The dispatcher of one gateway: takes requests, has each one run, and answers the frontend's questions about them.
+"""The dispatcher of one gateway: runs requests, and answers the frontend's queries about them.
 
 Composes worker discovery, policy, admission queue, request runner and observers. Knows no text and no wire format.
 """
@@ -23,7 +23,6 @@ from cluster.observe.request_metrics import RequestMetrics
 from cluster.observe.request_observer import RequestObserver, RequestObservers, SLOObserver
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.prefix_index import IndexAccuracy
 from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
 from cluster.runtime.errors import WorkerGone
 from cluster.spec import ClusterSpec
@@ -34,7 +33,7 @@ from workers.request import Request, check_shape
 
 
 class Dispatcher:
-    """Owned by one gateway. `start` before use, `close` after. `observers` get the events of requests, too."""
+    """Owned by one gateway. `start` before use, `close` after. `observers`: further observers of requests."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Dispatcher:
         self._spec = spec
         self._process = f"{name}-{uuid.uuid4().hex[:8]}"  # a restarted gateway keeps its name
         self._numbers = itertools.count(1)
-        self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways must not all choose the same
+        self._policy = open_policy(spec, seed=zlib.crc32(name.encode()))  # gateways must break ties differently
         self._classes = Classes(spec.gateway)
         self._slo_scores = SLOScores()
         self._metrics = RequestMetrics(spec.gateway.classes, spec.transfer.backends)
@@ -102,32 +101,32 @@ class Dispatcher:
     ) -> None:
         """Run one request, and `emit` each event: Accepted, Delta..., Completed. Cancellation ends it on every worker.
 
-        `arrived_ns` (of `cluster.observe.ledger.now_ns`): so that the ledger includes the gateway's work before.
-        Errors: `cluster.events`, and `InvalidRequest` for a class or a tenant that the specification does not have.
+        `arrived_ns` (by `cluster.observe.ledger.now_ns`): the begin of the ledger, which then includes the gateway's
+        work before this call. Errors: `cluster.events`, and `InvalidRequest` for an unknown class or tenant.
         """
         request = replace(self._classes.resolved(request), origin=f"{self._process}.{next(self._numbers)}")
         await self._runner.run(request, emit, deadline_s, now_ns() if arrived_ns is None else arrived_ns)
 
     def finish(self, request_id: str) -> None:
-        """The caller wants no more tokens (a stop string): the next event is Completed(STOP). Ignores unknown ids."""
+        """End the request early (stop string): its next event is Completed(STOP). Ignores unknown ids."""
         self._runner.finish(request_id)
 
     async def move(self, request_id: str, worker: str, timeout_s: float | None = None) -> bool:
         """Migrate this request's running decode to `worker`. False: it stays where it is.
 
-        `timeout_s` None: as long as a read may take. The last step waits for the worker's answer instead.
+        `timeout_s` None: the time limit of a KV read. It does not apply to the last step.
         """
         return await self._runner.move(request_id, worker, timeout_s)
 
-    # ---- what the frontend asks --------------------------------------------------------------------------------
+    # ---- the frontend's queries --------------------------------------------------------------------------------
 
     @property
     def view(self) -> ClusterView:
-        """The published membership with the latest statistics; a lost worker counts as dead."""
+        """The membership with the latest statistics. A lost worker is shown as dead."""
         return self.discovery.view()
 
     def view_change(self) -> Awaitable[object]:
-        """Done after the next change of the membership or of a worker's state; new statistics do not count."""
+        """Done after the next change of the membership or of a worker's state; statistics do not count."""
         return self.discovery.change()
 
     async def audit(self) -> ClusterView:
@@ -135,7 +134,7 @@ class Dispatcher:
         return await self.discovery.audit()
 
     def slo_attainment(self) -> GatewayAttainment:
-        """SLO attainment of this gateway's requests, and the migrations that served it."""
+        """SLO attainment of this gateway's requests, with migrations and role changes."""
         return replace(
             self._slo_scores.attainment(self._policy.lengths.calibration()),
             moves=self._migrations.counts(),
@@ -147,7 +146,7 @@ class Dispatcher:
         )
 
     def count_refusal(self, class_name: str, cause: str) -> None:
-        """The frontend refused a request before it got here."""
+        """Count a request that the frontend refused."""
         self._observer.on_turned_away(class_name, cause)
 
     def recent(self) -> Recent:
@@ -155,17 +154,12 @@ class Dispatcher:
         return self.history.recent(member.view.name for member in self.discovery.membership.members)
 
     def window(self, begin_ns: int, end_ns: int) -> Window:
-        """The history of a time window (of `cluster.observe.ledger.now_ns`), running requests included."""
+        """The history of a time window (by `cluster.observe.ledger.now_ns`), including running requests."""
         return self.history.window(begin_ns, end_ns, self._runner.traces())
 
     def oldest_requests(self, count: int) -> list[RequestTrace]:
         """Traces of the oldest `count` running requests."""
         return list(itertools.islice(self._runner.traces(), count))
-
-    @property
-    def guesses(self) -> IndexAccuracy:
-        """How often the prefix index was right about what a worker had cached."""
-        return self._policy.index.accuracy
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Time steps of a shape on this idle worker. Raises `InvalidRequest`, or `Rejected` if it is busy or lost."""

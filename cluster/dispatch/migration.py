@@ -1,4 +1,4 @@
-"""Migrates a running decode from worker D to worker E; D keeps decoding meanwhile:
+"""Migrates a running decode from worker D to worker E. D keeps decoding until the last step:
 
     reserve(E) ─> hand_over(D) ─ ticket ─> fetch(E) ─> decode(E, what D generated meanwhile) ─ tokens ─>
 
@@ -19,13 +19,13 @@ from workers.request import MIXED_KV, FailedOut, FetchedOut
 
 logger = logging.getLogger(__name__)
 
-MOVE_RESERVE_S = 2.0  # for a reservation on the target; other migrations wait for the end of this one
+MOVE_RESERVE_S = 2.0  # for the reservation on the target; other migrations wait meanwhile
 
 
 async def migrate(attempt: Attempt, worker: WorkerClient, timeout_s: float) -> bool:
     """Migrate the decode to `worker`. False: it stays where it is.
 
-    Once all KV has arrived, the last step waits for the worker's answer, whatever `timeout_s`.
+    `timeout_s` limits the copy of the KV. The last step waits for the worker's answer without this limit.
     """
     if not attempt.may_move_to(worker):
         return False
@@ -53,7 +53,7 @@ class _Migration:
         self._owner = attempt.decode
         self._target = target
         self._arrived: asyncio.Future[TransferReport] = asyncio.get_running_loop().create_future()
-        self._arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # may come too late
+        self._arrived.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody awaits it
 
     async def run(self, timeout_s: float) -> bool:
         attempt, target = self._attempt, self._target
@@ -73,7 +73,7 @@ class _Migration:
                 target.release(attempt.background)
 
     async def _copy_kv(self, timeout_s: float) -> None:
-        """Copy the KV that the owner has computed to the target."""
+        """Copy the owner's KV to the target."""
         owner, target = self._owner, self._target
         target.hold(self._on_message, prompt_tokens=0)
         await target.take(target.handle.reserve(target.request, min(timeout_s, MOVE_RESERVE_S)))

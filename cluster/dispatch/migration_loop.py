@@ -16,20 +16,20 @@ from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-MAX_REPLACED = 16  # prompts per look
+PERIOD_S = 1.0
+MAX_REPLACED = 16  # attempts per round
 
 
 class MigrationLoop:
     """Owned by a Dispatcher. `start` before use, `close` after.
 
     `contexts` returns the tokens so far of each running decode. `move` migrates one to another worker. `replace`
-    replaces an attempt whose prompt waits by one on better workers, if there are any.
+    replaces an attempt whose prompt still waits by one on better workers, if there are any.
     """
 
     def __init__(
         self,
-        mover: MigrationPlanner,
+        planner: MigrationPlanner,
         requeue: Requeue,
         picture: Callable[[], ClusterView],
         change: Callable[[], Awaitable[object]],
@@ -37,7 +37,7 @@ class MigrationLoop:
         move: Callable[[str, str], Awaitable[bool]],
         replace: Callable[[str], bool],
     ) -> None:
-        self._migration_planner = mover
+        self._planner = planner
         self._requeue = requeue
         self._picture = picture
         self._change = change
@@ -45,47 +45,44 @@ class MigrationLoop:
         self._move = move
         self._replace = replace
         self._under_way: set[asyncio.Task[None]] = set()
-        self._following: asyncio.Task[None] | None = None
-        self._looking = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._round_due = asyncio.Event()
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def counts(self) -> tuple[tuple[str, str, int], ...]:
-        """Moves by reason and outcome: (reason, outcome, count)."""
+        """Migrations and requeues: (reason, outcome, count)."""
         return tuple((kind, outcome, count) for (kind, outcome), count in sorted(self._counts.items()))
 
     def start(self, failures: Failures) -> None:
-        self._following = asyncio.ensure_future(supervised("planning moves", self._follow, failures))
+        self._task = asyncio.ensure_future(supervised("planning moves", self._step, failures))
 
     async def close(self) -> None:
         """Cancel running migrations: their requests stay where they are."""
-        tasks = [*self._under_way, *([self._following] if self._following else [])]
+        tasks = [*self._under_way, *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _follow(self) -> None:
-        await self._wait_for_occasion()
-        self.look()
-
-    async def _wait_for_occasion(self) -> None:
-        """Until the membership changes, all migrations have ended, or `LOOK_S` has passed."""
-        self._looking.clear()
+    async def _step(self) -> None:
+        """Start a round after a change of the membership, after the last running migration, or after `PERIOD_S`."""
+        self._round_due.clear()
         either: set[asyncio.Future[object]] = {
-            asyncio.ensure_future(self._looking.wait()),
+            asyncio.ensure_future(self._round_due.wait()),
             asyncio.ensure_future(self._change()),
         }
         try:
-            await asyncio.wait(either, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in either:
                 each.cancel()
+        self.round()
 
-    def look(self) -> None:
-        """Start the migrations and requeues that are planned now."""
+    def round(self) -> None:
+        """Start the migrations and requeues that the policies plan now."""
         contexts, now_s = self._contexts(), asyncio.get_running_loop().time()
         if contexts:
-            for move in self._migration_planner.plan(self._picture(), contexts, now_s):
+            for move in self._planner.plan(self._picture(), contexts, now_s):
                 task = asyncio.ensure_future(self._migrate(move))
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
@@ -98,10 +95,10 @@ class MigrationLoop:
                 self._counts["anew", "moved"] += 1
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        """After the last of a batch, plan the next ones."""
+        """After the last running migration, start the next round."""
         self._under_way.discard(task)
         if not (self._under_way or task.cancelled()):
-            self._looking.set()
+            self._round_due.set()
 
     async def _migrate(self, move: Move) -> None:
         moved = False
@@ -110,7 +107,7 @@ class MigrationLoop:
         except Exception:
             logger.exception("%s stays on %s", move.key, move.source, extra=log_fields(key=move.key))
         finally:
-            self._migration_planner.ended(move, asyncio.get_running_loop().time(), moved=moved)
+            self._planner.ended(move, asyncio.get_running_loop().time(), moved=moved)
             self._counts[move.kind, "moved" if moved else "stayed"] += 1
             outcome = "moved" if moved else "could not move"
             extra = log_fields(key=move.key, source=move.source, target=move.target)

@@ -19,7 +19,7 @@ from workers.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What a placement depends on. `avoid`: workers that failed or refused the request."""
+    """The request-specific input of a placement. `avoid`: workers that failed or refused the request."""
 
     request: Request
     arrived_s: float
@@ -73,16 +73,16 @@ class Placer:
         return answer, query.avoid
 
     async def _live_answer(self, query: PlacementQuery, emit: Callable[[Event], None]) -> Placement | Refusal | None:
-        """As `_answer`. A worker may be lost between a turn and its coroutine; the placement is then made again."""
+        """Like `_answer`, but asks again if a worker was lost before this coroutine continued."""
         while isinstance(answer := await self._answer(query, emit), Placement) and not self.is_live(answer):
             self._policy.ended(query.request.key, asyncio.get_running_loop().time())
             await asyncio.sleep(0)
         return answer
 
     async def _answer(self, query: PlacementQuery, emit: Callable[[Event], None]) -> Placement | Refusal | None:
-        """The policy's answer, which may come after a wait in the queue. None: no worker is ready."""
+        """The policy's answer, after a wait in the queue if necessary. None: no worker is ready."""
         if self._waits_in_queue(query.request):
-            return await self._admission_queue.turn(query.request, lambda: self.ask(query), emit)
+            return await self._admission_queue.admit(query.request, lambda: self.ask(query), emit)
         answer = self._policy.choose(ask := self.ask(query))
         assert not isinstance(answer, Later), "only first attempts wait, and in the admission queue"
         if isinstance(answer, Placement):
@@ -99,12 +99,12 @@ class Placer:
         return all(worker is not None and worker.lost is None for worker in workers)
 
     def better(self, query: PlacementQuery, key: str) -> Placement | None:
-        """Better workers for a prompt that still waits, or None. The policy then has `query` in place of `key`."""
+        """Better workers for a prompt that still waits, or None. In the policy, they replace the attempt `key`."""
         placement = self._policy.better_placement(ask := self.ask(query), key)
         return None if placement is None else self._policy.replace(ask, key, placement)
 
     def count_uncovered(self, placement: Placement) -> None:
-        """Count a request that runs on workers of another role because none of a pool's own role is ready."""
+        """Count a request that runs on workers of another role because no worker of its role is ready."""
         if placement.colocated:
             for role in self.uncovered:
                 self.uncovered[role] += not self._discovery.has_ready(role, Role.MIXED)

@@ -1,7 +1,7 @@
 """Runs one request as one coroutine: placement, attempts, recovery, the last token, within its deadline.
 
-A worker that dies costs an attempt, never a token: the next attempt gets the prompt plus the tokens that the client has
-and samples the same tokens. Reports each attempt's end to the policy, and each event of the request to the observer.
+When a worker dies, the next attempt gets the prompt and the tokens that the client has, and samples the same tokens. No
+token is lost or repeated. Reports the end of each attempt to the policy, and each event to the observer.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from workers.request import FinishReason, Request, TokensOut
 logger = logging.getLogger(__name__)
 
 MIN_RESERVING_S = 0.1
-MIN_WAITED_S = 0.001  # workers get longer waits reported, since deadlines count from the request's arrival
-RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt: failures that repeat at once do not spend them all
-MAX_REPLACEMENTS = 3  # how often a prompt that has not begun is placed on other workers
+MIN_WAITED_S = 0.001  # longer waits are sent to workers, because deadlines count from the request's arrival
+RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt, so that immediate failures do not use up all attempts
+MAX_REPLACEMENTS = 3  # how often an attempt that has not begun is replaced
 
 
 class RequestRunner:
-    """Owned by a Dispatcher. Owns the state of every running request; nothing else sees one. `close` after use."""
+    """Owned by a Dispatcher. Owns the state of every running request, which nothing else sees. `close` after use."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class RequestRunner:
         return tuple((role.value, count) for role, count in self._placer.uncovered.items())
 
     def traces(self) -> Iterable[RequestTrace]:
-        """Of the running requests, oldest first."""
+        """Traces of the running requests, oldest first."""
         return (state.trace() for state in self._running.values())
 
     def decode_contexts(self) -> dict[str, int]:
-        """By key, the tokens so far of each attempt that decodes."""
+        """The tokens so far of each attempt that decodes, by key."""
         return {
             state.request.key: state.num_tokens
             for state in self._running.values()
@@ -112,7 +112,7 @@ class RequestRunner:
             error = raised
             raise
         finally:
-            if state.replacement is not None:  # it never began
+            if state.replacement is not None:  # the replacement never began
                 self._policy.ended(state.replacement.request.key, _now_s())
             self._end(state, completed, error)
             del self._running[request.id]
@@ -167,7 +167,7 @@ class RequestRunner:
         extra = log_fields(self._name, request.id, attempt=spent, worker=failure.worker)
         logger.warning("request %s, attempt %d failed at %s", request.id, spent, failure, extra=extra)
         state.avoid |= {failure.worker}
-        # A full decode pool is no reason to decode on prefill workers; a dead one is.
+        # Decode on prefill workers only if all decode workers are dead, not if they are full.
         alone = failure.refused_s is None
         no_other_worker = self._policy.choose(self._placer.ask(state.query(), alone=alone)) is None
         if failure.refused_s is not None and no_other_worker:
@@ -180,7 +180,7 @@ class RequestRunner:
         await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**state.request.attempt))
 
     def _continue_elsewhere(self, state: RequestState) -> None:
-        """The answer filled its worker. Nothing failed: a worker with more room continues it."""
+        """The answer filled its worker's KV pool: continue it on a larger worker. This is not a failure."""
         request_id, worker = state.request.id, state.decode_workers[-1]
         extra = log_fields(self._name, request_id, worker=worker)
         logger.info("request %s fills %s and continues on a larger worker", request_id, worker, extra=extra)
@@ -188,7 +188,7 @@ class RequestRunner:
         state.num_uncounted += 1
 
     async def _attempt(self, state: RequestState) -> FinishReason | None:
-        """How the attempt ended; None when another attempt replaced it."""
+        """The finish reason; None if another attempt replaces this one."""
         placement = self._take_replacement(state) or await self._place(state)
         self._note_placement(state, placement)
         key, num_tokens = state.request.key, 0
@@ -227,7 +227,7 @@ class RequestRunner:
         return answer
 
     def _take_replacement(self, state: RequestState) -> Placement | None:
-        """The placement that replaced an attempt before it began, if its workers are still connected."""
+        """The placement of a replacement, if there is one and its workers are still connected."""
         if state.replacement is None:
             return None
         replacement, state.replacement = state.replacement, None
@@ -263,7 +263,7 @@ class RequestRunner:
         )
 
     def _reserving_s(self, state: RequestState) -> float:
-        """How long to wait for one worker's blocks and slot; no longer than the SLO allows."""
+        """Time limit of one reservation; no longer than the SLO allows."""
         request = state.request
         others = len(self._discovery.picture().ready(Role.DECODE, Role.MIXED)) - len(state.avoid)
         limit_s = self._spec.gateway.placement_timeout_s / max(1, others)
@@ -273,7 +273,7 @@ class RequestRunner:
         return limit_s if request.generated else min(limit_s, max(left_s, MIN_RESERVING_S))
 
     async def _run_attempt(self, state: RequestState, attempt: Attempt) -> FinishReason | None:
-        """How the attempt ended; STOP when the caller asked for it, None when it was replaced. Closes the open lap."""
+        """The finish reason: STOP if the caller ended it, None if it was replaced. Closes the open lap."""
         running = asyncio.ensure_future(attempt.run())
         state.replaced = asyncio.get_running_loop().create_future()
         either: set[asyncio.Future[Any]] = {running, state.stop, state.replaced}
@@ -316,21 +316,21 @@ class RequestRunner:
 
     def _on_prefilled(self, state: RequestState, output: TokensOut) -> None:
         placement = state.placement
-        assert placement is not None, "tokens come from workers that were chosen"
+        assert placement is not None, "an attempt has a placement"
         self._observer.on_prefilled(placement.prefill, len(state.request.prompt), output.cached_tokens)
-        self._policy.prefilled(state.request.key, _now_s(), output.cached_tokens, output.timing.compute_s)
+        self._policy.prefilled(state.request.key, _now_s(), output.timing.compute_s)
         self._admission_queue.changed()
 
     # ---- changes while it runs ---------------------------------------------------------------------------------
 
     def finish(self, request_id: str) -> None:
-        """The caller wants no more tokens: the next event is Completed(STOP). Ignores unknown ids."""
+        """End the request early: its next event is Completed(STOP). Ignores unknown ids."""
         state = self._running.get(request_id)
         if state is not None and not state.stop.done():
             state.stop.set_result(None)
 
     async def move(self, request_id: str, worker: str, timeout_s: float | None) -> bool:
-        """Migrate the running decode to `worker`. False: it stays. `timeout_s` None: as long as a read may take."""
+        """Migrate the running decode to `worker`. False: it stays. `timeout_s` None: the time limit of a KV read."""
         state, client = self._running.get(request_id), self._discovery.clients.get(worker)
         attempt = None if state is None else state.attempt
         if attempt is None or client is None or client.lost is not None:
@@ -341,7 +341,7 @@ class RequestRunner:
         return moved
 
     async def move_attempt(self, key: str, worker: str) -> bool:
-        """Like `move`, unless the request is in another attempt by now."""
+        """Like `move`, unless another attempt runs by now."""
         state = self._find(key)
         return state is not None and await self.move(state.request.id, worker, None)
 
@@ -362,7 +362,7 @@ class RequestRunner:
         logger.info("%s has not begun and is placed on %s instead: %s", key, worker, reason, extra=extra)
         state.replacement = Replacement(request, placement)
         state.num_uncounted += 1
-        attempt.release()  # its messages are ignored from now on
+        attempt.release()  # ignores its messages from now on
         state.replaced.set_result(None)
         self._observer.on_replaced(state.request, worker, reason)
         return True

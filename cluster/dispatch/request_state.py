@@ -30,7 +30,7 @@ def _future() -> "asyncio.Future[None]":
 
 @dataclass(slots=True)
 class RequestState:
-    """`request` is that of the latest attempt; `sent` are the answer's tokens that the client has."""
+    """`request`: of the latest attempt. `sent`: the answer's tokens that the client has."""
 
     request: Request
     watch: Stopwatch
@@ -45,8 +45,8 @@ class RequestState:
     token_observers: Sequence[OnTokens] = ()  # of the running attempt
     replacement: Replacement | None = None  # until its attempt begins
     replaced: asyncio.Future[None] = field(default_factory=_future)  # of the running attempt
-    num_uncounted: int = 0  # attempts that ended without a failure
-    moves: list[tuple[int, str]] = field(default_factory=list)  # when its decode migrated (ns), and to which worker
+    num_uncounted: int = 0  # attempts that were replaced or continued elsewhere, without a failure
+    moves: list[tuple[int, str]] = field(default_factory=list)  # migrations: time in ns, target worker
     # Of finished attempts:
     transfers: list[TransferReport] = field(default_factory=list)
     cached_tokens: int = 0
@@ -54,12 +54,12 @@ class RequestState:
 
     @property
     def num_attempts(self) -> int:
-        """All but those that ended without a failure."""
+        """Attempts, without those that ended without a failure."""
         return self.request.attempt + 1 - self.num_uncounted
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and of the answer so far."""
+        """Tokens of the prompt and of the answer so far."""
         return len(self.request.prompt) + len(self.sent)
 
     def query(self) -> PlacementQuery:
@@ -74,7 +74,7 @@ class RequestState:
         self.phase = Phase.RECOVERY
 
     def end_attempt(self, attempt: Attempt) -> None:
-        """Keep what the request's trace and totals need of a finished attempt."""
+        """Take over the finished attempt's part of the trace and totals."""
         self.phase, self.attempt = attempt.phase, None
         self.decode_workers = tuple(attempt.decode_workers)
         self.transfers += attempt.transfers

@@ -1,6 +1,5 @@
-"""One worker's part in an attempt: the request's key, the calls, and whether the worker may still hold something.
-
-Knows no order of calls.
+"""The calls of an attempt to one of its workers, and whether that worker may still hold something. Knows no order of
+calls.
 """
 
 import asyncio
@@ -59,7 +58,7 @@ class WorkerCall:
         return self.worker.handle
 
     def hold(self, on_message: "Callable[[WorkerCall, Message], None]", *, prompt_tokens: int) -> None:
-        """Subscribe `on_message` to the worker's messages. `prompt_tokens`: how many it has to compute."""
+        """Subscribe `on_message` to the worker's messages. `prompt_tokens`: the number that it has to compute."""
         if not self.is_held:
             self.is_held = True
             self.worker.join(self.key, partial(on_message, self), prompt_tokens)
@@ -74,7 +73,7 @@ class WorkerCall:
         self.worker.leave(self.key)
 
     async def take(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run the call that gives the worker the key. A worker that refuses holds nothing. Errors: as `call`."""
+        """Run the call that sends the key to the worker. A worker that refuses holds nothing. Errors: see `call`."""
 
         async def taking() -> T:
             try:
@@ -92,9 +91,8 @@ class WorkerCall:
         return self.is_held and self.is_taken and not await self.call(self.handle.holds(self.key))
 
     async def call(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call to the worker, until the worker is lost.
-
-        Raises `AttemptFailed`, also if the worker has no room, and `Unservable` for invalid requests.
+        """Run a call to the worker. Raises `AttemptFailed` if the worker is lost or has no room, and `Unservable` for
+        invalid requests.
         """
         calling = asyncio.ensure_future(call)
         either: set[asyncio.Future[Any]] = {calling, self.worker.ended}
@@ -104,7 +102,7 @@ class WorkerCall:
                 raise AttemptFailed(self.name, f"the worker was lost ({self.worker.lost})")
             return calling.result()
         except (WorkerGone, WorkerClosed) as error:
-            self.worker.give_up(f"{type(error).__name__}: {error}")  # at once: the next attempt must not use it
+            self.worker.give_up(f"{type(error).__name__}: {error}")  # now, so that the next attempt does not use it
             raise AttemptFailed(self.name, f"{type(error).__name__}: {error}") from None
         except InvalidRequest as error:
             raise Unservable(str(error)) from None
@@ -116,14 +114,14 @@ class WorkerCall:
             calling.cancel()
 
     def release(self, background: Background) -> None:
-        """Let the worker drop what it still holds; does not wait."""
+        """Cancel at the worker, if it may hold something. Does not wait."""
         was_held = self.is_held
         self.done()
         if was_held and self.worker.lost is None:
             background(self._cancel())
 
     async def _cancel(self) -> None:
-        """Best effort: a worker that does not answer has died, or will drop a silent subscriber."""
+        """Best effort: a worker that does not answer has died, or drops silent subscribers by itself."""
         with suppress(WorkerGone, WorkerError, TimeoutError):
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await self.handle.cancel(self.key)

@@ -1,7 +1,7 @@
 """A gateway's client of one incarnation of a worker: polls it, routes outputs to attempts, detects its death.
 
-A worker is lost when its process is gone, or when it is silent for `dead_after_s` while this process runs. Each attempt
-on it then gets `WorkerLost` at once, and no further one is placed there. Knows no policy and no request.
+A worker is lost if its process is gone, or if it is silent for `dead_after_s` while this process runs. Its attempts get
+`WorkerLost`, and no further one is placed there. Knows no policy and no request.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class WorkerClient:
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self._loop = asyncio.get_running_loop()
         self.last_poll_s = self._loop.time()
-        self._silence = Watchdog(silence_s, self._fall_silent)
+        self._silence = Watchdog(silence_s, self._on_silence)
         self._listening = asyncio.ensure_future(self._listen())
 
     @property
@@ -145,12 +145,12 @@ class WorkerClient:
             if on_message is not None:
                 on_message(output)
 
-    def _fall_silent(self) -> None:
+    def _on_silence(self) -> None:
         self.give_up(f"it was silent for {self._silence_s:.1f} s")
         self._listening.cancel()
 
     def give_up(self, reason: str) -> None:
-        """Mark the worker as lost, and send the reason to its attempts. Only the first reason counts."""
+        """Mark the worker as lost, and notify its attempts. Only the first reason counts."""
         if self.lost is not None:
             return
         logger.warning("worker %s is lost: %s", self.name, reason)

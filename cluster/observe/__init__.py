@@ -1,1 +1,1 @@
-"""Counts and remembers requests, for metrics, traces and history. Decides nothing."""
+"""Records requests for metrics, traces, history and logs. Decides nothing."""

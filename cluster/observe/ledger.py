@@ -1,8 +1,8 @@
-"""The latency ledger: durations of phases that sum to TTFT and to the total, by construction.
+"""The latency ledger: durations of phases that sum exactly to TTFT and to the total.
 
-The dispatcher laps a `Stopwatch` on one clock: at every instant the request is in exactly one phase. What a worker
-measured on its own clock only *divides* a lap; the rest of the lap counts as time on the wire. Durations are integer
-nanoseconds, so sums are exact.
+The dispatcher laps a `Stopwatch` on one clock, so the request is in exactly one phase at any time. A worker's own
+measurements only divide a lap; the rest of the lap is time on the wire. Durations are integer nanoseconds, so sums are
+exact.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from diptych.events import PHASES as PHASES
 from diptych.events import LatencyLedger as LatencyLedger
 
-TRANSFER = "transfer"  # not a phase: it overlaps with phases
-NOTICED_NS = 1_000
+TRANSFER = "transfer"  # not a phase, because it overlaps with phases
+MIN_SPAN_NS = 1_000
 
 
 def now_ns() -> int:
-    """The running event loop's clock, which all laps of one process share."""
+    """The event loop's clock, for all ledgers of one process."""
     return round(asyncio.get_running_loop().time() * 1e9)
 
 
@@ -36,9 +36,9 @@ class Stopwatch:
         return self._started
 
     def lap(self, phase: str, parts: tuple[tuple[str, float], ...] = ()) -> None:
-        """End the current lap. `parts` are (phase, seconds) measured inside it by other clocks; `phase` gets the rest.
+        """End the current lap. `parts`: (phase, seconds) within it, measured by other clocks; `phase` gets the rest.
 
-        If clocks disagree and the parts exceed the lap, the last parts are cut: nothing is ever negative.
+        If the parts exceed the lap because clocks differ, the last parts are cut, so that no part is negative.
         """
         now = self._now_ns()
         left = now - self._mark
@@ -50,7 +50,7 @@ class Stopwatch:
         self._parts[phase] = self._parts.get(phase, 0) + left
 
     def first_token(self) -> None:
-        """All laps so far were time to first token. Only the first call counts."""
+        """End the time to first token. Only the first call counts."""
         if self._first is None:
             self._first, self._parts = self._parts, {}
             self._first_ns = self._mark - self._started
@@ -67,7 +67,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From `begin_ns` to `end_ns`; in nanoseconds, so that adjacent spans touch exactly."""
+    """A named time span. In integer nanoseconds, so that adjacent spans touch exactly."""
 
     name: str
     begin_ns: int
@@ -75,7 +75,7 @@ class Span:
 
 
 def phase_spans(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
-    """All parts of a ledger that starts at `begin_ns`, in order."""
+    """The parts of a ledger that begins at `begin_ns`, in order."""
     spans, at = [], begin_ns
     for name, ns in ledger.first + ledger.rest:
         spans.append(Span(name, at, at + ns))
@@ -84,14 +84,14 @@ def phase_spans(ledger: LatencyLedger, begin_ns: int) -> tuple[Span, ...]:
 
 
 def transfer_span(ledger: LatencyLedger, begin_ns: int, transfer_ns: int) -> Span | None:
-    """The KV transfer, ending where the wait for it ended; most of it overlaps with the prefill."""
+    """The KV transfer. It ends at the end of the wait for it; most of it overlaps with the prefill."""
     if transfer_ns <= 0:
         return None
-    waits = [span for span in phase_spans(ledger, begin_ns) if span.name == "transfer_wait" and is_noticed(span)]
+    waits = [span for span in phase_spans(ledger, begin_ns) if span.name == "transfer_wait" and is_visible(span)]
     end_ns = waits[0].end_ns if waits else begin_ns + ledger.ttft_ns
     return Span(TRANSFER, max(begin_ns, end_ns - transfer_ns), end_ns)
 
 
-def is_noticed(span: Span) -> bool:
+def is_visible(span: Span) -> bool:
     """Whether it lasts a microsecond or more."""
-    return span.end_ns - span.begin_ns >= NOTICED_NS
+    return span.end_ns - span.begin_ns >= MIN_SPAN_NS

@@ -1,6 +1,6 @@
-"""One gateway's load since its last report: what arrived, and how much of the prompts was computed.
+"""The load of one gateway since its last report, for the elastic policy: arrivals, and the computed part of prompts.
 
-The controller's elastic policy reads it. Knows no worker; bounded.
+Bounded. Knows no worker.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.policy.scaling.load_report import LoadReport, Sample
 from workers.request import SLO, Request
 
-MAX_SAMPLES = 512  # of one report: the latest
+MAX_SAMPLES = 512  # the latest ones of a report
 
 
 @dataclass(slots=True)
@@ -34,14 +34,14 @@ class LoadReporter(RequestObserver):
         self._clock = clock
         self._reported_s = clock()
         self._running: dict[str, _Running] = {}
-        self._groups: dict[str, int] = {}  # running requests of each
+        self._groups: dict[str, int] = {}  # number of running requests
         self._arrived = 0
         self._arrived_tokens = 0
         self._expected_tokens = 0
         self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
     def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
-        """Counts a prompt that several answers share once."""
+        """A prompt that several answers share counts once."""
         slo, prompt_tokens = request.slo, len(request.prompt)
         self._running[request.id] = _Running(
             prompt_tokens,
@@ -66,10 +66,7 @@ class LoadReporter(RequestObserver):
             self._samples.append(_sample(running, running.prompt_tokens - end.completed.cached_tokens))
         if isinstance(end.error, ClusterError):
             self._samples.append(_sample(running, running.prompt_tokens if running.has_token else 0))
-        self._leave(request.group)
-
-    def _leave(self, group: str) -> None:
-        if group:
+        if group := request.group:
             self._groups[group] -= 1
             if not self._groups[group]:
                 del self._groups[group]

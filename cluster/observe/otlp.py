@@ -1,7 +1,7 @@
 """OpenTelemetry spans: one per request, with a child for each part of its ledger.
 
-They are made from a request's trace when it has ended, and sent by the library's thread through a bounded queue: if the
-collector is slow or away, spans are dropped, and no request waits.
+They are made when the request has ended, and sent by the library's thread through a bounded queue. If the collector is
+slow or away, spans are dropped, and no request waits.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from cluster.observe.history import RequestTrace
-from cluster.observe.ledger import is_noticed, now_ns, transfer_span
+from cluster.observe.ledger import is_visible, now_ns, transfer_span
 from cluster.observe.request_metrics import stages
 from cluster.observe.request_observer import RequestEnd, RequestObserver
 from cluster.observe.request_trace import located_parts
@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 EXPORT_S = 5.0  # for one batch, with retries
 FLUSH_S = 2.0  # for all remaining spans, on close
 REQUEST = "llm_request"
-FINE = ("completed", "cancelled")  # outcomes that are no errors
+NO_ERRORS = ("completed", "cancelled")  # outcomes
 
 
 class Spans(RequestObserver):
     """Owned by a gateway."""
 
     def __init__(self, spec: ClusterSpec, gateway: str) -> None:
-        known = {
+        resource = {
             "service.name": os.environ.get("OTEL_SERVICE_NAME", "diptych"),
             "service.instance.id": gateway,
             "diptych.cluster": spec.name,
@@ -50,17 +50,17 @@ class Spans(RequestObserver):
         self._exporter = exporter(spec.tracing)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(spec.tracing.sample_ratio)),
-            resource=Resource.create(known),
+            resource=Resource.create(resource),
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("diptych")
 
     def on_end(self, end: RequestEnd) -> None:
-        self.ended(end.trace(), end.request, end.completed.finish if end.completed else None)
+        self.send(end.trace(), end.request, end.completed.finish if end.completed else None)
 
-    def ended(self, trace: RequestTrace, request: Request, finish: FinishReason | None) -> None:
-        """Send the spans of the current task's request. Never raises: the request must still end."""
+    def send(self, trace: RequestTrace, request: Request, finish: FinishReason | None) -> None:
+        """Send the spans of the current task's request. Never raises, because the request must still end."""
         try:
             self._write(trace, request, finish)
         except Exception:
@@ -79,7 +79,7 @@ class Spans(RequestObserver):
         span.set_attributes(_attributes(trace, request, self._model, finish))
         for at_ns, worker in trace.moves:
             span.add_event("move", {"diptych.worker": worker}, at_ns + offset_ns)
-        if trace.outcome not in FINE:
+        if trace.outcome not in NO_ERRORS:
             span.set_status(Status(StatusCode.ERROR, trace.detail))
             span.set_attribute("error.type", trace.outcome)
         self._parts(span, trace, offset_ns)
@@ -90,7 +90,7 @@ class Spans(RequestObserver):
         spans = [*located_parts(trace, self._gateway), *([(trace.decode_worker, transfer)] if transfer else [])]
         within = set_span_in_context(parent)
         for place, each in spans:
-            if is_noticed(each):
+            if is_visible(each):
                 attributes = {"diptych.worker": place} if place != self._gateway else None
                 begin_ns, end_ns = each.begin_ns + offset_ns, each.end_ns + offset_ns
                 self._tracer.start_span(each.name, within, attributes=attributes, start_time=begin_ns).end(end_ns)
@@ -100,7 +100,7 @@ class Spans(RequestObserver):
         flushing = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush))
         await asyncio.wait([flushing], timeout=FLUSH_S)
         if not flushing.done():
-            self._exporter.shutdown()  # ends its retries
+            self._exporter.shutdown()  # stop its retries
         await asyncio.to_thread(self._provider.shutdown)
 
 
@@ -122,7 +122,7 @@ def exporter(spec: TracingSpec) -> SpanExporter:
 def _attributes(
     trace: RequestTrace, request: Request, model: str, finish: FinishReason | None
 ) -> dict[str, AttributeValue]:
-    """Named as in OpenTelemetry's conventions for generative AI, else as in vLLM, else by ourselves."""
+    """Attributes with the names of OpenTelemetry's conventions for generative AI, else of vLLM, else our own."""
     sampling, ledger = request.sampling, trace.ledger
     attributes: dict[str, AttributeValue] = {
         "gen_ai.request.id": trace.request_id,

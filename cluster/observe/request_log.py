@@ -1,4 +1,4 @@
-"""Log lines of each request: its workers, and how it ended."""
+"""Logs each request: its workers, and its end."""
 
 import logging
 

@@ -1,6 +1,6 @@
 """Counts a gateway's requests for metrics: latencies, phases, tokens, transfers. Knows no metric's name.
 
-Labels are bounded by the specification: classes, outcomes, parts of the ledger.
+The specification bounds the labels: classes, outcomes, parts of the ledger.
 """
 
 from collections.abc import Iterable
@@ -21,19 +21,18 @@ from cluster.policy.slo_attainment import OTHER, Ended
 from kvtransfer.ticket import TransferReport
 from workers.request import FinishReason, Request
 
-PLAIN = "default"  # the class of requests that name none
+DEFAULT_CLASS = "default"  # of requests without a class
 STAGES = ("queue", "prefill", "decode", "inference")
 QUEUEING = ("admission", "route", "reserve", "prefill_queue")
 
 
 class RequestMetrics(RequestObserver):
-    """Owned by a Dispatcher. Requests of a class that is not in `classes` count as `other`.
-
-    Series of `classes` and `transports` start with zeros.
+    """Owned by a Dispatcher. Requests of unknown classes count as `other`. Series of `classes` and `transports` start
+    with zeros.
     """
 
     def __init__(self, classes: Iterable[str], transports: Iterable[str] = ()) -> None:
-        named = dict.fromkeys((PLAIN, *classes))
+        named = dict.fromkeys((DEFAULT_CLASS, *classes))
         self._classes = {name: (name,) for name in named}
         by_class = [(name,) for name in named]
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -58,12 +57,12 @@ class RequestMetrics(RequestObserver):
         return (count,)
 
     def on_end(self, end: RequestEnd) -> None:
-        self.ended(end.score, end.completed, end.transfers)
+        self.add(end.score, end.completed, end.transfers)
 
     def on_turned_away(self, class_name: str, cause: str) -> None:
-        self.ended(Ended("refused", class_name, cause), None, ())
+        self.add(Ended("refused", class_name, cause), None, ())
 
-    def ended(self, ended: Ended, completed: Completed | None, transfers: Iterable[TransferReport]) -> None:
+    def add(self, ended: Ended, completed: Completed | None, transfers: Iterable[TransferReport]) -> None:
         """Count a finished request, once."""
         label = self._label(ended.class_name)
         self._requests.add((*label, ended.outcome), ended.waited_s)
@@ -121,7 +120,7 @@ def _parts(ledger: LatencyLedger) -> dict[str, float]:
 
 
 def stages(ledger: LatencyLedger) -> dict[str, float]:
-    """Seconds of a whole request by `STAGES`; `inference` is prefill and decode together."""
+    """Seconds of a request by `STAGES`; `inference` is prefill and decode together."""
     queue_s = sum(ns for part, ns in ledger.first if part in QUEUEING) / 1e9
     prefill_s, decode_s = ledger.ttft_ns / 1e9 - queue_s, (ledger.total_ns - ledger.ttft_ns) / 1e9
     return dict(zip(STAGES, (queue_s, prefill_s, decode_s, prefill_s + decode_s), strict=True))

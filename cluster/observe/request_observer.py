@@ -1,8 +1,9 @@
-"""The port through which a dispatcher reports its requests: metrics, history, SLO scores, load reports, logs, traces.
+"""The interface of everything that records requests: metrics, history, SLO scores, load reports, logs, spans.
 
 on_arrived ─> (on_placed ─> on_transfer, on_prefilled, on_first_token, on_moved | on_replaced)... ─> on_end
 
-Tokens take a shorter way: `token_observers` are asked for once per attempt, and called for each output of a worker.
+For speed, tokens are reported separately: `token_observers` is called once per attempt, and returns callbacks for the
+outputs of its worker.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +16,13 @@ from diptych.history import RequestTrace
 from kvtransfer.ticket import TransferReport
 from workers.request import Request
 
-# Called with the number of new tokens and the seconds since the previous ones, None for the answer's first.
+# Gets the number of new tokens, and the seconds since the previous ones (None for the answer's first).
 OnTokens = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
-    """How a request ended: with `completed`, or with an `error`. `trace` is computed on demand."""
+    """The end of a request: `completed` or an `error`. `trace` computes the trace on demand."""
 
     request: Request
     score: Ended
@@ -33,7 +34,7 @@ class RequestEnd:
 
 
 class RequestObserver:
-    """Override the events of interest. Methods must be fast, must not wait and must not raise."""
+    """Base class: override the events of interest. Methods must be fast, and must not wait or raise."""
 
     def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
         """A request arrived. `expected_tokens`: of its answer."""
@@ -48,7 +49,7 @@ class RequestObserver:
         """The answer's first token arrived; once per request."""
 
     def token_observers(self, request: Request, worker: str) -> Sequence[OnTokens]:
-        """Callbacks for the tokens of an attempt that decodes on this worker; asked for at its start and migrations."""
+        """Callbacks for the tokens of an attempt on this worker; called at the attempt's start and its migrations."""
         return ()
 
     def on_transfer(self, reader: str, report: TransferReport) -> None:

@@ -1,4 +1,4 @@
-"""Times of one request, and how it ended, for `cluster.policy.slo_attainment`. Knows no worker."""
+"""Times and outcome of one request, for `cluster.policy.slo_attainment`. Knows no worker."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from workers.request import SLO
 
 @dataclass(slots=True)
 class RequestTiming:
-    """Owned by its request's coroutine. In seconds of the dispatcher's clock.
+    """Owned by its request's coroutine. Times are seconds of the dispatcher's clock.
 
-    Keeps the prediction of the placement that led to the first token.
+    Keeps the prediction of the attempt that sent the first token.
     """
 
     arrived_s: float
@@ -31,7 +31,7 @@ class RequestTiming:
             self._predicted_ttft_s, self._predicted_tpot_s = placement.predicted_ttft_s, placement.predicted_tpot_s
 
     def tokens(self, count: int, now_s: float) -> float | None:
-        """Count new tokens. Returns the seconds since the previous ones, None for the first ones."""
+        """Count new tokens. Returns the seconds since the previous ones; None for the first ones."""
         self.num_tokens += count
         before_s, self._last_s = self._last_s, now_s
         if self._first_s is None:
@@ -40,7 +40,7 @@ class RequestTiming:
         return now_s - before_s
 
     def ended(self, slo: SLO, error: BaseException | None, now_s: float) -> Ended:
-        """The scored outcome. `error`: what ended it, if it did not complete."""
+        """The outcome, to be scored. `error`: None if the request completed."""
         ttft_s = after_placement_s = tpot_s = predicted_s = None
         if self._first_s is not None:
             ttft_s, after_placement_s = self._first_s - self.arrived_s, self._first_s - self._placed_s

@@ -1,4 +1,4 @@
-"""A request's trace as spans, each with its worker. Pure."""
+"""A request's trace as spans with their workers. Pure."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ UNFINISHED = ", no further part known"
 
 
 def parts(trace: RequestTrace) -> tuple[Span, ...]:
-    """All of a request's time; time that is not in the ledger comes last."""
+    """Spans of the request's whole time; the time that is not in the ledger comes last."""
     found = phase_spans(trace.ledger, trace.arrived_ns)
     if not trace.open_ns:
         return found

@@ -188,10 +188,8 @@ class Policy:
         """The decode worker reserved blocks, so the prompt is sent now. Unknown keys are ignored."""
         self.active.reserved(key, now_s)
 
-    def prefilled(
-        self, key: str, now_s: float, cached_tokens: int | None = None, compute_s: float | None = None
-    ) -> None:
-        """The attempt's first token arrived. `cached_tokens` of its prompt were cached; computing took `compute_s`.
+    def prefilled(self, key: str, now_s: float, compute_s: float | None = None) -> None:
+        """The attempt's first token arrived; computing its prompt took `compute_s`.
 
         Unknown keys and repeated calls are ignored.
         """
@@ -199,8 +197,6 @@ class Policy:
         work = self.active.prefilled(key, now_s)
         if work is not None and not work.is_cut:
             self._latency.learn_prompt(work, compute_s)
-            if cached_tokens is not None:
-                self.index.found(key, cached_tokens)
 
     def moved(self, key: str, worker: str) -> None:
         """The attempt now decodes on another worker. Unknown keys are ignored."""

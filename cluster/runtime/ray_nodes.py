@@ -15,7 +15,7 @@ from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.ray import NAMESPACE, RayService, answer_of
 
-LOOK_S = 1.0  # Ray has no event for a new name
+RECHECK_S = 1.0  # Ray has no event for a new name
 CONTROLLER = "/controller"
 NODE_LABEL = "ray.io/node-id"
 HELD = {"memory": 1.0}  # a byte
@@ -87,7 +87,7 @@ async def await_controller(cluster: str, timeout_s: float) -> ServiceHandle:
                 f"no cluster called {cluster!r} is served on this Ray within {timeout_s:.0f} s; check --cluster and "
                 "`diptych serve`"
             )
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(RECHECK_S)
     return controller
 
 

@@ -1,4 +1,4 @@
-"""Diptych for its clients: `diptych.client` is the Python client, `diptych.v1` the generated code of the wire schema.
+"""The client package: `diptych.client` is the Python client, `diptych.v1` the code generated from the wire schema.
 
-Imports nothing of the serving packages. `python -m cluster.frontend.grpc.generate_stubs` generates `diptych.v1`.
+Imports no serving package. `python -m cluster.frontend.grpc.generate_stubs` generates `diptych.v1`.
 """

@@ -1,4 +1,4 @@
-"""A client's credentials, and the authorities it trusts. Free of grpc, so that the command line can use it."""
+"""A client's credentials, and the CAs it trusts. Does not import grpc, so that the command line starts fast."""
 
 import os
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ KEY_VARIABLE = "DIPTYCH_API_KEY"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`ca_file`: authorities that may have signed the gateway's certificate; None: the system's.
+    """`ca_file`: CAs to verify the gateway's certificate with; None: the system's.
 
-    `cert_file` and `key_file`: the client's own certificate and its key. `api_key`: None: DIPTYCH_API_KEY of the
-    environment, if it is set; empty: no key.
+    `cert_file` and `key_file`: the client's own certificate and its key. `api_key` None: the environment's
+    DIPTYCH_API_KEY, if it is set; empty: no key.
     """
 
     ca_file: str | Path | None = None
@@ -35,7 +35,7 @@ class Access:
 
     @property
     def key(self) -> str:
-        """Empty: none."""
+        """The API key; empty: none."""
         return os.environ.get(KEY_VARIABLE, "") if self.api_key is None else self.api_key
 
     @property
@@ -43,8 +43,8 @@ class Access:
         return self.ca_file is not None or self.cert_file is not None
 
     def context(self) -> "ssl.SSLContext":
-        """For an HTTP client. Raises OSError."""
-        import ssl  # slow to load, and few commands need it
+        """The TLS context for an HTTP client. Raises OSError."""
+        import ssl  # slow to import, and few commands need it
 
         context = ssl.create_default_context(cafile=None if self.ca_file is None else str(self.ca_file))
         if self.cert_file is not None and self.key_file is not None:

@@ -1,7 +1,7 @@
-"""The client for programs with an event loop: a running cluster over gRPC. Every failed call is one `DiptychError`.
+"""The asyncio client of a running cluster, over gRPC. Every failed call raises `DiptychError`.
 
-`grpcs://HOST:PORT` uses TLS; `access=Access(ca_file=..., api_key=...)` has the CA and the key. With `retry=Retry()` a
-call that may work later is retried, and a broken stream continues where it was.
+`grpcs://HOST:PORT` uses TLS; `access=Access(ca_file=..., api_key=...)` sets the CA and the key. With `retry=Retry()`,
+calls with temporary errors are retried, and a broken stream continues where it stopped.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from diptych.wire import INFERENCE
 
 
 class AsyncClient:
-    """One connection. Make it inside a running event loop and close it, best with `async with`.
+    """One connection. Create it in a running event loop and close it, for example with `async with`.
 
-    `retry` applies to requests and read-only calls; changes of the cluster are never retried. None: every failure is
-    raised at once. A retried request has `.1`, `.2`, ... appended to its id; Accepted has the new id.
+    `retry` applies to requests and read-only calls; changes of the cluster are never retried. None: no retries. A
+    retried request has `.1`, `.2`, ... appended to its id; Accepted has the new id.
 
-    `access` is for guarded gateways; None: the system's authorities, and the key of DIPTYCH_API_KEY if there is one.
-    `interceptors`: gRPC's, around every call, such as those by which OpenTelemetry passes a trace on.
+    `access`: TLS files and API key; None: the system's CAs, and the key in DIPTYCH_API_KEY if there is one.
+    `interceptors`: gRPC interceptors for every call, such as those of OpenTelemetry.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what still runs on this connection."""
+        """Cancel all running calls and close the connection."""
         await self._channel.close()
 
     def generate(
@@ -86,7 +86,7 @@ class AsyncClient:
     ) -> AsyncGenerator[TextEvent, None]:
         """Answer (role, content) messages. Closing the iterator cancels the request in the cluster.
 
-        `tools` describe functions in the form that the model's chat template wants; calls come back as plain text.
+        `tools` describe functions in the format of the model's chat template; the answer has calls as plain text.
         """
         request = request_message(messages=messages, tools=tools, **options)
         return self._stream(request, options.get("timeout_s"))
@@ -103,35 +103,35 @@ class AsyncClient:
     async def batch(
         self, prompts: Sequence[Prompt], **options: Unpack[BatchOptions]
     ) -> AsyncGenerator[tuple[int, Answer | DiptychError], None]:
-        """(index, answer) in the order they finish. A prompt that fails yields its error; the others go on."""
+        """Yields (index, answer) in the order in which answers finish; a failed prompt yields its error instead."""
         requests = [request_message(prompt, **options) for prompt in prompts]
         for request in requests:
             request.response_mode = inference_pb2.RESPONSE_MODE_WHOLE
         left, tries = list(range(len(requests))), self._tries(options.get("timeout_s"))
         while True:
-            asked, events = tuple(left), dict[int, list[TextEvent]]()
-            batch = inference_pb2.GenerateBatchRequest(requests=[requests[index] for index in asked])
+            sent, events = tuple(left), dict[int, list[TextEvent]]()
+            batch = inference_pb2.GenerateBatchRequest(requests=[requests[index] for index in sent])
             call = self._inference.GenerateBatch(batch, timeout=tries.left_s(_now_s()))
             try:
                 async with aclosing(self._messages(call)) as messages:
                     async for message in messages:
-                        index = asked[message.index]
-                        heard = events.setdefault(index, [])
+                        index = sent[message.index]
+                        received = events.setdefault(index, [])
                         if not message.HasField("error"):
-                            heard.extend(events_from(message.response))
-                            if not heard or not isinstance(heard[-1], Completed):
+                            received.extend(events_from(message.response))
+                            if not received or not isinstance(received[-1], Completed):
                                 continue
-                        tries.came_on()
+                        tries.progressed()
                         left.remove(index)
-                        yield index, error_from(message.error) if message.HasField("error") else answer_of(heard)
+                        yield index, error_from(message.error) if message.HasField("error") else answer_of(received)
                 return
             except DiptychError as failure:
                 if requests and not left:
-                    return  # only the end of the call was lost
+                    return  # all answers have arrived; only the call's status was lost
                 await asyncio.sleep(tries.wait_s(failure, _now_s()))
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancel a request by its id. False: no such request ran in that gateway."""
+        """Cancel a request by its id. Returns whether it was running in this gateway."""
         with self._errors():
             answer = await self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id))
         return bool(answer.was_running)
@@ -139,21 +139,21 @@ class AsyncClient:
     async def status(self, *, audit: bool = False, timeout_s: float = 10.0) -> ClusterStatus:
         """The state of the cluster. `audit`: every worker checks that each of its KV blocks is accounted for."""
         request = admin_pb2.GetClusterRequest(audit=audit)
-        message = await self._look(lambda left_s: self._admin.GetCluster(request, timeout=left_s), timeout_s)
+        message = await self._query(lambda left_s: self._admin.GetCluster(request, timeout=left_s), timeout_s)
         return ClusterStatus.read(message)
 
     async def metrics(self, *, timeout_s: float = 10.0) -> str:
         """The gateway's metrics in Prometheus' text format."""
         request = admin_pb2.GetMetricsRequest()
-        answer = await self._look(lambda left_s: self._admin.GetMetrics(request, timeout=left_s), timeout_s)
+        answer = await self._query(lambda left_s: self._admin.GetMetrics(request, timeout=left_s), timeout_s)
         return str(answer.text)
 
     async def trace(
         self, *, last_s: float | None = None, begin_unix_ns: int = 0, end_unix_ns: int = 0, timeout_s: float = 60.0
     ) -> tuple[str, Window]:
-        """The name of the gateway and its history: of the last seconds, or from one time to another (0: until now).
+        """The gateway's name, and its history: of the last `last_s` seconds, or of a time window (end 0: now).
 
-        Times in it are nanoseconds of the time of day, by the gateway's clock.
+        Times are Unix nanoseconds by the gateway's clock.
         """
         request = admin_pb2.GetTraceRequest(begin_unix_ns=begin_unix_ns, end_unix_ns=end_unix_ns)
         if last_s is not None:
@@ -164,9 +164,9 @@ class AsyncClient:
         return pages[0].gateway, window_from(pages)
 
     async def flip(self, worker: str, role: Role, *, revision: int = 0, timeout_s: float = 90.0) -> int:
-        """Give a ready worker another role; what runs there continues. Returns the cluster's new revision.
+        """Change a ready worker's role; its running requests continue. Returns the cluster's new revision.
 
-        `revision`, in all changes: the one the caller has seen; ABORTED if the cluster has changed since. 0: any.
+        `revision`, in all changes: the one that the caller has seen; ABORTED if the cluster has changed since. 0: any.
         Other errors: NOT_FOUND, FAILED_PRECONDITION with the reason.
         """
         request = admin_pb2.FlipWorkerRequest(worker=worker, role=ROLE.encode(role), expected_revision=revision)
@@ -190,18 +190,19 @@ class AsyncClient:
             return int((await self._admin.ScalePool(request, timeout=timeout_s)).revision)
 
     async def measure(self, worker: str, shape: Shape, repeats: int = 1, *, timeout_s: float = 150.0) -> Timings:
-        """Have an idle worker time steps of this shape. Errors, as statuses: INVALID_ARGUMENT for a shape that no
-        step there can have, RESOURCE_EXHAUSTED when it has work."""
+        """Time steps of this shape on an idle worker. Errors: INVALID_ARGUMENT if no step can have this shape,
+        RESOURCE_EXHAUSTED if the worker has work.
+        """
         with self._errors():
             message = SHAPE.encode(shape, worker=worker, repeats=repeats)
             return TIMINGS.decode(await self._admin.MeasureSteps(message, timeout=timeout_s))
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when a worker is ready; the server itself may still be starting."""
+        """Wait until a worker is ready; the server itself may still be starting."""
         request = health_pb2.HealthCheckRequest(service=INFERENCE)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._shake_hands(request)
+                await self._check_handshake(request)
                 async with aclosing(self._messages(self._health.Watch(request, wait_for_ready=True))) as answers:
                     async for answer in answers:
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -210,8 +211,8 @@ class AsyncClient:
             raise DiptychError("DEADLINE_EXCEEDED", f"{self.endpoint} was not ready after {timeout_s:g} s") from None
         raise DiptychError("UNAVAILABLE", f"{self.endpoint} is shutting down")
 
-    async def _shake_hands(self, request: health_pb2.HealthCheckRequest) -> None:
-        """Fail at once if the TLS handshake fails, since waiting cannot fix that. Raises `DiptychError`."""
+    async def _check_handshake(self, request: health_pb2.HealthCheckRequest) -> None:
+        """Raise `DiptychError` if the TLS handshake fails, because waiting cannot fix that."""
         try:
             with self._errors():
                 await self._health.Check(request)
@@ -227,7 +228,7 @@ class AsyncClient:
         if self._retry is not None and not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(64)  # so that every try gives the same answer
         for number in itertools.count():
-            if number:  # workers may still hold the previous try
+            if number:  # workers may still run the previous try
                 request.request_id = f"{name[:120]}.{number}"
             accepted = ""
             received.begin()
@@ -237,13 +238,13 @@ class AsyncClient:
                     async for message in messages:
                         for event in events_from(message):
                             if isinstance(event, Accepted) and event.index == 0:
-                                accepted = event.request_id.partition("#")[0]  # of several answers, the whole
+                                accepted = event.request_id.partition("#")[0]  # without the number of an answer
                             if isinstance(event, TextDelta) and self._retry is not None:
                                 new = received.new(event)
                                 if new is None:
                                     continue
                                 event = new
-                                tries.came_on()
+                                tries.progressed()
                             yield event
                 return
             except DiptychError as failure:
@@ -252,12 +253,12 @@ class AsyncClient:
                     await self._end(accepted)
 
     async def _end(self, request_id: str) -> None:
-        """Cancel what may still run of a broken stream. An unreachable gateway notices by itself."""
+        """Cancel the request of a broken stream, if it still runs. An unreachable gateway notices by itself."""
         with suppress(DiptychError), self._errors():
             await self._inference.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=5.0)
 
-    async def _look(self, call: Callable[[float | None], Awaitable[Any]], timeout_s: float) -> Any:
-        """The answer to a read-only call, retried."""
+    async def _query(self, call: Callable[[float | None], Awaitable[Any]], timeout_s: float) -> Any:
+        """The answer to a read-only call, with retries."""
         tries = self._tries(timeout_s)
         while True:
             try:
@@ -270,7 +271,7 @@ class AsyncClient:
         return Tries(self._retry, None if timeout_s is None else _now_s() + timeout_s)
 
     async def _messages(self, call: Any) -> AsyncGenerator[Any, None]:
-        """The call's messages; whatever ends this iterator early cancels the call."""
+        """The call's messages. Closing the iterator early cancels the call."""
         try:
             with self._errors():
                 async for message in call:

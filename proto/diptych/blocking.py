@@ -1,4 +1,4 @@
-"""The synchronous client: the calls and types of `AsyncClient`, each blocking until its answer is there.
+"""The synchronous client: the methods and types of `AsyncClient`, as blocking calls.
 
 with Client("127.0.0.1:50051", retry=Retry()) as client:
     for event in client.generate("The sea is", max_tokens=32):
@@ -46,7 +46,7 @@ def _iterating(
 
 
 class Client:
-    """One connection and its thread. Close it, best with `with`. Ctrl-C cancels the call, in the cluster as well.
+    """One connection and its thread. Close it, for example with `with`. Ctrl-C cancels the call, also in the cluster.
 
     Closing an iterator, or leaving its loop, cancels the request.
     """
@@ -84,7 +84,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancel what still runs on this connection."""
+        """Cancel all running calls and close the connection."""
         if self._loop.is_closed():
             return
         self._wait(self._client.close())
@@ -117,7 +117,7 @@ class Client:
         try:
             return answer.result()
         finally:
-            answer.cancel()  # has an effect only if Ctrl-C interrupted the wait
+            answer.cancel()  # only has an effect if Ctrl-C interrupted the wait
 
     def _each(self, events: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         try:

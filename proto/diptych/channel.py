@@ -1,4 +1,4 @@
-"""Connections to a gateway: plain or TLS by its address, with the API key on every call if there is one."""
+"""Opens channels to a gateway: plain or TLS, by its address; adds the API key to every call, if there is one."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,8 +14,8 @@ from diptych.wire import CLIENT_SIZES, KEEPALIVE, RECONNECTING
 PLAIN, SECURE = "grpc://", "grpcs://"
 
 
-class Keyed:
-    """A channel whose calls carry a key; for the two kinds of calls that our services have."""
+class KeyedChannel:
+    """A channel that adds the API key to calls; for the two kinds of calls that our services have."""
 
     def __init__(self, channel: grpc.aio.Channel, key: str) -> None:
         self._channel = channel
@@ -35,23 +35,24 @@ Interceptors = Sequence[grpc.aio.ClientInterceptor]
 
 
 def open_channel(endpoint: str, access: Access, interceptors: Interceptors = ()) -> Any:
-    """To `HOST:PORT` or `grpc://HOST:PORT`, or with TLS to `grpcs://HOST:PORT`.
+    """A channel to `HOST:PORT` or `grpc://HOST:PORT`, or with TLS to `grpcs://HOST:PORT`.
 
-    Raises OSError for a file that cannot be read, `DiptychError` for what does not fit together.
+    Raises OSError if a file cannot be read, `DiptychError` if `access` does not fit the address.
     """
     secure, address = endpoint.startswith(SECURE), host_port(endpoint)
     if access.has_files and not secure:
-        told = f"{endpoint} is without TLS, so neither a CA nor a certificate has an effect"
-        raise DiptychError("INVALID_ARGUMENT", f"{told}; write {SECURE}{address}, or leave them out", field="endpoint")
+        problem = f"{endpoint} is without TLS, so neither a CA nor a certificate has an effect"
+        advice = f"write {SECURE}{address}, or leave them out"
+        raise DiptychError("INVALID_ARGUMENT", f"{problem}; {advice}", field="endpoint")
     options: list[tuple[str, Any]] = [*CLIENT_SIZES, *KEEPALIVE, *RECONNECTING]
     if address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]"):
-        options.append(("grpc.enable_http_proxy", 0))  # no proxy can reach this very machine
+        options.append(("grpc.enable_http_proxy", 0))  # a proxy cannot reach this machine's loopback
     channel = (
         grpc.aio.secure_channel(address, _credentials(access), options=options, interceptors=interceptors)
         if secure
         else grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     )
-    return Keyed(channel, access.key) if access.key else channel
+    return KeyedChannel(channel, access.key) if access.key else channel
 
 
 def host_port(endpoint: str) -> str:

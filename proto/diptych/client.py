@@ -1,12 +1,12 @@
-"""The Python client: a running cluster over gRPC, in plain values. Every failed call is one `DiptychError`.
+"""The Python client of a running cluster, over gRPC. Every failed call raises `DiptychError`.
 
 with Client("127.0.0.1:50051") as client:
     for event in client.generate("The sea is", max_tokens=32):
         if isinstance(event, TextDelta):
             print(event.text, end="")
 
-`AsyncClient` is the same for programs with an event loop. This package imports nothing but the gRPC libraries, protobuf
-and msgspec: no serving code, and no name that could be in the way of a caller's own packages.
+`AsyncClient` is the same for asyncio programs. This package imports only the gRPC libraries, protobuf and msgspec: no
+serving code, and no top-level name that could clash with a caller's own packages.
 """
 
 from diptych.access import Access

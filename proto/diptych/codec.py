@@ -1,4 +1,4 @@
-"""Plain types to messages of the wire and back. One table for each pair of types serves client and server. Pure."""
+"""Converts plain types to protobuf messages and back. Client and server share one table per pair of types. Pure."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Converter(Protocol):
-    """One value, in both directions."""
+    """Converts one value in both directions."""
 
     @property
     def encode(self) -> Callable[[Any], Any]: ...
@@ -52,13 +52,13 @@ SECONDS = Pair(duration_of, seconds)
 
 
 def repeated(converter: Converter) -> Pair:
-    """Tuples of what `converter` converts."""
+    """A converter for tuples."""
     encode, decode = converter.encode, converter.decode
     return Pair(lambda values: [encode(each) for each in values], lambda values: tuple(map(decode, values)))
 
 
 def enum(plain: type[Enum], wire: Any, prefix: str, *, optional: bool = False) -> Pair:
-    """Members by name: `Role.PREFILL` is POOL_ROLE_PREFILL. `optional`: an unknown value decodes to None."""
+    """Converts members by name: `Role.PREFILL` is POOL_ROLE_PREFILL. `optional`: unknown values decode to None."""
     values = {each: wire.Value(prefix + each.name) for each in plain}
     members = {value: each for each, value in values.items()}
     return Pair(values.__getitem__, members.get if optional else members.__getitem__)
@@ -72,11 +72,11 @@ class _Field(NamedTuple):
 
 
 class Codec(Generic[T]):
-    """A dataclass or Struct as a message, and back.
+    """Converts a dataclass or Struct to a message and back.
 
-    `fields` maps a plain field to its (name on the wire, converter); fields of the same name and value need no entry.
-    A plain field that the message lacks keeps its default, or is given to `decode`. None is an absent field, where the
-    plain type allows None and the wire has presence.
+    `fields` maps a plain field to (message field, converter); fields with the same name and value need no entry. A
+    plain field that the message lacks keeps its default, or is passed to `decode`. None is an absent field, if the
+    plain type allows None and the message field has presence.
     """
 
     def __init__(self, plain: type[T], message: Any, **fields: tuple[str, Converter]) -> None:
@@ -92,7 +92,7 @@ class Codec(Generic[T]):
             self._fields.append(_Field(name, wire, converter, is_optional))
 
     def encode(self, value: T, **more: Any) -> Any:
-        """The message. `more`: wire fields that the plain type lacks."""
+        """The message. `more`: message fields that the plain type lacks."""
         for plain, wire, converter, _ in self._fields:
             given = getattr(value, plain)
             if given is not None:

@@ -1,13 +1,13 @@
-"""The one error of the public client. Free of grpc, so that the command line can name it without loading grpc."""
+"""The error of the public client. Does not import grpc, so that the command line starts fast."""
 
-NO_HANDSHAKE = "NO_HANDSHAKE"  # the reason where TLS cannot come about
+NO_HANDSHAKE = "NO_HANDSHAKE"  # the reason of a failed TLS handshake
 
 
 class DiptychError(Exception):
     """A call failed. `code` is the gRPC status's name, such as "INVALID_ARGUMENT".
 
-    `field` names the bad field, `retry_after_s` says when trying again makes sense, `reason` is a stable word for
-    programs; each is None when the server did not say.
+    `field`: the invalid field. `retry_after_s`: when a retry makes sense. `reason`: a stable identifier for programs.
+    Each is None if the server did not send it.
     """
 
     def __init__(

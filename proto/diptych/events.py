@@ -1,4 +1,4 @@
-"""What a request's answer is made of, in order: (Queued,) Accepted, TextDelta..., Completed. Pure."""
+"""The events of a request, in order: (Queued,) Accepted, TextDelta..., Completed. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from diptych.errors import DiptychError
 
 PHASES = (
     "admission",  # decoding and checking the request in the gateway
-    "route",  # the policy's choice, and waiting for a worker to choose, or for its turn
+    "route",  # choosing workers, including the wait for a worker or in the admission queue
     "reserve",  # until the decode worker has reserved its blocks
     "prefill_queue",  # in the prefill worker, before the first step
     "prefill_compute",  # first step to first token
-    "prefill_wire",  # the rest of the prefill call: calls, pickling, event loops
-    "transfer_wait",  # what overlap did not hide: decode asked, KV still on its way
-    "decode_queue",  # KV there, waiting for a step
+    "prefill_wire",  # the rest of the prefill phase: calls, pickling, event loops
+    "transfer_wait",  # the part of the KV transfer that does not overlap with other work
+    "decode_queue",  # the KV has arrived; waiting for a step
     "decode_compute",  # first decode step to last token
     "decode_wire",  # the rest of the decode phase
-    "recovery",  # a worker died or refused; waiting to try again
+    "recovery",  # after a failure, until the next attempt
 )
 
 
@@ -29,7 +29,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the probabilities before temperature and filters: the chosen token's and the best ones'."""
+    """Natural logarithms of probabilities before temperature and filters: of the chosen token, and of the best ones."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
@@ -37,7 +37,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class LatencyLedger:
-    """`first` parts sum to `ttft_ns`, `first` and `rest` together to `total_ns`. Every part is 0 or more."""
+    """The parts of `first` sum to `ttft_ns`, those of `first` and `rest` to `total_ns`. No part is negative."""
 
     first: tuple[tuple[str, int], ...]
     rest: tuple[tuple[str, int], ...]
@@ -53,9 +53,9 @@ class LatencyLedger:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """One finished pull. `busy_s` counts the time reads were in flight, `digest_s` the time spent on checking.
+    """One finished pull. `busy_s`: time with reads in flight. `digest_s`: time spent on checking digests.
 
-    `num_blocks` and `reused_blocks` are the reader's blocks; bytes, descriptors and digests are summed over all ranks.
+    `num_blocks` and `reused_blocks` count the reader's blocks; bytes, descriptors and digests are summed over ranks.
     """
 
     lease: str
@@ -65,7 +65,7 @@ class TransferReport:
     num_bytes: int
     num_reads: int
     num_descriptors: int
-    reused_blocks: int  # prefix blocks the reader already had
+    reused_blocks: int  # prefix blocks that the reader had cached
     digests_verified: int
     busy_s: float
     digest_s: float
@@ -74,9 +74,9 @@ class TransferReport:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """No worker has room for it yet: it waits in the gateway, behind `position` others. Seconds are predictions.
+    """No worker has room for the request yet: it waits in the gateway, behind `position` others.
 
-    Its turn comes in `predicted_start_s`; its first token `predicted_ttft_s` after it arrived. Neither is guaranteed.
+    It is predicted to start in `predicted_start_s`, with a TTFT of `predicted_ttft_s`. Neither is guaranteed.
     """
 
     request_id: str
@@ -89,10 +89,9 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Workers are chosen and the decode worker has reserved its blocks. Sent again after a recovery (attempt > 0).
+    """Workers are chosen, and the decode worker has reserved its blocks. Sent again after a failure (attempt > 0).
 
-    The first token is predicted from the request's arrival; None: nothing is known yet. `index` tells several answers
-    of one request apart.
+    `predicted_ttft_s` counts from the request's arrival; None: no prediction yet. `index`: of the answer.
     """
 
     request_id: str
@@ -108,10 +107,10 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New tokens of one answer and the text that became certain with them. `first_position` counts its tokens from 0.
+    """New tokens of one answer, and the text that they complete. `first_position` counts its tokens from 0.
 
-    Text may trail the tokens; the last delta may be text alone. `index` tells several answers of one request apart.
-    `prompt_logprobs`, when asked for, stand in the first delta of answer 0: of the prompt's second token and on.
+    Text may lag behind the tokens; the last delta may have text alone. `index`: of the answer. The first delta of
+    answer 0 has `prompt_logprobs`, if requested: from the prompt's second token on.
     """
 
     text: str
@@ -123,7 +122,7 @@ class TextDelta:
 
     @staticmethod
     def join(deltas: Iterable["TextDelta"]) -> "TextDelta":
-        """Neighbouring deltas of one answer as one; of none, the empty one."""
+        """Consecutive deltas of one answer as one; an empty delta for none."""
         parts = list(deltas)
         return TextDelta(
             "".join(part.text for part in parts),
@@ -136,7 +135,7 @@ class TextDelta:
 
     @staticmethod
     def join_each(deltas: Iterable["TextDelta"]) -> "list[TextDelta]":
-        """One delta for each answer that has any, by index."""
+        """The joined deltas of each answer, by index."""
         answers: dict[int, list[TextDelta]] = {}
         for delta in deltas:
             answers.setdefault(delta.index, []).append(delta)
@@ -145,7 +144,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How one of several answers ended. `mean_logprob`, of its tokens, only where it decided over the answer."""
+    """The end of one of several answers. `mean_logprob`: of its tokens; only if answers were ranked by it."""
 
     finish: FinishReason
     completion_tokens: int
@@ -157,11 +156,11 @@ class AnswerEnd:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The end. `transfers` has one report for each KV handoff (none when colocated, several after recoveries or moves);
-    `decode_workers` are those of the last attempt: the one that was accepted, then those that it moved to.
+    """The end of a request. `transfers`: one report per KV handoff (none if colocated, several after failures or
+    migrations). `decode_workers`: of the last attempt, in order of its migrations.
 
-    Of several answers, `answers` has each one's end, by index; the rest then speaks of all that were made: tokens are
-    summed (the prompt's counted once), `finish` is the first answer's, `ledger` that of the one that ended last.
+    For several answers, `answers` has the end of each, by index. Token counts are then sums (the prompt counts once),
+    `finish` is that of answer 0, and `ledger` that of the answer that ended last.
     """
 
     finish: FinishReason
@@ -180,9 +179,9 @@ TextEvent = Queued | Accepted | TextDelta | Completed
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, or several; `output` is the first, and `accepted` names the workers that finished that one.
+    """One or several whole answers. `output` is the first, and `accepted` names the workers of its last attempt.
 
-    `queued`: it had to wait for its turn first.
+    `queued`: the request waited in the admission queue.
     """
 
     outputs: tuple[TextDelta, ...]
@@ -200,7 +199,7 @@ class Answer:
 
 
 def answer_of(events: Sequence[TextEvent]) -> Answer:
-    """All events of one request as its answer. Raises `DiptychError` when the last ones are missing."""
+    """The answer from all events of one request. Raises `DiptychError` if the last ones are missing."""
     accepted = [event for event in events if isinstance(event, Accepted) and event.index == 0]
     if not accepted or not isinstance(events[-1], Completed):
         raise DiptychError("DATA_LOSS", "the server's answer ended without its Completed message")

@@ -1,4 +1,4 @@
-"""A failed call's gRPC status as a `DiptychError`; `cluster.frontend.grpc.statuses` makes the statuses."""
+"""Converts gRPC statuses to `DiptychError`; `cluster.frontend.grpc.statuses` makes them."""
 
 import re
 
@@ -10,11 +10,11 @@ from diptych.codec import seconds
 from diptych.errors import NO_HANDSHAKE, DiptychError
 from diptych.wire import MAX_REQUEST_BYTES
 
-# What grpc reports for a failed handshake, and what the caller should do. Waiting fixes none of them.
+# grpc's messages of failed TLS handshakes, and ours. Waiting fixes none of them.
 HANDSHAKES = (
     ("CERTIFICATE_VERIFY_FAILED: ([^:]*)", "the certificate of {0} is not trusted ({1}); give the CA that signed it"),
-    ("(Hostname Verification)", "the certificate of {0} is for another host; ask by a name that stands in it"),
-    ("(WRONG_VERSION_NUMBER)", "{0} speaks no TLS; write grpc://{0}"),
+    ("(Hostname Verification)", "the certificate of {0} is for another host; use a name that is in the certificate"),
+    ("(WRONG_VERSION_NUMBER)", "{0} does not use TLS; write grpc://{0}"),
 )
 CLOSED = re.compile("all addresses.*Socket closed")
 
@@ -37,13 +37,13 @@ def error_from(status: status_pb2.Status) -> DiptychError:
 
 
 def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
-    """The client's error for a failed call; one that never reached the server says so."""
+    """The client's error for a failed call."""
     status = rpc_status.from_call(failure)
     if status is not None:
         return error_from(status)
     details = failure.details() or "no details"
-    if failure.code() is grpc.StatusCode.CANCELLED:  # not by us: a server or a proxy that ends drops its calls
-        return DiptychError("UNAVAILABLE", f"{endpoint} dropped the call ({details}); it may be ending")
+    if failure.code() is grpc.StatusCode.CANCELLED:  # not by us, but by a server or a proxy that shuts down
+        return DiptychError("UNAVAILABLE", f"{endpoint} dropped the call ({details}); it may be shutting down")
     if "larger than max" in details:
         rule = f"a request has at most {MAX_REQUEST_BYTES >> 20} MiB; send a shorter prompt, or a batch in parts"
         return DiptychError(failure.code().name, f"{details}: {rule}")
@@ -53,8 +53,8 @@ def error_of_call(failure: grpc.aio.AioRpcError, endpoint: str) -> DiptychError:
         if found := re.search(pattern, details):
             return DiptychError("UNAVAILABLE", words.format(endpoint, found[1]), reason=NO_HANDSHAKE)
     if CLOSED.search(details):
-        told = f"{endpoint} closed the connection: it may want TLS (grpcs://{endpoint}), or a certificate"
-        return DiptychError("UNAVAILABLE", told)
-    cause = details.rpartition(": ")[2]  # grpc puts each layer's words before it
-    told = f"nothing answers at {endpoint} ({cause}); is the cluster up, and is this its endpoint?"
-    return DiptychError("UNAVAILABLE", told)
+        message = f"{endpoint} closed the connection: it may require TLS (grpcs://{endpoint}), or a client certificate"
+        return DiptychError("UNAVAILABLE", message)
+    cause = details.rpartition(": ")[2]  # after the messages of grpc's layers
+    message = f"nothing answers at {endpoint} ({cause}); is the cluster running, and is this its endpoint?"
+    return DiptychError("UNAVAILABLE", message)

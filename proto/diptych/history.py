@@ -7,10 +7,10 @@ from diptych.events import LatencyLedger
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """One request. Nanoseconds of the gateway's clock.
+    """One request. Times are nanoseconds of the gateway's clock.
 
-    After the ledger come `open_ns` in `phase` (as an attempt names it), up to the end or, while `outcome` is empty, up
-    to now. `moves`: when its decode migrated, and to which worker.
+    After the ledger come `open_ns` in `phase`, up to the request's end, or to now while `outcome` is empty. `moves`:
+    times and target workers of its decode's migrations.
     """
 
     request_id: str
@@ -38,7 +38,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """A flip, a migration, a replaced attempt, a refusal, a worker that was lost, ..."""
+    """A flip, a migration, a replaced attempt, a refusal, the loss of a worker, ..."""
 
     at_ns: int
     kind: str  # "flip", "move", "anew", "refused", "lost", "left", "back" or "crash loop"
@@ -63,7 +63,7 @@ class Load:
 class Traffic:
     """The traffic of one worker since this gateway started, and its last change, `changed_ns` ago.
 
-    Prompts are counted where they were computed, with the tokens of them that were cached; transfers at their reader.
+    Prompts count at the worker that computed them, transfers at their reader. `prompt_tokens` includes cached ones.
     """
 
     prompts: int = 0
@@ -79,7 +79,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """For live views: traffic by worker, and the latest events with their ages in seconds."""
+    """Traffic by worker, and the latest events with their ages in seconds."""
 
     uptime_s: float = 0.0
     traffic: tuple[tuple[str, Traffic], ...] = ()
@@ -88,9 +88,9 @@ class Recent:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The history of an interval; traces in the order of their ends, running requests last.
+    """The history of a time window. Traces are in the order of their ends, running requests last.
 
-    `whole_ns`: nothing after it is missing; 0: nothing at all is missing.
+    `whole_ns`: the history is complete from this time on; 0: completely.
     """
 
     traces: tuple[RequestTrace, ...] = ()
@@ -99,7 +99,7 @@ class Window:
     whole_ns: int = 0
 
     def shifted(self, offset_ns: int) -> "Window":
-        """The same by another clock, which is `offset_ns` ahead."""
+        """The window by another clock, which is `offset_ns` ahead."""
         return Window(
             tuple(
                 replace(

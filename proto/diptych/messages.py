@@ -1,7 +1,7 @@
-"""Requests and the events of an answer, as messages of the inference service. Pure.
+"""Converts requests and events to and from messages of the inference service. Pure.
 
-The client encodes requests and decodes events; the server encodes events (`cluster.frontend.grpc.messages` decodes
-requests).
+The client encodes requests and decodes events; the server encodes events. `cluster.frontend.grpc.messages` decodes
+requests.
 """
 
 import json
@@ -50,7 +50,7 @@ LOGPROBS = repeated(Pair(_encode_logprobs, _decode_logprobs))
 
 
 def _encode_delta(delta: TextDelta) -> inference_pb2.Delta:
-    """By hand, as is the way back: there is one for each token, and a table takes twice as long."""
+    """Without a `Codec`, which takes twice as long: there may be one delta per token."""
     return inference_pb2.Delta(
         text=delta.text,
         token_ids=delta.tokens,
@@ -152,7 +152,7 @@ def event_message(event: TextEvent) -> inference_pb2.GenerateResponse:
 
 
 def events_from(message: inference_pb2.GenerateResponse) -> list[TextEvent]:
-    """One event; for a Completed that carries whole answers, these as deltas and then the end."""
+    """The event; for a Completed with whole answers, one delta per answer and then the Completed."""
     name = message.WhichOneof("event")
     if name is None:
         return []  # an event of a newer server
@@ -166,7 +166,7 @@ def request_message(
     tools: Sequence[Mapping[str, Any]] = (),
     **options: Unpack[RequestOptions],
 ) -> inference_pb2.GenerateRequest:
-    """Everything of a request but `timeout_s`. Raises `DiptychError` for a value that no field can hold."""
+    """The message of a request, without `timeout_s`. Raises `DiptychError` if a field cannot hold its value."""
     options.pop("timeout_s", None)
     slo = options.pop("slo", None)
     request = inference_pb2.GenerateRequest(

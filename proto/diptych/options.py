@@ -1,4 +1,4 @@
-"""The options of a request. Pure; the server chooses those left out."""
+"""The options of a request. The server has defaults. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ Messages = Sequence[tuple[str, str] | Mapping[str, str]]  # (role, content), or 
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """The SLO of a request. Requests name times and class; the gateway fills in the rest."""
+    """The SLO of a request. Requests set the times and the class; the gateway sets the rest."""
 
     ttft_s: float | None = None
     """Time to first token. Default: no TTFT SLO."""
     tpot_s: float | None = None
     """Mean time per output token after the first. Default: no TPOT SLO."""
     class_name: str = "default"
-    """The class of the SLO; requests name theirs."""
+    """The SLO class."""
     priority: int = 0
-    """Lower comes first. Set by the gateway from the class."""
+    """Lower is served first. Set by the gateway from the class."""
     is_enforced: bool = False
     """Workers grant no decode slot that would miss this SLO. Set by the gateway, with `admission: slo`."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling options of a call; the server chooses those left out. See `SamplingParams`."""
+    """Sampling options of a call. The server has defaults; see `SamplingParams`."""
 
     temperature: float
     top_k: int

@@ -1,4 +1,4 @@
-"""Request ids: which characters they may have, and new ones."""
+"""Request ids: their valid characters, and new ids."""
 
 import secrets
 

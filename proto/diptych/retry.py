@@ -1,7 +1,7 @@
-"""Retries: when, after which wait, and how a broken stream continues without a lost or repeated token.
+"""Retries: which errors, after which wait, and how a broken stream continues without a lost or repeated token.
 
-Prompt, sampling and seed determine an answer, so a broken stream is requested again from its beginning; what the caller
-already has is compared and skipped. Knows no wire and no clock.
+Prompt, sampling and seed determine an answer. So the client requests a broken stream again, compares its beginning with
+what the caller has, and skips that. Knows no wire format and no clock.
 """
 
 import random
@@ -13,10 +13,10 @@ from diptych.events import TextDelta
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long a client retries after the first of consecutive failures, and how long it waits between tries.
+    """The client retries for `patience_s` after the first of consecutive failures.
 
-    Waits double from `wait_s` to `most_wait_s`, with jitter, so that clients do not return all at once. They are at
-    least as long as the server asks for.
+    Waits double from `wait_s` to `most_wait_s`, with jitter, so that clients do not all return at once. They are at
+    least as long as the server's `retry_after_s`.
     """
 
     patience_s: float = 60.0
@@ -29,7 +29,7 @@ class Retry:
 
 
 class Tries:
-    """The tries of one call. Times are those of its owner's clock; `deadline_s` is one of them."""
+    """The tries of one call. All times, including `deadline_s`, are those of its owner's clock."""
 
     def __init__(self, retry: Retry | None, deadline_s: float | None) -> None:
         self._retry = retry
@@ -38,17 +38,17 @@ class Tries:
         self._failing_since_s: float | None = None
 
     def left_s(self, now_s: float) -> float | None:
-        """For the next try. None: as long as it takes."""
+        """The time limit of the next try. None: no limit."""
         return None if self._deadline_s is None else self._deadline_s - now_s
 
-    def came_on(self) -> None:
-        """The caller got something new."""
+    def progressed(self) -> None:
+        """The caller got something new: reset the count of failures."""
         self._failed, self._failing_since_s = 0, None
 
     def wait_s(self, failure: DiptychError, now_s: float) -> float:
-        """How long to wait before the next try. Raises the failure when there is to be none."""
+        """The wait before the next try. Raises the failure if there is no next try."""
         retry, since_s = self._retry, now_s if self._failing_since_s is None else self._failing_since_s
-        if retry is None or not may_pass(failure):
+        if retry is None or not is_temporary(failure):
             raise failure
         self._failed, self._failing_since_s = self._failed + 1, since_s
         jittered_s = min(retry.most_wait_s, retry.wait_s * 2.0 ** min(self._failed - 1, 30)) * random.uniform(0.5, 1.0)
@@ -59,15 +59,15 @@ class Tries:
         return wait_s
 
 
-def may_pass(failure: DiptychError) -> bool:
-    """Whether the same call may work later. A message too large is RESOURCE_EXHAUSTED, too, but says no time."""
+def is_temporary(failure: DiptychError) -> bool:
+    """Whether the same call may work later. A message that is too large is RESOURCE_EXHAUSTED without a retry time."""
     if failure.code == "UNAVAILABLE":
         return failure.reason != NO_HANDSHAKE
     return failure.code == "RESOURCE_EXHAUSTED" and failure.retry_after_s is not None
 
 
 class Received:
-    """What came of each answer of one request. `begin` before each try; owned by its stream."""
+    """What the caller has of each answer of one request. Owned by the stream, which calls `begin` before each try."""
 
     def __init__(self) -> None:
         self._answers: dict[int, _Received] = {}
@@ -77,9 +77,9 @@ class Received:
             answer.seen_chars = 0
 
     def new(self, delta: TextDelta) -> TextDelta | None:
-        """What the caller does not have yet; None when that is nothing.
+        """The part of the delta that the caller does not have yet; None if it has all of it.
 
-        Raises `DiptychError` with the reason ANSWER_CHANGED when it is not the answer that it was.
+        Raises `DiptychError` with the reason ANSWER_CHANGED if the answer differs from the previous try's.
         """
         return self._answers.setdefault(delta.index, _Received()).new(delta)
 
@@ -96,8 +96,8 @@ class _Received:
         self.seen_chars += len(delta.text)
         is_gap = delta.first_position > len(self.tokens)
         if is_gap or tuple(known) != delta.tokens[: len(known)] or not delta.text.startswith(part):
-            told = f"the stream broke after {len(self.tokens)} tokens, and the answer is another one now; ask again"
-            raise DiptychError("DATA_LOSS", told, reason="ANSWER_CHANGED")
+            message = f"the stream broke after {len(self.tokens)} tokens, and the retry's answer differs; ask again"
+            raise DiptychError("DATA_LOSS", message, reason="ANSWER_CHANGED")
         self.tokens += delta.tokens[len(known) :]
         self.text += delta.text[len(part) :]
         if not known and not part:

@@ -1,4 +1,4 @@
-"""Shapes of steps, and how long steps of a shape took. Pure."""
+"""Shapes of steps, and measured times of steps. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Shape:
     """A step: prompt chunks, each (tokens, tokens before them), and `batch` decodes of `context` tokens each.
 
-    `swap_bytes` of KV are saved in host memory before it, and brought back.
+    `swap_bytes` of KV are saved to host memory before the step, and restored.
     """
 
     chunks: tuple[tuple[int, int], ...] = ()
@@ -31,15 +31,14 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        """All that stand in the KV after the step."""
+        """Tokens in the KV cache after the step."""
         return sum(tokens + cached for tokens, cached in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Of equal steps: the device's seconds for each, and the worker's for all of them, preparation included.
-
-    `call_s`: the round trip of the call, on top of that.
+    """Times of equal steps. `seconds`: of the device, per step. `elapsed_s`: of the worker, for all steps, including
+    preparation. `call_s`: the rest of the call's round trip.
     """
 
     seconds: tuple[float, ...]

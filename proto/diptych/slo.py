@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How good predictions were lately, each made from what was known when its answer ended, and before it was learnt.
+    """Accuracy of recent length predictions. Each answer is scored against the state before it was learned.
 
-    Shares of answers: within the predicted median and 90th percentile (0.5 and 0.9 are right; where many have the same
-    length, the part of them that the percentile covers counts). Errors are mean absolute errors in tokens, of the
-    prediction and of `asked_length` for the same answers.
+    `within_p50`, `within_p90`: shares of answers within the predicted percentiles; 0.5 and 0.9 are ideal. If many
+    answers have the same length, the part of them that the percentile covers counts. Errors are mean absolute errors in
+    tokens, of the prediction and of `asked_length` for the same answers.
     """
 
     answers: int = 0  # scored since the start
@@ -21,7 +21,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class SLOCount:
-    """SLOs of one kind: those whose outcome is known, and those of them that were met (`kept`)."""
+    """SLOs of one kind: those with a known outcome (`settled`), and those of them that were met (`kept`)."""
 
     settled: int = 0
     kept: int = 0
@@ -33,7 +33,7 @@ class SLOCount:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of predictions lately: percentiles of (seen - predicted) / predicted."""
+    """Errors of recent predictions: percentiles of (measured - predicted) / predicted."""
 
     p10: float
     p50: float

@@ -1,4 +1,4 @@
-"""The cluster, a gateway's history and step timings as messages of the admin service, in both directions. Pure."""
+"""Converts the cluster, a gateway's history and step timings to and from messages of the admin service. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -74,14 +74,14 @@ DECISION_RECORD = Pair(
 
 # ---- SLOs ------------------------------------------------------------------------------------------------------
 
-KEPT = Codec(SLOCount, admin_pb2.Kept)
+SLO_COUNT = Codec(SLOCount, admin_pb2.SLOCount)
 ERRORS = Codec(Errors, admin_pb2.Errors)
 CLASS = Codec(
     ClassScore,
     admin_pb2.ClassScore,
-    ttft=("time_to_first_token", KEPT),
-    tpot=("time_per_output_token", KEPT),
-    both=("both", KEPT),
+    ttft=("time_to_first_token", SLO_COUNT),
+    tpot=("time_per_output_token", SLO_COUNT),
+    both=("both", SLO_COUNT),
     ttft_errors=("first_token_errors", ERRORS),
     tpot_errors=("output_token_errors", ERRORS),
 )
@@ -93,7 +93,7 @@ COUNTS = repeated(
 )
 ATTAINMENT = Codec(
     SLOAttainment,
-    admin_pb2.Standing,
+    admin_pb2.SLOAttainment,
     classes=("classes", repeated(CLASS)),
     outcomes=("outcomes", COUNTS),
     refused=("refused", COUNTS),
@@ -105,7 +105,7 @@ ATTAINMENT = Codec(
 _TRAFFIC = Codec(
     Traffic, admin_pb2.Traffic, transfer_s=("transfer_time", SECONDS), changed_ns=("change_age", NANOSECONDS)
 )
-_HAPPENING = Codec(ClusterEvent, admin_pb2.Happening)
+_RECENT_EVENT = Codec(ClusterEvent, admin_pb2.RecentEvent)
 TRAFFIC = repeated(
     Pair(
         lambda named: _TRAFFIC.encode(named[1], worker=named[0]),
@@ -114,8 +114,8 @@ TRAFFIC = repeated(
 )
 RECENT_EVENTS = repeated(
     Pair(
-        lambda aged: _HAPPENING.encode(aged[1], age=duration_of(aged[0])),
-        lambda message: (seconds(message.age), _HAPPENING.decode(message, at_ns=0)),  # its clock is not ours
+        lambda aged: _RECENT_EVENT.encode(aged[1], age=duration_of(aged[0])),
+        lambda message: (seconds(message.age), _RECENT_EVENT.decode(message, at_ns=0)),  # clocks differ
     )
 )
 MOVES = repeated(
@@ -126,23 +126,23 @@ MOVES = repeated(
 )
 TRACE = Codec(
     RequestTrace,
-    admin_pb2.Trail,
+    admin_pb2.RequestTrace,
     arrived_ns=("arrived_unix_ns", SAME),
     ledger=("ledger", LEDGER),
     moves=("moves", MOVES),
 )
-MOMENT = Codec(ClusterEvent, admin_pb2.Moment, at_ns=("unix_ns", SAME))
+EVENT = Codec(ClusterEvent, admin_pb2.ClusterEvent, at_ns=("unix_ns", SAME))
 LOAD = Codec(Load, admin_pb2.Load, at_ns=("unix_ns", SAME))
 
 
 def trace_pages(window: Window, gateway: str) -> Iterator[admin_pb2.TracePage]:
-    """A window in nanoseconds of the time of day as messages. At least one page."""
+    """A window as messages, at least one. Its times are Unix nanoseconds."""
     traces, events, loads = window.traces, window.events, window.loads
     while True:
         yield admin_pb2.TracePage(
             gateway=gateway,
-            trails=map(TRACE.encode, traces[:PAGE_TRACES]),
-            moments=map(MOMENT.encode, events[:PAGE_TRACES]),
+            traces=map(TRACE.encode, traces[:PAGE_TRACES]),
+            events=map(EVENT.encode, events[:PAGE_TRACES]),
             loads=map(LOAD.encode, loads[:PAGE_POINTS]),
             complete_from_unix_ns=window.whole_ns,
         )
@@ -152,11 +152,11 @@ def trace_pages(window: Window, gateway: str) -> Iterator[admin_pb2.TracePage]:
 
 
 def window_from(messages: Iterable[admin_pb2.TracePage]) -> Window:
-    """All pages as one; nanoseconds of the time of day."""
+    """The window of all pages, in Unix nanoseconds."""
     pages = tuple(messages)
     return Window(
-        tuple(TRACE.decode(each) for page in pages for each in page.trails),
-        tuple(MOMENT.decode(each) for page in pages for each in page.moments),
+        tuple(TRACE.decode(each) for page in pages for each in page.traces),
+        tuple(EVENT.decode(each) for page in pages for each in page.events),
         tuple(LOAD.decode(each) for page in pages for each in page.loads),
         max((page.complete_from_unix_ns for page in pages), default=0),
     )
@@ -181,15 +181,14 @@ TIMINGS = Codec(
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """What `GetCluster` answers: the view of one gateway, its load, recent scaling decisions, SLO attainment, and the
-    traffic of each worker."""
+    """The cluster as one gateway sees it: view, load, scaling decisions, SLO attainment, traffic and events."""
 
     view: ClusterView
     gateway: str
     active_requests: int
     max_requests: int
     decisions: tuple[DecisionRecord, ...] = ()
-    standing: SLOAttainment = field(default_factory=SLOAttainment)
+    slo_attainment: SLOAttainment = field(default_factory=SLOAttainment)
     recent: Recent = field(default_factory=Recent)
 
     @staticmethod
@@ -201,8 +200,8 @@ class ClusterStatus:
             gateway.active_requests,
             gateway.max_requests,
             tuple(map(DECISION_RECORD.decode, message.decisions)),
-            ATTAINMENT.decode(message.standing),
-            Recent(seconds(gateway.uptime), TRAFFIC.decode(message.traffic), RECENT_EVENTS.decode(message.happenings)),
+            ATTAINMENT.decode(message.slo_attainment),
+            Recent(seconds(gateway.uptime), TRAFFIC.decode(message.traffic), RECENT_EVENTS.decode(message.events)),
         )
 
     def message(self) -> admin_pb2.GetClusterResponse:
@@ -216,8 +215,8 @@ class ClusterStatus:
             self.view,
             gateway=gateway,
             decisions=map(DECISION_RECORD.encode, self.decisions),
-            standing=ATTAINMENT.encode(self.standing),
+            slo_attainment=ATTAINMENT.encode(self.slo_attainment),
             traffic=TRAFFIC.encode(self.recent.traffic),
-            happenings=RECENT_EVENTS.encode(self.recent.events),
+            events=RECENT_EVENTS.encode(self.recent.events),
         )
         return message

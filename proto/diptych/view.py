@@ -13,7 +13,7 @@ PLACEMENTS = ("pack", "strict_pack", "spread", "strict_spread")
 
 
 class Role(Enum):
-    """What a pool is for. Workers themselves can do all three."""
+    """The work that gateways send to a pool or a worker. Every worker can do all of it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -22,18 +22,15 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many ranks share a layer (tensor) and how many stages share the layers (pipeline).
-
-    Rank = stage * tensor + its place in the stage.
-    """
+    """Tensor and pipeline parallelism. Rank = stage * tensor + its place in the stage."""
 
     tensor: int = 1
-    """Ranks that share every layer. More: shorter steps, and a sum over ranks twice a layer."""
+    """Ranks that share every layer. More: shorter steps, and two all-reduces per layer."""
     pipeline: int = 1
-    """Stages that share the layers, one behind the other. More: more memory and throughput, no shorter decodes."""
+    """Stages that share the layers, one after the other. More: more memory and throughput, no shorter decodes."""
     placement: str = "pack"
-    """Where the ranks go: `pack` on one node if they fit and on few otherwise, `spread` over many; with `strict_`,
-    exactly one node, or a node for each rank.
+    """Nodes of the ranks: `pack` uses one node if they fit, else few; `spread` uses many. With `strict_`: exactly one
+    node, or one node per rank.
     """
 
     def __post_init__(self) -> None:
@@ -50,9 +47,10 @@ class ParallelConfig:
 
 
 class Pulls(Struct, frozen=True, gc=False):
-    """KV that this worker fetched from others, since it began. Made anew when a pull ends: statistics only name it.
+    """KV fetches of a worker since it started. Replaced at the end of each pull, so that statistics can share it.
 
-    `failed` ended without all of the KV, `corrupt` of them by a digest; the rest speaks of those that arrived.
+    `failed`: ended without all of the KV; `corrupt`: those of them with a wrong digest. The other fields are sums over
+    the fetches that arrived.
     """
 
     arrived: int = 0
@@ -81,8 +79,8 @@ NO_PULLS = Pulls()
 class WorkerStats(Struct, frozen=True, gc=False):
     """`queued_tokens`: prompt tokens still to compute. `reserved`: decode slots whose KV has not arrived.
 
-    free + used (sequences, leases and quarantine together) = total blocks; `cached_blocks` is the part of `free`
-    that still holds a reusable prefix.
+    free + used (sequences, leases and quarantine together) = total blocks. `cached_blocks`: the free blocks that hold a
+    reusable prefix.
     """
 
     queued_tokens: int = 0
@@ -97,15 +95,19 @@ class WorkerStats(Struct, frozen=True, gc=False):
     steps: int = 0
     step_s: float = 0.0  # moving average of the latest steps
     preemptions: int = 0
-    swaps: int = 0  # preemptions that saved the KV in host memory; the others compute it again
+    swaps: int = 0  # preemptions that saved the KV to host memory; the others recompute it
     swapped_blocks: int = 0
     expired_leases: int = 0
-    bubble_share: float = 0.0  # idle share of the stages' time while anything was in flight, lately
-    cache_number: int = 0  # the newest event of its cache; see `KVEvents`
-    sought_tokens: int = 0  # of prompts that were given blocks, and how many of them a cache had
-    found_tokens: int = 0
+    bubble_share: float = 0.0  # recent idle share of the stages' time while a step was in flight
+    cache_number: int = 0  # number of the newest cache event; see `KVEvents`
+    sought_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    found_tokens: int = 0  # those of them that were cached
     pulls: Pulls = NO_PULLS
     non_finite: int = 0  # requests that ended because their logits were NaN or infinite
+
+    @property
+    def used_blocks(self) -> int:
+        return self.total_blocks - self.free_blocks
 
 
 class WorkerState(Enum):
@@ -116,9 +118,9 @@ class WorkerState(Enum):
 
 
 class WorkerView(Struct, frozen=True, gc=False):
-    """One worker. `capacity_tokens`: the longest sequence its pool can hold; `age_s`: since it last spoke.
+    """One worker. `capacity_tokens`: the longest sequence that its KV pool can hold. `age_s`: since its last message.
 
-    `waits_for`: what it needs of a node, while it has none.
+    `waits_for`: the resources that it needs from a node, while it has none.
     """
 
     name: str
@@ -132,26 +134,26 @@ class WorkerView(Struct, frozen=True, gc=False):
     capacity_tokens: int = 0
     age_s: float = 0.0
     memory_bytes: int = 0
-    kv_token_bytes: int = 0  # of one token, on all its ranks together
+    kv_token_bytes: int = 0  # KV of one token, on all its ranks together
     detail: str = ""
     waits_for: str = ""
     failures: int = 0  # in a row: starts that failed or did not last
-    audit: str = ""  # "clean", or what does not balance; empty when not asked for
+    audit: str = ""  # "clean", or the error; empty without an audit
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     stats: WorkerStats = field(default_factory=WorkerStats)
 
     @property
     def trouble(self) -> str:
-        """What it waits for, and what was wrong with it last, in words."""
+        """What it waits for, and its last problem, as text."""
         waiting = f"waits for a node: {self.waits_for}" if self.waits_for else ""
         return "; ".join(filter(None, (waiting, self.detail)))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """What gateways must know of the served model.
+    """The served model, as gateways need it.
 
-    `default_sampling`: (name, value) of what its makers recommend, by the names of `SamplingOptions`.
+    `default_sampling`: the model's recommendations as (name, value), with the names of `SamplingOptions`.
     """
 
     name: str
@@ -162,7 +164,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A pool: the role its workers begin with, how many there shall be, and the bounds of scaling."""
+    """A pool: the role that its workers start with, their target number, and the bounds of autoscaling."""
 
     name: str
     role: Role
@@ -173,13 +175,13 @@ class PoolView:
 
 class GatewayState(Enum):
     OPEN = "open"
-    SILENT = "silent"  # it does not answer; its process may live
-    STARTING = "starting"  # again, after its death
+    SILENT = "silent"  # it does not answer; its process may be alive
+    STARTING = "starting"  # it died and is restarted
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayView:
-    """A gateway that the server of this cluster started. `silences`: how often it did not answer in time."""
+    """A gateway that `diptych serve` started. `silences`: how often it did not answer in time."""
 
     name: str
     state: GatewayState
@@ -190,7 +192,7 @@ class GatewayView:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailures:
-    """How often a background task met an exception since its process began. It goes on after each."""
+    """How often a background task raised an exception since its process started. The task continues after each."""
 
     process: str
     task: str
@@ -199,9 +201,9 @@ class TaskFailures:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What preflight found for one pair (reader <- owner): the chosen path and its measured quality.
+    """The result of a pair's preflight: the path that reader pulls from owner by, and its measured quality.
 
-    Where ranks read from several ranks, the numbers are those of the slowest link, and the names are joined.
+    If ranks read from several ranks, the numbers are those of the slowest link, and the names are joined.
     """
 
     reader: str
@@ -215,11 +217,10 @@ class LinkReport:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """`revision` grows with every change of membership or state; statistics alone do not change it.
+    """`revision` grows with every change of membership or state; statistics do not change it.
 
-    `pairs` is an index of the links, (owner, reader); None: they are searched one by one. `gateways`: all there are, as
-    far as this one knows, the one that has been there for the longest first; `served_gateways`: how those do that the
-    server of this cluster started.
+    `pairs`: an index of the links as (owner, reader); None: there is no index. `gateways`: all known gateways, oldest
+    first. `served_gateways`: those that `diptych serve` started.
     """
 
     revision: int
@@ -237,7 +238,7 @@ class ClusterView:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)
 
     def linked(self, owner: str, reader: str) -> bool:
-        """Whether preflight let KV flow from owner to reader."""
+        """Whether KV can move from owner to reader."""
         if self.pairs is not None:
             return (owner, reader) in self.pairs
         return any(link.owner == owner and link.reader == reader for link in self.links)
@@ -245,10 +246,9 @@ class ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One step: a worker flips to a role, or a pool grows or shrinks by one worker (`worker`: which one leaves). Or a
-    plan: the roles of all, which the steps after it lead to.
+    """One scaling decision: a worker flips to a role, or a pool grows or shrinks by one worker (`worker`: that leaves).
 
-    `reason` explains it to a person, with the figures it rests on.
+    `reason` explains it, with the figures behind it.
     """
 
     kind: Literal["flip", "grow", "shrink"]
@@ -260,7 +260,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """A decision of the elastic policy, `age_s` seconds old, and what became of it.
+    """A decision of the elastic policy, `age_s` seconds old, and its outcome.
 
     `outcome`: "advised", "under way", "done", or "failed: " and why.
     """

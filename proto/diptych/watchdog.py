@@ -1,21 +1,21 @@
-"""Deadlines that count only the time in which this event loop ran.
+"""Timeouts that count only the time in which this event loop ran.
 
-When a loop was blocked, stopped or starved, its own timers are overdue and the messages of its peers are unread, and a
-plain timer blames the peers. A watchdog splits the time into ticks. A tick counts once, however late it comes, and the
-loop reads what has arrived between two ticks. Shared by client, workers and cluster; needs nothing but the loop.
+When the loop was blocked, stopped or starved, its timers are overdue while the messages of its peers are unread, and a
+plain timer would blame the peers. A watchdog splits its timeout into ticks. Each tick counts once, however late it is,
+and the loop reads arrived messages between two ticks. Shared by client, workers and cluster.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-TICKS = 8  # a message needs a few iterations of the loop to be read; it gets this many, however slow they are
+TICKS = 8  # the loop needs a few iterations to read a message; it gets this many, however slow they are
 
 
 class Watchdog:
     """Calls `expired` once, when `reset` was not called for `seconds`; at most one tick (an eighth) late.
 
-    Close it, or its timer keeps it alive.
+    Must be closed: its timer keeps it alive.
     """
 
     def __init__(self, seconds: float, expired: Callable[[], object]) -> None:
@@ -26,7 +26,7 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(self._tick_s, self._tick)
 
     def reset(self) -> None:
-        """Start the count again. Costs one assignment."""
+        """Restart the timeout. Costs one assignment."""
         self._left = TICKS + 1  # the current tick does not count
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Watchdog:
 
 @asynccontextmanager
 async def patient_timeout(seconds: float) -> AsyncIterator[Watchdog]:
-    """`asyncio.timeout` by a watchdog: raises TimeoutError. `reset` of what it yields restarts the time."""
+    """`asyncio.timeout` with a watchdog, which it yields. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as bound:
         watchdog = Watchdog(seconds, lambda: bound.reschedule(loop.time()))

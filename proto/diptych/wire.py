@@ -1,8 +1,8 @@
-"""What server and client must agree on: service names, message sizes and other channel options."""
+"""Settings that server and client share: service names, message sizes and other channel options."""
 
 from diptych.v1 import admin_pb2, inference_pb2
 
-MAX_REQUEST_BYTES = 16 << 20  # as over HTTP; a prompt has half of it unless gateway.max_prompt_bytes says otherwise
+MAX_REQUEST_BYTES = 16 << 20  # as over HTTP; gateway.max_prompt_bytes is half of it by default
 MAX_MESSAGE_BYTES = 64 << 20  # of a server
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 30_000),

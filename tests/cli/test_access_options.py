@@ -124,7 +124,7 @@ def test_what_is_wrong_is_one_line(served: Served, tmp_path: Path) -> None:
     wrong = {
         "requires an API key; send it as Authorization: Bearer KEY (UNAUTHENTICATED)": (*at, *ca, *cert),
         "does not know this API key": (*at, *ca, *cert, "--key-file", str(tmp_path / "keys")),
-        "closed the connection: it may want TLS": (*at, *ca, *key),
+        "closed the connection: it may require TLS": (*at, *ca, *key),
         "is not trusted": (*at, *cert, *key),
         "--cert and --cert-key come together": (*at, *ca, *cert[:2]),
         "is without TLS": ("--endpoint", served.grpc.removeprefix("grpcs://"), *ca),

@@ -34,14 +34,14 @@ def status(
     seen = view()
     first = seen.workers[0]
     first = structs.replace(first, incarnation=incarnation, stats=structs.replace(first.stats, steps=steps))
-    standing = GatewayAttainment(
+    attainment = GatewayAttainment(
         (ClassScore("chat", kept[0], SLOCount(*kept), SLOCount(), SLOCount()),),
         (("completed", completed),),
         (("waited", 0),),
     )
     recent = Recent(uptime_s, (("prefill-0", traffic or Traffic()),))
     found = replace(seen, workers=(first, seen.workers[1]))
-    return ClusterStatus(found, "gateway-0", 1, 256, standing=standing, recent=recent)
+    return ClusterStatus(found, "gateway-0", 1, 256, slo_attainment=attainment, recent=recent)
 
 
 def test_rates_are_differences_over_the_time_between() -> None:
@@ -137,8 +137,8 @@ def test_in_80_columns_a_busy_gateway_shows_its_queue() -> None:
     snapshots = StatusWindow()
     for at_s in (0.0, 1.0):
         seen = status(completed=round(98 * at_s))
-        refused = replace(seen.standing, refused=(("waited", round(12 * at_s)),), queued=37)
-        snapshots.add(Snapshot(at_s, replace(seen, active_requests=250, standing=refused)))
+        refused = replace(seen.slo_attainment, refused=(("waited", round(12 * at_s)),), queued=37)
+        snapshots.add(Snapshot(at_s, replace(seen, active_requests=250, slo_attainment=refused)))
     console = Console(width=80, record=True, file=StringIO())
     console.print(screen(snapshots, 80, 24))
     assert "12.0 refused/s  250 of 256 in flight, 37 queued" in console.export_text()

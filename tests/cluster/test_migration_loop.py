@@ -46,7 +46,7 @@ def test_a_move_that_raises_is_told_and_the_next_one_is_looked_for(caplog: pytes
         requeue = SimpleNamespace(candidates=lambda view, now_s: [])
         subject = MigrationLoop(plans, requeue, lambda: VIEW, changed, lambda: {"r": 1}, move, lambda key: False)  # type: ignore[arg-type]
         subject.start(Failures())
-        subject.look()
+        subject.round()
         async with asyncio.timeout(10.0):
             while plans.asked < 3:
                 await asyncio.sleep(0.01)

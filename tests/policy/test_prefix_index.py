@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cluster.policy.routing.prefix_index import IndexAccuracy, Match, PrefixIndex, chain
+from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
 from workers.kv_events import KVEvents, NameChanges
 
 WORKERS = [f"w{number}" for number in range(20)]
@@ -91,15 +91,6 @@ def test_sent_prompts_count_until_cache_events_must_have_arrived() -> None:
     index.settle("r", 1002.0)
     index.take("a", "1", news([1]))
     assert index.matches([1, 2, 3], 1004.0) == {"a": Match(1)}
-
-
-def test_expectations_are_compared_with_what_was_cached() -> None:
-    index = PrefixIndex(grain=128)
-    for key, believed, found in (("a", 256, 300), ("b", 512, 0), ("c", 0, 256), ("d", 255, 240)):
-        index.expect(key, "w", "1", [], believed)
-        index.found(key, found)
-    index.found("unknown", 128)
-    assert index.accuracy == IndexAccuracy(prompts=4, wrong=2, tokens=1023, absent_tokens=512, unknown_tokens=256)
 
 
 def test_a_restarted_worker_has_nothing() -> None:

@@ -95,7 +95,7 @@ def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) ->
     for policy in policies:
         policy.began(ask, placed)
         if fate > 0:
-            policy.prefilled(ask.request.key, ask.now_s + 0.5, 0, 0.4)
+            policy.prefilled(ask.request.key, ask.now_s + 0.5, 0.4)
         if fate > 1:
             policy.ended(ask.request.key, ask.now_s + 1.5, 7)
         policy.active.check()

@@ -174,7 +174,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             active_requests=self._gateway.active,
             max_requests=self._context.spec.gateway.max_requests,
             decisions=() if operator is None else await operator.decisions(),
-            standing=dispatcher.slo_attainment(),
+            slo_attainment=dispatcher.slo_attainment(),
             recent=dispatcher.recent(),
         ).message()
 

@@ -1,4 +1,4 @@
-"""The Prometheus exposition of one gateway. Knows the names of metrics; counts nothing, serves no port."""
+"""The Prometheus metrics of one gateway, as text. Knows the names of metrics; counts nothing, serves no port."""
 
 from collections.abc import Iterable, Iterator
 
@@ -31,8 +31,8 @@ def exposition(
 ) -> str:
     """The text that Prometheus scrapes. Every metric has the label `gateway`, except those that `compat` adds.
 
-    `decisions` of the elastic policy: kind, outcome, count; None: there is no policy, or the controller is away.
-    `active`: running answers. `responses`: of the servers, by server, method and code.
+    `decisions`: of the elastic policy, as (kind, outcome, count); None: there is no policy, or the controller is away.
+    `active`: number of running answers. `responses`: counts by server, method and code.
     """
 
     def families() -> Iterator[Metric]:
@@ -44,7 +44,7 @@ def exposition(
         if compat == "vllm":
             yield from vllm_families(attainment, gateway, view)
 
-    registry = CollectorRegistry()  # one per scrape: nothing is global
+    registry = CollectorRegistry()  # one per scrape, so that nothing is global
     registry.register(_Collector(families()))
     return generate_latest(registry).decode()
 

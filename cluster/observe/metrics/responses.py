@@ -1,4 +1,4 @@
-"""Responses of one gateway's servers, counted by code; refusals count, too."""
+"""Responses of one gateway's servers by code, including refusals."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ GRPC_CODES = (
     *("OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED"),
     *("RESOURCE_EXHAUSTED", "INTERNAL", "UNAVAILABLE", "UNAUTHENTICATED"),
 )
-# Exported from the start: of a series that starts with its first event, Prometheus sees no increase.
+# Exported from the start: Prometheus would not see the first increase of a series that starts with it.
 KNOWN = (
     *(("http", method, str(code)) for method in ("completions", "chat") for code in HTTP_CODES),
     *(("grpc", "Generate", code) for code in GRPC_CODES),
@@ -20,13 +20,13 @@ KNOWN = (
 
 
 class Responses:
-    """Owned by a gateway; its servers count."""
+    """Counts responses. Owned by a gateway."""
 
     def __init__(self) -> None:
         self._counts = Counter(dict.fromkeys(KNOWN, 0))
 
     def count(self, server: str, method: str, code: str) -> None:
-        """`method` and `code` must be of a bounded set, whatever clients send."""
+        """`method` and `code` must come from a bounded set, whatever clients send."""
         self._counts[server, method, code] += 1
 
     def rows(self) -> tuple[tuple[tuple[str, str, str], int], ...]:

@@ -11,23 +11,23 @@ from cluster.policy.slo_attainment import ERROR_BOUNDS, ClassScore, GatewayAttai
 from cluster.spec import Role
 
 Pairs = tuple[tuple[str, str], ...]
-# Exported from the start: of a series that starts with its first event, Prometheus sees no increase.
+# Exported from the start: Prometheus would not see the first increase of a series that starts with it.
 MOVES: Pairs = tuple(product(("drain", "role", "relief", "anew"), ("moved", "stayed")))
 CHANGES: Pairs = tuple(permutations((role.value for role in Role), 2))
 DECISIONS: Pairs = tuple(product(("flip", "grow", "shrink"), ("done", "failed", "advised")))
 
 
 def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts | None) -> Iterator[Metric]:
-    def each(counts: tuple[tuple[str, int], ...]) -> Rows:
+    def rows(counts: tuple[tuple[str, int], ...]) -> Rows:
         return (((gateway, value), count) for value, count in counts)
 
     def pairs(known: Pairs, counts: Counts) -> Rows:
         found = dict.fromkeys(known, 0) | {(one, other): count for one, other, count in counts}
         return (((gateway, *pair), count) for pair, count in found.items())
 
-    ended, away = each(attainment.outcomes), each(attainment.refused)
-    yield counter("diptych_requests", "Requests that have ended.", ("gateway", "outcome"), ended)
-    yield counter("diptych_refused", "Requests refused.", ("gateway", "reason"), away)
+    outcomes, refused = rows(attainment.outcomes), rows(attainment.refused)
+    yield counter("diptych_requests", "Requests that have ended.", ("gateway", "outcome"), outcomes)
+    yield counter("diptych_refused", "Requests refused.", ("gateway", "reason"), refused)
     text = "SLOs of requests that have ended, by whether they were met."
     kinds = ("gateway", "class", "kind", "kept")
     yield counter("diptych_promises", text, kinds, _slos(attainment, gateway))
@@ -37,7 +37,7 @@ def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts 
     labels = ("gateway", "reason", "outcome")
     yield counter("diptych_moves", text, labels, pairs(MOVES, attainment.moves))
     text = "Requests served by workers of another role, since none of this role was ready."
-    yield counter("diptych_uncovered_requests", text, ("gateway", "role"), each(attainment.uncovered))
+    yield counter("diptych_uncovered_requests", text, ("gateway", "role"), rows(attainment.uncovered))
     moved = [((gateway,), attainment.moved_bytes)]
     yield counter("diptych_moved_bytes", "KV fetched for migrations of decodes.", ("gateway",), moved)
     labels = ("gateway", "from", "to")
@@ -48,9 +48,9 @@ def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts 
 
 
 def _slos(attainment: GatewayAttainment, gateway: str) -> Rows:
-    asked = {each.name for each in attainment.classes}
+    scored = {each.name for each in attainment.classes}
     known = (row.labels[0] for row in attainment.totals.ttft.rows)
-    idle = (ClassScore(name, 0, SLOCount(), SLOCount(), SLOCount()) for name in known if name not in asked)
+    idle = (ClassScore(name, 0, SLOCount(), SLOCount(), SLOCount()) for name in known if name not in scored)
     for each in (*attainment.classes, *idle):
         for kind, score in (("ttft", each.ttft), ("tpot", each.tpot), ("both", each.both)):
             yield (gateway, each.name, kind, "yes"), score.kept
@@ -60,7 +60,7 @@ def _slos(attainment: GatewayAttainment, gateway: str) -> Rows:
 def _errors(attainment: GatewayAttainment, gateway: str) -> Metric:
     text = "Measured over predicted latency, of predictions sent to clients; above 1 it took longer."
     family = HistogramMetricFamily("diptych_prediction_error_ratio", text, labels=("gateway", "kind"))
-    bounds = [*(f"{1.0 + bound:g}" for bound in ERROR_BOUNDS), "+Inf"]  # below 0 a histogram has no sum
+    bounds = [*(f"{1.0 + bound:g}" for bound in ERROR_BOUNDS), "+Inf"]  # histograms with negative values have no sum
     for each in attainment.errors:
         buckets = list(zip(bounds, accumulate(each.counts), strict=True))
         family.add_metric((gateway, each.kind), buckets, sum_value=sum(each.counts) + each.total)

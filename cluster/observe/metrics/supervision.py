@@ -1,4 +1,4 @@
-"""Metrics of the processes around the workers: gateways that hang, background tasks that failed."""
+"""Metrics of supervision: gateways that hang or die, background tasks that fail."""
 
 from collections import Counter
 from collections.abc import Iterator

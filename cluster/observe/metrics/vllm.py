@@ -1,7 +1,7 @@
-"""vLLM's series that public dashboards use, by vLLM's names and labels.
+"""vLLM's metrics that public dashboards use, with vLLM's names and labels.
 
-The engine of a request is its gateway, that of a worker is the worker. Of several gateways only the first in the view
-exports workers, so that sums over engines count each once. Requests in a gateway's queue wait at no worker yet.
+The label `engine` is the gateway for metrics of requests, and the worker for metrics of workers. Of several gateways
+only the first in the view exports workers, so that sums over engines count each once.
 """
 
 from collections.abc import Iterator

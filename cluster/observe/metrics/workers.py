@@ -1,7 +1,4 @@
-"""Metrics of workers as a gateway sees them. Each of several gateways exports all workers.
-
-Counters of a worker restart with it, as Prometheus expects.
-"""
+"""Metrics of workers as a gateway sees them. Every gateway exports all workers. A worker's counters restart with it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +19,7 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("reserved_requests", "Reserved decode slots whose KV has not arrived.", lambda worker: worker.stats.reserved),
     ("queued_tokens", "Prompt tokens still to compute.", lambda worker: worker.stats.queued_tokens),
     ("kv_blocks", "Blocks of the KV pool.", lambda worker: worker.stats.total_blocks),
-    ("kv_used_blocks", "Blocks in use.", lambda worker: worker.stats.total_blocks - worker.stats.free_blocks),
+    ("kv_used_blocks", "Blocks in use.", lambda worker: worker.stats.used_blocks),
     ("kv_cached_blocks", "Free blocks that hold a prefix.", lambda worker: worker.stats.cached_blocks),
     ("kv_quarantined_blocks", "Blocks that a read may still write.", lambda worker: worker.stats.quarantined_blocks),
     ("leases", "Prompts held for a reader.", lambda worker: worker.stats.leases),
@@ -55,7 +52,7 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     roles = (((gateway, worker.name, worker.role.value), 1) for worker in view.workers)
     yield gauge("diptych_worker_role", "1: the worker's role.", ("gateway", "worker", "role"), roles)
     states = ("gateway", "role", "state")
-    yield gauge("diptych_workers", "Workers by role and state.", states, _census(gateway, view))
+    yield gauge("diptych_workers", "Workers by role and state.", states, _by_role_and_state(gateway, view))
     ready = Counter(worker.pool for worker in view.workers if worker.state is WorkerState.READY)
     there = (((gateway, pool.name), ready[pool.name]) for pool in view.pools)
     wanted = (((gateway, pool.name), pool.wanted) for pool in view.pools)
@@ -78,8 +75,8 @@ def live_workers(view: ClusterView) -> tuple[WorkerView, ...]:
     return tuple(worker for worker in view.workers if worker.state in (WorkerState.READY, WorkerState.DRAINING))
 
 
-def _census(gateway: str, view: ClusterView) -> Rows:
-    """Zeros too: an alert must see that there is none."""
+def _by_role_and_state(gateway: str, view: ClusterView) -> Rows:
+    """Includes zeros, so that an alert sees that there is none."""
     for role, state in product(Role, WorkerState):
         count = sum(worker.role is role and worker.state is state for worker in view.workers)
         yield (gateway, role.value, state.value), count

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from cluster.observe.ledger import Span, is_noticed, phase_spans, transfer_span
+from cluster.observe.ledger import Span, is_visible, phase_spans, transfer_span
 from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRecord
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def phases(served: Served) -> tuple[Span, ...]:
     if served.ledger is None:
         return ()
     parts = phase_spans(served.ledger, round(served.arrival_s * 1e9))
-    return tuple(filter(is_noticed, parts))
+    return tuple(filter(is_visible, parts))
 
 
 def whole(served: Served) -> Span:

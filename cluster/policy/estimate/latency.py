@@ -193,7 +193,7 @@ class LatencyPredictor:
         return self._pools[worker.pool].cost.decode_seconds(round(batch), round(context_tokens))
 
     def _used_tokens(self, worker: WorkerView) -> int:
-        return (worker.stats.total_blocks - worker.stats.free_blocks) * self.engine(worker).block_size
+        return worker.stats.used_blocks * self.engine(worker).block_size
 
     def learn_prompt(self, work: Work, compute_s: float | None = None) -> None:
         """Learn from a computed prompt. Of prompts that end together, the first one counts with all the time.

@@ -65,8 +65,7 @@ class CacheAware(LeastLoaded):
     def began(self, ask: Ask, placement: Placement) -> None:
         worker = self._find(ask.view, placement.prefill)
         if worker is not None:
-            names, believed = self.names(ask), placement.cached_tokens
-            self._index.expect(ask.request.key, worker.name, worker.incarnation, names, believed)
+            self._index.expect(ask.request.key, worker.name, worker.incarnation, self.names(ask))
         self._asked = None  # the next lookup sees it
 
 

@@ -11,7 +11,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
@@ -44,28 +43,12 @@ class Match(NamedTuple):
 NO_MATCH = Match(0)
 
 
-@dataclass(slots=True)
-class IndexAccuracy:
-    """How accurate the index was about the workers that prompts were sent to. Less than a grain off is accurate.
-
-    `tokens` were expected to be cached. Where it was wrong, `absent_tokens` of them were not, and `unknown_tokens` more
-    were.
-    """
-
-    prompts: int = 0
-    wrong: int = 0
-    tokens: int = 0
-    absent_tokens: int = 0
-    unknown_tokens: int = 0
-
-
 class _Expected(NamedTuple):
-    """A prompt that was sent: the names it will add to a worker's cache, and what was expected to be cached."""
+    """A prompt that was sent: the names that it will add to a worker's cache."""
 
     worker: str
     bit: Bits
     names: list[int]
-    cached_tokens: int
 
 
 class _Holders(dict[int, Bits]):
@@ -143,7 +126,6 @@ class PrefixIndex:
         self._expected_holders = _Holders()
         self._expected_counts: dict[tuple[int, Bits], int] = {}  # (name, worker) -> prompts expected to add it
         self._expected: dict[str, _Expected] = {}
-        self.accuracy = IndexAccuracy()
         self._settled: deque[tuple[float, str]] = deque()  # (until when it counts, key)
 
     # ---- lookups ---------------------------------------------------------------------------------------------
@@ -271,14 +253,11 @@ class PrefixIndex:
 
     # ---- prompts sent by this gateway ---------------------------------------------------------------------------
 
-    def expect(self, key: str, worker: str, incarnation: str, names: Sequence[int], cached_tokens: int = 0) -> None:
-        """A prompt was sent there: its prefix counts as cached for prompts that follow.
-
-        `cached_tokens` of it were expected to be cached already.
-        """
+    def expect(self, key: str, worker: str, incarnation: str, names: Sequence[int]) -> None:
+        """A prompt was sent there: its prefix counts as cached for prompts that follow."""
         bit = self._bit(worker, incarnation)
         fresh = [name for name in names if not self._device.holders.get(name, 0) & bit]
-        self._add(key, _Expected(worker, bit, fresh, cached_tokens))
+        self._add(key, _Expected(worker, bit, fresh))
 
     def _add(self, key: str, expected: _Expected) -> None:
         bit = expected.bit
@@ -289,19 +268,6 @@ class PrefixIndex:
                 self._expected_holders.add(name, bit)
         self.withdraw(key)
         self._expected[key] = expected
-
-    def found(self, key: str, cached_tokens: int) -> None:
-        """`cached_tokens` of the prompt were cached. Unknown keys are ignored."""
-        expected, accuracy = self._expected.get(key), self.accuracy
-        if expected is None:
-            return
-        accuracy.prompts += 1
-        accuracy.tokens += expected.cached_tokens
-        absent = expected.cached_tokens - cached_tokens
-        if abs(absent) >= self.grain:
-            accuracy.wrong += 1
-            accuracy.absent_tokens += max(0, absent)
-            accuracy.unknown_tokens += max(0, -absent)
 
     @contextmanager
     def without(self, key: str) -> Iterator[None]:

@@ -42,7 +42,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "standing", "traffic", "happenings", "served_gateways", "failures")
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "slo_attainment", "traffic", "events", "served_gateways", "failures")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -51,9 +51,9 @@ class GetClusterResponse(_message.Message):
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    STANDING_FIELD_NUMBER: _ClassVar[int]
+    SLO_ATTAINMENT_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
-    HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     SERVED_GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     revision: int
@@ -64,12 +64,12 @@ class GetClusterResponse(_message.Message):
     gateway: Gateway
     pools: _containers.RepeatedCompositeFieldContainer[Pool]
     decisions: _containers.RepeatedCompositeFieldContainer[Decision]
-    standing: Standing
+    slo_attainment: SLOAttainment
     traffic: _containers.RepeatedCompositeFieldContainer[Traffic]
-    happenings: _containers.RepeatedCompositeFieldContainer[Happening]
+    events: _containers.RepeatedCompositeFieldContainer[RecentEvent]
     served_gateways: _containers.RepeatedCompositeFieldContainer[ServedGateway]
     failures: _containers.RepeatedCompositeFieldContainer[TaskFailures]
-    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ..., served_gateways: _Optional[_Iterable[_Union[ServedGateway, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TaskFailures, _Mapping]]] = ...) -> None: ...
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., slo_attainment: _Optional[_Union[SLOAttainment, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecentEvent, _Mapping]]] = ..., served_gateways: _Optional[_Iterable[_Union[ServedGateway, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TaskFailures, _Mapping]]] = ...) -> None: ...
 
 class ServedGateway(_message.Message):
     __slots__ = ("name", "state", "restarts", "silences", "detail")
@@ -119,7 +119,7 @@ class Traffic(_message.Message):
     change_age: _duration_pb2.Duration
     def __init__(self, worker: _Optional[str] = ..., prompts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., change: _Optional[str] = ..., change_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
-class Happening(_message.Message):
+class RecentEvent(_message.Message):
     __slots__ = ("kind", "worker", "text", "request_id", "age")
     KIND_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -144,20 +144,20 @@ class GetTraceRequest(_message.Message):
     def __init__(self, last: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., begin_unix_ns: _Optional[int] = ..., end_unix_ns: _Optional[int] = ...) -> None: ...
 
 class TracePage(_message.Message):
-    __slots__ = ("gateway", "trails", "moments", "loads", "complete_from_unix_ns")
+    __slots__ = ("gateway", "traces", "events", "loads", "complete_from_unix_ns")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
-    TRAILS_FIELD_NUMBER: _ClassVar[int]
-    MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FROM_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     gateway: str
-    trails: _containers.RepeatedCompositeFieldContainer[Trail]
-    moments: _containers.RepeatedCompositeFieldContainer[Moment]
+    traces: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
     loads: _containers.RepeatedCompositeFieldContainer[Load]
     complete_from_unix_ns: int
-    def __init__(self, gateway: _Optional[str] = ..., trails: _Optional[_Iterable[_Union[Trail, _Mapping]]] = ..., moments: _Optional[_Iterable[_Union[Moment, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[Load, _Mapping]]] = ..., complete_from_unix_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, gateway: _Optional[str] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[Load, _Mapping]]] = ..., complete_from_unix_ns: _Optional[int] = ...) -> None: ...
 
-class Trail(_message.Message):
+class RequestTrace(_message.Message):
     __slots__ = ("request_id", "class_name", "outcome", "detail", "arrived_unix_ns", "ledger", "phase", "open_ns", "prompt_tokens", "cached_tokens", "output_tokens", "attempts", "prefill_worker", "decode_worker", "moves", "transfer_bytes", "transfer_ns")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -203,7 +203,7 @@ class Move(_message.Message):
     worker: str
     def __init__(self, unix_ns: _Optional[int] = ..., worker: _Optional[str] = ...) -> None: ...
 
-class Moment(_message.Message):
+class ClusterEvent(_message.Message):
     __slots__ = ("unix_ns", "kind", "worker", "text", "request_id")
     UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -243,7 +243,7 @@ class GetMetricsResponse(_message.Message):
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
-class Standing(_message.Message):
+class SLOAttainment(_message.Message):
     __slots__ = ("classes", "outcomes", "refused", "lengths", "queued")
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
@@ -265,7 +265,7 @@ class Count(_message.Message):
     count: int
     def __init__(self, name: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
-class Kept(_message.Message):
+class SLOCount(_message.Message):
     __slots__ = ("settled", "kept")
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
@@ -294,12 +294,12 @@ class ClassScore(_message.Message):
     OUTPUT_TOKEN_ERRORS_FIELD_NUMBER: _ClassVar[int]
     name: str
     requests: int
-    time_to_first_token: Kept
-    time_per_output_token: Kept
-    both: Kept
+    time_to_first_token: SLOCount
+    time_per_output_token: SLOCount
+    both: SLOCount
     first_token_errors: Errors
     output_token_errors: Errors
-    def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Kept, _Mapping]] = ..., time_per_output_token: _Optional[_Union[Kept, _Mapping]] = ..., both: _Optional[_Union[Kept, _Mapping]] = ..., first_token_errors: _Optional[_Union[Errors, _Mapping]] = ..., output_token_errors: _Optional[_Union[Errors, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., time_to_first_token: _Optional[_Union[SLOCount, _Mapping]] = ..., time_per_output_token: _Optional[_Union[SLOCount, _Mapping]] = ..., both: _Optional[_Union[SLOCount, _Mapping]] = ..., first_token_errors: _Optional[_Union[Errors, _Mapping]] = ..., output_token_errors: _Optional[_Union[Errors, _Mapping]] = ...) -> None: ...
 
 class Calibration(_message.Message):
     __slots__ = ("answers", "within_p50", "within_p90", "error_tokens", "asked_error_tokens")

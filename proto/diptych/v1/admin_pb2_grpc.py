@@ -81,22 +81,22 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Of the gateway that answers, as Prometheus reads them.
+        """The metrics of this gateway, in Prometheus' text format.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """What the gateway that answers remembers of a stretch of time, in pages. Requests under way are there as far as they
-        are. INVALID_ARGUMENT: the stretch ends before it begins.
+        """The history of this gateway in a time window, in pages. Includes running requests, up to now. INVALID_ARGUMENT: the
+        window ends before it begins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MeasureSteps(self, request, context):
-        """Time steps of one shape on an idle worker. INVALID_ARGUMENT: no step there can have this shape.
+        """Time steps of one shape on an idle worker. INVALID_ARGUMENT: no step on this worker can have this shape.
         RESOURCE_EXHAUSTED: the worker has work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,25 +104,25 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlipWorker(self, request, context):
-        """Changes. Each names the revision that its caller looked at (0: any): ABORTED when the cluster is at another one by
-        now. NOT_FOUND: no such worker or pool; the message lists them. FAILED_PRECONDITION: a floor, a bound, or KV that
-        cannot move; the message has the reason. UNAVAILABLE: the controller is away.
+        """Changes. Each has the revision that its caller has seen (0: any). ABORTED: the cluster has another revision by now.
+        NOT_FOUND: no such worker or pool; the message lists them. FAILED_PRECONDITION: a floor, a bound, or KV that cannot
+        move; the message has the reason. UNAVAILABLE: the controller does not answer.
 
-        Give a ready worker another role. What runs there goes on; new work follows the new role.
+        Change a ready worker's role. Its running requests continue; new ones follow the new role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Send a worker no new work and stop it once it is empty, or at the deadline. Does not wait for the end.
+        """Send a worker no new work, and stop it once it is empty or at the deadline. Does not wait until it has stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScalePool(self, request, context):
-        """Start workers of a pool, or drain those with the least work. Does not wait for either.
+        """Start workers of a pool, or drain those with the least work. Waits for neither.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

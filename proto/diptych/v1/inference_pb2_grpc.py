@@ -55,21 +55,21 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Accepted, then Deltas, then one Completed. Before them Queued, where admission lets requests wait.
+        """Queued if the request waits for admission, Accepted, then Deltas, then one Completed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateBatch(self, request, context):
-        """Many requests over one stream. One that fails ends with `error`; the others go on.
+        """Several requests over one stream. One that fails ends with `error`; the others continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request of this gateway by its id; its own stream ends with CANCELLED.
+        """Cancel a request of this gateway by its id. The request's own stream ends with CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -88,7 +88,7 @@ async def test_an_answer_that_changed_is_said_and_not_mixed(dispatcher: FakeDisp
             await anext(events)
         dispatcher.script = lambda request: bytes(60)
         relay.cut()
-        with pytest.raises(DiptychError, match="the answer is another one now") as caught:
+        with pytest.raises(DiptychError, match="the retry's answer differs") as caught:
             async for _ in events:
                 pass
     assert (caught.value.code, caught.value.reason) == ("DATA_LOSS", "ANSWER_CHANGED")
@@ -161,7 +161,7 @@ def test_a_retry_that_makes_no_sense_is_refused() -> None:
         Retry(patience_s=0.0)
 
 
-def test_only_what_may_pass_is_tried_again() -> None:
+def test_only_temporary_errors_are_retried() -> None:
     for failure in (
         DiptychError("INVALID_ARGUMENT", "bad"),
         DiptychError("RESOURCE_EXHAUSTED", "larger than any message may be"),

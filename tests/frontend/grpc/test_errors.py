@@ -231,7 +231,7 @@ async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]
 async def test_a_call_that_is_dropped_may_be_tried_again(dispatcher: FakeDispatcher) -> None:
     async with dropping(dispatcher, 1) as endpoint, AsyncClient(endpoint) as client:
         error = await failure(client)
-        assert error.code == "UNAVAILABLE" and endpoint in error.message and "it may be ending" in error.message
+        assert error.code == "UNAVAILABLE" and endpoint in error.message and "it may be shutting down" in error.message
     async with dropping(dispatcher, 2) as endpoint, AsyncClient(endpoint, retry=Retry(wait_s=0.01)) as client:
         assert (await client.complete("hello", max_tokens=3)).completed.completion_tokens == 3
 

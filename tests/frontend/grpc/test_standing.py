@@ -90,7 +90,7 @@ async def test_requests_that_the_server_turns_away_are_counted(
         await anext(first)
         with pytest.raises(DiptychError, match="1 of 1 requests are in flight"):
             await client.complete("hi", slo=SLO(class_name="batch"))
-        told = (await client.status()).standing
+        told = (await client.status()).slo_attainment
     assert dict(told.refused)["gateway-full"] == 1
     assert [(score.name, score.requests) for score in told.classes] == [("batch", 1)]
 

@@ -20,7 +20,7 @@ from cluster.spec import Role, SpecError
 from diptych.access import Access
 from diptych.client import AsyncClient, Client
 from diptych.errors import DiptychError
-from diptych.retry import may_pass
+from diptych.retry import is_temporary
 from tests.cluster.local import split_spec
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context
 from tests.frontend.http.guarded import KEY, Files, Guarded, guarded
@@ -135,7 +135,7 @@ async def test_a_stranger_is_not_trusted(files: Files) -> None:
     async with guarded(FakeDispatcher(), **files.tls) as server:
         error = await refusal(server, Access(files.clients.ca))
         assert error.code == "UNAVAILABLE" and "is not trusted (unable to get local issuer" in error.message
-        assert error.reason == "NO_HANDSHAKE" and not may_pass(error)
+        assert error.reason == "NO_HANDSHAKE" and not is_temporary(error)
         async with server.grpc(Access(files.clients.ca)) as client:
             with pytest.raises(DiptychError, match="is not trusted"):
                 await client.wait_ready(600.0)
@@ -165,10 +165,10 @@ async def test_another_host_s_certificate_is_not_trusted(files: Files) -> None:
 
 async def test_tls_on_one_side_only_is_told_apart(files: Files) -> None:
     async with guarded(FakeDispatcher(), **files.tls) as server, AsyncClient(server.endpoint) as client:
-        with pytest.raises(DiptychError, match=r"it may want TLS \(grpcs://127"):
+        with pytest.raises(DiptychError, match=r"it may require TLS \(grpcs://127"):
             await client.complete("abc")
     async with guarded(FakeDispatcher()) as server:
-        assert "speaks no TLS; write grpc://" in (await refusal(server, Access(files.servers.ca))).message
+        assert "does not use TLS; write grpc://" in (await refusal(server, Access(files.servers.ca))).message
         with pytest.raises(DiptychError, match="is without TLS, so neither a CA nor a certificate has an effect"):
             AsyncClient(server.endpoint, access=Access(files.servers.ca))
 

@@ -132,7 +132,7 @@ def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> Non
 @pytest.mark.parametrize("outcome", [outcome for outcome in OUTCOMES if outcome != "completed"])
 def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(outcome: str) -> None:
     tally = RequestMetrics(["fast"])
-    tally.ended(Ended(outcome, "fast", waited_s=0.5), None, ())
+    tally.add(Ended(outcome, "fast", waited_s=0.5), None, ())
     text = exposition(replace(GatewayAttainment(), totals=tally.snapshot()), "gateway-0", compat="vllm")
     assert value(text, "diptych_request_seconds_count", outcome=outcome) == 1
     theirs = [sample for family in families(text) for sample in family.samples if family.name.startswith("vllm:")]
@@ -142,8 +142,8 @@ def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(out
 def test_vllms_latency_is_that_of_complete_answers() -> None:
     tally = RequestMetrics([])
     ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
-    tally.ended(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
-    tally.ended(Ended("refused"), None, ())
+    tally.add(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
+    tally.add(Ended("refused"), None, ())
     text = exposition(replace(GatewayAttainment(), totals=tally.snapshot()), "gateway-0", compat="vllm")
     name = "vllm:e2e_request_latency_seconds"
     assert (value(text, f"{name}_count"), value(text, f"{name}_sum")) == (1, 3.0)
@@ -238,7 +238,7 @@ def test_labels_are_those_of_the_specification(ends: list[tuple[str, str, float 
     for outcome, class_name, ttft_s, moved in ends:
         (count_tokens,) = tally.token_observers(asked(class_name), "decode-0")
         count_tokens(3, 0.25)
-        tally.ended(Ended(outcome, class_name, ttft_s=ttft_s, waited_s=1.0), None, [REPORT] * moved)
+        tally.add(Ended(outcome, class_name, ttft_s=ttft_s, waited_s=1.0), None, [REPORT] * moved)
     told = tally.snapshot()
     known = {"default", "fast", "batch", OTHER}
     assert {row.labels[0] for row in told.gaps.rows} | {row.labels[0] for row in told.ttft.rows} <= known
@@ -259,7 +259,7 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
     ttft_ns, rest_ns = (sum(ns for _, ns in parts) for parts in (first, rest))
     ledger = LatencyLedger(tuple(first), tuple(rest), ttft_ns, ttft_ns + rest_ns)
     tally = RequestMetrics([])
-    tally.ended(Ended("completed"), Completed(FinishReason.STOP, 5, 4, 2, 1, ledger, ()), ())
+    tally.add(Ended("completed"), Completed(FinishReason.STOP, 5, 4, 2, 1, ledger, ()), ())
     told = tally.snapshot()
     whole_s = ledger.total_ns / 1e9
     assert sum(row.total for row in told.parts.rows) == pytest.approx(whole_s)

@@ -53,7 +53,7 @@ async def test_spans_come_by_either_protocol_and_what_is_left_comes_at_the_end(
 ) -> None:
     with collecting() as collector:
         spans = spans_to(collector.endpoint, otlp_protocol=protocol)
-        spans.ended(trail(), request(), FinishReason.LENGTH)
+        spans.send(trail(), request(), FinishReason.LENGTH)
         await spans.close()  # long before the library would send by itself
         span = collector.request("one")
     assert span.end_ns - span.begin_ns == 53 * MS
@@ -67,7 +67,7 @@ async def test_a_decode_that_moved_is_cut_where_it_did() -> None:
         spans = spans_to(collector.endpoint)
         made = trail()
         at_ns = made.arrived_ns + 30 * MS
-        spans.ended(replace(made, moves=((at_ns, "decode-1"),)), request(), FinishReason.LENGTH)
+        spans.send(replace(made, moves=((at_ns, "decode-1"),)), request(), FinishReason.LENGTH)
         await spans.close()
         span = collector.request("one")
     decodes = [each for each in collector.children(span) if each.name == "decode_compute"]
@@ -82,7 +82,7 @@ async def test_an_error_has_its_words(outcome: str) -> None:
         spans = spans_to(collector.endpoint)
         nothing = LatencyLedger((), (), 0, 0)
         lost = trail(outcome=outcome, detail="no room", ledger=nothing, phase="route", open_ns=5 * MS, output_tokens=0)
-        spans.ended(lost, request(), None)
+        spans.send(lost, request(), None)
         await spans.close()
         span = collector.request("one")
     assert (span.code, span.status, span.attributes["error.type"]) == (2, "no room", outcome)
@@ -96,7 +96,7 @@ async def sampled(collector: Collector, ratio: float, parent: str) -> int:
     spans = spans_to(collector.endpoint, sample_ratio=ratio)
     set_trace_headers([("traceparent", parent)] if parent else [])
     for index in range(200):
-        spans.ended(trail(f"{ratio}-{index}"), request(), None)
+        spans.send(trail(f"{ratio}-{index}"), request(), None)
     await spans.close()
     return len(collector.among(lambda each: each.attributes.get("gen_ai.request.id", "").startswith(f"{ratio}-")))
 
@@ -115,7 +115,7 @@ async def test_a_collector_that_is_away_holds_nobody_up_and_fills_no_memory() ->
         nobody.bind(("127.0.0.1", 0))
         spans = spans_to(f"http://127.0.0.1:{nobody.getsockname()[1]}")
         for index in range(3000):
-            spans.ended(trail(str(index)), request(), None)
+            spans.send(trail(str(index)), request(), None)
         async with asyncio.timeout(30):
             await spans.close()
 
@@ -127,7 +127,7 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         each_way = [spans_to(endpoint, otlp_protocol=protocol) for protocol, _ in WAYS]
         for spans in each_way:
-            spans.ended(trail(), request(), None)
+            spans.send(trail(), request(), None)
         async with asyncio.timeout(30):
             await asyncio.gather(*(spans.close() for spans in each_way))
 
@@ -135,8 +135,8 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
 async def test_what_cannot_be_written_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
     with over_grpc() as collector:
         spans = spans_to(collector.endpoint)
-        spans.ended(trail(moves=(("never", "decode-1"),)), request(), None)
-        spans.ended(trail("two"), request("two"), None)
+        spans.send(trail(moves=(("never", "decode-1"),)), request(), None)
+        spans.send(trail("two"), request("two"), None)
         await spans.close()
         assert collector.request("two")
     assert "could not send spans of this request" in caplog.text

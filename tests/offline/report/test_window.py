@@ -159,7 +159,7 @@ def test_history_keeps_at_most_the_configured_number_and_age_of_requests() -> No
     history = History(3, 10.0, clock)
     for n in range(5):
         clock.now_ns += 10**9
-        history.ended(trail(str(n), clock.now_ns - LEDGER.total_ns))
+        history.add_trace(trail(str(n), clock.now_ns - LEDGER.total_ns))
     assert [each.request_id for each in history.window(0, clock.now_ns).traces] == ["2", "3", "4"]
     clock.now_ns += 9 * 10**9
     assert [each.request_id for each in history.window(0, clock.now_ns).traces] == ["3", "4"]
@@ -174,7 +174,7 @@ def test_a_window_reports_from_when_it_is_complete() -> None:
     for n in range(5):
         clock.now_ns += 10**9
         ends_ns.append(clock.now_ns)
-        history.ended(trail(str(n), clock.now_ns - LEDGER.total_ns))
+        history.add_trace(trail(str(n), clock.now_ns - LEDGER.total_ns))
     window = history.window(DAY_NS, clock.now_ns)
     assert window.whole_ns == ends_ns[1] and [each.request_id for each in window.traces] == ["2", "3", "4"]
     assert history.window(ends_ns[1], clock.now_ns).whole_ns == 0
@@ -188,7 +188,7 @@ def test_a_window_reports_missing_events(kind: str) -> None:
     history = History(8, 1e6, clock)
     for _ in range(MAX_EVENTS + 2):
         clock.now_ns += 1
-        history.happened(kind, "", "queue-full")
+        history.add_event(kind, "", "queue-full")
     assert history.window(DAY_NS, clock.now_ns).whole_ns == DAY_NS + 2
 
 
@@ -205,7 +205,7 @@ def test_a_window_has_what_reaches_into_it() -> None:
     clock.now_ns += 10**10
     early, late = trail("early"), trail("late", DAY_NS + 5 * 10**9)
     for each in (early, late):
-        history.ended(each)
+        history.add_trace(each)
     window = history.window(early.end_ns, late.arrived_ns - 1, [replace(late, request_id="now", outcome="")])
     assert [each.request_id for each in window.traces] == ["early"]
     window = history.window(early.end_ns + 1, late.arrived_ns, [replace(late, request_id="now", outcome="")])
@@ -216,8 +216,8 @@ def test_a_window_has_what_reaches_into_it() -> None:
 def test_a_workers_last_change_is_remembered(kind: str) -> None:
     clock = Clock()
     history = History(0, 10.0, clock)
-    history.happened(kind, "decode-0", "decode -> prefill")
-    history.happened("refused", "", "queue-full")
+    history.add_event(kind, "decode-0", "decode -> prefill")
+    history.add_event("refused", "", "queue-full")
     clock.now_ns += 3 * 10**9
     recent = history.recent(["decode-0", "prefill-0"])
     ((name, traffic),) = recent.traffic
@@ -227,9 +227,9 @@ def test_a_workers_last_change_is_remembered(kind: str) -> None:
 
 def test_a_flood_of_refusals_drowns_no_flip() -> None:
     history = History(8, 1e6, Clock())
-    history.happened("flip", "decode-0", "decode -> prefill")
+    history.add_event("flip", "decode-0", "decode -> prefill")
     for n in range(5000):
-        history.happened("refused", "", "gateway-full", f"req-{n}")
+        history.add_event("refused", "", "gateway-full", f"req-{n}")
     assert "flip" in {each.kind for _, each in history.recent(()).events}
     kinds = [each.kind for each in history.window(0, DAY_NS).events]
     assert kinds.count("flip") == 1 and 100 < kinds.count("refused") < 5000
@@ -238,6 +238,6 @@ def test_a_flood_of_refusals_drowns_no_flip() -> None:
 def test_a_removed_worker_is_not_counted() -> None:
     history = History(8, 1e6, Clock())
     for number in range(50):
-        history.of(f"decode-{number}").transfers += 1
-        history.happened("left", f"decode-{number}", "the controller took it out")
+        history._traffic_of(f"decode-{number}").transfers += 1
+        history.add_event("left", f"decode-{number}", "the controller took it out")
     assert history.recent(f"decode-{number}" for number in range(50)).traffic == ()

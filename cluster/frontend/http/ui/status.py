@@ -54,7 +54,7 @@ def _pool(name: str, view: ClusterView) -> dict[str, Any]:
         "ready": sum(worker.state is WorkerState.READY for worker in workers),
         "running": sum(worker.stats.running for worker in workers),
         "waiting": sum(worker.stats.waiting for worker in workers),
-        "used_blocks": sum(map(_used, workers)),
+        "used_blocks": sum(worker.stats.used_blocks for worker in workers),
         "total_blocks": sum(worker.stats.total_blocks for worker in workers),
     }
 
@@ -67,15 +67,11 @@ def _worker(worker: WorkerView) -> dict[str, Any]:
         "state": worker.state.value,
         "running": worker.stats.running,
         "waiting": worker.stats.waiting,
-        "used_blocks": _used(worker),
+        "used_blocks": worker.stats.used_blocks,
         "total_blocks": worker.stats.total_blocks,
         "restarts": worker.restarts,
         "trouble": worker.trouble,
     }
-
-
-def _used(worker: WorkerView) -> int:
-    return worker.stats.total_blocks - worker.stats.free_blocks
 
 
 def _stream(trace: RequestTrace, now_ns: int) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class WorkerEstimate:
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
         foreign = seen - worker_load.assigned.sequences - worker_load.num_prompts
         if foreign > 0:
-            used = (stats.total_blocks - stats.free_blocks) * self._latency.engine(worker).block_size
+            used = stats.used_blocks * self._latency.engine(worker).block_size
             theirs = max(0, used - worker_load.assigned.prompt_tokens)
             batch, context, assigned = batch + foreign, context + theirs, assigned + theirs
         return Decoding(batch, context, assigned)
