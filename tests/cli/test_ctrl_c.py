@@ -98,7 +98,7 @@ async def test_the_first_ctrl_c_takes_no_new_request_and_lets_the_running_one_en
 
 async def test_the_second_ctrl_c_cuts_the_running_one_which_hears_why_and_later_ones_do_nothing(tmp_path: Path) -> None:
     async with server(tmp_path, "--grace", "60") as subject, AsyncClient(await subject.endpoint()) as client:
-        with pytest.raises(DiptychError, match="the gateway was closed; ask again") as cut:
+        with pytest.raises(DiptychError, match="the gateway was closed; try again") as cut:
             async for event in client.generate("the sea", max_tokens=2000, ignore_eos=True):
                 if isinstance(event, TextDelta) and event.first_position == 0:
                     subject.press_ctrl_c()
@@ -113,7 +113,7 @@ async def test_the_second_ctrl_c_cuts_the_running_one_which_hears_why_and_later_
 
 async def test_at_the_end_of_the_grace_a_stream_hears_why_it_is_cut(tmp_path: Path) -> None:
     async with server(tmp_path, "--grace", "0.5") as subject, AsyncClient(await subject.endpoint()) as client:
-        with pytest.raises(DiptychError, match="the gateway was closed; ask again"):
+        with pytest.raises(DiptychError, match="the gateway was closed; try again"):
             async for event in client.generate("the sea", max_tokens=2000, ignore_eos=True):
                 if isinstance(event, TextDelta) and event.first_position == 0:
                     subject.press_ctrl_c()
