@@ -24,8 +24,8 @@ import click
 from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE, hosted, refuse_foreign_ray
 from cluster.events import Delta
 from cluster.frontend.text import TextDelta
-from cluster.offline.load.sending import Ask, LoadOptions, ResponseEvent, drive
-from cluster.offline.load.through_grpc import through
+from cluster.offline.load.grpc_endpoint import through
+from cluster.offline.load.sender import Ask, LoadOptions, ResponseEvent, drive
 from cluster.offline.scoring.figures import attainment
 from cluster.offline.scoring.records import RequestOutcome, Run
 from cluster.offline.workload.arrivals import Workload

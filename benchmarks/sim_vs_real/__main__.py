@@ -12,8 +12,8 @@ from benchmarks.hosted import hosted, refuse_foreign_ray
 from benchmarks.sim_vs_real import page, record
 from benchmarks.sim_vs_real.compare import compare
 from benchmarks.sim_vs_real.systems import SYSTEMS, capacity, promise, workload
-from cluster.offline.load.sending import LoadOptions
-from cluster.offline.load.through_grpc import drive_cluster
+from cluster.offline.load.grpc_endpoint import drive_cluster
+from cluster.offline.load.sender import LoadOptions
 from cluster.offline.profile.measure import ROUNDS, measure
 from cluster.offline.scoring.figures import figures
 from cluster.offline.workload.arrivals import Workload

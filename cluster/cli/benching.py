@@ -21,12 +21,12 @@ from cluster.cli.screen import PullProgress, console, print_json, progress_bar, 
 from cluster.cli.simulate import rates_of
 from cluster.offline.load.about import About, about
 from cluster.offline.load.endpoint import Endpoint, Target
+from cluster.offline.load.goodput_search import GoodputQuery, search
 from cluster.offline.load.open import open_endpoint
-from cluster.offline.load.searching import GoodputQuery, search
-from cluster.offline.load.sending import LoadOptions
+from cluster.offline.load.sender import LoadOptions
 from cluster.offline.load.trials import TrialPlan, configuration_of, external, kind_of, run_trials
-from cluster.offline.report.compared import Compared
 from cluster.offline.report.html import More, Picture
+from cluster.offline.report.system_result import SystemResult
 from cluster.offline.report.table import probes, terminal
 from cluster.offline.report.trials import has_verdicts, summary_lines, trial_intervals, trial_tables, verdict_map
 from cluster.offline.scoring.figures import figures
@@ -121,7 +121,7 @@ def measure(options: BenchOptions) -> None:
         if options.mode == "goodput":
             say(f"searching goodput, seeds {', '.join(map(str, query.seeds))} to within {query.tolerance:.0%}")
             goodputs = (search(query, drive, run.gpus, say),)
-    compared = [Compared(run.system, figures(run, options.slo), goodputs, tuple(sweep), run)]
+    compared = [SystemResult(run.system, figures(run, options.slo), goodputs, tuple(sweep), run)]
     if not options.as_json:
         print_comparison(compared, as_json=False)
         for reason, count in compared[0].figures.reasons:
@@ -179,7 +179,7 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
     with progress_bar() as bar:
         trials, firsts = run(run_trials(made, plan, options.load, _TrialProgress(bar, runs, options.out)))
     found = Trials(trials)
-    compared = [Compared(name, figures(each, options.slo), run=each) for name, each in firsts.items()]
+    compared = [SystemResult(name, figures(each, options.slo), run=each) for name, each in firsts.items()]
     tables, lines = tuple(trial_tables(found)), tuple(summary_lines(found))
     if not options.as_json:
         for table in tables:
@@ -240,7 +240,7 @@ def _run_json(trial: SeedRun) -> dict[str, Any]:
 def _finish(
     options: BenchOptions,
     about: About,
-    compared: Sequence[Compared],
+    compared: Sequence[SystemResult],
     results: dict[str, Any],
     more: More,
     note: str = "",

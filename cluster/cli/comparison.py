@@ -10,8 +10,8 @@ import click
 from cluster.cli.screen import console, print_json, say
 
 if TYPE_CHECKING:
-    from cluster.offline.report.compared import Compared
     from cluster.offline.report.html import More
+    from cluster.offline.report.system_result import SystemResult
     from workers.request import SLO
 
 
@@ -25,7 +25,7 @@ def positive_slo(ttft_s: float | None, tpot_s: float | None) -> "SLO":
     return SLO(ttft_s, tpot_s)
 
 
-def print_comparison(compared: "Sequence[Compared]", as_json: bool) -> None:
+def print_comparison(compared: "Sequence[SystemResult]", as_json: bool) -> None:
     """Tables, or one JSON list."""
     from cluster.offline.report.table import comparison, pools, terminal
 
@@ -47,7 +47,7 @@ def _file_name(name: str) -> str:
 
 
 def write_report(
-    compared: "Sequence[Compared]",
+    compared: "Sequence[SystemResult]",
     out: Path,
     title: str,
     source: str,

@@ -14,7 +14,7 @@ from cluster.cli.screen import progress_bar
 from cluster.cli.searching import cores
 
 if TYPE_CHECKING:
-    from cluster.offline.report.compared import Compared
+    from cluster.offline.report.system_result import SystemResult
     from cluster.offline.sim.cluster import Environment
     from cluster.offline.sim.compare import Case, GoodputOptions
     from cluster.offline.sim.run import RunOptions
@@ -207,19 +207,19 @@ def _run(
     requests: int,
     search: "GoodputOptions | None",
     num_processes: int,
-) -> "list[Compared]":
+) -> "list[SystemResult]":
     """All systems at the workload's rate first, then each at `rates` and its goodput."""
-    from cluster.offline.report.compared import Compared
+    from cluster.offline.report.system_result import SystemResult
     from cluster.offline.scoring.figures import figures
     from cluster.offline.sim.compare import goodputs, processes, run_at, run_case
 
-    made: list[Compared] = []
+    made: list[SystemResult] = []
     total = len(cases) * (1 + bool(rates) + (search is not None))
     with processes(num_processes) as each, progress_bar() as progress:
         done = 0
         progress("simulating", done, total)
         for case, run in zip(cases, each(partial(run_case, workload=workload, options=options), cases), strict=True):
-            made.append(Compared(case.name, figures(run, options.slo), run=run))
+            made.append(SystemResult(case.name, figures(run, options.slo), run=run))
             progress("simulating", done := done + 1, total)
         for number, case in enumerate(cases):
             if rates:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from cluster.offline.load.sending import Ended, LoadOptions
+from cluster.offline.load.sender import Ended, LoadOptions
 from cluster.offline.scoring.records import Run
 from cluster.offline.workload.arrivals import Workload
 from diptych.access import Access

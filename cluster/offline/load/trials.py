@@ -18,7 +18,7 @@ from typing import Protocol
 from cluster.offline.load.endpoint import Endpoint, EndpointError, Target
 from cluster.offline.load.open import open_endpoint
 from cluster.offline.load.processes import Child, ProcessFailed
-from cluster.offline.load.sending import Ended, LoadOptions, nothing
+from cluster.offline.load.sender import Ended, LoadOptions, nothing
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.scoring.trials import SeedRun

@@ -34,7 +34,7 @@ from cluster.offline.workload.prompts import request as sim_request
 from workers.request import SLO
 
 ROUNDS = 6  # requests of each user; the first is not counted, since all users start on an idle machine
-FEW_ROUNDS = 3  # with many users, who are samples enough
+FEW_ROUNDS = 3  # with many users, which give enough samples
 MANY_USERS = 20
 START, STRIDE = 0.75, 1.25  # where a search begins: queueing usually leaves this share of the closed form
 SAMPLED = 512

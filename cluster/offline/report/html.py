@@ -8,11 +8,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from cluster.offline.report.compared import Compared, unit_of
 from cluster.offline.report.gantt import pool_gantt, request_gantt
 from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
 from cluster.offline.report.spans import typical
 from cluster.offline.report.style import png
+from cluster.offline.report.system_result import SystemResult, unit_of
 from cluster.offline.report.table import NOTHING, Grid, comparison, details, pools
 from cluster.offline.scoring.figures import DEFINITIONS
 
@@ -40,7 +40,7 @@ class More:
 NO_MORE = More()
 
 
-def pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
+def pictures(systems: Sequence[SystemResult]) -> Iterator[Picture]:
     """All pictures for which these systems have data; nothing is drawn yet."""
     if any(system.goodputs for system in systems):
         yield Picture("goodput", f"Goodput per {unit_of(systems)}, by target.", partial(goodput_bars, systems))
@@ -66,7 +66,7 @@ def pictures(systems: Sequence[Compared]) -> Iterator[Picture]:
                 yield Picture(f"request-{number}-p{percentile}", caption, partial(request_gantt, served))
 
 
-def ran(systems: Sequence[Compared]) -> Grid:
+def ran(systems: Sequence[SystemResult]) -> Grid:
     """The workload, seeds, number of GPUs and clock of each system."""
     headers = (
         *("system", "workload", "requests", f"{unit_of(systems)}s", "clock"),
@@ -75,7 +75,7 @@ def ran(systems: Sequence[Compared]) -> Grid:
     return Grid("", headers, tuple(_ran(system) for system in systems))
 
 
-def _ran(system: Compared) -> tuple[str, ...]:
+def _ran(system: SystemResult) -> tuple[str, ...]:
     figures = system.figures
     seeds = sorted({seed for goodput in system.goodputs for seed in goodput.seeds})
     return (
@@ -88,7 +88,7 @@ def _ran(system: Compared) -> tuple[str, ...]:
 
 def page(
     title: str,
-    systems: Sequence[Compared],
+    systems: Sequence[SystemResult],
     *,
     subtitle: str = "",
     notes: Sequence[str] = (),
@@ -122,7 +122,7 @@ def page(
     )
 
 
-def verdict(systems: Sequence[Compared]) -> str:
+def verdict(systems: Sequence[SystemResult]) -> str:
     """By goodput at the highest target that all systems have, else by SLO attainment at the main load."""
     if not systems:
         return ""
@@ -130,7 +130,7 @@ def verdict(systems: Sequence[Compared]) -> str:
     return _by_goodput(systems, max(targets)) if targets else _by_attainment(systems)
 
 
-def _by_goodput(systems: Sequence[Compared], target: float) -> str:
+def _by_goodput(systems: Sequence[SystemResult], target: float) -> str:
     found = [(system.name, each) for system in systems for each in system.goodputs if each.target == target]
     (name, best), *others = sorted(found, key=lambda each: each[1].per_gpu, reverse=True)
     share = f"{100 * target:g} % of requests within their SLOs"
@@ -146,11 +146,11 @@ def _by_goodput(systems: Sequence[Compared], target: float) -> str:
     return f"{carries}, {best.per_gpu / other.per_gpu:.2f} times as many as {second}, the next{doubt}."
 
 
-def _by_attainment(systems: Sequence[Compared]) -> str:
+def _by_attainment(systems: Sequence[SystemResult]) -> str:
     best, *others = sorted(systems, key=attrgetter("figures.attainment.both"), reverse=True)
     meets = f"{best.name} meets the SLOs of {_share(best)} of the requests"
     return f"{meets}, {others[0].name}, the next, of {_share(others[0])}." if others else f"{meets}."
 
 
-def _share(system: Compared) -> str:
+def _share(system: SystemResult) -> str:
     return f"{100 * system.figures.attainment.both:.1f} %"

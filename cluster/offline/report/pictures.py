@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from cluster.offline.report.compared import Compared, unit_of
 from cluster.offline.report.gantt import PHASE_COLOURS
 from cluster.offline.report.style import BLUE, COLOURS, GREEN, GREY, RED, look, panels, plain, styled
+from cluster.offline.report.system_result import SystemResult, unit_of
 from cluster.offline.scoring.figures import Figures, Percentiles, attainment, slo_text
 from cluster.offline.scoring.goodput import Goodput
 from cluster.offline.scoring.latencies import latencies
@@ -27,7 +27,7 @@ METRICS: Mapping[str, tuple[Callable[[Figures], Percentiles | None], float, Call
 
 
 @styled
-def goodput_bars(systems: Sequence[Compared]) -> Any:
+def goodput_bars(systems: Sequence[SystemResult]) -> Any:
     """Goodput per GPU for each target, with the 95 % confidence interval over seeds."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
     if not targets:
@@ -66,7 +66,7 @@ def _interval(panel: Any, goodput: Goodput, at: float) -> None:
 
 
 @styled
-def attainment_curves(systems: Sequence[Compared]) -> Any:
+def attainment_curves(systems: Sequence[SystemResult]) -> Any:
     """SLO attainment over the rate: the mean of all seeds, and a dot for each seed's probe."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
     if not targets:
@@ -153,7 +153,7 @@ def _box(panel: Any, slo: SLO) -> None:
 
 
 @styled
-def latency_curves(systems: Sequence[Compared]) -> Any:
+def latency_curves(systems: Sequence[SystemResult]) -> Any:
     """TTFT, TPOT and E2E over the offered rate: p50 solid, p90 dashed, p99 dotted."""
     swept = [system for system in systems if system.sweep]
     if not swept:
@@ -174,7 +174,7 @@ def latency_curves(systems: Sequence[Compared]) -> Any:
     return picture
 
 
-def _line_legend(picture: Any, systems: Sequence[Compared]) -> None:
+def _line_legend(picture: Any, systems: Sequence[SystemResult]) -> None:
     from matplotlib.lines import Line2D
 
     looks: list[dict[str, Any]] = [
@@ -190,7 +190,7 @@ def _line_legend(picture: Any, systems: Sequence[Compared]) -> None:
 
 
 @styled
-def phase_bars(systems: Sequence[Compared]) -> Any:
+def phase_bars(systems: Sequence[SystemResult]) -> Any:
     """Mean time of finished requests in each ledger phase."""
     measured = [system for system in systems if system.figures.phases_s]
     if not measured:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.offline.report.compared import Compared, unit_of
+from cluster.offline.report.system_result import SystemResult, unit_of
 from cluster.offline.scoring.figures import Figures, Percentiles, PoolFigures, slo_text
 from cluster.offline.scoring.goodput import Goodput
 
@@ -21,7 +21,7 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
 
-def comparison(systems: Sequence[Compared]) -> Grid:
+def comparison(systems: Sequence[SystemResult]) -> Grid:
     """One row per system: goodput by target, then its figures at the main load."""
     targets = sorted({goodput.target for system in systems for goodput in system.goodputs})
     unit = unit_of(systems)
@@ -32,7 +32,7 @@ def comparison(systems: Sequence[Compared]) -> Grid:
     return Grid(_title(systems), headers, tuple(_row(system, targets) for system in systems))
 
 
-def _title(systems: Sequence[Compared]) -> str:
+def _title(systems: Sequence[SystemResult]) -> str:
     figures = [system.figures for system in systems]
     workloads, rates, slos = (
         ", ".join(dict.fromkeys(texts))
@@ -49,7 +49,7 @@ def _title(systems: Sequence[Compared]) -> str:
     )
 
 
-def _row(system: Compared, targets: Sequence[float]) -> tuple[str, ...]:
+def _row(system: SystemResult, targets: Sequence[float]) -> tuple[str, ...]:
     figures = system.figures
     return (
         system.name,
@@ -73,7 +73,7 @@ def _goodput(found: Sequence[Goodput]) -> str:
     return f"{least}{goodput.per_gpu:.3g}{sure}"
 
 
-def probes(systems: Sequence[Compared]) -> Grid:
+def probes(systems: Sequence[SystemResult]) -> Grid:
     """One row for each rate and seed that the goodput search probed."""
     rows = [
         (
@@ -89,7 +89,7 @@ def probes(systems: Sequence[Compared]) -> Grid:
     return Grid("All rates probed", headers, tuple(rows))
 
 
-def details(systems: Sequence[Compared]) -> Grid:
+def details(systems: Sequence[SystemResult]) -> Grid:
     """All figures: one column per system, one row per figure."""
     rows = [_detail(system.figures) for system in systems]
     names = list(rows[0]) if rows else []
@@ -134,7 +134,7 @@ def _detail(figures: Figures) -> dict[str, str]:
     }
 
 
-def pools(systems: Sequence[Compared]) -> Grid:
+def pools(systems: Sequence[SystemResult]) -> Grid:
     """One row per pool of each system."""
     headers = (
         *("system", "pool", "role", "workers", f"{unit_of(systems)}s", "busy", "KV occupancy"),

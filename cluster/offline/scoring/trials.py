@@ -21,7 +21,7 @@ class TrialVerdict(Enum):
 
     BETTER = "better"
     WORSE = "worse"
-    EVEN = "not told apart"  # the interval includes "no difference", or there is only one seed
+    EVEN = "undecided"  # the interval includes "no difference", or there is only one seed
 
 
 ROUNDING = 1e-9  # tolerance for equal values

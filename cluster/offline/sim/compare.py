@@ -20,7 +20,7 @@ from cluster.spec import ClusterSpec, Role
 from workers.request import SLO
 
 MAX_REQUESTS = 20_000  # of one probe
-CUT_AFTER = 30.0  # a probe ends this many SLOs after its last arrival; who still waits has missed them
+CUT_AFTER = 30.0  # a probe ends this many SLOs after its last arrival; requests that still wait have missed them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""What is asked and when: traces of others, and synthetic ones from seeds. Knows no engine, no model and no machine."""
+"""Workloads: public traces and synthetic ones from seeds. Knows no engine, no model and no machine."""

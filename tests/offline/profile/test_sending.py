@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from cluster.events import Accepted, Delta, Rejected, Unservable
-from cluster.offline.load.sending import LoadOptions, drive
-from cluster.offline.load.through_grpc import drive_cluster, workers_between
+from cluster.offline.load.grpc_endpoint import drive_cluster, workers_between
+from cluster.offline.load.sender import LoadOptions, drive
 from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import Role

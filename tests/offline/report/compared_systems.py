@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from cluster.offline.report.compared import Compared
+from cluster.offline.report.system_result import SystemResult
 from cluster.offline.scoring.figures import Attainment, figures
 from cluster.offline.scoring.goodput import Goodput, Probes, Search, goodput
 from tests.offline.scoring.made import refused, split_run
@@ -22,13 +22,13 @@ def found(threshold: float, target: float, gpus: int) -> Goodput:
     return goodput(probes, Search(1.0, 0.5, 64.0), PROMISE, target=target, seeds=(0, 1, 2), gpus=gpus)
 
 
-def systems() -> tuple[Compared, Compared]:
+def systems() -> tuple[SystemResult, SystemResult]:
     ours = split_run()
     theirs = replace(
         ours, system="<cut> & $x$", served=(*ours.served[:3], *(refused(n, 2.0) for n in range(3, 6))), gpus=1
     )
     sweep = tuple(figures(split_run(gap_s=gap_s), PROMISE) for gap_s in (0.2, 0.1, 0.05))
     return (
-        Compared(ours.system, figures(ours, PROMISE), (found(8.0, 0.9, 4), found(8.0, 0.99, 4)), sweep, ours),
-        Compared(theirs.system, figures(theirs, PROMISE), (found(0.1, 0.9, 1), found(0.1, 0.99, 1)), run=theirs),
+        SystemResult(ours.system, figures(ours, PROMISE), (found(8.0, 0.9, 4), found(8.0, 0.99, 4)), sweep, ours),
+        SystemResult(theirs.system, figures(theirs, PROMISE), (found(0.1, 0.9, 1), found(0.1, 0.99, 1)), run=theirs),
     )

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.offline.report.compared import Compared
 from cluster.offline.report.html import page
 from cluster.offline.report.perfetto import events
+from cluster.offline.report.system_result import SystemResult
 from cluster.offline.scoring.figures import Figures, figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import PoolModel
@@ -64,5 +64,5 @@ def test_its_trace_is_valid_and_has_every_kv_handoff(run: Run) -> None:
 
 
 def test_its_page_is_written(run: Run, made: Figures, tmp_path: Path) -> None:
-    written = page("simulated", [Compared("two-and-two", made, run=run)])
+    written = page("simulated", [SystemResult("two-and-two", made, run=run)])
     assert written.count("<img") == 5 and "two-and-two" in written

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from cluster.offline.report import html
-from cluster.offline.report.compared import Compared
 from cluster.offline.report.html import verdict
+from cluster.offline.report.system_result import SystemResult
 from tests.offline.report.compared_systems import found, systems
 
 
-def at(target: float) -> list[Compared]:
+def at(target: float) -> list[SystemResult]:
     """The systems, with the goodput at this target alone."""
     return [
         replace(system, goodputs=tuple(each for each in system.goodputs if each.target == target))

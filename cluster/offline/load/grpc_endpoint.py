@@ -7,7 +7,7 @@ from dataclasses import replace
 from cluster.events import Accepted, Completed, Queued
 from cluster.frontend.text import TextDelta
 from cluster.offline.load.endpoint import EndpointError
-from cluster.offline.load.sending import Ask, Ended, LoadOptions, drive, nothing
+from cluster.offline.load.sender import Ask, Ended, LoadOptions, drive, nothing
 from cluster.offline.scoring.records import Run, WorkerRecord
 from cluster.offline.workload.arrivals import Workload
 from diptych.access import Access

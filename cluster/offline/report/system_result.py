@@ -10,7 +10,7 @@ from cluster.offline.scoring.records import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class SystemResult:
     """`figures` at the main load; `goodputs` by rising target; `sweep` at rising rates, for curves.
 
     `run`: the run behind `figures`, with its steps if it was traced.
@@ -28,6 +28,6 @@ class Compared:
         return {"system": self.name, "figures": self.figures.as_json(), "goodput": goodputs}
 
 
-def unit_of(systems: Sequence[Compared]) -> str:
+def unit_of(systems: Sequence[SystemResult]) -> str:
     """What all of these systems count: GPUs, or ranks if any ran in real time."""
     return "GPU" if all(system.figures.unit == "GPU" for system in systems) else "rank"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from cluster.offline.load.endpoint import EndpointError, Target
-from cluster.offline.load.sending import Ended, LoadOptions, RequestFailed, drive, nothing
+from cluster.offline.load.sender import Ended, LoadOptions, RequestFailed, drive, nothing
 from cluster.offline.scoring.records import Run
 from cluster.offline.scoring.request_recorder import CountedAnswer, TokenChunk
 from cluster.offline.workload.arrivals import Workload
