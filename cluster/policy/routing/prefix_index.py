@@ -136,8 +136,8 @@ class PrefixIndex:
         Check `is_of` for a worker that may have restarted.
         """
         found: dict[str, Match] = {}
-        for tokens, who, on_host in self.depths(names, now_s):
-            self._found(found, who, tokens, on_host)
+        for tokens, holders, on_host in self.depths(names, now_s):
+            self._found(found, holders, tokens, on_host)
         return found
 
     def depths(self, names: Sequence[int], now_s: float = 0.0) -> list[Depth]:
@@ -182,23 +182,23 @@ class PrefixIndex:
         """Whether the index describes this incarnation of the worker."""
         return self._incarnations.get(worker) == incarnation
 
-    def _found(self, found: dict[str, Match], who: Bits, tokens: int, on_host: dict[int, int]) -> None:
-        found.update(dict.fromkeys(self._named(who), Match(tokens)))
+    def _found(self, found: dict[str, Match], holders: Bits, tokens: int, on_host: dict[int, int]) -> None:
+        found.update(dict.fromkeys(self._named(holders), Match(tokens)))
         for slot, host_tokens in on_host.items():
-            if who >> slot & 1:
+            if holders >> slot & 1:
                 found[self._workers[slot]] = Match(tokens, host_tokens)
 
-    def _named(self, who: Bits) -> tuple[str, ...]:
+    def _named(self, holders: Bits) -> tuple[str, ...]:
         """The workers of these bits. Cached, because popular prefixes have the same set again and again."""
-        named = self._groups.get(who)
+        named = self._groups.get(holders)
         if named is None:
             if len(self._groups) >= _MAX_GROUPS:
                 self._groups.clear()
-            if who.bit_count() <= _FEW:
-                named = tuple(self._workers[slot] for slot in _slots(who))
+            if holders.bit_count() <= _FEW:
+                named = tuple(self._workers[slot] for slot in _slots(holders))
             else:
-                named = tuple(compress(self._workers, bin(who)[:1:-1].encode().translate(_TO_FLAGS)))
-            self._groups[who] = named
+                named = tuple(compress(self._workers, bin(holders)[:1:-1].encode().translate(_TO_FLAGS)))
+            self._groups[holders] = named
         return named
 
     # ---- cache events ----------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ class Ask:
     """A request to place, at `now_s` of the dispatcher's clock.
 
     Workers in `avoid` failed or refused this request before. `alone`: where no pair is ready, a prefill or decode
-    worker may do both phases. `beside` is the worker that computes the same prompt for a sibling; it is preferred,
-    because the prompt is then computed once. The request arrived `waited_s` ago; `is_queued`: it is in the admission
+    worker may do both phases. `beside` is the worker that computes the same prompt for another parallel sample. It is
+    preferred, because the prompt is then computed once. The request arrived `waited_s` ago; `is_queued`: it is in the admission
     queue.
     """
 
@@ -92,7 +92,7 @@ class Placement(Struct, frozen=True, gc=False):
     def cut(self, request: Request) -> int:
         """How many tokens of this request's prompt the prefill worker computes; 0: no cut.
 
-        Siblings share their prompt's work on one worker, and prompt log probabilities come from one worker.
+        Parallel samples share their prompt's work on one worker, and prompt log probabilities come from one worker.
         """
         whole = self.colocated or request.group or (request.sampling.prompt_logprobs is not None)
         return 0 if whole or not 0 < self.cut_tokens < request.num_tokens else self.cut_tokens
