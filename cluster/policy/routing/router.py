@@ -31,8 +31,8 @@ class Ask:
 
     Workers in `avoid` failed or refused this request before. `alone`: where no pair is ready, a prefill or decode
     worker may do both phases. `beside` is the worker that computes the same prompt for another parallel sample. It is
-    preferred, because the prompt is then computed once. The request arrived `waited_s` ago; `is_queued`: it is in the admission
-    queue.
+    preferred, because the prompt is then computed once. The request arrived `waited_s` ago; `is_queued`: it is in the
+    admission queue.
     """
 
     view: ClusterView
