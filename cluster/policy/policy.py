@@ -17,9 +17,16 @@ from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission, Predictive
 from cluster.policy.admission.slo import SLOAdmission
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.estimate.lengths import Learned, Predictor, asked_length, expected_tokens
+from cluster.policy.estimate.lengths import LearnedLengths, LengthPredictor, expected_tokens, longest_answer
 from cluster.policy.estimate.reservation_wait import ReservationWait
-from cluster.policy.routing.baselines.load_based import DistServe, Draws, LeastLoaded, PowerOfTwo, Random, RoundRobin
+from cluster.policy.routing.baselines.load_based import (
+    DistServe,
+    LeastLoaded,
+    PowerOfTwo,
+    Random,
+    RoundRobin,
+    SplitMix64,
+)
 from cluster.policy.routing.baselines.splitwise import Splitwise
 from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
 from cluster.policy.routing.picking import Finder
@@ -39,17 +46,17 @@ class Parts:
 
     active: ActiveRequests
     latency: LatencyPredictor
-    draws: Draws
-    lengths: Predictor
+    random_source: SplitMix64
+    lengths: LengthPredictor
     index: PrefixIndex
     slo: SLO
 
 
 _ROUTERS: dict[str, Callable[[Parts], Router]] = {
     "least-loaded": lambda parts: LeastLoaded(),
-    "random": lambda parts: Random(parts.draws),
+    "random": lambda parts: Random(parts.random_source),
     "round-robin": lambda parts: RoundRobin(),
-    "power-of-two": lambda parts: PowerOfTwo(parts.draws),
+    "power-of-two": lambda parts: PowerOfTwo(parts.random_source),
     "product": lambda parts: Product(parts.latency, parts.index),
     "distserve": lambda parts: DistServe(),
     "splitwise": lambda parts: Splitwise(parts.latency, parts.active),
@@ -71,7 +78,7 @@ class Policy:
         latency: LatencyPredictor,
         active: ActiveRequests,
         index: PrefixIndex,
-        lengths: Predictor,
+        lengths: LengthPredictor,
         migrations: MigrationPlanner,
         requeue: Requeue,
     ) -> None:
@@ -182,7 +189,7 @@ class Policy:
 
     def expected_tokens(self, request: Request) -> int:
         """Predicted length of the answer; at least 2 where the request may decode at all."""
-        return max(min(2, asked_length(request)), expected_tokens(self.lengths, request))
+        return max(min(2, longest_answer(request)), expected_tokens(self.lengths, request))
 
     def reserved(self, key: str, now_s: float) -> None:
         """The decode worker reserved blocks, so the prompt is sent now. Unknown keys are ignored."""
@@ -225,7 +232,7 @@ class Policy:
         self.lengths.ended(request, num_output, finish)
 
 
-def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) -> Policy:
+def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = None) -> Policy:
     """The policy that `spec.gateway` names. Raises `SpecError`.
 
     `lengths` predicts answer lengths; the default learns them.
@@ -236,9 +243,9 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: Predictor | None = None) 
             raise SpecError(f"gateway: {name!r} is not one of {', '.join(known)}")
     active = ActiveRequests()
     latency = LatencyPredictor(spec, active)
-    lengths = lengths or Learned()
+    lengths = lengths or LearnedLengths()
     index = PrefixIndex(expect_s=EXPECT_S + spec.gateway.cache_news_s)
-    parts = Parts(active, latency, Draws(seed), lengths, index, spec.gateway.slo)
+    parts = Parts(active, latency, SplitMix64(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
         "predictive": lambda: Predictive(spec.gateway.slo, latency, active),

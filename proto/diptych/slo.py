@@ -9,7 +9,7 @@ class Calibration:
 
     `within_p50`, `within_p90`: shares of answers within the predicted percentiles; 0.5 and 0.9 are ideal. If many
     answers have the same length, the part of them that the percentile covers counts. Errors are mean absolute errors in
-    tokens, of the prediction and of `asked_length` for the same answers.
+    tokens, of the prediction and of `longest_answer` for the same answers.
     """
 
     answers: int = 0  # scored since the start

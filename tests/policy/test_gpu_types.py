@@ -15,7 +15,7 @@ from cluster.offline.sim.fleet import models_of
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.estimate.lengths import Learned, expected_tokens
+from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Placement
@@ -61,7 +61,7 @@ def opened(few: int, **pools: tuple[Role, CostModel]) -> Policy:
         tuple(PoolSpec(name, role, engine=ENGINE, cost=cost) for name, (role, cost) in pools.items()),
         gateway=GatewaySpec(routing="slo", slo=TARGET),
     )
-    active, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
+    active, index, lengths = ActiveRequests(), PrefixIndex(), LearnedLengths()
     latency = LatencyPredictor(made, active)
     router = SLORouter(latency, index, active, TARGET, partial(expected_tokens, lengths), few)
     mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.offline.sim.clock import run
-from cluster.policy.estimate.lengths import Calibration, Learned, asked_length, expected_tokens
+from cluster.policy.estimate.lengths import Calibration, LearnedLengths, expected_tokens, longest_answer
 from cluster.policy.estimate.survival import Histogram
 from cluster.policy.policy import open_policy
 from tests.cluster.local import Cluster, cluster, request, split_spec, tokens_of
@@ -109,13 +109,13 @@ def test_percentiles_cover_their_share_of_the_samples(lengths: list[int]) -> Non
 
 
 def test_without_samples_an_answer_is_as_long_as_allowed() -> None:
-    learned, wanted = Learned(), asked(most=777, seen=30)
+    learned, wanted = LearnedLengths(), asked(most=777, seen=30)
     assert learned.mean(wanted) == 747
     assert learned.calibration() == Calibration()
 
 
 def test_a_replayed_trace_is_predicted_exactly() -> None:
-    learned, draws = Learned(), random.Random(2)
+    learned, draws = LearnedLengths(), random.Random(2)
     for n in range(300):
         most = draws.randrange(1, 2000)
         wanted = asked(n, most=most)
@@ -125,7 +125,7 @@ def test_a_replayed_trace_is_predicted_exactly() -> None:
 
 
 def test_templates_come_before_tenants_before_prompt_lengths_before_all() -> None:
-    learned = Learned()
+    learned = LearnedLengths()
     for n in range(20):
         learned.ended(asked(1, tail=n, tenant="a"), 10, EOS)
         learned.ended(asked(2, tail=n, tenant="a"), 30, EOS)
@@ -140,7 +140,7 @@ def test_templates_come_before_tenants_before_prompt_lengths_before_all() -> Non
 
 
 def test_the_remaining_length_depends_on_the_tokens_so_far() -> None:
-    learned = Learned()
+    learned = LearnedLengths()
     for n in range(200):
         learned.ended(asked(), 600 if n % 4 == 0 else 12, EOS)
     assert learned.mean(asked()) == pytest.approx(159, rel=0.05)
@@ -149,7 +149,7 @@ def test_the_remaining_length_depends_on_the_tokens_so_far() -> None:
 
 
 def test_a_repeated_prediction_uses_new_samples() -> None:
-    learned, wanted = Learned(), asked()
+    learned, wanted = LearnedLengths(), asked()
     assert learned.mean(wanted) == learned.mean(wanted) == 1000.0
     for _ in range(20):
         learned.ended(wanted, 50, EOS)
@@ -158,7 +158,7 @@ def test_a_repeated_prediction_uses_new_samples() -> None:
 
 
 def test_a_cancelled_answer_is_censored() -> None:
-    learned = Learned()
+    learned = LearnedLengths()
     for _ in range(50):
         learned.ended(asked(), 5, None)
         learned.ended(asked(), 100, EOS)
@@ -168,7 +168,7 @@ def test_a_cancelled_answer_is_censored() -> None:
 
 
 def test_the_oldest_tenants_and_templates_are_forgotten_first() -> None:
-    learned = Learned()
+    learned = LearnedLengths()
     for _ in range(20):
         learned.ended(asked(1, tenant="kept"), 10, EOS)
     for n in range(3000):
@@ -189,11 +189,11 @@ ENDINGS = st.tuples(
 def test_a_prediction_is_always_possible(
     endings: list[tuple[int, str, int, FinishReason | None]], template: int, most: int, seen: int
 ) -> None:
-    learned = Learned()
+    learned = LearnedLengths()
     for like, tenant, length, finish in endings:
         learned.ended(asked(like, tenant=tenant, most=max(1, length)), length, finish)
     wanted = asked(template, tenant="a", most=most, seen=min(seen, most - 1))
-    left = asked_length(wanted)
+    left = longest_answer(wanted)
     assert 1.0 <= learned.mean(wanted) <= left + 1e-6
     known = learned.calibration()
     shares = (known.within_p50, known.within_p90)
@@ -211,7 +211,7 @@ def stream(seed: int, count: int) -> Iterator[tuple[Request, int, FinishReason]]
 
 
 def test_predictions_are_calibrated_and_better_than_max_tokens() -> None:
-    learned = Learned()
+    learned = LearnedLengths()
     for wanted, length, finish in stream(3, 3000):
         learned.ended(wanted, length, finish)
     known = learned.calibration()
@@ -259,7 +259,7 @@ class Liar:
 @example(math.inf, 10, 0)
 def test_a_predictor_s_mean_is_clamped_to_what_is_possible(number: float, most: int, seen: int) -> None:
     wanted = asked(most=most, seen=min(seen, most - 1))
-    assert 1 <= expected_tokens(Liar([number]), wanted) <= asked_length(wanted)
+    assert 1 <= expected_tokens(Liar([number]), wanted) <= longest_answer(wanted)
 
 
 async def serve_under_lies(routing: str) -> None:

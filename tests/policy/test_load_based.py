@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.policy.routing.baselines.load_based import Draws
+from cluster.policy.routing.baselines.load_based import SplitMix64
 from cluster.policy.routing.router import Placement, Sent
 from diptych.view import ClusterView
 from tests.policy.views import BLOCKS, Story, request, view, worker
@@ -112,6 +112,6 @@ EMPTY: ClusterView = view(*(worker(f"p{n}") for n in range(100)), worker("d0"))
 
 
 def test_draws_are_uniform_and_stay_in_bounds() -> None:
-    draws = Draws(3)
+    draws = SplitMix64(3)
     counts = Counter(draws.below(5) for _ in range(5000))
     assert set(counts) == set(range(5)) and min(counts.values()) > 900

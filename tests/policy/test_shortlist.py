@@ -13,7 +13,7 @@ from msgspec import structs
 from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.estimate.lengths import Learned, expected_tokens
+from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Placement, Sent
@@ -40,7 +40,7 @@ EVERYBODY = 1 << 20
 def opened(few: int, cost: CostModel | None = SIMPLE, **engine: Any) -> Policy:
     """With our router, which looks at everybody where there are at most `few`."""
     made = spec("slo", slo=TARGET, cost=cost, **engine)
-    active, index, lengths = ActiveRequests(), PrefixIndex(), Learned()
+    active, index, lengths = ActiveRequests(), PrefixIndex(), LearnedLengths()
     latency = LatencyPredictor(made, active)
     router = SLORouter(latency, index, active, TARGET, partial(expected_tokens, lengths), few)
     mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)

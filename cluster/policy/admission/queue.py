@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from cluster.policy.admission.classes import Classes
-from cluster.policy.estimate.lengths import asked_length
+from cluster.policy.estimate.lengths import longest_answer
 from cluster.spec import GatewaySpec
 from workers.request import Request
 
@@ -133,7 +133,7 @@ class RequestQueue:
     `expected` predicts the tokens of an answer.
     """
 
-    def __init__(self, gateway: GatewaySpec, expected: Callable[[Request], int] = asked_length) -> None:
+    def __init__(self, gateway: GatewaySpec, expected: Callable[[Request], int] = longest_answer) -> None:
         self._expected = expected
         self._classes = Classes(gateway)
         self._most = gateway.max_queued

@@ -21,7 +21,7 @@ from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.admission.classes import Classes
 from cluster.policy.admission.early_rejection import DECODE_RETRY_S, Admission
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.estimate.lengths import asked_length
+from cluster.policy.estimate.lengths import longest_answer
 from cluster.policy.routing.picking import num_sequences
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal
 from cluster.spec import ClassSpec, GatewaySpec
@@ -44,7 +44,7 @@ class SLOAdmission(Admission):
         gateway: GatewaySpec,
         latency: LatencyPredictor,
         active: ActiveRequests,
-        expected: Callable[[Request], int] = asked_length,
+        expected: Callable[[Request], int] = longest_answer,
     ) -> None:
         """`expected`: predicted tokens of an answer."""
         self._expected = expected

@@ -21,13 +21,13 @@ _MAX_TEMPLATES = 1024
 _MAX_TENANTS = 256
 
 
-def asked_length(request: Request) -> int:
+def longest_answer(request: Request) -> int:
     """The longest answer that the request allows. Exact for a replayed trace: its `max_tokens` are true lengths."""
     most = request.sampling.max_tokens
     return max(1, UNBOUNDED_TOKENS if most is None else most - len(request.generated))
 
 
-class Predictor(Protocol):
+class LengthPredictor(Protocol):
     """Predicts how many output tokens are still to come, given a request and the tokens it already has."""
 
     def mean(self, request: Request) -> float: ...
@@ -39,13 +39,13 @@ class Predictor(Protocol):
     def calibration(self) -> "Calibration": ...
 
 
-def expected_tokens(lengths: Predictor, request: Request) -> int:
+def expected_tokens(lengths: LengthPredictor, request: Request) -> int:
     """The predicted mean, clamped to what is possible: at least 1, at most what the request allows."""
-    most, mean = asked_length(request), lengths.mean(request)
+    most, mean = longest_answer(request), lengths.mean(request)
     return round(mean) if 1.0 <= mean <= most else most  # NaN is neither
 
 
-class Learned:
+class LearnedLengths:
     """Learns answer lengths online. Owned by a Policy; memory is bounded, old samples fade.
 
     Uses the first of these groups that has seen enough answers at least as long as this one already is:
@@ -97,7 +97,7 @@ class Learned:
 
     def _found(self, request: Request) -> tuple[Curve | None, int, int]:
         seen = len(request.generated)
-        most = seen + asked_length(request)
+        most = seen + longest_answer(request)
         for group in self._groups(request):
             if group is not None and group.num >= _ENOUGH and group.curve.num_beyond(seen) >= _ENOUGH:
                 return group.curve, seen, most

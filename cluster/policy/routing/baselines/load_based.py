@@ -7,8 +7,8 @@ from diptych.view import WorkerView
 _MASK = (1 << 64) - 1
 
 
-class Draws:
-    """SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the same seed gives the same numbers everywhere."""
+class SplitMix64:
+    """Random numbers (Steele, Lea and Flood, OOPSLA 2014): the same seed gives the same numbers everywhere."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed & _MASK
@@ -57,14 +57,14 @@ class DistServe(LeastLoaded):
 class Random(Picking):
     """Any worker, uniformly."""
 
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
+    def __init__(self, random_source: SplitMix64) -> None:
+        self._random = random_source
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
-        return workers[self._draws.below(len(workers))]
+        return workers[self._random.below(len(workers))]
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
-        return workers[self._draws.below(len(workers))]
+        return workers[self._random.below(len(workers))]
 
     @property
     def reason(self) -> str:
@@ -97,26 +97,26 @@ class RoundRobin(Picking):
 class PowerOfTwo(LeastLoaded):
     """The less loaded of two random workers (Mitzenmacher, 2001): nearly as good as the least loaded, no herding."""
 
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
+    def __init__(self, random_source: SplitMix64) -> None:
+        self._random = random_source
 
     def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
-        return super().pick_prefill(ask, _two_of(self._draws, workers))
+        return super().pick_prefill(ask, _two_of(self._random, workers))
 
     def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
-        return super().pick_decode(ask, _two_of(self._draws, workers))
+        return super().pick_decode(ask, _two_of(self._random, workers))
 
     def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
-        return super().pick_whole(ask, _two_of(self._draws, workers))
+        return super().pick_whole(ask, _two_of(self._random, workers))
 
     @property
     def reason(self) -> str:
         return "the less loaded of two"
 
 
-def _two_of(draws: Draws, workers: Workers) -> Workers:
+def _two_of(random_source: SplitMix64, workers: Workers) -> Workers:
     """Two different workers at random, or the only one."""
     if len(workers) < 2:
         return workers
-    first, second = draws.below(len(workers)), draws.below(len(workers) - 1)
+    first, second = random_source.below(len(workers)), random_source.below(len(workers) - 1)
     return workers[first], workers[second + (second >= first)]

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.estimate.lengths import asked_length
+from cluster.policy.estimate.lengths import longest_answer
 from cluster.policy.routing.baselines.load_based import LeastLoaded
 from cluster.policy.routing.picking import fitting, queued_tokens, roomy
 from cluster.policy.routing.router import Ask, Placement
@@ -74,7 +74,7 @@ class Splitwise(LeastLoaded):
             return None
         best = min(workers, key=self._memory)
         used_tokens, _ = self._memory(best)
-        wanted = ask.request.num_tokens + asked_length(ask.request)
+        wanted = ask.request.num_tokens + longest_answer(ask.request)
         return None if used_tokens + wanted >= self._latency.kv_tokens(best) else best
 
     def _memory(self, worker: WorkerView) -> tuple[int, str]:
