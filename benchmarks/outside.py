@@ -1,8 +1,8 @@
 """`make bench-outside`: guidellm and aiperf, unmodified, against our HTTP server; their counts and times beside ours.
 
-Each lives in an environment of its own, which is made on first use; vLLM's `bench serve` joins them where
-`python -m benchmarks peer-install` has made vLLM's. Every tool sends the same number of requests of the
-same lengths with the same concurrency, one tool after another. What the server counts of each is read from /metrics.
+Each has an environment of its own, which is created on first use; vLLM's `bench serve` is included if
+`python -m benchmarks peer-install` has created vLLM's environment. Every tool sends the same number of requests of the
+same lengths with the same concurrency, one tool after another. The server's counts are read from /metrics.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ READY = "ready: http://"
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
-    """What each tool is to send, and where. `tokenizer`: a folder."""
+    """The load that each tool sends. `tokenizer`: a folder."""
 
     url: str
     model: str
@@ -68,8 +68,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What one tool says of its run, and what the server counted meanwhile. `retokenised`: output tokens, counted from
-    the text that came, where the tool does."""
+    """One tool's report and the server's counts during its run.
+
+    `retokenised`: output tokens as the tool counts them in the text, if it does.
+    """
 
     tool: str
     server: Counts
@@ -85,8 +87,10 @@ class ToolResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether tool and server count the same tokens a request: all have the same lengths, and a tool may leave
-        out of its report what ends while it stops itself."""
+        """Whether tool and server count the same tokens per request.
+
+        Totals may differ: a tool may leave requests out of its report that end while it stops.
+        """
         pairs = (self.prompt_tokens, self.server.prompt_tokens), (self.output_tokens, self.server.output_tokens)
         return self.requests > 0 and all(
             theirs * self.server.requests == counted * self.requests for theirs, counted in pairs
@@ -173,7 +177,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
 serve.main(parser.parse_args())
-"""  # as its command does, which does not start from the package for CPUs
+"""  # what its command runs; the CPU package's command does not start
 
 
 def vllm(spec: LoadSpec, folder: Path) -> Read:
@@ -210,7 +214,7 @@ def vllm_read(report: Any) -> Read:
 
 
 def ours(spec: LoadSpec, folder: Path) -> Read:
-    """`diptych bench` over HTTP, as it would do it. Its ITL: every gap between tokens."""
+    """What `diptych bench` does over HTTP. Its ITL: every gap between tokens."""
 
     async def drive() -> Read:
         lengths = f"{spec.prompt_tokens}/{spec.output_tokens}"
@@ -243,7 +247,7 @@ TOOLS: dict[str, Callable[[LoadSpec, Path], Read]] = {
 
 
 def _run(command: list[str], folder: Path, **environment: str) -> None:
-    """With its output in a file; of a tool that fails, the end of it."""
+    """Run with the output in a file. Raises `ClickException` with the end of the output when the tool fails."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
     log = folder / "output.log"
     with log.open("w") as out:
@@ -254,14 +258,14 @@ def _run(command: list[str], folder: Path, **environment: str) -> None:
 
 
 def server_counts(url: str) -> Counts:
-    """Of all requests that this server has completed."""
+    """Counts of all requests that this server has completed."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{url}/metrics", timeout=10.0) as answer:
         return counts_of(answer.read().decode())
 
 
 def counts_of(metrics: str) -> Counts:
-    """From Prometheus' text."""
+    """Counts from Prometheus text."""
 
     def total(name: str, label: str = "") -> int:
         lines = (line for line in metrics.splitlines() if line.startswith(f"{name}{{") and label in line)
@@ -300,7 +304,7 @@ def table(found: list[ToolResult]) -> str:
 
 
 def write_tokenizer(model: str, folder: Path) -> None:
-    """As the tools' libraries read it."""
+    """Write the tokenizer in the format of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     from workers.model.store import resolve
@@ -311,9 +315,7 @@ def write_tokenizer(model: str, folder: Path) -> None:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option(
-    "-f", "--file", "path", default="examples/laptop.yaml", show_default=True, help="The cluster that is spec."
-)
+@click.option("-f", "--file", "path", default="examples/laptop.yaml", show_default=True, help="The cluster file.")
 @click.option("--model", default="smollm2-135m", show_default=True)
 @click.option("--requests", type=click.IntRange(1), default=24, show_default=True, help="Of each tool.")
 @click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True)
@@ -325,7 +327,7 @@ def write_tokenizer(model: str, folder: Path) -> None:
 def main(
     path: str, model: str, requests: int, concurrency: int, prompt_tokens: int, output_tokens: int, out: Path | None
 ) -> None:
-    """Run guidellm and aiperf, as they are, against a cluster of ours; compare their tokens with what it counted."""
+    """Run guidellm and aiperf, unmodified, against Diptych; compare their token counts with the server's."""
     for each in (GUIDELLM, AIPERF):
         _ensure_installed(each)
     tools = [tool for tool in TOOLS if tool != "vllm bench serve" or not VLLM.missing()]
@@ -340,7 +342,7 @@ def main(
             spec = LoadSpec(url, model, folder / "tokenizer", requests, concurrency, prompt_tokens, output_tokens)
             found = []
             for tool in tools:
-                click.echo(f"{tool}: {requests} requests, {concurrency} at once", err=True)
+                click.echo(f"{tool}: {requests} requests, {concurrency} at a time", err=True)
                 found.append(measured(tool, spec, folder / tool.replace(" ", "-")))
         load = "/".join(f"{each:.1f}" for each in machine.load())
         here = f"{machine.cpu_name()}, {len(machine.allowed_cores())} cores; load after {load}; {_versions()}"
@@ -351,7 +353,7 @@ def main(
             click.echo(f"written to {folder}", err=True)
     click.echo(f"{here}\n\n{table(found)}")
     if wrong := [each.tool for each in found if not each.agrees or each.server.requests != requests]:
-        raise click.ClickException(f"tokens or requests of {', '.join(wrong)} are not those that the server counted")
+        raise click.ClickException(f"the server counted other tokens or requests than {', '.join(wrong)}")
 
 
 def _ensure_installed(environment: PeerEnvironment) -> None:

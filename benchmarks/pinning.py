@@ -1,4 +1,4 @@
-"""What processes use, which cores they may use, and how they are kept still, so that others can be measured."""
+"""CPU time of processes, core pinning, and pausing processes while others are measured."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from cluster.offline.load.processes import Child, ProcessFailed
 
 
 def family_cpu_s(child: Child) -> float:
-    """What a child and its descendants have used so far, including what ended ones among these had used."""
+    """CPU seconds of a child and its living descendants."""
     return sum(cpu_seconds(process) for process in child.family())
 
 
@@ -25,15 +25,15 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def process_cpu_s(pid: int) -> float:
-    """What all threads of one process have used so far, to the nanosecond. Raises `ProcessFailed` when it has ended."""
+    """CPU seconds of all threads of one process, to the nanosecond. Raises `ProcessFailed` when it has ended."""
     try:
-        return time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) makes of a pid on Linux
+        return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3) on Linux
     except OSError as error:
         raise ProcessFailed(f"process {pid} has ended") from error
 
 
 def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
-    """Bind every thread of these processes; threads that they start later inherit it."""
+    """Bind every thread of these processes; threads started later inherit the binding."""
     for pid in pids:
         for thread in psutil.Process(pid).threads():
             with contextlib.suppress(ProcessLookupError):
@@ -42,7 +42,7 @@ def pin(pids: Sequence[int], cores: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def paused(pids: Sequence[int]) -> Iterator[None]:
-    """These processes stand still inside, so that they take nothing from what is measured."""
+    """Stop these processes (SIGSTOP) inside the block."""
     try:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
-"""Makes `workers/profiles/data` from the published measurements: `python -m benchmarks.reduce_profiles FOLDER`.
+"""Creates `workers/profiles/data` from the published measurements: `python -m benchmarks.reduce_profiles FOLDER`.
 
-FOLDER holds `distserve`, `splitwise` and `vidur` as their repositories have them (see data/LICENSES.md there).
+FOLDER holds `distserve`, `splitwise` and `vidur` in the layout of their repositories (see data/LICENSES.md there).
 
     distserve.json   the coefficients and the KV capacities, unchanged, in one file
     splitwise.csv    the median over repetitions and answer lengths of each prompt length and batch

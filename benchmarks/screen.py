@@ -1,16 +1,17 @@
-"""How a report looks: tables on a terminal, and Markdown for the numbers page. Knows no measurement."""
+"""A report as tables on a terminal and as Markdown."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.figures import Claim, Grid, Part, Report, grids
+from benchmarks.figures import BenchmarkClaim, BenchmarkPart, BenchmarkReport, grids
+from cluster.offline.report.table import Grid
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def show(part: Part, console: "Console") -> None:
-    """One part as it comes in."""
+def show(part: BenchmarkPart, console: "Console") -> None:
+    """Print one part."""
     from rich import box
     from rich.table import Table
 
@@ -24,23 +25,23 @@ def show(part: Part, console: "Console") -> None:
         console.print(table)
     for claim in part.claims:
         console.print(str(claim), style="green" if claim.met else "red", markup=False, soft_wrap=True)
-    for line in _words(part):
+    for line in _remarks(part):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def summary(report: Report) -> str:
-    """The last line: how many claims hold."""
+def summary(report: BenchmarkReport) -> str:
+    """The last line: how many claims are met."""
     claims = [claim for part in report.parts for claim in part.claims]
     if not claims:
-        return "no claim was put to the test"
-    return f"{len(claims) - len(report.short)} of {len(claims)} claims hold"
+        return "no claim was tested"
+    return f"{len(claims) - len(report.unmet)} of {len(claims)} claims hold"
 
 
-def markdown(report: Report) -> str:
+def markdown(report: BenchmarkReport) -> str:
     return "\n".join(_markdown(report)) + "\n"
 
 
-def _markdown(report: Report) -> Iterator[str]:
+def _markdown(report: BenchmarkReport) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     load = " and ".join("/".join(f"{each:.2f}" for each in loads) for loads in (report.load_before, report.load_after))
     yield f"Taken {report.date} on {report.machine}: {report.cores} cores of {report.cpus}, "
@@ -53,10 +54,9 @@ def _markdown(report: Report) -> Iterator[str]:
         if part.claims:
             yield ""
             yield from (_item(claim) for claim in part.claims)
-        words = _words(part)
-        if words:
+        if remarks := _remarks(part):
             yield ""
-            yield " ".join(words)
+            yield " ".join(remarks)
 
 
 def _table(grid: Grid) -> Iterator[str]:
@@ -70,14 +70,14 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _item(claim: Claim) -> str:
-    return f"- {'**' if not claim.met else ''}{claim.verdict}{'**' if not claim.met else ''}: {claim.told}"
+def _item(claim: BenchmarkClaim) -> str:
+    return f"- {'**' if not claim.met else ''}{claim.verdict}{'**' if not claim.met else ''}: {claim.text}"
 
 
-def _words(part: Part) -> list[str]:
-    words = list(part.notes)
+def _remarks(part: BenchmarkPart) -> list[str]:
+    remarks = list(part.notes)
     if part.skipped:
-        words.insert(0, f"Skipped: {part.skipped}")
+        remarks.insert(0, f"Skipped: {part.skipped}")
     if part.failed:
-        words.insert(0, f"Failed: {part.failed}")
-    return words
+        remarks.insert(0, f"Failed: {part.failed}")
+    return remarks

@@ -3,12 +3,12 @@
 python -m benchmarks.shift
 python -m benchmarks.shift --modelled
 
-Two workers of SmolLM2 on this machine, one of them there to prefill, with a thread each; more of them than cores would
-slow each other down, which no roles can mend. Or four, modelled: all is real but for the steps, which sleep as long as
-a device would compute. First come short prompts with long answers, then long prompts with short answers, then the first
-kind again. Printed are the promises kept before and after each shift, the decisions of the controller, and whether
-every answer has the same tokens in both runs: they are computed by different workers, so `deterministic: true` makes
-equality a matter of bits, not of luck. Modelled workers draw tokens by a request's id.
+Two SmolLM2 workers on this machine with one thread each, one for prefill and one for decode; more workers than cores
+would slow each other down. Or four modelled workers: everything is real but the steps, which sleep as long as a device
+would compute. The load is short prompts with long answers, then long prompts with short answers, then the first kind
+again. The output is the SLO attainment before and after each shift, the controller's decisions, and whether every
+answer has the same tokens in both runs. Different workers compute them, so `deterministic: true` makes them equal.
+Modelled workers derive tokens from the request id.
 """
 
 import asyncio
@@ -40,20 +40,20 @@ NAME, WORKERS = "shift", ("prefill-0", "decode-0")
 FIXED, ELASTIC = "fixed roles", "elastic roles"
 ANSWERS, PROMPTS = "64-128/64-96", "700-900/6-10"
 DEADLINE_S = 300.0
-TIGHT = 2.0  # a promise is so many times what the phase takes alone
+SLO_SCALE = 2.0  # the SLO over the time that the phase takes alone
 PROBE_TOKENS, PROBE_BATCH, PROBE_CONTEXT = 256, 8, 128
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LoadPhase:
     name: str
     begin_s: float
     end_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One run: what each request saw, the tokens of each answer, and what the controller decided."""
+class ShiftRun:
+    """One run: its requests, the tokens of each answer, and the controller's decisions."""
 
     run: Run
     tokens: dict[int, tuple[int, ...]]
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Half of the `workers` are there to prefill. `cost`: what steps take; None: it is to be timed."""
+    """Half of the `workers` start as prefill workers. `cost`: of a step; None: not measured yet."""
 
     workers: int
     executor: str
@@ -85,7 +85,7 @@ MODELLED = Fleet(4, "modelled", LinearCost(0.02, 0.0005, 0.0, 0.002, 0.0, 0.0, 0
 
 
 async def calibrated(endpoint: str) -> LinearCost:
-    """The default costs, corrected by prompts and decode steps timed on both workers, while the other works too."""
+    """The default costs, scaled by prompts and decode steps measured on both workers at the same time."""
     guess = LinearCost()
     prompt, decode = Shape(((PROBE_TOKENS, 0),), 0, 0), Shape((), PROBE_BATCH, PROBE_CONTEXT)
     async with AsyncClient(endpoint) as client:
@@ -98,26 +98,28 @@ async def calibrated(endpoint: str) -> LinearCost:
     return replace(of_decodes, prefill_token_s=of_prompts.prefill_token_s, prefill_pair_s=of_prompts.prefill_pair_s)
 
 
-def promised(cost: LinearCost) -> SLO:
-    """What a long prompt takes behind two others, and what a step of eight takes, each `TIGHT` times."""
-    return SLO(round(TIGHT * 3 * cost.prefill_seconds(900), 2), round(TIGHT * cost.decode_seconds(8, 8 * 160), 3))
+def slo_for(cost: LinearCost) -> SLO:
+    """`SLO_SCALE` times a long prompt behind two others, and `SLO_SCALE` times a decode step of eight."""
+    return SLO(
+        round(SLO_SCALE * 3 * cost.prefill_seconds(900), 2), round(SLO_SCALE * cost.decode_seconds(8, 8 * 160), 3)
+    )
 
 
 def shifting(
     cost: LinearCost, workers: int, phase_s: float, load: float, seed: int
-) -> tuple[Workload, tuple[Phase, ...]]:
-    """`load`: of what all workers together could do for the phase that is in demand."""
+) -> tuple[Workload, tuple[LoadPhase, ...]]:
+    """`load`: as a share of what all workers together could do in the phase that is in demand."""
     answers = load * workers * 16 / (80 * cost.decode_seconds(16, 16 * 140))
     prompts = load * workers / cost.prefill_seconds(800)
     parts = [(answers, ANSWERS), (prompts, PROMPTS), (answers, ANSWERS)]
     line = " + ".join(f"poisson:rate={rate:.3f},duration={phase_s:g},lengths={lengths}" for rate, lengths in parts)
     names = ("long answers", "long prompts", "long answers")
-    phases = tuple(Phase(name, index * phase_s, (index + 1) * phase_s) for index, name in enumerate(names))
+    phases = tuple(LoadPhase(name, index * phase_s, (index + 1) * phase_s) for index, name in enumerate(names))
     return load_workload(line, seed=seed), phases
 
 
-def remembering(ask: Ask, tokens: dict[str, list[int]]) -> Ask:
-    """The same, with every answer's tokens kept by the request's id."""
+def recording(ask: Ask, tokens: dict[str, list[int]]) -> Ask:
+    """Wrap `ask` so that it records every answer's tokens by request id."""
 
     async def asked(request: Request) -> AsyncGenerator[ResponseEvent, None]:
         async with aclosing(ask(request)) as events:
@@ -129,24 +131,24 @@ def remembering(ask: Ask, tokens: dict[str, list[int]]) -> Ask:
     return asked
 
 
-async def drive_it(endpoint: str, workload: Workload, slo: SLO, seed: int) -> Outcome:
+async def run_load(endpoint: str, workload: Workload, slo: SLO, seed: int) -> ShiftRun:
     tokens: dict[str, list[int]] = defaultdict(list)
     async with AsyncClient(endpoint) as client:
         status = await client.status()
-        assert status.view.model is not None, "a served cluster knows its model"
+        assert status.view.model is not None, "a served cluster has a model"
         load = LoadOptions(status.view.model.vocab_size, DEADLINE_S, len(workload.arrivals), seed=seed, slo=slo)
-        run = await drive(remembering(through(client, DEADLINE_S, keep_ids=True), tokens), workload, load)
+        run = await drive(recording(through(client, DEADLINE_S, keep_ids=True), tokens), workload, load)
         taken = (await client.status()).decisions
-    told = tuple(
+    decisions = tuple(
         f"{each.decision.worker or each.decision.pool}: {each.decision.reason} ({each.outcome})" for each in taken
     )
     by_index = {int(name.partition("-")[2]): tuple(answer) for name, answer in tokens.items()}
-    return Outcome(run, by_index, told)
+    return ShiftRun(run, by_index, decisions)
 
 
-def table(outcomes: dict[str, Outcome], phases: tuple[Phase, ...], slo: SLO) -> str:
+def table(outcomes: dict[str, ShiftRun], phases: tuple[LoadPhase, ...], slo: SLO) -> str:
     lines = [f"TTFT <= {slo.ttft_s:g} s and TPOT <= {slo.tpot_s:g} s", ""]
-    lines.append(f"{'kept by those who came':<34}" + "".join(f"{name:>16}" for name in outcomes))
+    lines.append(f"{'SLO attainment by arrival':<34}" + "".join(f"{name:>16}" for name in outcomes))
     for number, phase in enumerate(phases):
         half_s = (phase.begin_s + phase.end_s) / 2
         for begin_s, end_s, part in ((phase.begin_s, half_s, "first half"), (half_s, phase.end_s, "second half")):
@@ -162,8 +164,8 @@ def table(outcomes: dict[str, Outcome], phases: tuple[Phase, ...], slo: SLO) -> 
     return "\n".join(lines)
 
 
-def lost(outcome: Outcome, workload: Workload) -> int:
-    """Requests without an end, or without all of their tokens."""
+def lost(outcome: ShiftRun, workload: Workload) -> int:
+    """Requests that failed or lack tokens."""
     return sum(
         each.outcome is not RequestOutcome.FINISHED or len(outcome.tokens[each.index]) != arrival.output_tokens
         for each, arrival in zip(outcome.run.served, workload.arrivals, strict=True)
@@ -176,11 +178,11 @@ def lost(outcome: Outcome, workload: Workload) -> int:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--modelled", is_flag=True, help="Four workers that sleep as long as a device would compute.")
 def main(phase_s: float, load: float, seed: int, modelled: bool) -> None:
-    """About five minutes on two cores."""
+    """Run a shifting load with fixed and with elastic roles. About five minutes on two cores."""
     refuse_foreign_ray(dict(os.environ))
-    fleet = MODELLED if modelled else timed(REAL)
-    assert fleet.cost is not None, "it was given, or has been timed"
-    slo = promised(fleet.cost)
+    fleet = MODELLED if modelled else with_measured_cost(REAL)
+    assert fleet.cost is not None, "given or measured"
+    slo = slo_for(fleet.cost)
     workload, phases = shifting(fleet.cost, fleet.workers, phase_s, load, seed)
     click.echo(
         f"{len(workload.arrivals)} requests in {workload.duration_s:.0f} s; a prompt token takes "
@@ -189,21 +191,21 @@ def main(phase_s: float, load: float, seed: int, modelled: bool) -> None:
     outcomes = {}
     for mode, name in (("off", FIXED), ("act", ELASTIC)):
         with hosted([fleet.spec(slo, mode)]) as system:
-            outcomes[name] = asyncio.run(drive_it(system.endpoints[NAME], workload, slo, seed))
+            outcomes[name] = asyncio.run(run_load(system.endpoints[NAME], workload, slo, seed))
     click.echo(table(outcomes, phases, slo))
     for line in outcomes[ELASTIC].decisions:
         click.echo(line)
     judge(outcomes[FIXED], outcomes[ELASTIC], workload)
 
 
-def timed(fleet: Fleet) -> Fleet:
-    """With the costs of its own workers."""
+def with_measured_cost(fleet: Fleet) -> Fleet:
+    """The fleet with the costs of its own workers."""
     with hosted([fleet.spec(SLO(), "off")]) as system:
         return replace(fleet, cost=asyncio.run(calibrated(system.endpoints[NAME])))
 
 
-def judge(fixed: Outcome, elastic: Outcome, workload: Workload) -> None:
-    """Raises `ClickException` when the roles cost an answer, or a token of one."""
+def judge(fixed: ShiftRun, elastic: ShiftRun, workload: Workload) -> None:
+    """Raises `ClickException` when elastic roles lose an answer or change its tokens."""
     differ = sum(fixed.tokens[index] != answer for index, answer in elastic.tokens.items())
     gone = lost(elastic, workload)
     click.echo(

@@ -1,8 +1,8 @@
-"""What a simulated request costs: CPU and memory of whole clusters in virtual time, at three sizes and one load each.
+"""CPU and memory of simulated clusters of three sizes.
 
-Half of the workers prefill and half decode; every size has the same load a worker. Prompts and answers are as long as
-those of the Azure conversation trace: of the trace itself where DIPTYCH_SHARED names its folder, else drawn around its
-medians. Each sample has a process of its own, so that its CPU seconds and its memory are its own.
+Half of the workers prefill and half decode; the load per worker is the same at every size. Lengths are those of the
+Azure conversation trace if DIPTYCH_SHARED names its folder, else random ones around its medians. Each sample runs in a
+process of its own, so that its CPU seconds and memory are its own.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.figures import Claim, Figure, Part, Progress, spread
+from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, spread
 from cluster.offline.sim.cluster import PoolModel
 from cluster.offline.sim.fleet import fleet, pool_model
 from cluster.offline.sim.run import simulate
@@ -29,9 +29,9 @@ from workers.config import ParallelConfig
 MODEL, HARDWARE, PARALLEL = "llama-2-70b", "a100-80gb", ParallelConfig(tensor=8)
 TRACE = "traces/azure2023/AzureLLMInferenceTrace_conv.csv.gz"
 PROMPT_TOKENS, ANSWER_TOKENS = 1020, 129  # the trace's medians
-WORKER_RATE = 0.134  # requests a second and worker: the trace's 5.4 on 40 of them
+WORKER_RATE = 0.134  # requests per second and worker: the trace's 5.4 on 40 workers
 SIZES = (8, 64, 512)
-EACH = 8  # requests a worker
+EACH = 8  # requests per worker
 QUICK_SIZES, QUICK_EACH = (2, 4), 2
 HOUR_WORKERS, HOUR_PREFILLS = 40, 25
 HOUR_CPU_S = 60.0
@@ -39,7 +39,7 @@ ROUNDS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SimulatorCase:
     """`requests` of 0: the whole trace at its own rate."""
 
     name: str
@@ -49,10 +49,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """`start_s`: CPU seconds until one request was served; `run_s`: those of the load besides."""
+class SimulatorSample:
+    """CPU seconds: `start_s` until one request was served, `run_s` of the load without the start."""
 
-    case: Case
+    case: SimulatorCase
     requests: int
     tokens: int
     steps: int
@@ -62,23 +62,23 @@ class Sample:
     peak_bytes: int
 
 
-def cases(sizes: Sequence[int], each: int, with_hour: bool) -> tuple[Case, ...]:
-    """Every size under the same load a worker, and the middle one under eight times as many requests."""
-    grown = [Case(f"{size} workers", size, size // 2, each * size) for size in sizes]
+def cases(sizes: Sequence[int], each: int, with_hour: bool) -> tuple[SimulatorCase, ...]:
+    """Every size with the same load per worker, and the middle one with eight times as many requests."""
+    grown = [SimulatorCase(f"{size} workers", size, size // 2, each * size) for size in sizes]
     middle = sizes[len(sizes) // 2]
-    longer = Case(f"{middle} workers, 8 times the requests", middle, middle // 2, 8 * each * middle)
-    hour = Case(f"the trace's hour, {HOUR_WORKERS} workers", HOUR_WORKERS, HOUR_PREFILLS, 0)
+    longer = SimulatorCase(f"{middle} workers, 8 times the requests", middle, middle // 2, 8 * each * middle)
+    hour = SimulatorCase(f"the trace's hour, {HOUR_WORKERS} workers", HOUR_WORKERS, HOUR_PREFILLS, 0)
     return (*grown, longer, hour) if with_hour else (*grown, longer)
 
 
-def load(case: Case) -> Workload:
-    """The requests of a case, the same ones every time."""
+def load(case: SimulatorCase) -> Workload:
+    """The requests of a case, the same every time."""
     count, rate = case.requests, WORKER_RATE * case.workers
     if (trace := _trace()) is not None:
         whole = load_workload(str(trace))
         return at_rate(first(whole, count), rate) if count else whole
     lengths = LengthMix(((LogNormal(PROMPT_TOKENS, 0.8, 2, 8192), LogNormal(ANSWER_TOKENS, 1.0, 1, 1000)),))
-    return synthetic("drawn around the trace's medians", Poisson(rate), lengths, key="bench", seed=0, count=count)
+    return synthetic("random around the trace's medians", Poisson(rate), lengths, key="bench", seed=0, count=count)
 
 
 def _trace() -> Path | None:
@@ -86,7 +86,7 @@ def _trace() -> Path | None:
     return path if path.exists() else None
 
 
-def sample(case: Case) -> Sample:
+def sample(case: SimulatorCase) -> SimulatorSample:
     """Simulate one request, then the case, in this process."""
     model = pool_model(MODEL, HARDWARE, PARALLEL)
     models: Mapping[str, PoolModel] = {"prefill": model, "decode": model}
@@ -96,7 +96,7 @@ def sample(case: Case) -> Sample:
     simulate(spec, models, replace(whole, arrivals=whole.arrivals[:1]))
     start_s, start_bytes = time.process_time() - begun_s, _peak_bytes()
     run = simulate(spec, models, whole)
-    return Sample(
+    return SimulatorSample(
         case,
         len(run.served),
         sum(len(each.token_s) for each in run.served),
@@ -112,21 +112,21 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-READINGS: Mapping[str, tuple[str, Callable[[Sample], float]]] = {
+READINGS: Mapping[str, tuple[str, Callable[[SimulatorSample], float]]] = {
     "Requests": ("n", lambda each: each.requests),
-    "Requests a CPU second": ("1/s", lambda each: each.requests / each.run_s),
-    "CPU of a token, all included": ("us", lambda each: each.run_s / each.tokens),
-    "CPU of a step, all included": ("us", lambda each: each.run_s / each.steps),
+    "Requests per CPU second": ("1/s", lambda each: each.requests / each.run_s),
+    "CPU per token": ("us", lambda each: each.run_s / each.tokens),
+    "CPU per step": ("us", lambda each: each.run_s / each.steps),
     "CPU of the load": ("s", lambda each: each.run_s),
     "CPU to start": ("s", lambda each: each.start_s),
-    "Memory when started": ("MiB", lambda each: each.start_bytes),
-    "Memory at most": ("MiB", lambda each: each.peak_bytes),
+    "Memory after the start": ("MiB", lambda each: each.start_bytes),
+    "Peak memory": ("MiB", lambda each: each.peak_bytes),
 }
 
 
-def figures(samples: Sequence[Sample]) -> tuple[Figure, ...]:
+def figures(samples: Sequence[SimulatorSample]) -> tuple[Figure, ...]:
     """A row for each case, a column for each reading."""
-    by_case: dict[Case, list[Sample]] = {}
+    by_case: dict[SimulatorCase, list[SimulatorSample]] = {}
     for each in samples:
         by_case.setdefault(each.case, []).append(each)
     return tuple(
@@ -136,24 +136,26 @@ def figures(samples: Sequence[Sample]) -> tuple[Figure, ...]:
     )
 
 
-def claims(samples: Sequence[Sample]) -> tuple[Claim, ...]:
-    """The hour of the trace is to cost less than a minute."""
+def claims(samples: Sequence[SimulatorSample]) -> tuple[BenchmarkClaim, ...]:
+    """The hour of the trace should take less than a minute of CPU."""
     hours = [each for each in samples if not each.case.requests]
-    return tuple(Claim(f"CPU of {each.case.name}", each.start_s + each.run_s, HOUR_CPU_S, "s") for each in hours[:1])
+    return tuple(
+        BenchmarkClaim(f"CPU of {each.case.name}", each.start_s + each.run_s, HOUR_CPU_S, "s") for each in hours[:1]
+    )
 
 
-def measure(rounds: int, quick: bool, progress: Progress) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     """Each case in a fresh process."""
     sizes, each = (QUICK_SIZES, QUICK_EACH) if quick else (SIZES, EACH)
     has_trace = _trace() is not None
     wanted = [case for _ in range(rounds) for case in cases(sizes, each, has_trace and not quick)]
-    taken: list[Sample] = []
+    taken: list[SimulatorSample] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as fresh:
         for case in wanted:
             taken.append(fresh.submit(sample, case).result())
             progress(f"{case.name}: {taken[-1].run_s:.1f} s of CPU for {taken[-1].requests} requests")
     note = (
-        f"Lengths of {TRACE}." if has_trace else "Lengths drawn around the trace's medians: DIPTYCH_SHARED is not set."
+        f"Lengths of {TRACE}." if has_trace else "Random lengths around the trace's medians: DIPTYCH_SHARED is not set."
     )
-    return Part("simulator", figures(taken), claims(taken), (note,))
+    return BenchmarkPart("simulator", figures(taken), claims(taken), (note,))

@@ -1,8 +1,6 @@
-"""How long `diptych serve` takes to be ready, and what its idle processes hold and use.
+"""Time of `diptych serve` until it is ready, and memory and CPU of its idle processes, beside a lower bound.
 
-All of it beside the least that Ray and torch allow.
-
-The floor starts Ray the same way and as many actors, which import torch and do nothing else.
+The lower bound, the floor, starts Ray the same way and as many actors, which only import torch.
 """
 
 import asyncio
@@ -19,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.figures import Figure, Part, Progress, ratios, spread
+from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
 from benchmarks.hosted import ENGINE, MODEL, START_TIMEOUT_S, model_folder, split_spec
 from benchmarks.pinning import cpu_seconds
 from cluster.offline.load.processes import Child, Line
@@ -27,9 +25,9 @@ from diptych.client import AsyncClient
 from kvtransfer.layout import KVLayout
 
 ROUNDS = 3
-SETTLE_S = 2.0  # what was just started still tidies up
+SETTLE_S = 2.0  # startup work ends
 IDLE_S, QUICK_IDLE_S = 10.0, 2.0
-# A program of its own: here, Ray belongs to `cluster.runtime` alone.
+# A separate program, because only `cluster.runtime` may import Ray.
 FLOOR = """
 from cluster.runtime.sessions import settle_auth
 settle_auth()
@@ -49,8 +47,8 @@ input()
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """What a process holds: alone (USS), and with what it shares (RSS). `idle`: its share of a core, unasked."""
+class ProcessUsage:
+    """Memory of a process without (USS) and with shared pages (RSS). `idle`: its share of a core without requests."""
 
     uss: int
     rss: int
@@ -58,28 +56,28 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One start of ours and one of the floor's."""
+class StartupSample:
+    """One start of Diptych and one of the floor."""
 
     phases_s: Mapping[str, float]
     floor_s: float
-    weights: Mapping[str, Weight]
-    floor: Weight
+    usage: Mapping[str, ProcessUsage]
+    floor: ProcessUsage
 
 
-def measure(rounds: int, quick: bool, progress: Progress) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     """Raises `ProcessFailed` or `DiptychError`."""
     folder = model_folder()  # a first conversion is not part of a start
     samples = []
     for number in range(rounds):
-        phases_s, weights = _ours(QUICK_IDLE_S if quick else IDLE_S)
+        phases_s, usage = _ours(QUICK_IDLE_S if quick else IDLE_S)
         floor_s, floor = _floor(QUICK_IDLE_S if quick else IDLE_S)
-        samples.append(Sample(phases_s, floor_s, weights, floor))
+        samples.append(StartupSample(phases_s, floor_s, usage, floor))
         progress(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
-    return Part("startup", figures(samples, least_bytes(folder)), (), NOTES)
+    return BenchmarkPart("startup", figures(samples, least_bytes(folder)), (), NOTES)
 
 
-def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, Weight]]:
+def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, ProcessUsage]]:
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_bytes(msgspec.json.encode(split_spec()))  # JSON is YAML
@@ -89,13 +87,13 @@ def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, Weight]]:
             endpoint = ready.text.rpartition("//")[2]
             workers = asyncio.run(_worker_pids(endpoint))
             port = int(endpoint.rpartition(":")[2])
-            return phases(child.lines, child.started_s), _weights(child, idle_s, workers, port)
+            return phases(child.lines, child.started_s), _usage_by_kind(child, idle_s, workers, port)
 
 
-def _floor(idle_s: float) -> tuple[float, Weight]:
+def _floor(idle_s: float) -> tuple[float, ProcessUsage]:
     with Child([sys.executable, "-c", FLOOR]) as child:
         ready = child.wait_line("floor: ready", START_TIMEOUT_S)
-        return ready.at_s - child.started_s, added(weight for _, weight in _weighed(child, idle_s))
+        return ready.at_s - child.started_s, total(usage for _, usage in _measured(child, idle_s))
 
 
 async def _worker_pids(endpoint: str) -> dict[int, str]:
@@ -103,56 +101,56 @@ async def _worker_pids(endpoint: str) -> dict[int, str]:
         return {worker.pid: worker.pool for worker in (await client.status()).view.workers}
 
 
-# What `diptych serve` says as it comes up: the phase that ends there, and the words it ends with.
+# Startup phases, and the line of `diptych serve` that ends each.
 MARKS = (
     ("command and imports", re.compile(r"starting Ray ")),
     ("Ray up", re.compile(r"starting \d+ worker")),
     ("workers ready", re.compile(r"[-\w]+: ready\b")),
-    ("doors open", re.compile(r"ready: grpc://")),
+    ("servers open", re.compile(r"ready: grpc://")),
 )
 
 
-def phases(said: Sequence[Line], started_s: float) -> dict[str, float]:
-    """Seconds of each phase; the last line that fits a mark ends it. Raises ValueError when one was not said."""
+def phases(lines: Sequence[Line], started_s: float) -> dict[str, float]:
+    """Seconds of each phase; the last matching line ends it. Raises ValueError without a matching line."""
     lasted: dict[str, float] = {}
     before_s = started_s
     for name, pattern in MARKS:
-        ends = [line.at_s for line in said if pattern.match(line.text)]
+        ends = [line.at_s for line in lines if pattern.match(line.text)]
         if not ends:
-            raise ValueError(f"`diptych serve` did not say when it had done: {name} ({pattern.pattern!r})")
+            raise ValueError(f"`diptych serve` printed no end of phase {name!r} ({pattern.pattern!r})")
         lasted[name] = ends[-1] - before_s
         before_s = ends[-1]
     return lasted
 
 
-def _weights(child: Child, idle_s: float, workers: Mapping[int, str], port: int) -> dict[str, Weight]:
-    """By what each process is; several of one kind are added up."""
-    found: dict[str, list[Weight]] = defaultdict(list)
-    for process, weight in _weighed(child, idle_s):
-        found[_kind(process, child.pid, workers, port)].append(weight)
-    return {kind: added(weights) for kind, weights in found.items()}
+def _usage_by_kind(child: Child, idle_s: float, workers: Mapping[int, str], port: int) -> dict[str, ProcessUsage]:
+    """Usage by kind of process; processes of one kind are added up."""
+    found: dict[str, list[ProcessUsage]] = defaultdict(list)
+    for process, usage in _measured(child, idle_s):
+        found[_kind(process, child.pid, workers, port)].append(usage)
+    return {kind: total(usage) for kind, usage in found.items()}
 
 
-def _weighed(child: Child, idle_s: float) -> list[tuple[psutil.Process, Weight]]:
-    """Every process of the family, after it was left alone for `idle_s`."""
+def _measured(child: Child, idle_s: float) -> list[tuple[psutil.Process, ProcessUsage]]:
+    """Every process of the family, after `idle_s` without requests."""
     time.sleep(SETTLE_S)
     before = {process: cpu_seconds(process) for process in child.family()}
     time.sleep(idle_s)
-    weighed = []
+    measured = []
     for process, used_s in before.items():
         try:
             memory = process.memory_full_info()
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
         idle = max(0.0, cpu_seconds(process) - used_s) / idle_s
-        weighed.append((process, Weight(memory.uss, memory.rss, idle)))
-    return weighed
+        measured.append((process, ProcessUsage(memory.uss, memory.rss, idle)))
+    return measured
 
 
-def added(weights: Iterable[Weight]) -> Weight:
+def total(usages: Iterable[ProcessUsage]) -> ProcessUsage:
     """RSS counts shared pages once for each process."""
-    each = list(weights)
-    return Weight(sum(one.uss for one in each), sum(one.rss for one in each), sum(one.idle for one in each))
+    each = list(usages)
+    return ProcessUsage(sum(one.uss for one in each), sum(one.rss for one in each), sum(one.idle for one in each))
 
 
 def _kind(process: psutil.Process, root: int, workers: Mapping[int, str], port: int) -> str:
@@ -173,7 +171,7 @@ def _kind(process: psutil.Process, root: int, workers: Mapping[int, str], port: 
 
 
 def least_bytes(folder: Path) -> dict[str, int]:
-    """What each worker cannot do without: the model's weights as they lie on disk, and its KV pool."""
+    """Lower bound of each worker's memory: the model's weights on disk and its KV pool."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
     layout = KVLayout(
@@ -187,7 +185,7 @@ def least_bytes(folder: Path) -> dict[str, int]:
     return {f"worker {pool.name}": weights + pool.engine.kv_blocks * layout.block_bytes for pool in split_spec().pools}
 
 
-def figures(samples: Sequence[Sample], least: Mapping[str, int]) -> tuple[Figure, ...]:
+def figures(samples: Sequence[StartupSample], least: Mapping[str, int]) -> tuple[Figure, ...]:
     made: list[Figure] = []
     title = "From `diptych serve` to ready"
     totals = [sum(each.phases_s.values()) for each in samples]
@@ -198,22 +196,22 @@ def figures(samples: Sequence[Sample], least: Mapping[str, int]) -> tuple[Figure
     made.append(Figure(title, "floor: Ray and 2 actors with torch", "time", "s", spread(floors)))
     made.append(Figure(title, "together", "/ floor", "x", ratios(totals, floors)))
     title = "Memory and idle CPU when ready"
-    for kind in sorted({kind for each in samples for kind in each.weights}):
-        there = [each.weights[kind] for each in samples if kind in each.weights]
-        made.append(Figure(title, kind, "USS", "MiB", spread(weight.uss for weight in there)))
-        made.append(Figure(title, kind, "RSS", "MiB", spread(weight.rss for weight in there)))
-        made.append(Figure(title, kind, "idle, of a core", "%", spread(weight.idle for weight in there)))
+    for kind in sorted({kind for each in samples for kind in each.usage}):
+        there = [each.usage[kind] for each in samples if kind in each.usage]
+        made.append(Figure(title, kind, "USS", "MiB", spread(usage.uss for usage in there)))
+        made.append(Figure(title, kind, "RSS", "MiB", spread(usage.rss for usage in there)))
+        made.append(Figure(title, kind, "idle, of a core", "%", spread(usage.idle for usage in there)))
         if kind in least:
-            share = spread(weight.uss / least[kind] for weight in there)
+            share = spread(usage.uss / least[kind] for usage in there)
             made.append(Figure(title, kind, "USS / (weights + KV pool)", "x", share))
-    ours = [added(each.weights.values()) for each in samples]
+    ours = [total(each.usage.values()) for each in samples]
     theirs = [each.floor for each in samples]
-    for row, weights in (("together", ours), ("floor: Ray and 2 actors with torch", theirs)):
-        made.append(Figure(title, row, "USS", "MiB", spread(weight.uss for weight in weights)))
-        made.append(Figure(title, row, "idle, of a core", "%", spread(weight.idle for weight in weights)))
-    held = ratios([weight.uss for weight in ours], [weight.uss for weight in theirs])
+    for row, usages in (("together", ours), ("floor: Ray and 2 actors with torch", theirs)):
+        made.append(Figure(title, row, "USS", "MiB", spread(usage.uss for usage in usages)))
+        made.append(Figure(title, row, "idle, of a core", "%", spread(usage.idle for usage in usages)))
+    held = ratios([usage.uss for usage in ours], [usage.uss for usage in theirs])
     made.append(Figure(title, "together", "USS / floor", "x", held))
     return tuple(made)
 
 
-NOTES = ("Each start is a new process on a machine that has the model converted and its files in the page cache.",)
+NOTES = ("Each start is a new process; the model is converted and its files are in the page cache.",)

@@ -1,6 +1,6 @@
-"""How fast KV moves between two processes, beside one thread's memcpy of the same bytes in the same minute.
+"""KV transfer rate between two processes, beside one thread's memcpy of the same bytes.
 
-Whole pulls through the public `TransportSet`, planning included, so nothing is faster here than in a worker.
+A measurement is a whole pull through the public `TransportSet`, including its planning, as in a worker.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from benchmarks.figures import Figure, Part, Progress, ratios, spread
+from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
 from kvtransfer.digest import combine, digest_cells
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import RESERVED_BLOCKS, TransportSet, host_identity, open_transports
@@ -28,12 +28,12 @@ BACKENDS = ("nixl", "tcp")
 PATTERNS = ("contiguous", "scattered")
 ROUNDS = 9
 WAIT_S = 60.0
-SECRET = b"of this run"
+SECRET = b"benchmark"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which blocks go where."""
+    """The blocks to read and where to write them."""
 
     size: str
     pattern: str
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """One round of one plan over one backend: seconds of a plain pull, of the copy, and the digests' within a pull."""
+    """Seconds of one round: a pull without digests, a memcpy, a pull with digests, and its digests."""
 
     seconds: float
     copy_s: float
@@ -59,7 +59,7 @@ Samples = Mapping[tuple[str, str, str], Sequence[Pulled]]  # backend, size, patt
 
 
 def plans(sizes: Mapping[str, int], num_blocks: int) -> tuple[Plan, ...]:
-    """Each size in one run, and as single blocks at random places on both sides."""
+    """Each size as one contiguous run, and as single blocks at random places on both sides."""
     made = []
     draw = random.Random(0)
     for size, count in sizes.items():
@@ -70,13 +70,13 @@ def plans(sizes: Mapping[str, int], num_blocks: int) -> tuple[Plan, ...]:
     return tuple(made)
 
 
-def measure(rounds: int, quick: bool, progress: Progress) -> Part:
-    """A backend that does not work here is left out and noted. Raises `TransferError` when one fails on the way."""
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
+    """A backend that does not work here is left out with a note. Raises `TransferError` when a pull fails."""
     sizes = QUICK_SIZES if quick else SIZES
     num_blocks = 2 * max(sizes.values()) + RESERVED_BLOCKS
     samples, paths = asyncio.run(_measure(plans(sizes, num_blocks), num_blocks, rounds, progress))
     notes = (*paths, "GB/s of whole pulls between two processes of this host; 64 KiB blocks; memcpy by one thread.")
-    return Part("transfer", figures(samples), (), notes)
+    return BenchmarkPart("transfer", figures(samples), (), notes)
 
 
 async def _measure(
@@ -122,7 +122,7 @@ async def _rounds(
                 copy_s = copied_s(truth, region, plan)
                 seconds, _ = await _pull(reader, plain)
                 checked_s, stats = await _pull(reader, checked)
-                if number:  # the first touches memory for the first time
+                if number:  # the first round touches the memory for the first time
                     samples[backend, plan.size, plan.pattern].append(
                         Pulled(seconds, copy_s, checked_s, stats.digest_seconds)
                     )
@@ -137,7 +137,7 @@ async def _pull(reader: TransportSet, order: PullOrder) -> tuple[float, ReadStat
 
 
 def copied_s(source: Region, target: Region, plan: Plan) -> float:
-    """What one thread needs to copy the same bytes: in one piece, or block by block to the same places."""
+    """Seconds of one thread to copy the same bytes: in one piece, or block by block to the same places."""
     size = BLOCK.block_bytes
     if plan.pattern == "contiguous":
         pieces = [(plan.source[0] * size, plan.target[0] * size, plan.num_bytes)]
@@ -178,7 +178,7 @@ def _pool(num_blocks: int, *, filled: bool) -> Region:
 
 
 def _open(region: Region, backends: tuple[str, ...], incarnation: str) -> TransportSet | str:
-    """The transports, or why there are none."""
+    """The transports, or the reason why they do not open."""
     from kvtransfer.errors import TransportUnavailable
 
     try:
@@ -188,7 +188,7 @@ def _open(region: Region, backends: tuple[str, ...], incarnation: str) -> Transp
 
 
 class _Owner:
-    """The other process: owns a filled pool and lets it be read."""
+    """The other process, which owns a filled pool."""
 
     def __init__(self, num_blocks: int) -> None:
         context = mp.get_context("spawn")
@@ -205,7 +205,7 @@ class _Owner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.close()  # it ends when its pipe does
+        self._pipe.close()  # the process ends with its pipe
         self._process.join(10.0)
         if self._process.is_alive():
             self._process.kill()
@@ -213,7 +213,7 @@ class _Owner:
 
 
 def own(pipe: Connection, num_blocks: int) -> None:
-    """The owner's program: every backend that works here, until the pipe closes."""
+    """The owner's process: opens every backend that works here, and waits until the pipe closes."""
     opened = _open(_pool(num_blocks, filled=True), BACKENDS, "owner")
     assert isinstance(opened, TransportSet), opened
     pipe.send(PeerAddress("owner", "owner", "127.0.0.1", 0, host_identity(), (opened.shard(),)))

@@ -23,7 +23,7 @@ from benchmarks.elastic.record import (
     Stale,
     ratio,
 )
-from benchmarks.filled import filled
+from benchmarks.wrapping import wrap_markdown
 from cluster.offline.scoring.figures import slo_text
 
 PAGE = "elastic-campaign.md"
@@ -65,7 +65,7 @@ def markdown(found: Record, pictures: str = PICTURES) -> str:
         chunks=", ".join(map(str, CHUNKS)),
         prompt_chunks=", ".join(map(str, PROMPT_CHUNKS)),
     )
-    return filled(re.sub(r"\n{3,}", "\n\n", text))
+    return wrap_markdown(re.sub(r"\n{3,}", "\n\n", text))
 
 
 # ---- in short ----------------------------------------------------------------------------------------------------

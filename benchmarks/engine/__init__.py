@@ -1,7 +1,7 @@
-"""The engine alone, beside its peers and beside what the machine allows: same weights, same threads, in turns.
+"""The engine alone, beside its peers and the machine's limits: same weights, same threads, measured in turns.
 
-compare     the part `engine`: prefill and decode of every contender      contenders   who is measured, and how started
-step        the part `step`: a decode step taken apart                    driven       one loaded engine in a process
-limits      what the machine allows a column (pure)                       drivers      the programs in those processes
-chart       the part `engine` as a picture
+compare     part `engine`: prefill and decode of every engine   engines             engines and their options
+step        part `step`: a decode step taken apart              driver_processes    a loaded engine per process
+limits      the machine's limit of a column (pure)              drivers             the programs of those processes
+chart       part `engine` as a picture
 """

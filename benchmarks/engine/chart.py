@@ -1,6 +1,6 @@
-"""The part `engine` as a picture: a panel for each column, a bar for each contender, a mark at what the machine allows.
+"""The part `engine` as a picture: a panel per column, a bar per engine, a mark at the machine's limit.
 
-Drawn from figures alone, so a recorded report can be drawn again. Needs matplotlib, which is an extra of its own.
+It needs only the report, so a recorded one can be drawn again. Needs matplotlib (the `bench` extra).
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.compare import SHARE, WALL
-from benchmarks.figures import Figure, Part, Report, Spread
+from benchmarks.figures import BenchmarkPart, BenchmarkReport, Figure, Spread
 
 OURS, OPT_IN, PEER, LIMIT = "#0b6e4f", "#7cc4a4", "#b9bec6", "#c1292e"
 MISSING = "no chart: matplotlib is missing; install it with `pip install 'diptych[bench]'`"
 
 
 def missing() -> str:
-    """Why nothing can be drawn; empty when it can."""
+    """The reason why no chart can be drawn, or an empty text."""
     from importlib.util import find_spec
 
     return "" if find_spec("matplotlib") else MISSING
 
 
-def draw(report: Report, part: Part, file: Path) -> None:
-    """Write the picture; the file's suffix (.png, .svg) says as what. Raises ImportError without matplotlib."""
+def draw(report: BenchmarkReport, part: BenchmarkPart, file: Path) -> None:
+    """Write the chart in the format of the file's suffix (.png, .svg). Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure as Picture
 
     speeds, shares = _cells(part, WALL), _cells(part, SHARE)
@@ -34,10 +34,10 @@ def draw(report: Report, part: Part, file: Path) -> None:
         _panel(panel, column, names, speeds, shares)
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
-    picture.suptitle(f"Tokens a second, more is better: SmolLM2-135M on {report.cores} cores of {report.cpus}")
+    picture.suptitle(f"Tokens per second, more is better: SmolLM2-135M on {report.cores} cores of {report.cpus}")
     picture.supxlabel(
-        "bars: median of the rounds, thin lines from the least to the greatest; red: what the machine allows with "
-        "these weights, or in figures the share of it",
+        "bars: median of the rounds, thin lines: minimum to maximum; red: the machine's limit with these weights, "
+        "or the share of it",
         fontsize=8,
     )
     picture.savefig(file, dpi=130)
@@ -50,7 +50,7 @@ def _panel(
     speeds: Mapping[tuple[str, str], Spread],
     shares: Mapping[tuple[str, str], Spread],
 ) -> None:
-    """One column; a limit far beyond all bars is told in figures at the edge instead of squeezing them."""
+    """One column. A limit far beyond all bars is written at the edge as a share."""
     panel.set_title(column, fontsize=10)
     fastest = max(speeds[name, column].high for name in names)
     edge = 1.8 * fastest
@@ -76,6 +76,6 @@ def _colour(name: str) -> str:
     return OURS if name.startswith("diptych float32") else OPT_IN
 
 
-def _cells(part: Part, table: str) -> dict[tuple[str, str], Spread]:
+def _cells(part: BenchmarkPart, table: str) -> dict[tuple[str, str], Spread]:
     figures: Sequence[Figure] = part.figures
     return {(figure.row, figure.column): figure.spread for figure in figures if figure.table == table}

@@ -1,15 +1,13 @@
-"""What a machine allows: the most tokens a second of a column, from bytes that must be read and operations to be done.
+"""A machine's limit: the maximum tokens per second of a column, from the bytes to read and the operations to compute.
 
-    a step takes at least  max(bytes it must read / read bandwidth,  operations / rate of matrix products)
-
-Pure: knows the model's shape and the formats of weights, not how any engine computes.
+a step takes at least  max(bytes it must read / read bandwidth,  operations / rate of matrix products)
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-KV_BYTES = 4  # a number of the cache, in float32
-BITS = {  # of a weight, with its share of the scales of its block
+KV_BYTES = 4  # of a float32 value in the KV cache
+BITS = {  # per weight, with its share of its block's scales
     "float32": 32.0,
     "bfloat16": 16.0,
     "float16": 16.0,
@@ -25,7 +23,7 @@ BITS = {  # of a weight, with its share of the scales of its block
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What is measured: a prompt of `context` tokens to its first token (`batch` 0), or a decode step of a batch."""
+    """A measurement: a prompt of `context` tokens to its first token (`batch` 0), or a decode step of a batch."""
 
     name: str
     batch: int
@@ -34,13 +32,13 @@ class Column:
 
     @property
     def tokens(self) -> int:
-        """Of one lap."""
+        """Tokens of one lap."""
         return self.batch or self.context
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Of a decoder with grouped KV heads. `matrix` counts the weights of all layers, `head` those of the last one."""
+class DecoderSize:
+    """A decoder with grouped KV heads. `matrix`: weights of all layers; `head`: weights of the output projection."""
 
     matrix: int
     head: int
@@ -49,14 +47,14 @@ class Shape:
     kv: int  # kv heads * head_dim
 
     @staticmethod
-    def of(config: Mapping[str, int], num_parameters: int) -> "Shape":
-        """From a model's config.json; the embedding is the head too, or is only looked up."""
+    def of(config: Mapping[str, int], num_parameters: int) -> "DecoderSize":
+        """From a model's config.json. Tied embeddings count as the head; others are only looked up."""
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         head = config["vocab_size"] * config["hidden_size"]
         embeddings = head if config.get("tie_word_embeddings") else 2 * head
         kv = config.get("num_key_value_heads", heads) * head_dim
-        return Shape(num_parameters - embeddings, head, config["num_hidden_layers"], heads * head_dim, kv)
+        return DecoderSize(num_parameters - embeddings, head, config["num_hidden_layers"], heads * head_dim, kv)
 
     def operations(self, column: Column) -> float:
         """Multiplications and additions of one lap."""
@@ -68,15 +66,15 @@ class Shape:
         return 2.0 * (self.matrix * tokens + self.head * sampled) + attention
 
     def read_bytes(self, column: Column, weights: str) -> float:
-        """Each weight once, and the KV of every context of a decode."""
+        """Bytes to read: each weight once, and for a decode the KV of every sequence."""
         context = column.batch * column.context * 2 * self.layers * self.kv * KV_BYTES
         return (self.matrix + self.head) * BITS[weights] / 8 + context
 
 
-def most_tokens(shape: Shape, column: Column, weights: str, measured: Mapping[str, float]) -> float:
-    """Tokens a second that this machine allows, by what `drivers.limits` measured.
+def most_tokens(size: DecoderSize, column: Column, weights: str, measured: Mapping[str, float]) -> float:
+    """The machine's limit in tokens per second, from the measurements of `drivers.limits`.
 
-    Weights below float32 may be computed with at any precision that the machine has.
+    For weights below float32 the fastest precision counts.
     """
     read = max(rate for name, rate in measured.items() if name.startswith("read "))
     products = [
@@ -84,5 +82,5 @@ def most_tokens(shape: Shape, column: Column, weights: str, measured: Mapping[st
         for name, rate in measured.items()
         if not name.startswith("read ") and (weights != "float32" or name.startswith("float32 "))
     ]
-    least_s = max(shape.read_bytes(column, weights) / read, shape.operations(column) / max(products))
+    least_s = max(size.read_bytes(column, weights) / read, size.operations(column) / max(products))
     return column.tokens / least_s

@@ -1,14 +1,14 @@
-"""The part `step`: where a decode step of a large batch goes besides the model, and what a step costs without one."""
+"""The part `step`: time of a large decode step besides the model, and the rate of steps without a model."""
 
 import random
 from collections.abc import Mapping, Sequence
 
-from benchmarks.asking import fresh_prompt
-from benchmarks.engine.compare import BATCH_32, BEHIND, THREADS, TRIES
-from benchmarks.engine.driven import Program, stage
-from benchmarks.engine.drivers.lines import Order, Task
-from benchmarks.figures import Claim, Figure, Part, Progress, spread
+from benchmarks.engine.compare import BATCH_32, THREADS, TRIES, UNTIMED_TOKENS
+from benchmarks.engine.driver_processes import Program, load_engines
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, Task
+from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, spread
 from benchmarks.hosted import MODEL
+from benchmarks.timed_request import random_prompt
 from cluster.offline.load.machine import allowed_cores
 from cluster.offline.load.processes import ProcessFailed
 
@@ -25,34 +25,34 @@ PARTS = {
     "drain": "drain",
 }
 REST = "threads, loop, mailbox, poll"
-Samples = Sequence[Mapping[str, float]]  # of each round, what `drivers.step` found
+Samples = Sequence[Mapping[str, float]]  # results of `drivers.step` by round
 
 
-def measure(rounds: int, quick: bool, progress: Progress) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     """Raises `ProcessFailed`."""
     batch = QUICK_BATCH if quick else BATCH_32.batch
     draw = random.Random(0)
-    task = Task(tuple(fresh_prompt(draw, BATCH_32.context - BEHIND) for _ in range(batch)), STEPS)
-    program = Program("step", Order(MODEL, min(THREADS, len(allowed_cores()))))
-    with stage({"step": program}, tries=1 if quick else TRIES) as loaded:
+    task = Task(tuple(random_prompt(draw, BATCH_32.context - UNTIMED_TOKENS) for _ in range(batch)), STEPS)
+    program = Program("step", EngineDriverConfig(MODEL, min(THREADS, len(allowed_cores()))))
+    with load_engines({"step": program}, tries=1 if quick else TRIES) as loaded:
         if loaded.failed:
             raise ProcessFailed(loaded.failed["step"])
         samples = []
         for number in range(rounds):
             samples.append(loaded.ask("step", task))
             progress(f"round {number + 1} of {rounds}")
-    return Part("step", figures(samples, batch), claims(samples, batch), NOTES)
+    return BenchmarkPart("step", figures(samples, batch), claims(samples, batch), NOTES)
 
 
 def parts_s(sample: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of one step besides the model, by part. The executor's time holds inputs and sampling."""
-    parts = {told: sample[name] for name, told in PARTS.items()}
+    """Seconds of one step besides the model, by part. The executor's time includes inputs and sampling."""
+    parts = {title: sample[name] for name, title in PARTS.items()}
     on_loop_s = sample["schedule"] + sample["commit"] + sample["drain"]
     return parts | {REST: max(0.0, sample["step"] - sample["device"] - on_loop_s)}
 
 
 def overhead(sample: Mapping[str, float]) -> float:
-    """The share of a step that is not the model's."""
+    """The share of a step besides the model."""
     return sum(parts_s(sample).values()) / sample["step"]
 
 
@@ -72,16 +72,16 @@ def figures(samples: Samples, batch: int) -> tuple[Figure, ...]:
     return tuple(made)
 
 
-def claims(samples: Samples, batch: int) -> tuple[Claim, ...]:
+def claims(samples: Samples, batch: int) -> tuple[BenchmarkClaim, ...]:
     share = spread(map(overhead, samples)).median
     rate = spread(each["tokens a CPU second"] for each in samples).median
     return (
-        Claim(f"batch {batch}: share of a decode step besides the model", share, MOST_OVERHEAD, "%"),
-        Claim(f"batch {batch}: tokens a core second without compute", rate, LEAST_RATE, "1/s", at_least=True),
+        BenchmarkClaim(f"batch {batch}: share of a decode step besides the model", share, MOST_OVERHEAD, "%"),
+        BenchmarkClaim(f"batch {batch}: tokens a core second without compute", rate, LEAST_RATE, "1/s", at_least=True),
     )
 
 
 NOTES = (
-    "A whole worker in one process; clocks are put around its calls from outside. Means of the steps of a round.",
-    "Without compute: the same worker over the modelled executor at no cost, mailbox and poll included.",
+    "A whole worker in one process with timers around its calls. Means over the steps of a round.",
+    "Without compute: the same worker with a modelled executor of zero cost, mailbox and poll included.",
 )

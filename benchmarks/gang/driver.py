@@ -1,8 +1,8 @@
-"""A whole worker with one rank or several, asked line by line: `python -m benchmarks.gang.driver ORDER`.
+"""A worker with one or more ranks that reads one task per line: `python -m benchmarks.gang.driver CONFIG`.
 
-plan NAME NUMBER               so many executions of that plan, one after another, past the engine
-prompts COUNT TOKENS           all at once through the engine, to their first tokens
-answers COUNT TOKENS STEPS     so many sequences decode: the plan before, and those while all do
+plan NAME NUMBER               execute that plan NUMBER times, one after another, without the engine
+prompts COUNT TOKENS           COUNT prompts at once through the engine, up to their first tokens
+answers COUNT TOKENS STEPS     COUNT sequences decode for STEPS steps; returns the plan before these, too
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from benchmarks.engine.drivers.lines import MARK, READY
-from benchmarks.gang.members import ProcessRanks, compute_nothing
+from benchmarks.engine.drivers.protocol import MARK, READY
+from benchmarks.gang.plan_times import PlanRecorder, PlanTime
 from benchmarks.gang.plans import PLANS
-from benchmarks.gang.recorded import Executed, Recorder
+from benchmarks.gang.rank_process import ProcessRanks, compute_nothing
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
@@ -28,14 +28,14 @@ from workers.worker import Worker
 KV_BLOCKS = 1024
 MAX_BATCH_TOKENS = 512
 SUBSCRIBER = "bench"
-UNTIMED_STEPS = 3  # of a decode, once all sequences decode
+UNTIMED_STEPS = 3  # after all sequences decode
 WARM_UP = 1
-# A modelled worker's: 128 tokens take 48 ms, a decode of 16 takes 42 ms, so that timers are no matter.
+# Of a modelled worker: 128 tokens take 48 ms, a decode of 16 takes 42 ms, far more than the timers' resolution.
 COST = LinearCost(0.010, 0.0003, 0.0, 0.002, 0.0, 0.0, 0.0)
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What to run. "nothing": real ranks whose model is never asked; "modelled": no ranks, only their time."""
+class GangWorkerConfig(msgspec.Struct, frozen=True):
+    """The worker to start. "nothing": real ranks that compute nothing; "modelled": no ranks, only their time."""
 
     model: str
     tensor: int
@@ -45,25 +45,25 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Driver:
-    """A started worker, the clocks around its plans, and the loop that both live on."""
+    """A started worker that records the time of its plans."""
 
-    def __init__(self, order: Order) -> None:
-        modelled = order.computes == "modelled"
-        self._recorder = Recorder()
+    def __init__(self, config: GangWorkerConfig) -> None:
+        modelled = config.computes == "modelled"
+        self._recorder = PlanRecorder()
         self._recorder.install(modelled=modelled)
-        if order.computes == "nothing":
+        if config.computes == "nothing":
             compute_nothing()
-        config = WorkerConfig(
+        worker = WorkerConfig(
             "bench",
             "bench",
-            order.model,
-            EngineConfig(kv_blocks=KV_BLOCKS, max_batch_tokens=MAX_BATCH_TOKENS, threads=order.threads),
-            ParallelConfig(order.tensor, order.pipeline),
+            config.model,
+            EngineConfig(kv_blocks=KV_BLOCKS, max_batch_tokens=MAX_BATCH_TOKENS, threads=config.threads),
+            ParallelConfig(config.tensor, config.pipeline),
             TransferConfig(backends=("modelled",) if modelled else ("tcp",), host="127.0.0.1"),
             executor="modelled" if modelled else "torch",
             secret="bench",
         )
-        self._server = build_worker(config, launcher=ProcessRanks(order.computes == "model"), cost=COST)
+        self._server = build_worker(worker, launcher=ProcessRanks(config.computes == "model"), cost=COST)
         self._numbers = itertools.count()
         self._received = 0
 
@@ -73,7 +73,7 @@ class Driver:
     async def close(self) -> None:
         await self._server.close()
 
-    async def answer(self, task: list[str | int]) -> list[Executed]:
+    async def answer(self, task: list[str | int]) -> list[PlanTime]:
         match task:
             case ["plan", str(name), int(number)]:
                 return await self._plan(name, number)
@@ -83,22 +83,22 @@ class Driver:
                 return await self._answers(count, num_tokens, steps)
         raise ValueError(f"{task} is no task")
 
-    async def _plan(self, name: str, number: int) -> list[Executed]:
+    async def _plan(self, name: str, number: int) -> list[PlanTime]:
         for _ in range(WARM_UP + number):
             await self._recorder.executor.execute(PLANS[name])
         return self._recorder.plans[-number:]
 
-    async def _prompts(self, count: int, num_tokens: int) -> list[Executed]:
+    async def _prompts(self, count: int, num_tokens: int) -> list[PlanTime]:
         first = len(self._recorder.plans)
-        keys = [await self._ask(num_tokens, 1) for _ in range(count)]
+        keys = [await self._submit(num_tokens, 1) for _ in range(count)]
         given: Counter[str] = Counter()
         while len(given) < len(keys):
             given.update(await self._tokens())
         return self._recorder.plans[first:]
 
-    async def _answers(self, count: int, num_tokens: int, steps: int) -> list[Executed]:
+    async def _answers(self, count: int, num_tokens: int, steps: int) -> list[PlanTime]:
         most = steps + 2 * UNTIMED_STEPS + 4 * count  # the first decode while the last are still prompts
-        keys = [await self._ask(num_tokens, most) for _ in range(count)]
+        keys = [await self._submit(num_tokens, most) for _ in range(count)]
         given = Counter({key: 0 for key in keys})
         while min(given.values()) < UNTIMED_STEPS:
             given.update(await self._tokens())
@@ -109,10 +109,10 @@ class Driver:
         for key in keys:
             await self._worker.cancel(key)
         while (await self._bundle()).stats.running:
-            continue  # steps that began end; every poll waits for news or a heartbeat
+            continue  # wait for running steps; every poll waits for output or a heartbeat
         return plans
 
-    async def _ask(self, prompt_tokens: int, num_tokens: int) -> str:
+    async def _submit(self, prompt_tokens: int, num_tokens: int) -> str:
         number = next(self._numbers)
         prompt = tuple(7919 * (number * prompt_tokens + index) % 997 + 1 for index in range(prompt_tokens))
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True)
@@ -135,9 +135,9 @@ class Driver:
         return bundle
 
 
-async def serve(order: Order) -> None:
-    """Answer tasks until the input ends. The loop goes on between them: ranks must hear of their leader."""
-    driver = Driver(order)
+async def serve(config: GangWorkerConfig) -> None:
+    """Run tasks until the input ends. The event loop runs between them, because ranks expect heartbeats."""
+    driver = Driver(config)
     await driver.start()
     try:
         print(f"\n{READY}", flush=True)
@@ -149,7 +149,7 @@ async def serve(order: Order) -> None:
 
 
 def main() -> None:
-    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=Order)))
+    asyncio.run(serve(msgspec.json.decode(sys.argv[1], type=GangWorkerConfig)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The leader's program: `python -m benchmarks.gang.leader WAY`. Starts a rank, then measures what each line asks.
+"""The leader's program: `python -m benchmarks.gang.leader TRANSPORT`. Starts a rank and reads one task per line.
 
-steps PLAN NUMBER SECONDS    round trips of that plan, until there are so many or so much time is over
-idle SECONDS                 nothing is asked of the rank
-kill                         the rank, while it has a plan: the last task
+steps PLAN NUMBER SECONDS    round trips of that plan: NUMBER, or as many as fit into SECONDS
+idle SECONDS                 CPU share while the rank has no plan
+kill                         kills the rank while it holds a plan; the last task
 """
 
 import asyncio
@@ -14,30 +14,30 @@ import sys
 import time
 from collections.abc import Mapping
 
-from benchmarks.engine.drivers.lines import MARK, READY
+from benchmarks.engine.drivers.protocol import MARK, READY
 from benchmarks.gang.plans import PLANS, decode_result, encode
-from benchmarks.gang.ways import Delivery, module
+from benchmarks.gang.transports import Delivery, module
 
 WARM_UP_STEPS = 10
-IN_FLIGHT_S = 0.05  # after it a plan has certainly reached a rank that stands still
+IN_FLIGHT_S = 0.05  # a plan reaches a stopped rank within this time
 
 
 def main() -> None:
     asyncio.run(_main(sys.argv[1]))
 
 
-async def _main(way: str) -> None:
+async def _main(transport: str) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(address: str) -> int:
-        started.append(subprocess.Popen([sys.executable, "-m", "benchmarks.gang.rank", way, address]))
+        started.append(subprocess.Popen([sys.executable, "-m", "benchmarks.gang.rank", transport, address]))
         return started[-1].pid
 
-    delivery: Delivery = await module(way).lead(start)
+    delivery: Delivery = await module(transport).lead(start)
     try:
-        _say(READY)
+        _print(READY)
         for line in sys.stdin:
-            _say(MARK + json.dumps(await _answer(delivery, json.loads(line))))
+            _print(MARK + json.dumps(await _answer(delivery, json.loads(line))))
     finally:
         delivery.close()
         for process in started:
@@ -55,11 +55,11 @@ async def _answer(delivery: Delivery, task: list[str | float]) -> Mapping[str, o
             return {"share": (_cpu_s(delivery.pid) - cpu_s) / (time.perf_counter() - begun_s)}
         case ["kill"]:
             return await killed(delivery)
-    raise ValueError(f"{task} is no task")
+    raise ValueError(f"unknown task {task}")
 
 
 async def steps(delivery: Delivery, plan_name: str, number: int, seconds: float) -> Mapping[str, object]:
-    """Seconds of each round trip, from plan to result on this loop, and the CPU seconds of both processes a step."""
+    """Seconds of each round trip, from plan to result on this event loop, and CPU seconds per step."""
     plan = PLANS[plan_name]
     for _ in range(WARM_UP_STEPS):
         await delivery.deliver(encode(plan))
@@ -74,7 +74,7 @@ async def steps(delivery: Delivery, plan_name: str, number: int, seconds: float)
 
 
 async def killed(delivery: Delivery) -> Mapping[str, object]:
-    """Seconds from SIGKILL until the leader's call ends, and with what error. The rank stood still with the plan."""
+    """Seconds from SIGKILL until the leader's call fails, and its error. The rank is stopped with the plan."""
     os.kill(delivery.pid, signal.SIGSTOP)
     call = asyncio.ensure_future(delivery.deliver(encode(PLANS["decode of 1"])))
     await asyncio.sleep(IN_FLIGHT_S)
@@ -82,16 +82,16 @@ async def killed(delivery: Delivery) -> Mapping[str, object]:
     begun_s = time.perf_counter()
     await asyncio.wait([call])
     error = call.exception()
-    assert error is not None, "a dead rank has answered"
+    assert error is not None, "a killed rank answered"
     return {"after_s": time.perf_counter() - begun_s, "error": type(error).__name__}
 
 
 def _cpu_s(rank_pid: int) -> float:
-    """What this process and the rank have used, to the nanosecond: the clock that belongs to a process."""
+    """CPU seconds of this process and the rank, to the nanosecond, from the processes' CPU clocks."""
     return time.process_time() + time.clock_gettime((~rank_pid << 3) | 2)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"\n{line}", flush=True)
 
 

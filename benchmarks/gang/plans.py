@@ -1,4 +1,4 @@
-"""Plans as an engine makes them, what a rank that computes nothing answers, and both as the bytes that travel."""
+"""Typical plans of an engine, the answers of a rank that computes nothing, and both encoded."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ CONTEXT = 250  # tokens of each decode: 16 blocks of 16
 TABLE_BLOCKS = 16
 PROMPT_TOKENS = 512
 VOCABULARY = 49_152
-SEED = 2**60 + 7  # as long as real ones on the wire
+SEED = 2**60 + 7  # as long as a real one when encoded
 
 
 def decode_plan(batch: int) -> StepPlan:
@@ -44,7 +44,7 @@ PLANS = {
     "decode of 32": decode_plan(32),
     PROMPT: prompt_plan(),
 }
-SENT = ("decode of 1", "decode of 32", PROMPT)  # those whose way to a rank is measured
+SENT = ("decode of 1", "decode of 32", PROMPT)  # plans of part `gang-delivery`
 
 _plans = msgspec.msgpack.Decoder(StepPlan)
 _results = msgspec.msgpack.Decoder(StepResult)
@@ -53,7 +53,7 @@ decode_result = _results.decode
 
 
 def answer(data: bytes) -> bytes:
-    """What a rank does with a plan's bytes when it computes nothing: read them, and answer for every chunk."""
+    """Decode a plan and encode an answer with a token for every chunk that samples."""
     plan = _plans.decode(data)
     tokens = tuple(None if chunk.draw is None else chunk.tokens[0] for chunk in plan.chunks)
     return encode(StepResult(plan.number, tokens, (None,) * len(tokens), ((),), 0.0))

@@ -1,7 +1,7 @@
-"""The part `gang-reshard`: what it takes to move a prompt's KV between pools that are split differently. Plans only.
+"""The part `gang-reshard`: copy plans of a prompt's KV between workers of different parallelism. Nothing is copied.
 
-The KV is that of SmolLM2-135M in float32: 30 layers, 3 heads of 64. A pool's blocks stand in one ascending run, or
-fragmented: each alone at a random place, on both sides.
+The KV is that of SmolLM2-135M in float32: 30 layers, 3 heads of 64. A prompt's blocks are one ascending run, or, when
+fragmented, at random places on both sides.
 """
 
 import random
@@ -13,12 +13,12 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.figures import Claim, Figure, Part, Progress, spread
+from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, spread
 from kvtransfer.copies import pieces_of, plan_copies
 from kvtransfer.layout import KVLayout
 
 ROUNDS = 3
-REPEATS = 5  # of one plan in a round, of which the median counts: whoever else wants the core takes it for 5 ms
+REPEATS = 5  # of one plan in a round; the median counts, because another process may take the core for 5 ms
 WHOLE = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)
 OTHER_BLOCK_SIZE = 32
 SPLITS = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))  # (tensor, pipeline)
@@ -33,7 +33,7 @@ Split = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Resharding:
-    """Plans of all the reader's ranks for one prompt, and the slowest rank's: its time, pieces included, its bytes."""
+    """Copy plans of all ranks of the reader for one prompt, and the planning time and bytes of the slowest rank."""
 
     num_descriptors: int
     num_bytes: int
@@ -42,13 +42,13 @@ class Resharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ReshardCase:
     """A prompt of `num_tokens`, and how the reader's blocks differ from the owner's."""
 
     num_tokens: int
     fragmented: bool
     reader_block_size: int = WHOLE.block_size
-    staged: bool = False  # the blocks land as they are, as workers have it that differ in block size
+    staged: bool = False  # copied through a staging area, as between workers of different block sizes
 
     def __str__(self) -> str:
         sizes = f"blocks of {WHOLE.block_size}"
@@ -58,16 +58,16 @@ class Case:
 
 
 CASES = tuple(
-    Case(num_tokens, fragmented, size, staged)
+    ReshardCase(num_tokens, fragmented, size, staged)
     for num_tokens in (REQUEST_TOKENS, LONG_TOKENS)
     for size, staged in ((WHOLE.block_size, False), (OTHER_BLOCK_SIZE, True), (OTHER_BLOCK_SIZE, False))
     for fragmented in (False, True)
 )
-Samples = Mapping[tuple[Case, Split, Split], Sequence[Resharding]]  # owner, reader
+Samples = Mapping[tuple[ReshardCase, Split, Split], Sequence[Resharding]]  # owner, reader
 
 
 def shards(split: Split, whole: KVLayout = WHOLE) -> tuple[KVLayout, ...]:
-    """The layouts of a gang's ranks: stage after stage. At most as many tensor ranks as KV heads."""
+    """The layouts of a gang's ranks, in order of stages. At most as many tensor ranks as KV heads."""
     tensor, pipeline = split
 
     def share(total: int, parts: int, part: int) -> tuple[int, int]:
@@ -85,11 +85,11 @@ def shards(split: Split, whole: KVLayout = WHOLE) -> tuple[KVLayout, ...]:
 
 
 def blocks(count: int, fragmented: bool, seed: int) -> tuple[int, ...]:
-    """Numbers of so many blocks."""
+    """`count` block ids."""
     return tuple(random.Random(seed).sample(range(4 * count), count)) if fragmented else tuple(range(1, count + 1))
 
 
-def resharding(case: Case, owner: Split, reader: Split) -> Resharding:
+def resharding(case: ReshardCase, owner: Split, reader: Split) -> Resharding:
     sources = shards(owner)
     targets = shards(reader, replace(WHOLE, block_size=case.reader_block_size))
     form: KVLayout
@@ -115,22 +115,22 @@ def resharding(case: Case, owner: Split, reader: Split) -> Resharding:
     return Resharding(sum(each[1] for each in ranks), sum(each[2] for each in ranks), slowest_s, slowest_bytes)
 
 
-def measure(rounds: int, quick: bool, progress: Progress) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     splits = QUICK_SPLITS if quick else SPLITS
-    samples: dict[tuple[Case, Split, Split], list[Resharding]] = defaultdict(list)
+    samples: dict[tuple[ReshardCase, Split, Split], list[Resharding]] = defaultdict(list)
     copied_s: list[float] = []
     for number in range(rounds):
-        copied_s.append(seconds_a_byte())
+        copied_s.append(seconds_per_byte())
         for case in CASES:
             for owner in splits:
                 for reader in splits:
                     samples[case, owner, reader].append(resharding(case, owner, reader))
         progress(f"round {number + 1} of {rounds}")
-    return Part("gang-reshard", figures(samples, copied_s), claims(samples), NOTES)
+    return BenchmarkPart("gang-reshard", figures(samples, copied_s), claims(samples), NOTES)
 
 
-def seconds_a_byte() -> float:
-    """Of a copy by one thread."""
+def seconds_per_byte() -> float:
+    """Seconds per byte of a copy by one thread."""
     source, target = np.ones(COPIED_BYTES, np.uint8), np.ones(COPIED_BYTES, np.uint8)
     begun_s = time.perf_counter()
     np.copyto(target, source)
@@ -143,7 +143,7 @@ PAIRS = "All pairs"
 def figures(samples: Samples, copied_s: Sequence[float]) -> tuple[Figure, ...]:
     made: list[Figure] = []
     for (case, owner, reader), taken in samples.items():
-        row, column = f"owner {told(owner)}", f"reader {told(reader)}"
+        row, column = f"owner {split_name(owner)}", f"reader {split_name(reader)}"
         if case.num_tokens == REQUEST_TOKENS:
             title, unit, values = f"Descriptors: {case}", "n", [float(taken[0].num_descriptors)]  # in every round
         else:
@@ -163,11 +163,11 @@ def figures(samples: Samples, copied_s: Sequence[float]) -> tuple[Figure, ...]:
     return tuple(made)
 
 
-def told(split: Split) -> str:
+def split_name(split: Split) -> str:
     return f"{split[0]}x{split[1]}"
 
 
-def claims(samples: Samples) -> tuple[Claim, ...]:
+def claims(samples: Samples) -> tuple[BenchmarkClaim, ...]:
     made = []
     for case in CASES:
         if case.num_tokens != LONG_TOKENS:
@@ -180,13 +180,13 @@ def claims(samples: Samples) -> tuple[Claim, ...]:
         if not medians:
             continue
         owner, reader = max(medians, key=lambda pair: medians[pair])
-        what = f"planning {case}, the slowest pair ({told(owner)} to {told(reader)})"
-        made.append(Claim(what, medians[owner, reader], MOST_PLANNING_S, "us"))
+        what = f"planning {case}, the slowest pair ({split_name(owner)} to {split_name(reader)})"
+        made.append(BenchmarkClaim(what, medians[owner, reader], MOST_PLANNING_S, "us"))
     return tuple(made)
 
 
 NOTES = (
-    "TxP: tensor by pipeline. Descriptors are those of all the reader's ranks together.",
-    "Planning is that of the slowest rank of the reader, on one core; each of its ranks plans for itself.",
-    "Between blocks of one size, the slots behind a prompt's last token are moved too where that saves descriptors.",
+    "TxP: tensor by pipeline. Descriptors are the total of all ranks of the reader.",
+    "Planning is that of the reader's slowest rank, on one core; every rank plans for itself.",
+    "Between blocks of equal size, slots after the last token are moved too if that saves descriptors.",
 )

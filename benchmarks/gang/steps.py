@@ -1,6 +1,6 @@
-"""The part `gang-step`: what a step costs besides the model when several ranks share it, and what they wait for.
+"""The part `gang-step`: the cost of a step with several ranks besides the model, and the time that ranks wait.
 
-Ranks that compute nothing, beside one such rank alone; and two real ranks with a thread each, beside one rank with one
+Ranks that compute nothing, beside a single such rank; and two real ranks with a thread each, beside one rank with one
 thread and with two.
 """
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from statistics import median
 
-from benchmarks.figures import Claim, Figure, Part, Progress, ratios, spread
-from benchmarks.gang.driver import Order
-from benchmarks.gang.loaded import loaded
+from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, ratios, spread
+from benchmarks.gang.driver import GangWorkerConfig
+from benchmarks.gang.plan_times import PlanTime
 from benchmarks.gang.plans import PROMPT
-from benchmarks.gang.recorded import Executed
+from benchmarks.gang.worker_process import worker_process
 from benchmarks.hosted import MODEL
 
 ROUNDS = 3
@@ -29,54 +29,54 @@ ALONE, BOTH_CORES, SHARED, PIPELINE = (
     "1x2, a thread each",
 )
 REAL = {
-    ALONE: Order(MODEL, 1, 1, 1),
-    BOTH_CORES: Order(MODEL, 1, 1, 2),
-    SHARED: Order(MODEL, 2, 1, 1),
-    PIPELINE: Order(MODEL, 1, 2, 1),
+    ALONE: GangWorkerConfig(MODEL, 1, 1, 1),
+    BOTH_CORES: GangWorkerConfig(MODEL, 1, 1, 2),
+    SHARED: GangWorkerConfig(MODEL, 2, 1, 1),
+    PIPELINE: GangWorkerConfig(MODEL, 1, 2, 1),
 }
 MOST_OF_A_STEP = 0.05
 EmptySamples = Mapping[tuple[str, str], Sequence[float]]  # (worker, plan) -> seconds of a step, by round
 RealSamples = Mapping[tuple[str, str], Sequence[tuple[float, float, float]]]  # -> (seconds, comm share, wait share)
 
 
-def measure(rounds: int, quick: bool, progress: Progress) -> Part:
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     """Raises `ProcessFailed`."""
-    empty = _empty(rounds, QUICK_STEPS if quick else STEPS, progress)
-    real = {} if quick else _real(rounds, progress)
-    return Part("gang-step", figures(empty, real), claims(empty, real), NOTES)
+    empty = _measure_empty(rounds, QUICK_STEPS if quick else STEPS, progress)
+    real = {} if quick else _measure_real(rounds, progress)
+    return BenchmarkPart("gang-step", figures(empty, real), claims(empty, real), NOTES)
 
 
-def _empty(rounds: int, steps: int, progress: Progress) -> EmptySamples:
+def _measure_empty(rounds: int, steps: int, progress: Progress) -> EmptySamples:
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for tensor, pipeline in EMPTY:  # one after another: their ranks would not fit beside each other
-        with loaded(Order(MODEL, tensor, pipeline, 1, "nothing")) as worker:
+    for tensor, pipeline in EMPTY:  # one after another: not all ranks fit into memory at once
+        with worker_process(GangWorkerConfig(MODEL, tensor, pipeline, 1, "nothing")) as worker:
             for _ in range(rounds):
                 for plan in EMPTY_PLANS:
-                    taken = worker.ask("plan", plan, steps)
+                    taken = worker.run("plan", plan, steps)
                     samples[f"{tensor}x{pipeline}", plan].append(_seconds(taken))
         progress(f"{tensor}x{pipeline} without compute")
     return samples
 
 
-def _real(rounds: int, progress: Progress) -> RealSamples:
+def _measure_real(rounds: int, progress: Progress) -> RealSamples:
     samples: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(loaded(order)) for name, order in REAL.items()}
+        workers = {name: stack.enter_context(worker_process(config)) for name, config in REAL.items()}
         for number in range(rounds):
             for name, worker in workers.items():
                 for plan in REAL_PLANS:
-                    taken = worker.ask("plan", plan, PREFILLS if plan == PROMPT else DECODES)
+                    taken = worker.run("plan", plan, PREFILLS if plan == PROMPT else DECODES)
                     samples[name, plan].append((_seconds(taken), *_shares(taken)))
             progress(f"round {number + 1} of {rounds}")
     return samples
 
 
-def _seconds(plans: Sequence[Executed]) -> float:
+def _seconds(plans: Sequence[PlanTime]) -> float:
     return median(plan.ended_s - plan.begun_s for plan in plans)
 
 
-def _shares(plans: Sequence[Executed]) -> tuple[float, float]:
-    """Of the ranks' own time with the plans: in collectives, and waiting for the stage before."""
+def _shares(plans: Sequence[PlanTime]) -> tuple[float, float]:
+    """Shares of the ranks' time: in collectives, and waiting for the previous stage."""
     ranks = [rank for plan in plans for rank in plan.ranks]
     whole_s = sum(rank.seconds for rank in ranks)
     return sum(rank.comm_s for rank in ranks) / whole_s, sum(rank.wait_s for rank in ranks) / whole_s
@@ -84,7 +84,7 @@ def _shares(plans: Sequence[Executed]) -> tuple[float, float]:
 
 NOTHING = "A step of ranks that compute nothing"
 STEP, COMM = "A step of real ranks", "All-reduces, as a share of the ranks' time in a step"
-WAIT = "Waiting for the stage before, as a share of the ranks' time, one plan at a time"
+WAIT = "Waiting for the previous stage, as a share of the ranks' time, one plan at a time"
 
 
 def figures(empty: EmptySamples, real: RealSamples) -> tuple[Figure, ...]:
@@ -96,28 +96,28 @@ def figures(empty: EmptySamples, real: RealSamples) -> tuple[Figure, ...]:
         made.append(Figure(STEP, name, plan, "ms", spread(seconds for seconds, _, _ in taken)))
         alone = [seconds for seconds, _, _ in real[BOTH_CORES, plan]]
         made.append(Figure(f"{STEP}, beside {BOTH_CORES}", name, plan, "x", ratios([each[0] for each in taken], alone)))
-    for title, order, share in ((COMM, SHARED, 1), (WAIT, PIPELINE, 2)):
+    for title, worker, share in ((COMM, SHARED, 1), (WAIT, PIPELINE, 2)):
         made += [
-            Figure(title, order, plan, "%", spread(each[share] for each in taken))
+            Figure(title, worker, plan, "%", spread(each[share] for each in taken))
             for (name, plan), taken in real.items()
-            if name == order
+            if name == worker
         ]
     return tuple(made)
 
 
-def claims(empty: EmptySamples, real: RealSamples) -> tuple[Claim, ...]:
-    """What a second rank adds to a step, beside the same step of a real model."""
+def claims(empty: EmptySamples, real: RealSamples) -> tuple[BenchmarkClaim, ...]:
+    """The time that a second rank adds to a step, as a share of the same step of a real model."""
     if not real:
         return ()
     plan = "decode of 1"
     added_s = spread(empty["2x1", plan]).median - spread(empty["1x1", plan]).median
     step_s = spread(seconds for seconds, _, _ in real[BOTH_CORES, plan]).median
     what = f"what a gang of 2 adds to a {plan} without compute: share of a step of {MODEL} ({step_s * 1e3:.0f} ms)"
-    return (Claim(what, max(0.0, added_s) / step_s, MOST_OF_A_STEP, "%"),)
+    return (BenchmarkClaim(what, max(0.0, added_s) / step_s, MOST_OF_A_STEP, "%"),)
 
 
 NOTES = (
-    "Plans go straight to the executor, one at a time; times are taken on the leader's event loop.",
+    "Plans go directly to the executor, one at a time; times are measured on the leader's event loop.",
     "Each rank is a process of this machine; gangs of more ranks than cores take turns on them.",
-    "All workers are loaded at once and asked in turns; those that wait use a few hundredths of a core.",
+    "All workers are loaded at once and measured in turns; idle ones use a few hundredths of a core.",
 )

@@ -1,4 +1,4 @@
-"""`make sim-vs-real`: profile a real cluster, run a small load on it, and hold the simulator against what came out."""
+"""`make sim-vs-real`: profile a real cluster, run a small load on it, and compare the simulator with the results."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import click
 from benchmarks.hosted import hosted, refuse_foreign_ray
 from benchmarks.sim_vs_real import page, record
 from benchmarks.sim_vs_real.compare import compare
-from benchmarks.sim_vs_real.systems import SYSTEMS, capacity, promise, workload
+from benchmarks.sim_vs_real.systems import SYSTEMS, capacity, slo_for, workload
 from cluster.offline.load.grpc_endpoint import drive_cluster
 from cluster.offline.load.sender import LoadOptions
 from cluster.offline.profile.measure import ROUNDS, measure
@@ -33,7 +33,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 @click.option("--requests", type=click.IntRange(5, 1000), default=REQUESTS, show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 20), default=ROUNDS, show_default=True, help="Of the profile.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--keep-profile", is_flag=True, help="Take the recorded profile instead of measuring.")
+@click.option("--keep-profile", is_flag=True, help="Use the recorded profile instead of measuring one.")
 @click.option("--recorded", is_flag=True, help="Run nothing: simulate the recorded runs again.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DOCS, help="Write here (docs/).")
 @click.option("--record", "file", type=click.Path(dir_okay=False, path_type=Path), default=record.FILE)
@@ -53,14 +53,14 @@ def main(
     Runs of other systems and loads stay as they were recorded.
     """
     if recorded and (systems or keep_profile):
-        raise click.UsageError("--recorded runs nothing; leave the systems and --keep-profile away")
+        raise click.UsageError("--recorded runs nothing; omit the systems and --keep-profile")
     found = record.load(file) if file.exists() else record.Recorded({}, ())
     if not recorded:
         refuse_foreign_ray(dict(os.environ))
         for name in systems or tuple(SYSTEMS):
             known = found.profiles.get(name) if keep_profile else None
             if keep_profile and known is None:
-                raise click.UsageError(f"{name} has no recorded profile; leave --keep-profile away")
+                raise click.UsageError(f"{name} has no recorded profile; omit --keep-profile")
             profile, runs = _run(SYSTEMS[name], known, loads or LOADS, requests, rounds, seed)
             found = _merged(found, name, profile, runs, fresh=known is None)
             record.save(found, file)
@@ -71,26 +71,26 @@ def main(
 
 
 def _merged(
-    found: record.Recorded, name: str, profile: ClusterProfile, runs: Sequence[record.Real], *, fresh: bool
+    found: record.Recorded, name: str, profile: ClusterProfile, runs: Sequence[record.RealRun], *, fresh: bool
 ) -> record.Recorded:
-    """With a new profile, the system's older runs go: they were made on another day."""
+    """Add the runs. A new profile replaces the system's older runs, which belong to the old profile."""
     again = {run.load for run in runs}
-    kept = [run for run in found.runs if run.system != name or (not fresh and run.load not in again)]
-    order = sorted([*kept, *runs], key=lambda run: (tuple(SYSTEMS).index(run.system), run.load))
+    others = [run for run in found.runs if run.system != name or (not fresh and run.load not in again)]
+    order = sorted([*others, *runs], key=lambda run: (tuple(SYSTEMS).index(run.system), run.load))
     return record.Recorded(found.profiles | {name: profile}, tuple(order))
 
 
 def _run(
     spec: ClusterSpec, known: ClusterProfile | None, loads: Sequence[float], requests: int, rounds: int, seed: int
-) -> tuple[ClusterProfile, list[record.Real]]:
+) -> tuple[ClusterProfile, list[record.RealRun]]:
     """Raises `ProcessFailed`, `DiptychError`, `ProfileError`."""
     _tell(f"starting {spec.name}")
     with hosted([spec]) as system:
         endpoint = system.endpoints[spec.name]
         profile = known or asyncio.run(_profile(endpoint, rounds))
-        # The simulator has the virtual loop to itself, so it runs between the real ones.
+        # The simulator needs an event loop of its own, so it runs between the real ones.
         rate = capacity(profile, spec, requests, seed)
-        _tell(f"{spec.name} serves at most {rate:.2f} requests a second, by simulation")
+        _tell(f"{spec.name} serves at most {rate:.2f} requests/s, by simulation")
         runs = [
             asyncio.run(_real(endpoint, spec, profile, load, workload(spec.name, requests, load * rate, seed, number)))
             for number, load in enumerate(loads, 1)
@@ -103,13 +103,15 @@ async def _profile(endpoint: str, rounds: int) -> ClusterProfile:
         return await measure(client, lambda what, done, total: _tell(what) if done <= 1 else None, rounds)
 
 
-async def _real(endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load: float, asked: Workload) -> record.Real:
-    requests = len(asked.arrivals)
-    _tell(f"{spec.name} at {load:.0%}: {requests} requests in {asked.duration_s:.0f} s and a while longer")
-    slo = promise(profile, spec)
+async def _real(
+    endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load: float, requested: Workload
+) -> record.RealRun:
+    requests = len(requested.arrivals)
+    _tell(f"{spec.name} at {load:.0%}: {requests} requests arrive in {requested.duration_s:.0f} s")
+    slo = slo_for(profile, spec)
     sent = LoadOptions(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
     async with AsyncClient(endpoint) as client:
-        run = await drive_cluster(client, asked, sent)
+        run = await drive_cluster(client, requested, sent)
     return record.recorded(run, dict(figures(run, slo).phases_s), load, slo)
 
 

@@ -1,10 +1,10 @@
-"""How far simulated figures are from real ones, and whether that is within the aim. Pure."""
+"""Errors of simulated figures against real ones, and their targets. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
-from benchmarks.sim_vs_real.record import Real, spread
+from benchmarks.sim_vs_real.record import RealRun, spread
 from benchmarks.sim_vs_real.systems import SYSTEMS
 from cluster.offline.scoring.figures import Figures, Percentiles, figures
 from cluster.offline.scoring.records import Run, Served
@@ -12,18 +12,18 @@ from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 from workers.profiles.measured import ClusterProfile
 
-AIMS = {"p50": 0.10, "p90": 0.20, "p99": 0.20}
-GOODPUT_AIM = 0.10
+TARGETS = {"p50": 0.10, "p90": 0.20, "p99": 0.20}
+GOODPUT_TARGET = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `error`: simulated over real, minus one; None when there is nothing to compare."""
+    """One figure. `error`: simulated over real, minus one; None if one of them is missing."""
 
     metric: str
     real: float | None
     simulated: float | None
-    aim: float
+    target: float
 
     @property
     def error(self) -> float | None:
@@ -31,12 +31,12 @@ class Row:
 
     @property
     def met(self) -> bool:
-        return self.error is not None and abs(self.error) <= self.aim
+        return self.error is not None and abs(self.error) <= self.target
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`each_ttft`, `each_tpot`: the median of single requests' errors without sign."""
+    """`each_ttft`, `each_tpot`: median absolute error over single requests."""
 
     name: str
     real: Figures
@@ -46,10 +46,10 @@ class Comparison:
     each_tpot: float
 
 
-def compare(real: Real, profile: ClusterProfile) -> Comparison:
-    """Simulate what was asked of the real system, with the profile that was measured of it.
+def compare(real: RealRun, profile: ClusterProfile) -> Comparison:
+    """Simulate the requests of the real run with the profile of its system.
 
-    Neither side is told the promise: an engine that knows it cuts prompts by what it believes steps cost.
+    Neither side gets the SLO: an engine with an SLO sizes chunks by predicted step times.
     """
     spec = SYSTEMS[real.system]
     options = RunOptions(seed=real.seed, system=real.system, environment=environment_of(profile))
@@ -58,7 +58,7 @@ def compare(real: Real, profile: ClusterProfile) -> Comparison:
 
 
 def at_gateway(run: Run) -> Run:
-    """The same run by the gateways' ledgers."""
+    """The run with token times from the gateways' ledgers."""
     served = tuple(
         replace(
             each,
@@ -71,8 +71,8 @@ def at_gateway(run: Run) -> Run:
     return replace(run, served=served)
 
 
-def compared(real: Real, simulated: Run) -> Comparison:
-    """At the gateways: the client of the real run shares the machine with the cluster, that of the other does not."""
+def compared(real: RealRun, simulated: Run) -> Comparison:
+    """Compare times at the gateways, because the real client shares the machine with the cluster."""
     run, simulated = real.run, at_gateway(simulated)
     ours, theirs = figures(run, real.slo), figures(simulated, real.slo)
     return Comparison(
@@ -82,7 +82,7 @@ def compared(real: Real, simulated: Run) -> Comparison:
         (
             *_percentiles("TTFT", ours.ttft_s, theirs.ttft_s),
             *_percentiles("TPOT", ours.tpot_s, theirs.tpot_s),
-            Row("goodput", _goodput(ours), _goodput(theirs), GOODPUT_AIM),
+            Row("goodput", _goodput(ours), _goodput(theirs), GOODPUT_TARGET),
         ),
         _each(run, simulated, "ttft_s"),
         _each(run, simulated, "tpot_s"),
@@ -90,13 +90,13 @@ def compared(real: Real, simulated: Run) -> Comparison:
 
 
 def _percentiles(metric: str, real: Percentiles | None, simulated: Percentiles | None) -> Iterator[Row]:
-    for name, aim in AIMS.items():
+    for name, target in TARGETS.items():
         one, other = (None if each is None else getattr(each, name) for each in (real, simulated))
-        yield Row(f"{metric} {name}", one, other, aim)
+        yield Row(f"{metric} {name}", one, other, target)
 
 
 def _goodput(found: Figures) -> float:
-    """Requests a second that keep both promises, at the rate of this run."""
+    """Requests per second that meet both SLOs, at the rate of this run."""
     return found.attainment.both * found.offered_rate
 
 

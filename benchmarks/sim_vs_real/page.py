@@ -1,4 +1,4 @@
-"""The comparison as a table for a terminal and for docs/simulator.md, between two marks. Knows no measurement."""
+"""The comparison as a table on the terminal and between two marks in docs/simulator.md."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ BEGIN, END = "<!-- sim-vs-real: begin -->", "<!-- sim-vs-real: end -->"
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """(figure, real, simulated, error, aim)."""
+    """(figure, real, simulated, error, target)."""
     return [
-        (row.metric, _figure(row, row.real), _figure(row, row.simulated), _error(row), f"{row.aim:.0%}")
+        (row.metric, _figure(row, row.real), _figure(row, row.simulated), _error(row), f"{row.target:.0%}")
         for row in comparison.rows
     ]
 
@@ -35,7 +35,7 @@ def _error(row: Row) -> str:
 
 
 def section(found: Recorded, comparisons: Sequence[Comparison]) -> str:
-    """Markdown: what was run, the table of each run, and what the profiles said."""
+    """Markdown: the profiles, and a table for each run."""
     blocks = [_where(found.profiles)]
     for real, comparison in zip(found.runs, comparisons, strict=True):
         head = (
@@ -56,10 +56,12 @@ def _where(profiles: Mapping[str, ClusterProfile]) -> str:
         fits = ", ".join(
             f"{pool.pool} {pool.error.median:.1%} (maximum {pool.error.greatest:.1%})" for pool in profile.pools
         )
-        ways = ", ".join(f"{each.pool} beside {each.other} {each.ratio:.2f}" for each in profile.neighbours) or "none"
+        slowdowns = (
+            ", ".join(f"{each.pool} beside {each.other} {each.ratio:.2f}" for each in profile.neighbours) or "none"
+        )
         lines.append(
             f"- {name}: {profile.model}, profiled {profile.date[:10]} on {profile.machine} ({profile.versions}); "
-            f"median error of the fit on held-out steps: {fits}; slowdown by neighbors: {ways}; "
+            f"median error of the fit on held-out steps: {fits}; slowdown by neighbors: {slowdowns}; "
             f"between steps {profile.pools[-1].gap_s * 1e3:.1f} ms, a call {profile.pools[-1].call_s * 1e3:.1f} ms, "
             f"the frontend {profile.door_s * 1e3:.1f} ms."
         )

@@ -1,4 +1,4 @@
-"""What real runs gave, as a small file beside this one: simulations can be held against it again at any time."""
+"""Recorded real runs, stored beside this file, so that simulations can be compared with them again."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ FILE = Path(__file__).with_name("recorded.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One request of a real run. `token_s` counts from its arrival, at its client; the rest is its gateway's ledger.
+class RecordedRequest:
+    """One request of a real run. `token_s`: since its arrival, at its client; the rest is its gateway's ledger.
 
-    The client shares the machine with all it measures: when it is kept from running, tokens seem to come late.
+    The client shares the machine with the cluster: when it has to wait for a core, tokens seem late.
     """
 
     at_s: float
@@ -28,21 +28,21 @@ class Seen:
 
     @property
     def at_gateway_s(self) -> tuple[float, ...]:
-        """When its tokens came, on the run's clock."""
+        """Token times at the gateway, on the run's clock."""
         if self.ledger_ttft_s is None or self.ledger_total_s is None:
             return tuple(self.at_s + token_s for token_s in self.token_s)
         return spread(self.at_s, self.ledger_ttft_s, self.ledger_total_s, len(self.token_s))
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
-    """A real run of a system at a share of its capacity, under the profile measured just before."""
+class RealRun:
+    """A real run of a system at `load` times its capacity."""
 
     system: str
     load: float
     seed: int
     slo: SLO
-    seen: tuple[Seen, ...]
+    seen: tuple[RecordedRequest, ...]
     phases_s: dict[str, float]
     notes: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ class Real:
 
     @property
     def run(self) -> Run:
-        """As far as it was recorded, at the gateway."""
+        """The run with token times at the gateway."""
         served = tuple(
             Served(
                 index,
@@ -80,19 +80,19 @@ class Recorded:
     """By system: its profile and its runs."""
 
     profiles: dict[str, ClusterProfile]
-    runs: tuple[Real, ...]
+    runs: tuple[RealRun, ...]
 
 
 def spread(at_s: float, ttft_s: float, total_s: float, count: int) -> tuple[float, ...]:
-    """Token times of which only the first and the last are known."""
+    """`count` evenly spaced token times between the first and the last one."""
     step_s = (total_s - ttft_s) / max(1, count - 1)
     return tuple(at_s + ttft_s + index * step_s for index in range(count))
 
 
-def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> Real:
-    """To a tenth of a millisecond."""
+def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> RealRun:
+    """Record a run, rounded to 0.1 ms."""
     seen = tuple(
-        Seen(
+        RecordedRequest(
             each.arrival_s,
             each.prompt_tokens,
             each.output_tokens,
@@ -103,7 +103,7 @@ def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> Rea
         )
         for each in run.served
     )
-    return Real(run.system, load, run.seed, slo, seen, phases_s, run.notes)
+    return RealRun(run.system, load, run.seed, slo, seen, phases_s, run.notes)
 
 
 def load(file: Path = FILE) -> Recorded:

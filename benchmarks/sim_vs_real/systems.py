@@ -1,7 +1,7 @@
-"""The two systems that are run, and the requests they get. Pure.
+"""The two compared systems and their requests. Pure.
 
-Lengths are those of a small chat load with a long prompt now and then: what a long prompt does to everybody else is
-what the two systems differ in.
+The load is a small chat load with an occasional long prompt, because the systems differ in the effect of a long prompt
+on the other requests.
 """
 
 import random
@@ -37,9 +37,9 @@ SYSTEMS = {spec.name: spec for spec in (SPLIT, COLOCATED)}
 
 
 def workload(name: str, count: int, rate: float | None, seed: int, turn: int = 0) -> Workload:
-    """Poisson arrivals at `rate` a second; None: all at once. Equal seeds ask for equal lengths at any rate.
+    """Poisson arrivals at `rate` per second; None: all at once. A seed gives the same lengths at any rate.
 
-    Each `turn` at one cluster has prompts of its own: what earlier ones left in its prefix caches is of no use.
+    Each `turn` has its own prompts, so it does not hit the prefix caches of earlier ones.
     """
     lengths, times = random.Random(f"lengths {seed}"), random.Random(f"times {seed}")
     arrivals, at_s = [], 0.0
@@ -50,7 +50,7 @@ def workload(name: str, count: int, rate: float | None, seed: int, turn: int = 0
 
 
 def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int) -> float:
-    """Requests a second, in simulation, when all of them are there at once."""
+    """Simulated requests per second when all arrive at once."""
     run = simulate(
         spec,
         measured_models(profile, spec),
@@ -60,8 +60,8 @@ def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int) 
     return count / run.seconds
 
 
-def promise(profile: ClusterProfile, spec: ClusterSpec) -> SLO:
-    """Twice what the longest prompt takes alone, and twice a decode step of four: kept by most, not by all."""
+def slo_for(profile: ClusterProfile, spec: ClusterSpec) -> SLO:
+    """Twice the time of the longest prompt alone, and twice a decode step of four: most requests attain it."""
     prefill, decode = spec.pools[0], spec.pools[-1]
     cost, budget = profile.cost(prefill.name), prefill.engine.max_batch_tokens
     firsts = range(0, max(PROMPTS), budget)

@@ -1,4 +1,4 @@
-"""The command line of the batching study: measure what is wanted, compute the grid, write page, table and pictures."""
+"""The command line of the batching study: measure, compute the grid, write page, table and pictures."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -27,10 +27,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=DOCS, help="Write here (docs/).")
 def main(parts: tuple[str, ...], fitted: bool, out: Path) -> None:
     """Compare the batching policies: steps are measured on the real model, a cost model is fitted to them, and the
-    production engine runs in virtual time. Without PARTS, all are measured anew; about eight minutes on two cores.
+    production engine runs in virtual time. Without PARTS, everything is measured; about eight minutes on two cores.
     """
     if fitted and parts:
-        raise click.UsageError("--fitted measures nothing; leave the parts away")
+        raise click.UsageError("--fitted measures nothing; omit the parts")
     if reason := pictures.missing():
         raise click.ClickException(reason)
     if not fitted:
@@ -47,7 +47,7 @@ def _tell(line: str) -> None:
 
 
 async def _measure(parts: Collection[str], progress: Callable[[str], None]) -> Measured:
-    """What is not among the parts stays as it was recorded."""
+    """Measure these parts; the others stay as recorded."""
     from workers.executor.solo import open_solo
     from workers.model.store import resolve
 

@@ -1,22 +1,22 @@
-"""What a run amounts to for its clients: times to first token, times per token, worst gaps, tokens a second. Pure."""
+"""Latency and throughput figures of a run. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 
-from benchmarks.study.workload import Asked
+from benchmarks.study.workload import StudyRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One request's tokens, at least two, in seconds on the clock of its arrival."""
+class StudyAnswer:
+    """Token times of one request, in seconds on the clock of its arrival; at least two."""
 
-    asked: Asked
+    request: StudyRequest
     token_s: tuple[float, ...]
 
     @property
     def ttft_s(self) -> float:
-        return self.token_s[0] - self.asked.at_s
+        return self.token_s[0] - self.request.at_s
 
     @property
     def tpot_s(self) -> float:
@@ -25,26 +25,26 @@ class Answer:
 
     @property
     def worst_gap_s(self) -> float:
-        """The longest wait between two tokens that follow one another."""
+        """The longest gap between two consecutive tokens."""
         return max(later - sooner for sooner, later in zip(self.token_s, self.token_s[1:], strict=False))
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StudyRun:
     """All answers of one seed."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[StudyAnswer, ...]
     preemptions: int
 
     @property
     def seconds(self) -> float:
         """From the first arrival to the last token."""
-        return max(each.token_s[-1] for each in self.answers) - min(each.asked.at_s for each in self.answers)
+        return max(each.token_s[-1] for each in self.answers) - min(each.request.at_s for each in self.answers)
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Percentiles are over the requests of all seeds; `gap_*` over each request's worst gap. Rates are per second."""
+class StudyFigures:
+    """Percentiles over the requests of all seeds; `gap_*` over each request's worst gap. Rates are per second."""
 
     ttft_p50_s: float
     ttft_p90_s: float
@@ -59,21 +59,21 @@ class Figures:
     preemptions: int
 
 
-def run(asked: Sequence[Asked], token_s: Mapping[str, Sequence[float]], preemptions: int) -> Run:
-    """Raises ValueError when a request did not get its tokens."""
+def run(asked: Sequence[StudyRequest], token_s: Mapping[str, Sequence[float]], preemptions: int) -> StudyRun:
+    """Raises ValueError when a request lacks tokens."""
     for each in asked:
         if len(token_s[each.request_key]) != each.answer_tokens:
             raise ValueError(f"{each.key} got {len(token_s[each.request_key])} of {each.answer_tokens} tokens")
-    return Run(tuple(Answer(each, tuple(token_s[each.request_key])) for each in asked), preemptions)
+    return StudyRun(tuple(StudyAnswer(each, tuple(token_s[each.request_key])) for each in asked), preemptions)
 
 
-def figures(runs: Sequence[Run]) -> Figures:
+def figures(runs: Sequence[StudyRun]) -> StudyFigures:
     answers = [answer for each in runs for answer in each.answers]
     ttft, tpot, gaps = ([getattr(each, name) for each in answers] for name in ("ttft_s", "tpot_s", "worst_gap_s"))
     seconds = sum(each.seconds for each in runs)
     output = sum(len(each.token_s) for each in answers)
-    prompts = sum(each.asked.prompt_tokens for each in answers)
-    return Figures(
+    prompts = sum(each.request.prompt_tokens for each in answers)
+    return StudyFigures(
         ttft_p50_s=percentile(ttft, 50),
         ttft_p90_s=percentile(ttft, 90),
         ttft_p99_s=percentile(ttft, 99),
@@ -89,5 +89,5 @@ def figures(runs: Sequence[Run]) -> Figures:
 
 
 def percentile(values: Sequence[float], which: int) -> float:
-    """Interpolated between neighbours, the least being the 0th and the greatest the 100th."""
+    """Interpolated between neighbors; the minimum is the 0th percentile, the maximum the 100th."""
     return quantiles(values, n=100, method="inclusive")[which - 1]

@@ -1,6 +1,6 @@
-"""The grid of the study: who is compared, under which lengths and loads; each cell computed in virtual time.
+"""The grid of the study: policies by lengths and loads; each cell is computed in virtual time.
 
-Deterministic: the same cost model gives the same figures. Knows how cells are computed, not how they are shown.
+Deterministic: the same cost model gives the same figures.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
-from benchmarks.study.answers import Figures, Run, figures, run
-from benchmarks.study.virtual import END, Arrival, replay
-from benchmarks.study.workload import LONGEST_ANSWER, MIXES, Asked, asked
+from benchmarks.study.answers import StudyFigures, StudyRun, figures, run
+from benchmarks.study.virtual import END, EngineArrival, replay
+from benchmarks.study.workload import LONGEST_ANSWER, MIXES, StudyRequest, study_requests
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig
 from workers.costs import CostModel
@@ -30,7 +30,7 @@ SLO_BATCH, SLO_CONTEXT = 16, 16 * 512
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class PolicyVariant:
     """A policy with its settings. `slo_steps`: the TPOT SLO in decode steps. `max_tokens`: of every request; None: the
     engine knows each answer's length."""
 
@@ -51,41 +51,43 @@ class Contender:
         )
 
 
-CHUNKED = tuple(Contender(f"chunked {budget}", "chunked", budget) for budget in BUDGETS)
-PREFILL_ONLY = tuple(Contender(f"prefill-only {budget}", "prefill-only", budget) for budget in BUDGETS)
-STATIC, ORCA, PREFILL_FIRST = (Contender(name, name) for name in ("static", "orca", "prefill-first"))
-TPOT_SLO = Contender("chunked 512, TPOT SLO", "chunked", slo_steps=2.0)
-ORCA_LONGEST = Contender(f"orca, max {LONGEST_ANSWER}", "orca", max_tokens=LONGEST_ANSWER)
-CONTENDERS = (STATIC, ORCA, ORCA_LONGEST, PREFILL_FIRST, *CHUNKED, TPOT_SLO, *PREFILL_ONLY)
-YARDSTICK = CHUNKED[BUDGETS.index(BUDGET)]  # whose requests a second, when all are there at once, are the capacity
+CHUNKED = tuple(PolicyVariant(f"chunked {budget}", "chunked", budget) for budget in BUDGETS)
+PREFILL_ONLY = tuple(PolicyVariant(f"prefill-only {budget}", "prefill-only", budget) for budget in BUDGETS)
+STATIC, ORCA, PREFILL_FIRST = (PolicyVariant(name, name) for name in ("static", "orca", "prefill-first"))
+TPOT_SLO = PolicyVariant("chunked 512, TPOT SLO", "chunked", slo_steps=2.0)
+ORCA_LONGEST = PolicyVariant(f"orca, max {LONGEST_ANSWER}", "orca", max_tokens=LONGEST_ANSWER)
+VARIANTS = (STATIC, ORCA, ORCA_LONGEST, PREFILL_FIRST, *CHUNKED, TPOT_SLO, *PREFILL_ONLY)
+REFERENCE = CHUNKED[BUDGETS.index(BUDGET)]  # its requests per second under full load are the capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`load`: the rate of arrivals as a share of the mix's capacity; None: all requests are there at time 0."""
+    """`load`: the rate of arrivals as a share of the mix's capacity; None: all requests arrive at time 0."""
 
-    contender: str
+    variant: str
     mix: str
     load: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """`seeds` are the figures of each seed alone."""
+class CellResult:
+    """`pooled`: figures over all seeds; `seeds`: figures of each seed."""
 
     rate: float | None
-    pooled: Figures
-    seeds: tuple[Figures, ...]
+    pooled: StudyFigures
+    seeds: tuple[StudyFigures, ...]
 
 
-Grid = Mapping[Cell, Outcome]
+Grid = Mapping[Cell, CellResult]
 
 
-def contender(name: str) -> Contender:
-    return next(each for each in CONTENDERS if each.name == name)
+def variant(name: str) -> PolicyVariant:
+    return next(each for each in VARIANTS if each.name == name)
 
 
-def virtual_run(cost: CostModel, config: EngineConfig, requests: Sequence[Asked], max_tokens: int | None = None) -> Run:
+def virtual_run(
+    cost: CostModel, config: EngineConfig, requests: Sequence[StudyRequest], max_tokens: int | None = None
+) -> StudyRun:
     """The production engine over these requests, in virtual time."""
     engine = Engine(
         config,
@@ -96,21 +98,24 @@ def virtual_run(cost: CostModel, config: EngineConfig, requests: Sequence[Asked]
         reserved=RESERVED_BLOCKS,
         cost=cost,
     )
-    arrivals = [Arrival(each.at_s, each.request(max_tokens), each.answer_tokens) for each in requests]
+    arrivals = [EngineArrival(each.at_s, each.request(max_tokens), each.answer_tokens) for each in requests]
     token_s = replay(engine, arrivals, partial(plan_seconds, cost))
     engine.check()
     return run(requests, token_s, engine.stats().preemptions)
 
 
-def compute(cost: CostModel, cell: Cell, rate: float | None) -> Outcome:
-    who = contender(cell.contender)
-    runs = [virtual_run(cost, who.config(cost), asked(cell.mix, COUNT, seed, rate), who.max_tokens) for seed in SEEDS]
-    return Outcome(rate, figures(runs), tuple(figures([each]) for each in runs))
+def compute(cost: CostModel, cell: Cell, rate: float | None) -> CellResult:
+    policy = variant(cell.variant)
+    runs = [
+        virtual_run(cost, policy.config(cost), study_requests(cell.mix, COUNT, seed, rate), policy.max_tokens)
+        for seed in SEEDS
+    ]
+    return CellResult(rate, figures(runs), tuple(figures([each]) for each in runs))
 
 
 def capacity(cost: CostModel, mix: str) -> float:
-    """Requests a second of the yardstick when it never lacks one."""
-    return _rounded(compute(cost, Cell(YARDSTICK.name, mix, None), None).pooled.requests_rate)
+    """Requests per second of the reference policy under full load."""
+    return _rounded(compute(cost, Cell(REFERENCE.name, mix, None), None).pooled.requests_rate)
 
 
 def rate(capacity: float, load: float) -> float:
@@ -122,12 +127,12 @@ def _rounded(value: float) -> float:
 
 
 def grid(cost: CostModel, processes: int, progress: Callable[[str], None]) -> Grid:
-    """All cells, on so many processes."""
+    """Compute all cells, on `processes` processes."""
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         capacities = dict(zip(MIXES, pool.map(partial(capacity, cost), MIXES), strict=True))
         wanted = list(cells())
         rates = [None if cell.load is None else rate(capacities[cell.mix], cell.load) for cell in wanted]
-        found: dict[Cell, Outcome] = {}
+        found: dict[Cell, CellResult] = {}
         for cell, outcome in zip(wanted, pool.map(partial(compute, cost), wanted, rates), strict=True):
             found[cell] = outcome
             if len(found) % 50 == 0:
@@ -136,8 +141,8 @@ def grid(cost: CostModel, processes: int, progress: Callable[[str], None]) -> Gr
 
 
 def cells() -> Iterator[Cell]:
-    """In the order in which they are shown."""
+    """All cells, in display order."""
     for mix in MIXES:
         for load in (*LOADS, None):
-            for each in CONTENDERS:
+            for each in VARIANTS:
                 yield Cell(each.name, mix, load)

@@ -1,13 +1,12 @@
-"""docs/batching.md and docs/batching.csv from the figures of the study. Its words stand in page.md.jinja."""
+"""docs/batching.md and docs/batching.csv from the figures of the study. Its text is page.md.jinja."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from statistics import fmean, median
 
-from benchmarks.filled import filled
 from benchmarks.study import cells, real, workload
-from benchmarks.study.answers import Figures, figures
+from benchmarks.study.answers import StudyFigures, figures
 from benchmarks.study.cells import (
     BUDGETS,
     CHUNKED,
@@ -15,25 +14,26 @@ from benchmarks.study.cells import (
     ORCA_LONGEST,
     PREFILL_FIRST,
     PREFILL_ONLY,
+    REFERENCE,
     STATIC,
     TPOT_SLO,
-    YARDSTICK,
     Cell,
-    Contender,
+    CellResult,
     Grid,
-    Outcome,
-    contender,
+    PolicyVariant,
+    variant,
     virtual_run,
 )
-from benchmarks.study.real import NAIVE_ANSWER, Naive, Real, naive_config, naive_requests, requests
+from benchmarks.study.real import NAIVE_ANSWER, Naive, RealCell, naive_config, naive_requests, requests
 from benchmarks.study.record import Measured
-from benchmarks.study.workload import MIXES, asked, mean_lengths
+from benchmarks.study.workload import MIXES, mean_lengths, study_requests
+from benchmarks.wrapping import wrap_markdown
 from workers.profiles.fit import COEFFICIENTS, Point, relative_error
 
 PAGE, TABLE = "batching.md", "batching.csv"
 TEMPLATE = Path(__file__).with_name("page.md.jinja")
 LOAD = real.LOAD  # of the tables
-SHOWN = (STATIC, ORCA, ORCA_LONGEST, PREFILL_FIRST, *CHUNKED, TPOT_SLO, PREFILL_ONLY[BUDGETS.index(YARDSTICK.budget)])
+SHOWN = (STATIC, ORCA, ORCA_LONGEST, PREFILL_FIRST, *CHUNKED, TPOT_SLO, PREFILL_ONLY[BUDGETS.index(REFERENCE.budget)])
 QUEUED = 128  # requests of the sweep's last two columns
 
 
@@ -45,21 +45,21 @@ def write(folder: Path, measured: Measured, grid: Grid) -> None:
 
 def csv(grid: Grid) -> Iterator[str]:
     """Every cell in SI units, under a header."""
-    yield ",".join(("mix", "load", "arrivals_rate", "policy", *(field.name for field in fields(Figures))))
+    yield ",".join(("mix", "load", "arrivals_rate", "policy", *(field.name for field in fields(StudyFigures))))
     for cell, outcome in grid.items():
         yield csv_row(cell, outcome)
 
 
-def csv_row(cell: Cell, outcome: Outcome) -> str:
+def csv_row(cell: Cell, outcome: CellResult) -> str:
     load, rate = ("full" if value is None else f"{value:g}" for value in (cell.load, outcome.rate))
-    name = cell.contender.replace(",", ";")
+    name = cell.variant.replace(",", ";")
     return ",".join((cell.mix, load, rate, name, *(f"{value:.5g}" for value in astuple(outcome.pooled))))
 
 
 def markdown(measured: Measured, grid: Grid) -> str:
     from jinja2 import Environment, StrictUndefined
 
-    def at(name: str, mix: str = "mixed", load: float | None = LOAD) -> Figures:
+    def at(name: str, mix: str = "mixed", load: float | None = LOAD) -> StudyFigures:
         return grid[Cell(name, mix, load)].pooled
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
@@ -71,9 +71,9 @@ def markdown(measured: Measured, grid: Grid) -> str:
         measured=measured,
         at=at,
         between=lambda name, load: _between_seeds(grid, name, load),
-        preemptions=lambda name: sum(o.pooled.preemptions for cell, o in grid.items() if cell.contender == name),
+        preemptions=lambda name: sum(o.pooled.preemptions for cell, o in grid.items() if cell.variant == name),
         tpot_slo_s=TPOT_SLO.config(measured.cost).tpot_slo_s,
-        indifferent=[at(who.name, "short/long", None).total_rate for who in (ORCA, PREFILL_FIRST, *CHUNKED)],
+        indifferent=[at(each.name, "short/long", None).total_rate for each in (ORCA, PREFILL_FIRST, *CHUNKED)],
         mixes=_mixes(grid),
         of_mix=lambda mix: _of_mix(grid, mix),
         naive=naive_table(measured),
@@ -84,7 +84,7 @@ def markdown(measured: Measured, grid: Grid) -> str:
         farthest=_farthest(measured, held_out),
         real_cells=real_table(measured),
     )
-    return filled(text)
+    return wrap_markdown(text)
 
 
 def _between_seeds(grid: Grid, name: str, load: float | None) -> str:
@@ -98,22 +98,22 @@ def _between_seeds(grid: Grid, name: str, load: float | None) -> str:
 def _mixes(grid: Grid) -> str:
     rows = []
     for mix, parts in MIXES.items():
-        means = mean_lengths([each for seed in cells.SEEDS for each in asked(mix, cells.COUNT, seed, None)])
+        means = mean_lengths([each for seed in cells.SEEDS for each in study_requests(mix, cells.COUNT, seed, None)])
         medians = ", ".join(f"{prompt.median}/{answer.median}" for prompt, answer in parts)
-        capacity = grid[Cell(YARDSTICK.name, mix, None)].pooled.requests_rate
+        capacity = grid[Cell(REFERENCE.name, mix, None)].pooled.requests_rate
         rows.append((mix, medians, *(f"{mean:.0f}" for mean in means), f"{capacity:.2f}"))
     return _table(("prompt/answer", "medians", "mean prompt", "mean answer", "capacity, requests/s"), rows)
 
 
 def _of_mix(grid: Grid, mix: str) -> str:
     headers = ("", "TTFT p50", "p90", "p99", "TPOT mean", "p90", "worst gap p99", "max", "answers, tok/s", "all, tok/s")
-    return _table(headers, [_row(grid, who, mix) for who in SHOWN])
+    return _table(headers, [_row(grid, each, mix) for each in SHOWN])
 
 
-def _row(grid: Grid, who: Contender, mix: str) -> Sequence[str]:
-    at_load, full = (grid[Cell(who.name, mix, load)].pooled for load in (LOAD, None))
+def _row(grid: Grid, policy: PolicyVariant, mix: str) -> Sequence[str]:
+    at_load, full = (grid[Cell(policy.name, mix, load)].pooled for load in (LOAD, None))
     return (
-        who.name,
+        policy.name,
         *map(_seconds, (at_load.ttft_p50_s, at_load.ttft_p90_s, at_load.ttft_p99_s)),
         *map(_milliseconds, (at_load.tpot_mean_s, at_load.tpot_p90_s)),
         *map(_seconds, (at_load.gap_p99_s, at_load.gap_max_s)),
@@ -122,7 +122,7 @@ def _row(grid: Grid, who: Contender, mix: str) -> Sequence[str]:
 
 
 def naive_table(measured: Measured) -> str:
-    """Of the naive sweep."""
+    """The naive sweep."""
     headers = (
         *("batch", "duration", "output tok/s", "average latency", "duration in virtual time"),
         *(f"{QUEUED} requests: duration", "average latency"),
@@ -145,7 +145,7 @@ def _naive_row(measured: Measured, each: Naive) -> Sequence[str]:
 
 
 def errors_table(measured: Measured, points: Sequence[Point]) -> str:
-    """How far the fit is off at these points, by kind of step."""
+    """Errors of the fit at these points, by kind of step."""
     rows = []
     for kind in (*dict.fromkeys(point.shape.kind for point in points), "all"):
         errors = [relative_error(measured.cost, point) for point in points if kind in (point.shape.kind, "all")]
@@ -170,7 +170,7 @@ def _shape(point: Point) -> str:
 
 
 def real_table(measured: Measured) -> str:
-    """Cells that ran for real, beside virtual time."""
+    """Cells on the real executor, beside virtual time."""
     headers = (
         *("measured / virtual", "requests", "TTFT p50", "TTFT p90", "TPOT mean", "worst gap p99", "output tok/s"),
         *("all its steps", "median step"),
@@ -178,9 +178,9 @@ def real_table(measured: Measured) -> str:
     return _table(headers, [_real_row(measured, each) for each in measured.real])
 
 
-def _real_row(measured: Measured, real: Real) -> Sequence[str]:
-    who, ours = contender(real.contender), real.figures
-    virtual = figures([virtual_run(measured.cost, who.config(measured.cost), requests(real), who.max_tokens)])
+def _real_row(measured: Measured, real: RealCell) -> Sequence[str]:
+    policy, ours = variant(real.variant), real.figures
+    virtual = figures([virtual_run(measured.cost, policy.config(measured.cost), requests(real), policy.max_tokens)])
     pairs = (
         (_seconds, ours.ttft_p50_s, virtual.ttft_p50_s),
         (_seconds, ours.ttft_p90_s, virtual.ttft_p90_s),
@@ -190,7 +190,7 @@ def _real_row(measured: Measured, real: Real) -> Sequence[str]:
     )
     compared = (f"{say(one)} / {say(other)} = {one / other:.2f}" for say, one, other in pairs)
     ratios = (f"{each:.2f}" for each in (real.steps_ratio, real.step_ratio))
-    return (f"{real.contender}, {real.mix}", str(real.count), *compared, *ratios)
+    return (f"{real.variant}, {real.mix}", str(real.count), *compared, *ratios)
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

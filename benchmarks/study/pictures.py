@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.answers import Figures
+from benchmarks.study.answers import StudyFigures
 from benchmarks.study.cells import (
     BUDGETS,
     CHUNKED,
@@ -12,12 +12,12 @@ from benchmarks.study.cells import (
     ORCA,
     PREFILL_FIRST,
     PREFILL_ONLY,
+    REFERENCE,
     STATIC,
     TPOT_SLO,
-    YARDSTICK,
     Cell,
-    Contender,
     Grid,
+    PolicyVariant,
 )
 from benchmarks.study.page import LOAD
 from benchmarks.study.real import NAIVE_ANSWER
@@ -45,9 +45,9 @@ STYLE: Any = {
     "grid.alpha": 0.25,
     "legend.frameon": False,
 }
-AT_512 = (STATIC, ORCA, PREFILL_FIRST, YARDSTICK, PREFILL_ONLY[BUDGETS.index(YARDSTICK.budget)])
+AT_512 = (STATIC, ORCA, PREFILL_FIRST, REFERENCE, PREFILL_ONLY[BUDGETS.index(REFERENCE.budget)])
 
-Measure = Callable[[Figures], float]
+Measure = Callable[[StudyFigures], float]
 
 
 def missing() -> str:
@@ -105,7 +105,7 @@ def _tradeoff(grid: Grid) -> Any:
     cells = list(panels.flat)
     for panel, mix in zip(cells, MIXES, strict=False):
 
-        def at(who: Contender, mix: str = mix) -> tuple[float, float]:
+        def at(who: PolicyVariant, mix: str = mix) -> tuple[float, float]:
             figures = grid[Cell(who.name, mix, LOAD)].pooled
             return figures.ttft_p90_s, figures.gap_p99_s
 

@@ -1,4 +1,4 @@
-"""The same engine with a real executor, on the wall clock: the naive sweep, and cells to hold virtual time against."""
+"""The same engine with a real executor on the wall clock: the naive sweep, and cells to validate virtual time."""
 
 import asyncio
 import time
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from benchmarks.figures import Progress
-from benchmarks.study.answers import Figures, Run, figures, run
-from benchmarks.study.cells import CHUNKED, KV_BLOCKS, PREFILL_FIRST, YARDSTICK, capacity, rate
-from benchmarks.study.workload import Asked, asked
+from benchmarks.study.answers import StudyFigures, StudyRun, figures, run
+from benchmarks.study.cells import CHUNKED, KV_BLOCKS, PREFILL_FIRST, REFERENCE, capacity, rate
+from benchmarks.study.workload import StudyRequest, study_requests
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel
@@ -22,9 +22,9 @@ from workers.engine.step import StepPlan, StepResult
 from workers.request import TokensOut
 
 THREADS = 2
-ARRIVALS_S = 25.0  # how long requests come in a real cell; they take a while longer to end
+ARRIVALS_S = 25.0  # how long requests arrive in a real cell
 LOAD, SEED = 0.7, 0
-REAL_CELLS = ((PREFILL_FIRST, "long/short"), (CHUNKED[1], "long/short"), (YARDSTICK, "short/short"))
+REAL_CELLS = ((PREFILL_FIRST, "long/short"), (CHUNKED[1], "long/short"), (REFERENCE, "short/short"))
 NAIVE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 NAIVE_ROUNDS = 2
 NAIVE_PROMPT, NAIVE_ANSWER = 64, 32
@@ -32,7 +32,7 @@ NAIVE_PROMPT, NAIVE_ANSWER = 64, 32
 
 @dataclass(frozen=True, slots=True)
 class Naive:
-    """One static batch whose requests are all there at once."""
+    """One static batch whose requests all arrive at time 0."""
 
     batch: int
     duration_s: float
@@ -40,23 +40,23 @@ class Naive:
 
 
 @dataclass(frozen=True, slots=True)
-class Real:
-    """A cell that ran for real: its first `count` requests at `rate`.
+class RealCell:
+    """A cell on the real executor: its first `count` requests at `rate`.
 
-    Of its own steps, measured over predicted: `steps_ratio` of all their seconds, `step_ratio` of the median step.
+    Measured over predicted step time: `steps_ratio` of the total, `step_ratio` the median over steps.
     """
 
-    contender: str
+    variant: str
     mix: str
     rate: float
     count: int
-    figures: Figures
+    figures: StudyFigures
     steps_ratio: float
     step_ratio: float
 
 
-class Watched(Engine):
-    """Records its steps."""
+class RecordingEngine(Engine):
+    """An engine that records its steps."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts) -> None:
         super().__init__(
@@ -75,20 +75,20 @@ class Watched(Engine):
 
 
 def worker_config(model: str) -> WorkerConfig:
-    """For an executor as large as the cells' engines; it moves nothing."""
+    """For an executor as large as the cells' engines. It transfers nothing."""
     engine = EngineConfig(kv_blocks=KV_BLOCKS, threads=THREADS)
     transfer = TransferConfig(backends=("tcp",), host="127.0.0.1")
     return WorkerConfig("study", "study", model, engine, transfer=transfer, secret="study", cpus=THREADS)
 
 
-async def real_run(engine: Watched, executor: Executor, requests: Sequence[Asked]) -> Run:
-    """A fresh engine over these requests, as they come."""
+async def real_run(engine: RecordingEngine, executor: Executor, requests: Sequence[StudyRequest]) -> StudyRun:
+    """Run these requests on a fresh engine at their arrival times."""
     token_s = await _serve(engine, executor, requests)
     engine.check()
     return run(requests, token_s, engine.stats().preemptions)
 
 
-async def _serve(engine: Engine, executor: Executor, requests: Sequence[Asked]) -> Mapping[str, Sequence[float]]:
+async def _serve(engine: Engine, executor: Executor, requests: Sequence[StudyRequest]) -> Mapping[str, Sequence[float]]:
     token_s: dict[str, list[float]] = defaultdict(list)
     unfinished = {each.request_key for each in requests}
     done = asyncio.Event()
@@ -125,34 +125,34 @@ async def _serve(engine: Engine, executor: Executor, requests: Sequence[Asked]) 
 # ---- cells -----------------------------------------------------------------------------------------------------
 
 
-async def measure_cells(executor: Executor, cost: CostModel, progress: Progress) -> tuple[Real, ...]:
+async def measure_cells(executor: Executor, cost: CostModel, progress: Progress) -> tuple[RealCell, ...]:
     found = []
-    for who, mix in REAL_CELLS:
+    for policy, mix in REAL_CELLS:
         arrivals_rate = rate(capacity(cost, mix), LOAD)
         count = max(2, round(arrivals_rate * ARRIVALS_S))
-        engine = Watched(who.config(cost), executor.facts)
-        ran = await real_run(engine, executor, asked(mix, count, SEED, arrivals_rate))
-        found.append(Real(who.name, mix, arrivals_rate, count, figures([ran]), *_step_ratios(cost, engine)))
-        progress(f"real: {who.name} on {mix}")
+        engine = RecordingEngine(policy.config(cost), executor.facts)
+        ran = await real_run(engine, executor, study_requests(mix, count, SEED, arrivals_rate))
+        found.append(RealCell(policy.name, mix, arrivals_rate, count, figures([ran]), *_step_ratios(cost, engine)))
+        progress(f"real: {policy.name} on {mix}")
     return tuple(found)
 
 
-def _step_ratios(cost: CostModel, engine: Watched) -> tuple[float, float]:
+def _step_ratios(cost: CostModel, engine: RecordingEngine) -> tuple[float, float]:
     predicted = [plan_seconds(cost, plan) for plan, _ in engine.steps]
     measured = [seconds for _, seconds in engine.steps]
     of_steps = (one / other for one, other in zip(measured, predicted, strict=True))
     return round(sum(measured) / sum(predicted), 3), round(median(of_steps), 3)
 
 
-def requests(real: Real) -> tuple[Asked, ...]:
-    return asked(real.mix, real.count, SEED, real.rate)
+def requests(real: RealCell) -> tuple[StudyRequest, ...]:
+    return study_requests(real.mix, real.count, SEED, real.rate)
 
 
 # ---- the naive sweep ---------------------------------------------------------------------------------------------
 
 
-def naive_requests(batch: int) -> tuple[Asked, ...]:
-    return tuple(Asked(f"naive-{number}", 0.0, NAIVE_PROMPT, NAIVE_ANSWER) for number in range(batch))
+def naive_requests(batch: int) -> tuple[StudyRequest, ...]:
+    return tuple(StudyRequest(f"naive-{number}", 0.0, NAIVE_PROMPT, NAIVE_ANSWER) for number in range(batch))
 
 
 def naive_config(batch: int) -> EngineConfig:
@@ -160,17 +160,17 @@ def naive_config(batch: int) -> EngineConfig:
 
 
 async def measure_naive(executor: Executor, progress: Progress) -> tuple[Naive, ...]:
-    runs: dict[int, list[Run]] = {batch: [] for batch in NAIVE_BATCHES}
+    runs: dict[int, list[StudyRun]] = {batch: [] for batch in NAIVE_BATCHES}
     for number in range(NAIVE_ROUNDS):
         for batch in NAIVE_BATCHES:
-            engine = Watched(naive_config(batch), executor.facts)
+            engine = RecordingEngine(naive_config(batch), executor.facts)
             runs[batch].append(await real_run(engine, executor, naive_requests(batch)))
         progress(f"naive sweep: round {number + 1} of {NAIVE_ROUNDS}")
     return tuple(_naive(batch, of_batch) for batch, of_batch in runs.items())
 
 
-def _naive(batch: int, runs: Sequence[Run]) -> Naive:
-    """The fastest of the runs: a static batch only ever gets slower by what else goes on."""
+def _naive(batch: int, runs: Sequence[StudyRun]) -> Naive:
+    """The fastest of the runs: other processes can only slow a static batch down."""
     best = min(runs, key=lambda each: each.seconds)
     latency_s = fmean(answer.token_s[-1] for answer in best.answers)
     return Naive(batch, round(best.seconds, 4), round(latency_s, 4))

@@ -1,9 +1,9 @@
-"""What was measured, as a small file beside this one: all that the figures in virtual time follow from."""
+"""The study's measurements, stored beside this file; the figures in virtual time follow from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.study.real import Naive, Real
+from benchmarks.study.real import Naive, RealCell
 from workers.costs import LinearCost
 from workers.profiles.fit import Point
 
@@ -12,7 +12,7 @@ FILE = Path(__file__).with_name("measured.json")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """`cost` is fitted to `points`; it stands here too, since another machine may round the fit otherwise."""
+    """`cost` is fitted to `points`; it is stored because another machine may round the fit differently."""
 
     date: str
     machine: str
@@ -21,7 +21,7 @@ class Measured:
     cost: LinearCost
     points: tuple[Point, ...]
     naive: tuple[Naive, ...] = ()
-    real: tuple[Real, ...] = ()
+    real: tuple[RealCell, ...] = ()
 
 
 def load(file: Path = FILE) -> Measured:

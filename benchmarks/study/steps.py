@@ -1,6 +1,6 @@
-"""Which steps are measured for the fit, and how: plans made by hand for a real executor. Knows no engine.
+"""Step shapes for the fit of the cost model, measured as handmade plans on a real executor.
 
-Every sequence of a plan has blocks of its own, as in service: what a decode reads is read once.
+Every sequence of a plan has its own blocks, as in serving.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ HELD_OUT = (
 
 
 async def measure(executor: Executor, progress: Callable[[str], None]) -> tuple[Point, ...]:
-    """Medians over rounds, each of which measures every shape once."""
+    """The median over rounds; each round measures every shape once."""
     facts = executor.facts
     plans = {shape: plan(shape, facts.layout.block_size, facts.vocab_size) for shape in (*SEEN, *HELD_OUT)}
     seconds: dict[Shape, list[float]] = {shape: [] for shape in plans}
@@ -45,6 +45,6 @@ async def measure(executor: Executor, progress: Callable[[str], None]) -> tuple[
 
 
 def plan(shape: Shape, block_size: int, vocab_size: int) -> StepPlan:
-    """The shape as a step on the first blocks of a pool."""
+    """A plan of this shape on the first blocks of a pool."""
     blocks = range(RESERVED_BLOCKS, RESERVED_BLOCKS + num_blocks(shape, block_size))
     return step_plan(shape, blocks, block_size, vocab_size)

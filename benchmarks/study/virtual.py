@@ -1,6 +1,6 @@
-"""The production engine in virtual time: what steps give is made up, what they take says a function. Knows no model.
+"""The production engine in virtual time: fake step results, and step times from a function.
 
-arrivals ──> Engine.add     plan = Engine.schedule(now)     now += seconds(plan)     Engine.commit(plan, made up)
+arrivals ──> Engine.add     plan = Engine.schedule(now)     now += seconds(plan)     Engine.commit(plan, result)
 """
 
 from collections import defaultdict, deque
@@ -16,8 +16,8 @@ END = 0  # the engine's end token
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """`answer_tokens` come out, the last of them an end token."""
+class EngineArrival:
+    """A request that gets `answer_tokens` tokens, the last one an end token."""
 
     at_s: float
     request: Request
@@ -25,11 +25,11 @@ class Arrival:
 
 
 def replay(
-    engine: Engine, arrivals: Iterable[Arrival], seconds: Callable[[StepPlan], float]
+    engine: Engine, arrivals: Iterable[EngineArrival], seconds: Callable[[StepPlan], float]
 ) -> Mapping[str, Sequence[float]]:
-    """When each request's tokens came, by its key. Arrivals in order of time; the engine's only end token is `END`.
+    """Token times by request key. Arrivals are in order of time; the engine's only end token is `END`.
 
-    A request that comes during a step is seen when the step has ended, as in service.
+    A request that arrives during a step is added after the step, as in serving.
     """
     waiting = deque(arrivals)
     ends = {each.request.key: len(each.request.prompt) + each.answer_tokens - 1 for each in waiting}
@@ -47,13 +47,13 @@ def replay(
             continue
         took_s = seconds(plan)
         now_s += took_s
-        engine.commit(plan, _made_up(plan, ends, took_s), now_s)
+        engine.commit(plan, _fake_result(plan, ends, took_s), now_s)
         for output in engine.drain():
             assert isinstance(output, TokensOut), output
             token_s[output.key].append(now_s)
 
 
-def _made_up(plan: StepPlan, ends: Mapping[str, int], seconds: float) -> StepResult:
+def _fake_result(plan: StepPlan, ends: Mapping[str, int], seconds: float) -> StepResult:
     tokens = tuple(
         None if chunk.draw is None else END if chunk.draw.position >= ends[chunk.key] else TOKEN
         for chunk in plan.chunks

@@ -1,6 +1,6 @@
-"""What is asked and when: five mixes of lengths, Poisson arrivals, all from seeds. Knows no engine and no machine.
+"""The study's requests: five mixes of lengths, Poisson arrivals, seeded.
 
-The same seed gives the same lengths and the same order at every rate.
+A seed gives the same lengths in the same order at every rate.
 """
 
 import random
@@ -19,8 +19,8 @@ LONGEST_ANSWER = LONG_ANSWER.most
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request: when it comes, and how many tokens it has and gets."""
+class StudyRequest:
+    """One request: its arrival and its lengths."""
 
     key: str
     at_s: float
@@ -29,11 +29,11 @@ class Asked:
 
     @property
     def request_key(self) -> str:
-        """Under which the engine tells of it."""
+        """The engine's key of it."""
         return f"{self.key}/0"
 
     def request(self, max_tokens: int | None = None) -> Request:
-        """`max_tokens`: the limit, when it is not the true length; then an end token ends the answer."""
+        """`max_tokens`: a limit above the true length; then an end token ends the answer."""
         source = random.Random(self.key)
         prompt = tuple(source.choices(range(FIRST_TOKEN, LAST_TOKEN), k=self.prompt_tokens))
         most = max_tokens or self.answer_tokens
@@ -41,17 +41,17 @@ class Asked:
         return Request(self.key, prompt, sampling, reply_to="study")
 
 
-def asked(mix: str, count: int, seed: int, rate: float | None) -> tuple[Asked, ...]:
-    """`count` requests, `rate` a second from time 0 on; rate None: all of them are there at time 0."""
+def study_requests(mix: str, count: int, seed: int, rate: float | None) -> tuple[StudyRequest, ...]:
+    """`count` requests, `rate` per second from time 0 on; rate None: all arrive at time 0."""
     process = Burst() if rate is None else Poisson(rate)
     made = synthetic(mix, process, LengthMix(MIXES[mix]), key=mix, seed=seed, count=count).arrivals
     return tuple(
-        Asked(f"{mix}-{seed}-{number}", each.at_s, each.prompt_tokens, each.output_tokens)
+        StudyRequest(f"{mix}-{seed}-{number}", each.at_s, each.prompt_tokens, each.output_tokens)
         for number, each in enumerate(made)
     )
 
 
-def mean_lengths(requests: Sequence[Asked]) -> tuple[float, float]:
-    """Of prompt and answer."""
+def mean_lengths(requests: Sequence[StudyRequest]) -> tuple[float, float]:
+    """Mean prompt and answer lengths, in tokens."""
     prompts, answers = (sum(each.prompt_tokens for each in requests), sum(each.answer_tokens for each in requests))
     return prompts / len(requests), answers / len(requests)

@@ -21,29 +21,29 @@ from benchmarks.engine.compare import (
     claims,
     figures,
 )
-from benchmarks.engine.contenders import (
+from benchmarks.engine.driver_processes import LoadedEngines, Program, load_engines
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, Task
+from benchmarks.engine.engines import (
     DETERMINISTIC,
     LLAMA_ROWS,
     OURS,
     TRANSFORMERS_ROW,
     VLLM_ROW,
-    Contender,
-    contenders,
+    BenchmarkedEngine,
+    engines,
     ours,
 )
-from benchmarks.engine.driven import Program, Stage, stage
-from benchmarks.engine.drivers.lines import Order, Task
-from benchmarks.engine.limits import BITS, Shape, most_tokens
+from benchmarks.engine.limits import BITS, DecoderSize, most_tokens
 from benchmarks.environments import LLAMA, VLLM
-from benchmarks.figures import Part, Report, report_from
+from benchmarks.figures import BenchmarkPart, BenchmarkReport, report_from
 from cluster.offline.load import machine
 
-SMOL = Shape(matrix=106_200_000, head=28_311_552, layers=30, query=576, kv=192)
+SMOL = DecoderSize(matrix=106_200_000, head=28_311_552, layers=30, query=576, kv=192)
 MACHINE = {"read 1": 10e9, "read 2": 20e9, "float32 1024x576x1536": 200e9, "bfloat16 1024x576x1536": 2000e9}
 
 
-def contender(name: str, driver: str, weights: str = "float32") -> Contender:
-    return Contender(name, weights, Program(driver, Order("model", 2)))
+def contender(name: str, driver: str, weights: str = "float32") -> BenchmarkedEngine:
+    return BenchmarkedEngine(name, weights, Program(driver, EngineDriverConfig("model", 2)))
 
 
 FLOAT32 = contender(OURS, "ours")
@@ -63,19 +63,19 @@ def samples(**step_s: float) -> compare.Samples:
     }
 
 
-def test_a_single_decode_cannot_be_faster_than_its_weights_are_read() -> None:
+def test_the_limit_of_a_single_decode_is_memory_bandwidth() -> None:
     most = most_tokens(SMOL, BATCH_1, "float32", MACHINE)
     weights, kv = 4 * (106_200_000 + 28_311_552), 250 * 30 * 2 * 192 * 4
     assert most == pytest.approx(20e9 / (weights + kv))
     assert most_tokens(SMOL, BATCH_1, "q4_1", MACHINE) == pytest.approx(20e9 / (weights * 5 / 32 + kv))
 
 
-def test_a_prefill_cannot_be_faster_than_its_products() -> None:
+def test_the_limit_of_a_prefill_is_matrix_products() -> None:
     operations = 2 * (106_200_000 * 1024 + 28_311_552) + 4 * 30 * 576 * 1024 * 1025 / 2
     assert most_tokens(SMOL, PREFILL, "float32", MACHINE) == pytest.approx(1024 / (operations / 200e9))
 
 
-def test_smaller_weights_may_be_computed_with_at_any_precision() -> None:
+def test_the_limit_of_smaller_weights_uses_the_fastest_precision() -> None:
     assert most_tokens(SMOL, PREFILL, "int8", MACHINE) > 5 * most_tokens(SMOL, PREFILL, "float32", MACHINE)
 
 
@@ -87,13 +87,13 @@ def test_a_tied_embedding_is_counted_once() -> None:
         "vocab_size": 49_152,
         "num_hidden_layers": 30,
     }
-    tied = Shape.of(config | {"tie_word_embeddings": True}, 134_515_008)
+    tied = DecoderSize.of(config | {"tie_word_embeddings": True}, 134_515_008)
     assert (tied.head, tied.query, tied.kv) == (28_311_552, 576, 192)
     assert tied.matrix == 134_515_008 - 28_311_552
-    assert Shape.of(config, 134_515_008).matrix == tied.matrix - tied.head
+    assert DecoderSize.of(config, 134_515_008).matrix == tied.matrix - tied.head
 
 
-def test_speeds_shares_and_ratios_follow_from_steps() -> None:
+def test_rates_shares_and_ratios_are_computed_from_steps() -> None:
     made = figures(samples(float32=0.1, int8=0.05, vllm=0.12, q4_1=0.1), [MACHINE] * 2, PRESENT, COLUMNS, SMOL)
     cells = {(figure.table, figure.row, figure.column): figure.spread.median for figure in made}
     assert cells[WALL, OURS, BATCH_16.name] == pytest.approx(160.0)
@@ -104,7 +104,7 @@ def test_speeds_shares_and_ratios_follow_from_steps() -> None:
     assert not [table for table, _, _ in cells if table == COST]
 
 
-def test_the_cost_of_determinism_is_its_speed_over_the_speed_without() -> None:
+def test_cost_of_determinism_is_a_ratio_of_speeds() -> None:
     sure = contender(DETERMINISTIC, "ours")
     both = dict(samples(float32=0.1)) | {(DETERMINISTIC, column.name): [(0.125, 0.25)] * 2 for column in COLUMNS}
     made = figures(both, [MACHINE] * 2, (FLOAT32, sure), COLUMNS, SMOL)
@@ -112,7 +112,7 @@ def test_the_cost_of_determinism_is_its_speed_over_the_speed_without() -> None:
     assert costs == pytest.approx([0.8] * len(COLUMNS))
 
 
-def test_each_claim_is_judged_by_its_own_aim() -> None:
+def test_each_claim_has_its_own_bound() -> None:
     made = claims(samples(float32=0.10, int8=0.08, vllm=0.12, q4_1=0.10), PRESENT)
     verdicts = {claim.what: claim.met for claim in made}
     assert verdicts[f"{PREFILL.name}: {OURS} / {VLLM_ROW}"]  # 1.2 of 1.1
@@ -136,7 +136,7 @@ OVERHEAD = {
 }
 
 
-def test_a_step_besides_the_model_is_all_but_the_forward_pass() -> None:
+def test_step_overhead_is_everything_but_the_forward_pass() -> None:
     assert step.parts_s(OVERHEAD)[step.REST] == pytest.approx(0.001)  # neither the executor's nor a timed call's
     assert step.overhead(OVERHEAD) == pytest.approx(0.004 / 0.1)
     assert [claim.met for claim in step.claims([OVERHEAD], 32)] == [True, True]
@@ -144,20 +144,20 @@ def test_a_step_besides_the_model_is_all_but_the_forward_pass() -> None:
     assert [claim.met for claim in step.claims([worse], 32)] == [False, False]
 
 
-def test_every_format_of_weights_that_a_worker_takes_is_measured_and_has_a_limit() -> None:
+def test_every_weight_format_is_measured_and_has_a_limit() -> None:
     from workers.model.load import FORMATS
 
     found = list(ours(2))
-    taken = {value for each in found for name, value in each.program.order.options if name == "weights"}
+    taken = {value for each in found for name, value in each.program.config.options if name == "weights"}
     assert taken == set(FORMATS) - {"float32"}
     assert {each.weights for each in found} <= BITS.keys()
 
 
-def test_an_absent_peer_is_left_out_with_a_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_peer_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for peer in (VLLM, LLAMA):
         monkeypatch.setenv(peer.variable, str(tmp_path))
-    monkeypatch.setattr("benchmarks.engine.contenders.model_folder", lambda: tmp_path)
-    found, left_out = contenders(2, quick=False)
+    monkeypatch.setattr("benchmarks.engine.engines.model_folder", lambda: tmp_path)
+    found, left_out = engines(2, quick=False)
     assert {each.name for each in found if not each.ours} == {TRANSFORMERS_ROW}
     assert len(left_out) == 2 and all("peer-install" in line for line in left_out)
 
@@ -175,43 +175,45 @@ def test_llama_cpp_is_compiled_with_the_whole_tile_configuration(
 
 
 @pytest.mark.full
-def test_a_driver_that_does_not_load_says_why() -> None:
-    broken = Program("transformers", Order("/nowhere/at/all", 1))
-    with stage({"broken": broken, "limits": Program("limits", Order("", 1))}) as loaded:
+def test_a_driver_that_fails_to_load_reports_its_error() -> None:
+    broken = Program("transformers", EngineDriverConfig("/nowhere/at/all", 1))
+    with load_engines({"broken": broken, "limits": Program("limits", EngineDriverConfig("", 1))}) as loaded:
         assert "nowhere" in loaded.failed["broken"]
         assert loaded.names == ["limits"]
         assert min(loaded.ask("limits", Task(())).values()) > 0
 
 
-def test_who_was_disturbed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disturbed_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = iter([0.5, 0.0, 0.5, 0.5, 0.5])
-    monkeypatch.setattr(Stage, "_asked", lambda self, driven, task: ("answer", next(foreign)))
-    loaded = Stage({"one": None}, {}, tries=3)  # type: ignore[dict-item]
+    monkeypatch.setattr(LoadedEngines, "_measured", lambda self, driver, task: ("answer", next(foreign)))
+    loaded = LoadedEngines({"one": None}, {}, tries=3)  # type: ignore[dict-item]
     assert [loaded.ask("one", Task(())), loaded.ask("one", Task(()))] == ["answer", "answer"]
-    assert (loaded.asked, loaded.asked_again, loaded.disturbed) == (2, 3, 1)
+    assert (loaded.tasks, loaded.retries, loaded.disturbed) == (2, 3, 1)
 
 
-def report(part: Part) -> Report:
+def report(part: BenchmarkPart) -> BenchmarkReport:
     load = machine.load()
-    return Report("2026-01-02T03:04:05", "Linux", 2, "some processor", 8 << 30, load, load, {}, 0, False, (part,))
+    return BenchmarkReport(
+        "2026-01-02T03:04:05", "Linux", 2, "some processor", 8 << 30, load, load, {}, 0, False, (part,)
+    )
 
 
-def test_the_chart_shows_every_contender(tmp_path: Path) -> None:
+def test_the_chart_is_drawn_as_png_and_svg(tmp_path: Path) -> None:
     if chart.missing():
         pytest.skip(chart.MISSING)
     made = figures(samples(float32=0.1, int8=0.05, vllm=0.12, q4_1=0.1), [MACHINE] * 2, PRESENT, COLUMNS, SMOL)
-    part = Part("engine", made)
+    part = BenchmarkPart("engine", made)
     chart.draw(report(part), part, tmp_path / "engine.svg")
     chart.draw(report(part), part, tmp_path / "engine.png")
     assert (tmp_path / "engine.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "engine.svg").stat().st_size > 10_000
 
 
-def test_without_matplotlib_there_is_a_word_and_no_chart(
+def test_without_matplotlib_there_is_a_message_and_no_chart(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = figures(samples(float32=0.1), [MACHINE] * 2, (FLOAT32,), COLUMNS, SMOL)
-    quiet = replace(PARTS["engine"], measure=lambda rounds, quick, progress: Part("engine", made))
+    quiet = replace(PARTS["engine"], measure=lambda rounds, quick, progress: BenchmarkPart("engine", made))
     monkeypatch.setitem(PARTS, "engine", quiet)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(chart, "missing", lambda: chart.MISSING)

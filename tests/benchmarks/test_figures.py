@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.figures import (
-    Claim,
+    BenchmarkClaim,
+    BenchmarkPart,
+    BenchmarkReport,
     Figure,
-    Part,
-    Report,
     Spread,
     cell,
     grids,
@@ -22,15 +22,15 @@ from benchmarks.figures import (
 )
 from benchmarks.screen import markdown, show, summary
 
-MET = Claim("first to second token", 0.1, 0.2, "ms")
-SHORT = Claim("TTFT to the peer's", 0.8, 0.5, "x")
+MET = BenchmarkClaim("first to second token", 0.1, 0.2, "ms")
+SHORT = BenchmarkClaim("TTFT to the peer's", 0.8, 0.5, "x")
 FIGURES = (
     Figure("Rates", "1 MiB", "tcp", "GB/s", Spread(2e9, 1e9, 3e9, 3)),
     Figure("Rates", "1 MiB", "nixl", "GB/s", Spread(4e9, 4e9, 4e9, 1)),
     Figure("Rates", "16 MiB", "nixl", "GB/s", Spread(5e9, 4e9, 6e9, 3)),
     Figure("Shares", "1 MiB", "digest", "%", Spread(0.25, 0.25, 0.25, 1)),
 )
-REPORT = Report(
+REPORT = BenchmarkReport(
     date="2026-01-02T03:04:05+00:00",
     machine="Linux",
     cores=2,
@@ -42,9 +42,9 @@ REPORT = Report(
     rounds=0,
     quick=False,
     parts=(
-        Part("transfer", FIGURES, (MET, SHORT), ("a note",), 1.5),
-        Part("peer", skipped="no vLLM"),
-        Part("startup", failed="ProcessFailed: it ended"),
+        BenchmarkPart("transfer", FIGURES, (MET, SHORT), ("a note",), 1.5),
+        BenchmarkPart("peer", skipped="no vLLM"),
+        BenchmarkPart("startup", failed="ProcessFailed: it ended"),
     ),
 )
 
@@ -54,7 +54,7 @@ def test_spread_is_median_and_range() -> None:
     assert spread([1.0, 2.0]).median == 1.5
 
 
-def test_no_sample_is_no_spread() -> None:
+def test_a_spread_needs_a_sample() -> None:
     with pytest.raises(ValueError, match="no sample"):
         spread([])
 
@@ -87,33 +87,33 @@ def test_a_claim_at_its_bound_is_met() -> None:
     assert replace(MET, value=MET.bound).met
 
 
-def test_a_claim_may_ask_for_at_least_its_bound() -> None:
-    faster = Claim("speed", 1.2, 1.1, "x", at_least=True)
+def test_a_claim_may_have_a_lower_bound() -> None:
+    faster = BenchmarkClaim("speed", 1.2, 1.1, "x", at_least=True)
     assert faster.met and not replace(faster, value=1.0).met
     assert str(faster) == "pass: speed: 1.20x, aim at least 1.10x"
 
 
-def test_a_figure_that_falls_short_is_reported_as_such() -> None:
+def test_an_unmet_claim_is_reported() -> None:
     assert not SHORT.met
     assert str(SHORT) == "falls short: TTFT to the peer's: 0.80x, aim at most 0.50x"
-    assert REPORT.short == (SHORT,)
+    assert REPORT.unmet == (SHORT,)
     assert summary(REPORT) == "1 of 2 claims hold"
     assert "**falls short**: TTFT to the peer's: 0.80x" in markdown(REPORT)
     assert "falls short: TTFT to the peer's: 0.80x" in shown(REPORT.parts[0])
 
 
-def test_a_skipped_or_failed_part_says_why() -> None:
+def test_a_skipped_or_failed_part_shows_its_reason() -> None:
     assert "Skipped: no vLLM" in shown(REPORT.parts[1])
     assert "Failed: ProcessFailed: it ended" in shown(REPORT.parts[2])
     assert "Skipped: no vLLM" in markdown(REPORT)
 
 
-def test_rounds_show_as_a_range_and_one_round_does_not() -> None:
+def test_a_range_is_shown_for_more_than_one_round() -> None:
     assert cell(FIGURES[0]) == "2.00 GB/s (1.00..3.00)"
     assert cell(FIGURES[1]) == "4.00 GB/s"
 
 
-def test_figures_become_grids_with_gaps() -> None:
+def test_missing_figures_leave_empty_cells() -> None:
     rates, shares = grids(FIGURES)
     assert rates.headers == ("", "tcp", "nixl")
     assert rates.rows == (
@@ -123,14 +123,14 @@ def test_figures_become_grids_with_gaps() -> None:
     assert shares.title == "Shares"
 
 
-def test_tables_come_out_of_recorded_json_as_they_went_in() -> None:
+def test_a_report_survives_json() -> None:
     read = report_from(report_json(REPORT))
     assert read == REPORT
     assert markdown(read) == markdown(REPORT)
     assert "| 16 MiB |  | 5.00 GB/s (4.00..6.00) |" in markdown(read)
 
 
-def shown(part: Part) -> str:
+def shown(part: BenchmarkPart) -> str:
     out = io.StringIO()
     show(part, Console(file=out, width=200))
     return out.getvalue()

@@ -1,4 +1,4 @@
-"""What a gang costs: plans reach a rank by every way and come back whole. No figure decides a test."""
+"""What a gang costs: plans reach a rank by every transport and come back whole. No figure decides a test."""
 
 import asyncio
 import subprocess
@@ -8,27 +8,27 @@ import pytest
 
 from benchmarks.figures import grids
 from benchmarks.gang import bubble, delivery, reshard, steps
-from benchmarks.gang.driver import Order
-from benchmarks.gang.loaded import loaded
+from benchmarks.gang.driver import GangWorkerConfig
+from benchmarks.gang.plan_times import PlanTime, RankTime, bubble_share, equal_parts_bubble
 from benchmarks.gang.plans import PLANS, SENT, answer, decode_plan, decode_result, encode, prompt_plan
-from benchmarks.gang.recorded import Executed, RankTime, bubble_share, equal_parts_bubble
-from benchmarks.gang.ways import CHOSEN, LIMIT, WAYS, module
+from benchmarks.gang.transports import CHOSEN, LIMIT, TRANSPORTS, module
+from benchmarks.gang.worker_process import worker_process
 from cluster.offline.load.processes import ProcessFailed
 from workers.engine.step import StepResult
 
 pytestmark = pytest.mark.full
 
 
-def ask(way: str, plans: list[bytes]) -> list[bytes]:
+def ask(transport: str, plans: list[bytes]) -> list[bytes]:
     """The answers of a rank in another process, each plan asked after the one before was answered."""
     ranks: list[subprocess.Popen[bytes]] = []
 
     def start(address: str) -> int:
-        ranks.append(subprocess.Popen([sys.executable, "-m", "benchmarks.gang.rank", way, address]))
+        ranks.append(subprocess.Popen([sys.executable, "-m", "benchmarks.gang.rank", transport, address]))
         return ranks[-1].pid
 
     async def asked() -> list[bytes]:
-        led = await module(way).lead(start)
+        led = await module(transport).lead(start)
         try:
             return [await led.deliver(plan) for plan in plans]
         finally:
@@ -42,18 +42,18 @@ def ask(way: str, plans: list[bytes]) -> list[bytes]:
             rank.wait()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_brings_plans_and_answers_whole(way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_delivers_plans_and_answers(transport: str) -> None:
     plans = [encode(plan) for plan in (*PLANS.values(), decode_plan(32), prompt_plan(2048))]
-    assert ask(way, plans) == [answer(plan) for plan in plans]
+    assert ask(transport, plans) == [answer(plan) for plan in plans]
 
 
-def test_an_answer_has_a_token_for_every_chunk_that_draws() -> None:
+def test_an_answer_has_a_token_for_every_sampling_chunk() -> None:
     assert decode_result(answer(encode(decode_plan(3)))) == StepResult(1, (1000, 1001, 1002), (None,) * 3, ((),), 0.0)
     assert decode_result(answer(encode(prompt_plan()))).tokens == (None,)
 
 
-def test_plans_are_of_the_sizes_that_they_are_named_after() -> None:
+def test_plans_have_the_sizes_in_their_names() -> None:
     assert [plan.num_tokens for plan in PLANS.values()] == [1, 16, 32, 512]
     (chunk,) = prompt_plan().chunks
     assert len(chunk.blocks) * 16 == 512
@@ -63,7 +63,7 @@ def test_plans_are_of_the_sizes_that_they_are_named_after() -> None:
     assert len(set(tables)) == len(tables)
 
 
-def test_a_round_measures_and_a_killed_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_has_all_tables_and_notices_a_killed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "QUICK_STEPS", 4)
     monkeypatch.setattr(delivery, "IDLE_S", 0.02)
     part = delivery.measure(1, True, lambda line: None)
@@ -74,22 +74,22 @@ def test_a_round_measures_and_a_killed_rank_is_noticed(monkeypatch: pytest.Monke
     assert not limit[-1] and chosen[-1].endswith(" ms")
 
 
-def of_way(seconds: float, killed_s: float | None = 0.001) -> delivery.Sample:
+def of_transport(seconds: float, killed_s: float | None = 0.001) -> delivery.DeliverySample:
     trips = {plan: delivery.Trip(seconds, 2 * seconds, seconds) for plan in SENT}
-    return delivery.Sample(trips, trips, 0.01, killed_s)
+    return delivery.DeliverySample(trips, trips, 0.01, killed_s)
 
 
-def test_delivery_is_judged_beside_a_step_of_a_model() -> None:
-    samples = {LIMIT: [of_way(1e-4, None)], CHOSEN: [of_way(4e-4)]}
+def test_delivery_is_compared_with_a_model_step() -> None:
+    samples = {LIMIT: [of_transport(1e-4, None)], CHOSEN: [of_transport(4e-4)]}
     assert all(claim.met for claim in delivery.claims(samples, 0.010))
     assert not any(claim.met for claim in delivery.claims(samples, 0.007))
     beside = [f.spread.median for f in delivery.figures(samples) if f.row == CHOSEN and f.unit == "x"]
     assert beside == pytest.approx([4.0] * len(delivery.READINGS))
 
 
-def executed(begun_s: float, ended_s: float, *busy_s: float, wait_s: float = 0.0) -> Executed:
+def executed(begun_s: float, ended_s: float, *busy_s: float, wait_s: float = 0.0) -> PlanTime:
     """A plan that took each rank so long, besides a wait of `wait_s` for the stage before."""
-    return Executed(begun_s, ended_s, tuple(RankTime(busy + wait_s, 0.0, wait_s) for busy in busy_s))
+    return PlanTime(begun_s, ended_s, tuple(RankTime(busy + wait_s, 0.0, wait_s) for busy in busy_s))
 
 
 def test_one_plan_leaves_all_stages_but_one_idle() -> None:
@@ -98,12 +98,12 @@ def test_one_plan_leaves_all_stages_but_one_idle() -> None:
 
 @pytest.mark.parametrize("num_plans", [1, 4, 16])
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_equal_plans_have_the_bubble_of_fill_and_drain(num_plans: int, stages: int) -> None:
+def test_equal_plans_have_the_fill_and_drain_bubble(num_plans: int, stages: int) -> None:
     plans = [executed(max(0.0, n - stages), float(n + stages), *[1.0] * stages, wait_s=0.5) for n in range(num_plans)]
     assert bubble_share(plans, stages) == pytest.approx(equal_parts_bubble(num_plans, stages))
 
 
-def test_time_without_a_plan_is_no_bubble() -> None:
+def test_time_without_a_plan_is_not_bubble() -> None:
     assert bubble_share([executed(0.0, 1.0, 1.0), executed(9.0, 10.0, 1.0)], 1) == 0.0
 
 
@@ -111,41 +111,44 @@ def test_a_stage_is_busy_as_long_as_its_slowest_tensor_rank() -> None:
     assert bubble_share([executed(0.0, 2.0, 1.0, 0.2, 0.2, 1.0)], 2) == pytest.approx(0.5)
 
 
-def test_plans_out_of_the_middle_of_a_run_have_no_fill() -> None:
+def test_plans_from_the_middle_of_a_run_have_no_fill() -> None:
     plans = [executed(n - 1.0, n + 1.0, 1.0, 1.0) for n in range(1, 9)]
     assert bubble_share(plans[1:], 2, since_s=plans[0].ended_s) == pytest.approx(0.0)
     assert bubble_share(plans[1:], 2) > 0.0
 
 
-def test_no_plans_have_no_bubble_to_speak_of() -> None:
+def test_a_bubble_needs_plans() -> None:
     with pytest.raises(ValueError, match="no plan"):
         bubble_share([], 2)
 
 
-def test_a_modelled_pipeline_is_driven_through_its_engine() -> None:
-    with loaded(Order("smollm2-135m", 1, 2, 1, "modelled")) as worker:
-        prompts = worker.ask("prompts", 2, 64)
-        answers = worker.ask("answers", 2, 64, 2)
-        direct = worker.ask("plan", "decode of 1", 3)
+def test_a_modelled_pipeline_runs_all_tasks() -> None:
+    with worker_process(GangWorkerConfig("smollm2-135m", 1, 2, 1, "modelled")) as worker:
+        prompts = worker.run("prompts", 2, 64)
+        answers = worker.run("answers", 2, 64, 2)
+        direct = worker.run("plan", "decode of 1", 3)
     assert {len(plan.ranks) for plan in (*prompts, *answers, *direct)} == {2}
     assert all(plan.begun_s < plan.ended_s for plan in (*prompts, *answers, *direct))
     assert len(direct) == 3 and len(answers) >= 3
     assert 0.0 < bubble_share(prompts, 2) < 1.0
 
 
-def test_a_worker_that_does_not_start_says_why() -> None:
-    with pytest.raises(ProcessFailed, match="no-such-model"), loaded(Order("no-such-model", 1, 1, 1)):
+def test_a_worker_that_fails_to_start_reports_its_error() -> None:
+    with (
+        pytest.raises(ProcessFailed, match="no-such-model"),
+        worker_process(GangWorkerConfig("no-such-model", 1, 1, 1)),
+    ):
         pass
 
 
-def test_shares_of_a_bubble_are_told_beside_fill_and_drain() -> None:
+def test_bubble_is_compared_with_fill_and_drain() -> None:
     samples = {("modelled", 2, 4): {bubble.PROMPTS: [0.30], bubble.FILL: [0.25], bubble.ANSWERS: [0.1]}}
     (claim,) = bubble.claims(samples)
     assert claim.met and claim.value == pytest.approx(0.05)
     assert [figure.spread.median for figure in bubble.figures(samples)] == [0.30, 0.25, 0.1]
 
 
-def test_what_a_second_rank_adds_is_judged_beside_a_real_step() -> None:
+def test_cost_of_a_second_rank_is_compared_with_a_model_step() -> None:
     empty = {(name, plan): [1e-3 if name == "2x1" else 4e-4] for name in ("1x1", "2x1") for plan in steps.EMPTY_PLANS}
     real = {(name, plan): [(0.010, 0.3, 0.2)] for name in steps.REAL for plan in steps.REAL_PLANS}
     (claim,) = steps.claims(empty, real)
@@ -168,7 +171,7 @@ def test_the_shards_of_a_gang_are_the_whole_model(split: tuple[int, int]) -> Non
     assert len(cells) == len(set(cells)) == reshard.WHOLE.num_kv_heads * reshard.WHOLE.num_layers
 
 
-def test_blocks_are_distinct_and_fragmented_ones_touch_nowhere_in_a_row() -> None:
+def test_blocks_are_distinct_and_fragmented_ones_not_adjacent() -> None:
     run, scattered = reshard.blocks(50, False, 1), reshard.blocks(50, True, 1)
     assert run == tuple(range(1, 51))
     assert len(set(scattered)) == 50 and scattered != tuple(sorted(scattered))
@@ -176,7 +179,7 @@ def test_blocks_are_distinct_and_fragmented_ones_touch_nowhere_in_a_row() -> Non
 
 @pytest.mark.parametrize("case", [case for case in reshard.CASES if case.num_tokens == reshard.REQUEST_TOKENS], ids=str)
 @pytest.mark.parametrize("reader", [(1, 1), (3, 1), (2, 2)])
-def test_every_byte_of_the_tokens_is_planned_once(case: reshard.Case, reader: tuple[int, int]) -> None:
+def test_every_byte_of_the_tokens_is_planned_once(case: reshard.ReshardCase, reader: tuple[int, int]) -> None:
     planned = reshard.resharding(case, (2, 1), reader)
     token_bytes = reshard.WHOLE.block_bytes // reshard.WHOLE.block_size
     tokens = case.num_tokens
@@ -185,13 +188,13 @@ def test_every_byte_of_the_tokens_is_planned_once(case: reshard.Case, reader: tu
     assert planned.num_bytes == tokens * token_bytes
 
 
-def test_alike_pools_need_one_descriptor_for_each_rank_and_run() -> None:
-    run, scattered = (reshard.Case(reshard.REQUEST_TOKENS, fragmented) for fragmented in (False, True))
+def test_equal_layouts_need_one_descriptor_per_rank_and_run() -> None:
+    run, scattered = (reshard.ReshardCase(reshard.REQUEST_TOKENS, fragmented) for fragmented in (False, True))
     assert reshard.resharding(run, (2, 2), (2, 2)).num_descriptors == 4
     assert reshard.resharding(scattered, (1, 1), (1, 1)).num_descriptors == reshard.WHOLE.blocks_for(run.num_tokens)
 
 
-def test_the_slowest_pair_is_the_one_that_is_judged() -> None:
+def test_the_claim_is_about_the_slowest_pair() -> None:
     case = next(case for case in reshard.CASES if case.num_tokens == reshard.LONG_TOKENS)
     samples = {
         (case, (1, 1), reader): [reshard.Resharding(1, 100, slowest_s, 100)]
@@ -208,4 +211,6 @@ def test_resharding_is_measured_for_every_pair() -> None:
     assert len(tables) == len(reshard.CASES) + 1 and len(part.claims) == len(reshard.CASES) // 2
     for case in reshard.CASES:
         (table,) = (grid for title, grid in tables.items() if title.endswith(str(case)))
-        assert [row[0] for row in table.rows] == [f"owner {reshard.told(split)}" for split in reshard.QUICK_SPLITS]
+        assert [row[0] for row in table.rows] == [
+            f"owner {reshard.split_name(split)}" for split in reshard.QUICK_SPLITS
+        ]

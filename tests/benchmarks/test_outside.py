@@ -12,7 +12,7 @@ def spread(mean: float, median: float, count: int) -> dict[str, dict[str, float]
     return {"successful": {"mean": mean, "median": median, "count": count}, "errored": {"mean": 9.0, "count": 1}}
 
 
-def test_the_servers_tokens_are_those_of_its_metrics() -> None:
+def test_server_counts_come_from_metrics() -> None:
     text = """
 # TYPE diptych_requests_total counter
 diptych_requests_total{gateway="g",outcome="completed"} 6.0
@@ -24,7 +24,7 @@ diptych_generated_tokens_total{gateway="g"} 96.0
     assert counts_of(text).since(Counts(1, 80, 16)) == Counts(5, 400, 80)
 
 
-def test_guidellm_is_read_where_requests_succeeded() -> None:
+def test_guidellm_report_is_read_for_successful_requests() -> None:
     metrics = {
         "request_totals": {"successful": 6, "errored": 1},
         "prompt_token_count": spread(80.0, 80.0, 6),
@@ -37,7 +37,7 @@ def test_guidellm_is_read_where_requests_succeeded() -> None:
     assert [read[f"{name}_ms"] for name in ("ttft_mean", "ttft_p50", "itl_mean", "itl_p50")] == [12.5, 11.0, 5.5, 5.0]
 
 
-def test_aiperf_is_read_by_usage_and_by_its_own_count() -> None:
+def test_aiperf_report_has_usage_and_retokenised_counts() -> None:
     read = aiperf_read(
         {
             "request_count": {"avg": 6.0},
@@ -51,7 +51,7 @@ def test_aiperf_is_read_by_usage_and_by_its_own_count() -> None:
     assert ToolResult("aiperf", SERVER, seconds=34.0, **read) == FOUND
 
 
-def test_vllm_is_read_as_it_saves_its_result() -> None:
+def test_vllm_result_file_is_read() -> None:
     counts = {"completed": 6, "total_input_tokens": 300, "total_output_tokens": 96}
     times = {"mean_ttft_ms": 31.4, "median_ttft_ms": 26.5, "mean_itl_ms": 5.64, "median_itl_ms": 4.43}
     read = vllm_read(counts | times)
@@ -60,7 +60,7 @@ def test_vllm_is_read_as_it_saves_its_result() -> None:
     )
 
 
-def test_one_token_off_does_not_agree() -> None:
+def test_one_token_difference_is_a_disagreement() -> None:
     assert FOUND.agrees
     assert not replace(FOUND, server=Counts(6, 300, 97)).agrees and not replace(FOUND, prompt_tokens=299).agrees
     assert replace(FOUND, server=Counts(7, 350, 112)).agrees, "a request that the tool left out, of the same length"

@@ -1,4 +1,4 @@
-"""What each part makes of its samples, without measuring."""
+"""Figures and claims of each part, from given samples."""
 
 import os
 import sys
@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import handoff, overhead, peer, startup, transfer
-from benchmarks.asking import Timed, fresh_prompt
 from benchmarks.environments import VLLM
 from benchmarks.figures import Figure, Spread
 from benchmarks.hosted import mixed_spec, refuse_foreign_ray, split_spec
 from benchmarks.pinning import paused, pin
+from benchmarks.timed_request import TokenTimes, random_prompt
 from cluster.offline.load.processes import Child, Line, ProcessFailed
 from kvtransfer.open import RESERVED_BLOCKS
 
 
-def of_handoff(second_s: float, step_s: float = 0.05) -> handoff.Sample:
-    return handoff.Sample(1.0, second_s, step_s, step_s, 0.01, 0.2)
+def handoff_sample(second_s: float, step_s: float = 0.05) -> handoff.HandoffSample:
+    return handoff.HandoffSample(1.0, second_s, step_s, step_s, 0.01, 0.2)
 
 
 def cells(figures: tuple[Figure, ...], row: str, column: str) -> list[Spread]:
@@ -25,55 +25,60 @@ def cells(figures: tuple[Figure, ...], row: str, column: str) -> list[Spread]:
 
 
 def test_times_of_an_answer() -> None:
-    timed = Timed((1.0, 1.5, 1.6, 1.8, 1.9))
-    assert timed.ttft_s == 1.0
-    assert timed.second_s == pytest.approx(0.5)
-    assert timed.step_s == pytest.approx(0.1)  # 0.1, 0.2, 0.1: the hand-off's gap does not count
-    assert timed.tpot_s == pytest.approx(0.9 / 4)
+    times = TokenTimes((1.0, 1.5, 1.6, 1.8, 1.9))
+    assert times.ttft_s == 1.0
+    assert times.second_s == pytest.approx(0.5)
+    assert times.step_s == pytest.approx(0.1)  # 0.1, 0.2, 0.1: the KV handoff's gap does not count
+    assert times.tpot_s == pytest.approx(0.9 / 4)
 
 
-def test_prompts_share_no_beginning() -> None:
+def test_random_prompts_share_no_prefix() -> None:
     import random
 
     draw = random.Random(0)
-    one, other = fresh_prompt(draw, 64), fresh_prompt(draw, 64)
+    one, other = random_prompt(draw, 64), random_prompt(draw, 64)
     assert len(one) == 64 and one[:16] != other[:16]
 
 
-def test_a_handoff_may_cost_one_decode_step_and_no_more() -> None:
-    colocated = [of_handoff(0.05), of_handoff(0.06), of_handoff(0.05)]
-    within = {64: {"split": [of_handoff(0.1)] * 3, "colocated": colocated}}
-    beyond = {64: {"split": [of_handoff(0.11)] * 3, "colocated": colocated}}
+def test_a_kv_handoff_may_cost_one_decode_step() -> None:
+    colocated = [handoff_sample(0.05), handoff_sample(0.06), handoff_sample(0.05)]
+    within = {64: {"split": [handoff_sample(0.1)] * 3, "colocated": colocated}}
+    beyond = {64: {"split": [handoff_sample(0.11)] * 3, "colocated": colocated}}
     assert [claim.met for claim in handoff.claims(within)] == [True]
     assert [claim.met for claim in handoff.claims(beyond)] == [False]
 
 
 def test_handoff_ratios_are_taken_within_a_round() -> None:
-    samples = {64: {"split": [of_handoff(0.1), of_handoff(0.4)], "colocated": [of_handoff(0.1), of_handoff(0.2)]}}
+    samples = {
+        64: {
+            "split": [handoff_sample(0.1), handoff_sample(0.4)],
+            "colocated": [handoff_sample(0.1), handoff_sample(0.2)],
+        }
+    }
     made = handoff.figures(samples)
     (compared,) = cells(tuple(f for f in made if f.unit == "x"), "64 tokens", "2nd - 1st")
     assert compared == Spread(1.5, 1.0, 2.0, 2)
 
 
-def of_peer(ours: float, unpinned: float, pinned: float) -> peer.Samples:
+def peer_samples(ours: float, unpinned: float, pinned: float) -> peer.Samples:
     return {
-        (256, peer.OURS, "unpinned"): [peer.Sample(ours, 0.05, 0.05)],
-        (256, peer.OURS, "pinned"): [peer.Sample(2 * ours, 0.05, 0.05)],
-        (256, peer.THEIRS, "unpinned"): [peer.Sample(unpinned, 0.2, 0.1, unpinned - 0.1)],
-        (256, peer.THEIRS, "pinned"): [peer.Sample(pinned, 0.2, 0.1, pinned - 0.1)],
+        (256, peer.OURS, "unpinned"): [peer.PeerSample(ours, 0.05, 0.05)],
+        (256, peer.OURS, "pinned"): [peer.PeerSample(2 * ours, 0.05, 0.05)],
+        (256, peer.THEIRS, "unpinned"): [peer.PeerSample(unpinned, 0.2, 0.1, unpinned - 0.1)],
+        (256, peer.THEIRS, "pinned"): [peer.PeerSample(pinned, 0.2, 0.1, pinned - 0.1)],
     }
 
 
-def test_the_peer_is_judged_by_its_better_configuration() -> None:
-    samples = of_peer(ours=1.0, unpinned=9.0, pinned=1.6)
-    assert peer.better(samples, 256, peer.THEIRS) == "pinned"
+def test_the_peers_better_configuration_counts() -> None:
+    samples = peer_samples(ours=1.0, unpinned=9.0, pinned=1.6)
+    assert peer.better_configuration(samples, 256, peer.THEIRS) == "pinned"
     (claim,) = peer.claims(samples)
     assert claim.value == pytest.approx(1.0 / 1.6)
     assert not claim.met
 
 
-def test_half_the_peers_time_to_first_token_is_the_aim() -> None:
-    (claim,) = peer.claims(of_peer(ours=1.0, unpinned=2.0, pinned=4.0))
+def test_half_the_peers_ttft_is_the_target() -> None:
+    (claim,) = peer.claims(peer_samples(ours=1.0, unpinned=2.0, pinned=4.0))
     assert claim.met
 
 
@@ -83,24 +88,27 @@ def test_without_the_peer_its_part_is_skipped(monkeypatch: pytest.MonkeyPatch, t
     assert "peer-install" in part.skipped and not part.figures
 
 
-def burst(num_tokens: int, requests: int = 10) -> overhead.Burst:
+def burst(num_tokens: int, requests: int = 10) -> overhead.BurstResult:
     """10 ms of CPU a request and 2 ms a token; half of that in wall time."""
     cpu_s = requests * (0.010 + 0.002 * num_tokens)
-    return overhead.Burst(requests, cpu_s / 2, cpu_s, 0.01, 0.002, 1.0)
+    return overhead.BurstResult(requests, cpu_s / 2, cpu_s, 0.01, 0.002, 1.0)
 
 
-def test_costs_of_token_and_request_come_apart() -> None:
-    sample = overhead.Sample(burst(overhead.SHORT), burst(overhead.LONG))
+def test_token_and_request_costs_are_separated() -> None:
+    sample = overhead.OverheadSample(burst(overhead.SHORT), burst(overhead.LONG))
     assert sample.token_cpu_s == pytest.approx(0.002)
     assert sample.token_wall_s == pytest.approx(0.001)
     assert sample.request_cpu_s == pytest.approx(0.010)
-    assert sample.requests_a_core_s == pytest.approx(1 / (0.010 + 0.002 * overhead.LONG))
+    assert sample.requests_per_core_s == pytest.approx(1 / (0.010 + 0.002 * overhead.LONG))
 
 
-def test_overhead_compares_with_less_of_the_system() -> None:
-    samples = {(1, way): [overhead.Sample(burst(overhead.SHORT), burst(overhead.LONG))] for way in overhead.WAYS}
+def test_overhead_has_ratios_between_systems() -> None:
+    samples = {
+        (1, system): [overhead.OverheadSample(burst(overhead.SHORT), burst(overhead.LONG))]
+        for system in overhead.SYSTEMS
+    }
     made = overhead.figures(samples)
-    assert {figure.spread.median for figure in made if figure.column == "ray / door"} == {1.0}
+    assert {figure.spread.median for figure in made if figure.column == "ray / server"} == {1.0}
 
 
 SERVED = (
@@ -114,30 +122,30 @@ SERVED = (
 )
 
 
-def test_a_start_is_split_by_what_serve_says() -> None:
+def test_startup_phases_end_at_lines_of_serve() -> None:
     assert startup.phases(SERVED, 10.0) == {
         "command and imports": 1.0,
         "Ray up": 4.0,
         "workers ready": 5.0,
-        "doors open": 1.0,
+        "servers open": 1.0,
     }
 
 
-def test_a_start_that_never_was_ready_is_an_error() -> None:
-    with pytest.raises(ValueError, match="doors open"):
+def test_a_startup_without_ready_line_raises_an_error() -> None:
+    with pytest.raises(ValueError, match="servers open"):
         startup.phases(SERVED[:-1], 10.0)
 
 
 def test_memory_is_compared_with_weights_and_pool() -> None:
-    one = startup.Weight(100, 200, 0.02)
-    sample = startup.Sample({"Ray up": 4.0}, 2.0, {"worker decode": one, "Ray": one}, one)
+    one = startup.ProcessUsage(100, 200, 0.02)
+    sample = startup.StartupSample({"Ray up": 4.0}, 2.0, {"worker decode": one, "Ray": one}, one)
     made = startup.figures([sample], {"worker decode": 80})
     assert [each.median for each in cells(made, "worker decode", "USS / (weights + KV pool)")] == [1.25]
     assert [each.median for each in cells(made, "together", "USS / floor")] == [2.0]
     assert [each.median for each in cells(made, "together", "/ floor")] == [2.0]
 
 
-def test_scattered_plans_take_every_block_once_and_spare_the_reserved() -> None:
+def test_scattered_plans_use_every_block_once_and_no_reserved_block() -> None:
     for plan in transfer.plans({"1 MiB": 16, "2 MiB": 32}, 80):
         assert len(set(plan.source)) == len(set(plan.target)) == len(plan.source)
         assert min(plan.source + plan.target) >= RESERVED_BLOCKS and max(plan.source + plan.target) < 80
@@ -158,7 +166,7 @@ def test_a_foreign_ray_is_refused() -> None:
 CHILD = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
-def test_a_child_is_heard_pinned_paused_and_ended() -> None:
+def test_a_child_process_is_read_pinned_paused_and_ended() -> None:
     core = min(os.sched_getaffinity(0))
     with Child([sys.executable, "-c", CHILD]) as child:
         assert child.wait_line("up", 60.0).at_s > child.started_s
@@ -170,7 +178,7 @@ def test_a_child_is_heard_pinned_paused_and_ended() -> None:
     assert not child.running
 
 
-def test_a_child_that_ends_early_says_what_it_said() -> None:
+def test_a_child_that_ends_early_reports_its_output() -> None:
     with (
         Child([sys.executable, "-c", "print('no luck')"]) as child,
         pytest.raises(ProcessFailed, match="no luck"),

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from benchmarks import transfer
 from benchmarks.__main__ import PARTS, Measurement, main
-from benchmarks.figures import Part, report_from
+from benchmarks.figures import BenchmarkPart, report_from
 
 
-def test_quick_transfer_writes_what_it_shows(tmp_path: Path) -> None:
+def test_quick_transfer_prints_and_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks", "transfer", "--quick", "--rounds", "1"]
     done = subprocess.run(
@@ -29,12 +29,14 @@ def test_quick_transfer_writes_what_it_shows(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
-    def fail(rounds: int, quick: bool, progress: object) -> Part:
+    def fail(rounds: int, quick: bool, progress: object) -> BenchmarkPart:
         raise RuntimeError("the machine is on fire")
 
     before = dict(PARTS)
     PARTS["handoff"] = Measurement(fail, 1)
-    PARTS["startup"] = Measurement(lambda rounds, quick, progress: Part("startup", notes=(f"{rounds} rounds",)), 7)
+    PARTS["startup"] = Measurement(
+        lambda rounds, quick, progress: BenchmarkPart("startup", notes=(f"{rounds} rounds",)), 7
+    )
     try:
         result = CliRunner().invoke(main, ["handoff", "startup"], env={"RAY_ADDRESS": None})
     finally:
@@ -44,7 +46,7 @@ def test_a_part_that_fails_does_not_stop_the_others() -> None:
     assert "7 rounds" in result.output
 
 
-def test_a_foreign_ray_is_one_clear_line() -> None:
+def test_ray_address_is_refused_with_one_line() -> None:
     result = CliRunner().invoke(main, ["startup"], env={"RAY_ADDRESS": "10.0.0.1:6379"})
     assert result.exit_code == 1
     assert result.output.strip().startswith("Error: RAY_ADDRESS is set")

@@ -104,7 +104,7 @@ async def answer(client: AsyncClient, name: str, max_tokens: int, seen: Callable
     return attempts
 
 
-async def test_a_new_worker_brings_its_node_and_takes_requests_until_it_is_let_go(subject: Subject) -> None:
+async def test_scale_up_adds_a_node_that_serves_until_scale_down(subject: Subject) -> None:
     client = subject.client
     await client.scale("decode", 2)
     status = await subject.until(lambda status: bool((found := worker(status, "decode-1")) and found.waits_for))
@@ -126,7 +126,7 @@ async def test_a_new_worker_brings_its_node_and_takes_requests_until_it_is_let_g
     assert "1.0/1.0 decode" in told and "(no resource demands)" in told, "nothing is kept of the worker that left"
 
 
-async def test_a_worker_for_which_there_is_no_kind_of_node_can_be_taken_back(subject: Subject) -> None:
+async def test_a_scale_up_without_a_matching_node_type_can_be_reverted(subject: Subject) -> None:
     await subject.client.scale("prefill", 2)
     asked = await subject.nodes_until(lambda told: "(no resource demands)" not in told)
     assert re.search(r"'prefill': 1\.0.*1\+ pending placement groups", asked)
@@ -137,7 +137,7 @@ async def test_a_worker_for_which_there_is_no_kind_of_node_can_be_taken_back(sub
 
 
 @pytest.mark.skipif("DIPTYCH_AUTOSCALER" not in os.environ, reason="a minute; make autoscaler")
-async def test_load_alone_brings_a_node_and_calm_takes_it_down(subject: Subject) -> None:
+async def test_load_adds_a_node_and_idleness_removes_it(subject: Subject) -> None:
     client = subject.client
     names = (f"request-{n}" for n in range(100_000))
 

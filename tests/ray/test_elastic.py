@@ -87,7 +87,7 @@ async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_restarted_controller_knows_roles_and_newcomers_and_a_drained_worker_leaves(subject: Served) -> None:
+async def test_a_restarted_controller_knows_roles_and_new_workers_and_drains_a_worker(subject: Served) -> None:
     port = int(subject.endpoint.rpartition(":")[2])
     async with AsyncClient(subject.endpoint) as client:
         before = await until(client, lambda view: len(ready(view)) == 4)

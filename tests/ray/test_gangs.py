@@ -73,7 +73,7 @@ def ranks(subject: Served) -> set[int]:
     return found
 
 
-async def test_answers_of_a_split_between_gangs_are_those_of_transformers(
+async def test_split_gangs_answer_like_transformers(
     gangs: tuple[Served, AsyncClient],
 ) -> None:
     _, client = gangs
@@ -92,7 +92,7 @@ async def test_answers_of_a_split_between_gangs_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_a_rank_that_dies_takes_its_gang_down_and_the_pool_rebuilds_it(
+async def test_a_dead_rank_ends_its_gang_and_the_pool_replaces_it(
     gangs: tuple[Served, AsyncClient], how: signal.Signals
 ) -> None:
     subject, client = gangs

@@ -110,7 +110,7 @@ async def streams(client: AsyncClient, count: int) -> list["asyncio.Task[Answer]
     return tasks
 
 
-async def test_a_node_leaves_and_a_gateway_ends_under_requests(nodes: Cluster, tmp_path: Path) -> None:
+async def test_a_node_leaves_and_a_gateway_stops_under_load(nodes: Cluster, tmp_path: Path) -> None:
     name = f"test-{os.getpid()}"
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(document(name)))
     async with (

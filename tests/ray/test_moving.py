@@ -16,7 +16,7 @@ COST = {"step_s": 0.015, "decode_row_s": 0.0005, "prefill_token_s": 0.0001}
 PROMPT = [5, 6, 7] * 20
 
 
-async def test_a_drained_worker_leaves_while_its_answers_go_on_elsewhere(tmp_path: Path) -> None:
+async def test_a_drained_worker_leaves_while_its_decodes_migrate(tmp_path: Path) -> None:
     document = laptop(executor="modelled", elastic={"mode": "off"})
     for pool in document["pools"]:
         pool |= {"resources": {"cpu": 0.1}, "cost": COST, "replicas": 1}

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
     ],
     ids=["stages", "placement"],
 )
-def test_a_setting_that_cannot_work_is_refused_at_start(tmp_path: Path, parallel: dict[str, Any], words: str) -> None:
+def test_an_impossible_setting_is_refused_at_start(tmp_path: Path, parallel: dict[str, Any], words: str) -> None:
     document = laptop(model=str(write_tiny_llama(tmp_path / "tiny")), health={"place_timeout_s": 3.0})
     document["pools"][0]["parallel"] = parallel
     path = tmp_path / "cluster.yaml"

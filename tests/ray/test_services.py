@@ -53,7 +53,7 @@ async def answer(endpoint: str) -> int:
         return len(done.completed.transfers)
 
 
-async def answers_again(endpoint: str, timeout_s: float) -> int:
+async def answer_with_retry(endpoint: str, timeout_s: float) -> int:
     async with asyncio.timeout(timeout_s):
         while True:
             try:
@@ -62,7 +62,7 @@ async def answers_again(endpoint: str, timeout_s: float) -> int:
                 await asyncio.sleep(0.2)
 
 
-async def told_by_ray(subject: Served, name: str, workers: set[str]) -> dict[str, float]:
+async def ray_metric(subject: Served, name: str, workers: set[str]) -> dict[str, float]:
     """A metric by worker, as soon as the agent of the node has that of these."""
     family = psutil.Process(subject.process.pid).children(recursive=True)
     (agent,) = [each for each in family if "DashboardAgent" in " ".join(each.cmdline())]
@@ -92,14 +92,14 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_workers_tell_ray_what_they_fetched(subject: Served) -> None:
+async def test_workers_export_transfer_metrics_to_ray(subject: Served) -> None:
     async with AsyncClient(subject.endpoint) as client:
         done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0)
     (report,) = done.completed.transfers
-    fetched = await told_by_ray(subject, "ray_diptych_worker_transfer_bytes_total", {"decode-0"})
+    fetched = await ray_metric(subject, "ray_diptych_worker_transfer_bytes_total", {"decode-0"})
     assert fetched == {"decode-0": report.num_bytes}
     both = {"prefill-0", "decode-0"}
-    assert set(await told_by_ray(subject, "ray_diptych_worker_kv_used_ratio", both)) == both
+    assert set(await ray_metric(subject, "ray_diptych_worker_kv_used_ratio", both)) == both
 
 
 async def streamed(endpoint: str, began: asyncio.Event) -> Answer:
@@ -114,7 +114,7 @@ async def streamed(endpoint: str, began: asyncio.Event) -> Answer:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_gateway_and_leave_find_the_ray_that_serve_started(subject: Served) -> None:
+async def test_gateway_and_leave_find_the_ray_of_serve(subject: Served) -> None:
     name = laptop()["name"]
     joining = await command("gateway", "--cluster", name, "--port", "0", "--http-port", "0")
     assert joining.stdout is not None
@@ -134,7 +134,7 @@ async def test_gateway_and_leave_find_the_ray_that_serve_started(subject: Served
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_killed_gateway_opens_its_doors_again(subject: Served) -> None:
+async def test_a_killed_gateway_restarts_on_its_ports(subject: Served) -> None:
     assert await answer(subject.endpoint) == 1
     port = int(subject.endpoint.rpartition(":")[2])
     (gateway,) = [each for each in services(subject) if listens(each, port)]
@@ -142,7 +142,7 @@ async def test_a_killed_gateway_opens_its_doors_again(subject: Served) -> None:
     streaming = asyncio.ensure_future(streamed(subject.endpoint, began := asyncio.Event()))
     await began.wait()
     os.kill(gateway.pid, signal.SIGKILL)
-    assert await answers_again(subject.endpoint, 60.0) == 1
+    assert await answer_with_retry(subject.endpoint, 60.0) == 1
     async with asyncio.timeout(60.0):
         resumed, undisturbed = await streaming, await streamed(subject.endpoint, asyncio.Event())
     assert resumed.output.tokens == undisturbed.output.tokens and len(resumed.output.tokens) == 400
@@ -155,8 +155,8 @@ async def test_a_killed_gateway_opens_its_doors_again(subject: Served) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_killed_controller_finds_the_living_workers(subject: Served) -> None:
-    assert await answers_again(subject.endpoint, 30.0) == 1
+async def test_a_killed_controller_restarts_and_keeps_its_workers(subject: Served) -> None:
+    assert await answer_with_retry(subject.endpoint, 30.0) == 1
     port = int(subject.endpoint.rpartition(":")[2])
     (controller,) = [each for each in services(subject) if not listens(each, port)]
     async with AsyncClient(subject.endpoint) as client:
@@ -173,9 +173,9 @@ async def test_a_killed_controller_finds_the_living_workers(subject: Served) -> 
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_controller_and_a_gateway_that_were_stopped_for_a_while_take_nobody_for_dead(subject: Served) -> None:
+async def test_a_paused_controller_and_gateway_do_not_declare_workers_dead(subject: Served) -> None:
     """For longer than `dead_after_s`, and shorter than workers wait for a gateway."""
-    assert await answers_again(subject.endpoint, 30.0) == 1
+    assert await answer_with_retry(subject.endpoint, 30.0) == 1
     async with AsyncClient(subject.endpoint) as client:
         before = {each.name: (each.incarnation, each.restarts) for each in (await client.status()).view.workers}
         streaming = asyncio.ensure_future(streamed(subject.endpoint, began := asyncio.Event()))
@@ -196,7 +196,7 @@ async def test_a_controller_and_a_gateway_that_were_stopped_for_a_while_take_nob
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_stopped_worker_is_given_up_and_replaced(subject: Served) -> None:
+async def test_a_stopped_worker_is_replaced(subject: Served) -> None:
     async with AsyncClient(subject.endpoint) as client:
         stopped = next(each for each in (await client.status()).view.workers if each.name == "decode-0")
         os.kill(stopped.pid, signal.SIGSTOP)
@@ -210,10 +210,10 @@ async def test_a_stopped_worker_is_given_up_and_replaced(subject: Served) -> Non
                     break
                 await asyncio.sleep(0.2)
     assert not psutil.pid_exists(stopped.pid)
-    assert await answers_again(subject.endpoint, 30.0) == 1
+    assert await answer_with_retry(subject.endpoint, 30.0) == 1
 
 
-def test_a_ray_that_is_not_there_is_one_line() -> None:
+def test_an_unreachable_ray_is_reported_in_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "cluster.cli", "serve", "-f", str(ROOT / "examples" / "laptop.yaml")],
         env=os.environ | {"RAY_ADDRESS": "127.0.0.1:9"},

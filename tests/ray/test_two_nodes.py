@@ -147,7 +147,7 @@ def after_compute_s(answer: Answer) -> float:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_each_pool_lies_on_its_node_and_kv_takes_the_socket_between_them(client: AsyncClient, link: Link) -> None:
+async def test_each_pool_runs_on_its_node_and_kv_travels_over_tcp(client: AsyncClient, link: Link) -> None:
     view = (await client.status()).view
     left, right = link.left.network(), link.right.network()
     assert left != right
@@ -160,7 +160,7 @@ async def test_each_pool_lies_on_its_node_and_kv_takes_the_socket_between_them(c
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_answers_over_the_link_equal_a_colocated_workers_token_for_token(
+async def test_split_over_two_nodes_equals_colocated_token_for_token(
     client: AsyncClient, asks: dict[str, Ask], expected: dict[str, list[int]]
 ) -> None:
     names = [name for name in asks if name != "longest"]  # that one goes alone, below
@@ -169,7 +169,7 @@ async def test_answers_over_the_link_equal_a_colocated_workers_token_for_token(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_link_of_a_gigabit_shows_in_the_report_and_in_the_ledger(
+async def test_a_gigabit_link_shows_in_report_and_ledger(
     client: AsyncClient, link: Link, asks: dict[str, Ask], expected: dict[str, list[int]]
 ) -> None:
     link.shape(GIGABIT)
@@ -191,7 +191,7 @@ async def test_a_link_of_a_gigabit_shows_in_the_report_and_in_the_ledger(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_cut_link_costs_an_attempt_and_no_token_and_carries_again_when_it_heals(
+async def test_a_cut_link_costs_an_attempt_but_no_token_and_recovers(
     client: AsyncClient, link: Link, asks: dict[str, Ask], expected: dict[str, list[int]]
 ) -> None:
     link.shape(GIGABIT)

@@ -51,7 +51,7 @@ async def where(runtime: RayRuntime, name: str, resources: Resources) -> str:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_pools_lie_on_the_nodes_that_they_name(runtime: RayRuntime) -> None:
+async def test_pools_run_on_the_nodes_that_they_name(runtime: RayRuntime) -> None:
     assert await where(runtime, "fast-0", Resources(labels={"gpu": "h100"})) == "h100"
     assert await where(runtime, "cheap-0", Resources(labels={"gpu": "in(a100, l4)"})) == "a100"
     assert await where(runtime, "cheap-1", Resources(labels={"gpu": "!h100"})) == "a100"
@@ -59,7 +59,7 @@ async def test_pools_lie_on_the_nodes_that_they_name(runtime: RayRuntime) -> Non
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_no_node_has_is_refused_with_what_there_is(runtime: RayRuntime) -> None:
+async def test_an_unavailable_resource_is_refused_with_the_available_ones(runtime: RayRuntime) -> None:
     with pytest.raises(RuntimeUnavailable) as labels:
         await runtime.start_worker(order("l4-0", Resources(labels={"gpu": "l4"}), 0.5))
     told = str(labels.value)

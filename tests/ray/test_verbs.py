@@ -11,11 +11,11 @@ VERBS = [name for name, verb in vars(WorkerHandle).items() if callable(verb) and
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_ray_worker_has_every_verb(verb: str) -> None:
+def test_a_ray_worker_has_every_method(verb: str) -> None:
     assert callable(getattr(RayWorker("worker", None, 1.0), verb))
 
 
-def test_a_ray_worker_has_no_other_verb_and_crosses_processes() -> None:
+def test_a_ray_worker_has_no_other_method_and_is_picklable() -> None:
     worker = RayWorker("worker", None, 1.0)
     with pytest.raises(AttributeError, match="no method 'shout'"):
         worker.shout  # noqa: B018

@@ -1,6 +1,6 @@
-"""Measures what this machine allows: bytes read a second, and operations of matrix products a second.
+"""Measures this machine's limits: memory read bandwidth and rates of matrix products.
 
-The best of several tries: a limit is not to be lower because something else ran beside it.
+The best of several tries counts, so that other processes do not lower a limit.
 """
 
 import time
@@ -9,17 +9,17 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from benchmarks.engine.drivers.lines import Task, order, serve
+from benchmarks.engine.drivers.protocol import Task, driver_config, serve
 
 READ_BYTES = 512 << 20  # as many as the float32 weights of the measured model
 PREFILL_SHAPE = (1024, 576, 1536)
 SQUARE_SHAPE = (1024, 1024, 1024)
 TRIES = 7
-GEMM_S = 0.2  # of tries of one product
+GEMM_S = 0.2  # time for the tries of one product
 
 
 def measure(threads: int) -> dict[str, float]:
-    """By name, in bytes or operations a second."""
+    """Limits by name, in bytes or operations per second."""
     found = {f"read {count}": _read_rate(count) for count in sorted({1, threads})}
     torch.set_num_threads(threads)
     for shape in (PREFILL_SHAPE, SQUARE_SHAPE):
@@ -64,7 +64,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    threads = order().threads
+    threads = driver_config().threads
 
     def answer(_: Task) -> dict[str, float]:
         return measure(threads)

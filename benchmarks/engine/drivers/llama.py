@@ -1,7 +1,7 @@
-"""Drives llama.cpp through its low-level batch interface: one stream of KV for each sequence, greedy.
+"""Drives llama.cpp through its low-level batch interface: one KV stream per sequence, greedy.
 
-The prompts of a decode are computed once and rewound to. Filling its batch and reading logits go through arrays and are
-not timed: that is the binding's time, not llama.cpp's; taking the best token is timed.
+The prompts of a decode are computed once; each measurement rewinds to them. Filling the batch is not timed, because
+that is the Python binding's time; choosing the best token is.
 """
 
 import ctypes
@@ -10,18 +10,18 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from benchmarks.engine.drivers.lines import Order, Task, Watch, order, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
 
 UNTIMED_STEPS = 2
-MOST_SEQUENCES = 32
-TIMED_PROMPT = MOST_SEQUENCES  # the sequence of prompts that are timed
-MOST_CONTEXT = 1280
+MAX_SEQUENCES = 32
+TIMED_PROMPT = MAX_SEQUENCES  # the sequence of prompts that are timed
+MAX_CONTEXT = 1280
 FORMATS = {"F32": 0, "F16": 1}  # llama_ftype
-QUIET = llama_cpp.llama_log_callback(lambda level, text, data: None)  # it is called for as long as we live
+QUIET = llama_cpp.llama_log_callback(lambda level, text, data: None)  # must stay referenced while the process lives
 
 
-def made(source: Path, target: Path, format_name: str) -> Path:
-    """The model in another format, written once. From what the shipped file holds: F32 is exactly its weights."""
+def converted(source: Path, target: Path, format_name: str) -> Path:
+    """Convert the model to another format, once. F32 holds exactly the published weights."""
     if not target.exists():
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.allow_requantize = FORMATS[format_name], True
@@ -36,21 +36,21 @@ def made(source: Path, target: Path, format_name: str) -> Path:
 class LlamaContext:
     """A loaded model, its context and the prompts whose KV it holds."""
 
-    def __init__(self, order: Order) -> None:
-        options = dict(order.options)
-        file = Path(order.model)
+    def __init__(self, config: EngineDriverConfig) -> None:
+        options = dict(config.options)
+        file = Path(config.model)
         if "source" in options:
-            made(Path(options["source"]), file, options["format"])
+            converted(Path(options["source"]), file, options["format"])
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
         model = llama_cpp.llama_model_load_from_file(str(file).encode(), model_params)
         if model is None:
             raise OSError(f"llama.cpp could not load {file}")
         params = llama_cpp.llama_context_default_params()
-        params.n_seq_max = MOST_SEQUENCES + 1
-        params.n_ctx = params.n_seq_max * MOST_CONTEXT
+        params.n_seq_max = MAX_SEQUENCES + 1
+        params.n_ctx = params.n_seq_max * MAX_CONTEXT
         params.n_batch = 2048
-        params.n_threads = params.n_threads_batch = order.threads
+        params.n_threads = params.n_threads_batch = config.threads
         params.kv_unified = False
         self._context = llama_cpp.llama_init_from_model(model, params)
         self._memory = llama_cpp.llama_get_memory(self._context)
@@ -83,7 +83,7 @@ class LlamaContext:
         self._computed[sequence] = prompt, token
         return token
 
-    def _prompt(self, sequence: int, prompt: tuple[int, ...]) -> tuple[int, Watch]:
+    def _prompt(self, sequence: int, prompt: tuple[int, ...]) -> tuple[int, LapTimer]:
         last = len(prompt) - 1
         (token,), watch = self._run(prompt, range(len(prompt)), [sequence] * len(prompt), [last])
         return token, watch
@@ -94,7 +94,7 @@ class LlamaContext:
         positions: "list[int] | range",
         sequences: list[int],
         rows: list[int],
-    ) -> tuple[list[int], Watch]:
+    ) -> tuple[list[int], LapTimer]:
         """The likeliest token behind each of `rows`."""
         batch = self._batch
         batch.n_tokens = len(tokens)
@@ -104,7 +104,7 @@ class LlamaContext:
             batch.logits[row] = False
         for row in rows:
             batch.logits[row] = True
-        watch = Watch()
+        watch = LapTimer()
         status = llama_cpp.llama_decode(self._context, batch)
         best = [int(self._logits(row).argmax()) for row in rows]
         watch.lap()
@@ -122,4 +122,4 @@ class LlamaContext:
 if __name__ == "__main__":
     llama_cpp.llama_log_set(QUIET, None)
     llama_cpp.llama_backend_init()
-    serve(LlamaContext(order()).measure)
+    serve(LlamaContext(driver_config()).measure)

@@ -1,7 +1,7 @@
-"""Drives Diptych: one whole worker in this process, from `generate` to the bundles that a poll gives.
+"""Drives Diptych: one whole worker in this process, from `generate` to the outputs of `poll`.
 
-So a step holds all that a served one does, but for the door and the dispatcher. Its prefix cache makes the untimed
-prompts of a decode cheap; timed prompts may not use it.
+A step includes everything but the gateway. The prefix cache makes the untimed prompts of a decode cheap; timed prompts
+do not use it.
 """
 
 import asyncio
@@ -10,35 +10,35 @@ from collections import Counter
 from dataclasses import fields
 from typing import Any
 
-from benchmarks.engine.drivers.lines import Order, Task, Watch, order, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.request import Bundle, FailedOut, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 SUBSCRIBER = "bench"
-UNTIMED_STEPS = 2  # of a decode, once all sequences decode
+UNTIMED_STEPS = 2  # after all sequences decode
 
 
-def worker_config(order: Order, executor: str = "torch") -> WorkerConfig:
-    """A worker whose step takes a whole timed prompt. Options are fields of `EngineConfig`."""
+def worker_config(config: EngineDriverConfig, executor: str = "torch") -> WorkerConfig:
+    """A worker whose step fits a whole timed prompt. Options are fields of `EngineConfig`."""
     defaults = {field.name: field.default for field in fields(EngineConfig)}
-    options = {name: _read(value, defaults[name]) for name, value in order.options}
-    engine = EngineConfig(**{"kv_blocks": 1024, "max_batch_tokens": 1024, "threads": order.threads} | options)
+    options = {name: _read(value, defaults[name]) for name, value in config.options}
+    engine = EngineConfig(**{"kv_blocks": 1024, "max_batch_tokens": 1024, "threads": config.threads} | options)
     backend = "tcp" if executor == "torch" else executor
     transfer = TransferConfig(backends=(backend,), host="127.0.0.1")
-    return WorkerConfig("bench", "bench", order.model, engine, transfer=transfer, executor=executor, secret="bench")
+    return WorkerConfig("bench", "bench", config.model, engine, transfer=transfer, executor=executor, secret="bench")
 
 
 def _read(value: str, default: object) -> Any:
-    """An option's text as the kind of value that the field has."""
+    """Convert an option's text to the type of its field."""
     if isinstance(default, bool):
         return value == "true"
     return type(default)(value) if isinstance(default, int | float) else value
 
 
-class Ours:
-    """A started worker and the loop that it lives on, which stands still between calls."""
+class DiptychWorker:
+    """A started worker on an event loop that runs only during calls."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._runner = asyncio.Runner()
@@ -55,7 +55,7 @@ class Ours:
         return laps
 
     def begin(self, task: Task) -> list[str]:
-        """All sequences are past their first decode steps when it returns."""
+        """Start the task's sequences; returns their keys after the untimed decode steps."""
         return self._runner.run(self._begin(task))
 
     def steps(self, task: Task) -> list[tuple[float, float]]:
@@ -65,24 +65,24 @@ class Ours:
         self._runner.run(self._end(keys))
 
     async def _prefill(self, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
-        watch = Watch()
-        await self._ask(prompt, 1, fresh=True)
+        watch = LapTimer()
+        await self._submit(prompt, 1, fresh=True)
         await self._tokens()
         watch.lap()
         await self._idle()
         return watch.laps
 
     async def _begin(self, task: Task) -> list[str]:
-        # The first to decode do so while the last are still prompts: there is room for those steps too.
+        # The first sequences already decode while the last prompts are computed; allow for those steps.
         most = task.steps + UNTIMED_STEPS + 2 * len(task.prompts) + 8
-        keys = [await self._ask(prompt, most) for prompt in task.prompts]
+        keys = [await self._submit(prompt, most) for prompt in task.prompts]
         given = Counter({key: 0 for key in keys})
         while min(given.values()) <= UNTIMED_STEPS:
             given.update(await self._tokens())
         return keys
 
     async def _steps(self, task: Task) -> list[tuple[float, float]]:
-        watch = Watch()
+        watch = LapTimer()
         while len(watch.laps) < task.steps:
             given = await self._tokens()
             steps = set(given.values())
@@ -95,7 +95,7 @@ class Ours:
             await self.worker.cancel(key)
         await self._idle()
 
-    async def _ask(self, prompt: tuple[int, ...], num_tokens: int, *, fresh: bool = False) -> str:
+    async def _submit(self, prompt: tuple[int, ...], num_tokens: int, *, fresh: bool = False) -> str:
         sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True)
         request = Request(str(next(self._numbers)), prompt, sampling, fresh=fresh, reply_to=SUBSCRIBER)
         await self.worker.generate(request)
@@ -114,7 +114,7 @@ class Ours:
 
     async def _idle(self) -> None:
         while (await self._bundle()).stats.running:
-            continue  # a step that began ends; every poll waits for news or a heartbeat
+            continue  # wait for the running step; every poll waits for output or a heartbeat
 
     async def _bundle(self) -> Bundle:
         bundle = await self.worker.poll(SUBSCRIBER, self._received)
@@ -123,4 +123,4 @@ class Ours:
 
 
 if __name__ == "__main__":
-    serve(Ours(worker_config(order())).measure)
+    serve(DiptychWorker(worker_config(driver_config())).measure)

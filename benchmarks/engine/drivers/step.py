@@ -1,7 +1,6 @@
-"""Takes a step of Diptych apart, from outside: real calls with a clock around them, and a worker that computes nothing.
+"""Times the parts of a Diptych step by wrapping its calls, and the steps of a worker that computes nothing.
 
-Whatever of a step is neither the executor's time nor a wrapped call of the event loop is the rest: the way to the
-compute thread and back, the loop, the mailbox and the poll.
+The rest, neither executor time nor a wrapped call, is the thread switch, the event loop, the mailbox and the poll.
 """
 
 import time
@@ -9,22 +8,22 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.engine.drivers.lines import Order, Task, Watch, order, serve
-from benchmarks.engine.drivers.ours import Ours, worker_config
+from benchmarks.engine.drivers.ours import DiptychWorker, worker_config
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
 from workers.executor import rank
 
 VOCABULARY = 1000  # of modelled workers
 ZERO_STEPS = 400
 
 
-class Times:
+class CallTimes:
     """Seconds spent in calls, by name."""
 
     def __init__(self) -> None:
         self.spent_s: defaultdict[str, float] = defaultdict(float)
 
     def wrap(self, owner: object, call: str, name: str) -> None:
-        """From now on the owner's `call` is timed. Raises AttributeError when there is none."""
+        """Time the owner's `call` from now on. Raises AttributeError when it does not exist."""
         setattr(owner, call, self._timed(getattr(owner, call), name))
 
     def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -38,7 +37,7 @@ class Times:
         return timed
 
     def count_device(self, engine: Any) -> None:
-        """The executor's own time of each step, as `commit` is told it."""
+        """Record the executor's time of each step, which `commit` receives."""
         commit = engine.commit
 
         def counted(plan: Any, result: Any, now_s: float) -> None:
@@ -49,22 +48,22 @@ class Times:
 
 
 class StepParts:
-    """A real worker with clocks in it, and one that computes nothing."""
+    """A real worker with timed calls, and one that computes nothing."""
 
-    def __init__(self, order: Order) -> None:
-        self._times = Times()
+    def __init__(self, config: EngineDriverConfig) -> None:
+        self._times = CallTimes()
         self._times.wrap(rank, "step_inputs", "inputs")
         self._times.wrap(rank, "sample", "sample")
-        self._real = Ours(worker_config(order))
+        self._real = DiptychWorker(worker_config(config))
         engine = self._real.worker.engine
         for call in ("schedule", "commit", "drain"):
             self._times.wrap(engine, call, call)
         self._times.count_device(engine)
-        roomy = Order(order.model, order.threads, (("kv_blocks", "4096"),))
-        self._zero = Ours(worker_config(roomy, "modelled"))
+        roomy = EngineDriverConfig(config.model, config.threads, (("kv_blocks", "4096"),))
+        self._zero = DiptychWorker(worker_config(roomy, "modelled"))
 
     def measure(self, task: Task) -> dict[str, float]:
-        """Seconds of a step by part ("step" is the whole), and the tokens a second of the worker without compute."""
+        """Seconds of a step by part ("step": the whole), and tokens per second of the worker that computes nothing."""
         keys = self._real.begin(task)
         self._times.spent_s.clear()
         laps = self._real.steps(task)
@@ -76,7 +75,7 @@ class StepParts:
         prompts = tuple(tuple(token % VOCABULARY for token in prompt) for prompt in task.prompts)
         decode = Task(prompts, ZERO_STEPS)
         keys = self._zero.begin(decode)
-        watch = Watch()
+        watch = LapTimer()
         steps = len(self._zero.steps(decode))
         watch.lap()
         self._zero.end(keys)
@@ -86,4 +85,4 @@ class StepParts:
 
 
 if __name__ == "__main__":
-    serve(StepParts(order()).measure)
+    serve(StepParts(driver_config()).measure)

@@ -6,28 +6,28 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine.drivers.lines import Order, Task, Watch, order, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
 
 UNTIMED_STEPS = 2
 
 
 class TransformersModel:
-    """A loaded model, and the caches of the prompts that it has computed."""
+    """A loaded model and the KV cache of the last prompts."""
 
-    def __init__(self, order: Order) -> None:
-        torch.set_num_threads(order.threads)
-        self._model = AutoModelForCausalLM.from_pretrained(order.model, dtype=torch.float32)
+    def __init__(self, config: EngineDriverConfig) -> None:
+        torch.set_num_threads(config.threads)
+        self._model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
         self._prompts: tuple[tuple[int, ...], ...] = ()
         self._computed: Any = None
 
     @torch.inference_mode()
     def measure(self, task: Task) -> list[tuple[float, float]]:
-        watch = Watch()
+        watch = LapTimer()
         if not task.steps:
             self._forward(torch.tensor(task.prompts))[:, -1:].argmax(-1)
             watch.lap()
             return watch.laps
-        tokens, cache = self._begun(task.prompts)
+        tokens, cache = self._prefilled(task.prompts)
         for number in range(UNTIMED_STEPS + task.steps):
             if number == UNTIMED_STEPS:
                 watch.start()
@@ -36,8 +36,8 @@ class TransformersModel:
                 watch.lap()
         return watch.laps
 
-    def _begun(self, prompts: tuple[tuple[int, ...], ...]) -> tuple[Any, Any]:
-        """First tokens and cache of these prompts; the batch computed last may hold them as its first rows."""
+    def _prefilled(self, prompts: tuple[tuple[int, ...], ...]) -> tuple[Any, Any]:
+        """First tokens and KV cache of these prompts, taken from the last batch if it begins with them."""
         if self._prompts[: len(prompts)] != prompts:
             out = self._model(torch.tensor(prompts), logits_to_keep=1, use_cache=True)
             self._prompts, self._computed = prompts, (out.logits.argmax(-1), out.past_key_values)
@@ -51,4 +51,4 @@ class TransformersModel:
 
 
 if __name__ == "__main__":
-    serve(TransformersModel(order()).measure)
+    serve(TransformersModel(driver_config()).measure)

@@ -1,6 +1,6 @@
-"""Drives vLLM's engine in this process, step by step: token ids in and out, greedy, no cache of prefixes.
+"""Drives vLLM's engine in this process, step by step: token ids in and out, greedy, prefix cache off.
 
-Its prompts are computed anew for each decode, so a larger batch goes on from the smaller one before it.
+Sequences keep running, so a larger decode batch continues the smaller one before it.
 """
 
 import itertools
@@ -8,18 +8,18 @@ import itertools
 import torch
 from vllm import LLM, SamplingParams
 
-from benchmarks.engine.drivers.lines import Order, Task, Watch, order, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
 
 UNTIMED_STEPS = 2
-MOST_TOKENS = 700  # of one answer: none ends while it is measured
+MAX_TOKENS = 700  # more than any measurement decodes
 
 
 class VllmEngine:
-    """A loaded engine and the sequences that run on in it."""
+    """A loaded engine and its running sequences."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, config: EngineDriverConfig) -> None:
         self._engine = LLM(
-            order.model,
+            config.model,
             dtype="float32",
             enforce_eager=True,
             max_model_len=2048,
@@ -27,15 +27,15 @@ class VllmEngine:
             max_num_seqs=32,
             enable_prefix_caching=False,
         ).llm_engine
-        assert torch.get_num_threads() == order.threads, f"vLLM took {torch.get_num_threads()} threads"
+        assert torch.get_num_threads() == config.threads, f"vLLM took {torch.get_num_threads()} threads"
         self._numbers = itertools.count()
         self._running: dict[tuple[int, ...], str] = {}
 
     def measure(self, task: Task) -> list[tuple[float, float]]:
         if not task.steps:
             return self._prefill(task.prompts[0])
-        self._bring_up(task.prompts)
-        watch = Watch()
+        self._start_decodes(task.prompts)
+        watch = LapTimer()
         for _ in range(task.steps):
             outputs = self._engine.step()
             watch.lap()
@@ -44,19 +44,19 @@ class VllmEngine:
 
     def _prefill(self, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
         self._end_all()
-        watch = Watch()
+        watch = LapTimer()
         self._add(prompt, 1)
         while self._engine.has_unfinished_requests():
             self._engine.step()
         watch.lap()
         return watch.laps
 
-    def _bring_up(self, prompts: tuple[tuple[int, ...], ...]) -> None:
+    def _start_decodes(self, prompts: tuple[tuple[int, ...], ...]) -> None:
         if not self._running.keys() <= set(prompts):
             self._end_all()
         for prompt in prompts:
             if prompt not in self._running:
-                self._running[prompt] = self._add(prompt, MOST_TOKENS)
+                self._running[prompt] = self._add(prompt, MAX_TOKENS)
         while len(self._engine.step()) < len(prompts):
             continue
         for _ in range(UNTIMED_STEPS):
@@ -76,4 +76,4 @@ class VllmEngine:
 
 
 if __name__ == "__main__":
-    serve(VllmEngine(order()).measure)
+    serve(VllmEngine(driver_config()).measure)

@@ -10,7 +10,7 @@ from benchmarks.sim_vs_real import page, record
 from benchmarks.sim_vs_real.__main__ import _merged, main
 from benchmarks.sim_vs_real.compare import Row, compare, compared
 from benchmarks.sim_vs_real.record import Recorded, recorded
-from benchmarks.sim_vs_real.systems import ANSWER, COLOCATED, PROMPTS, SPLIT, SYSTEMS, capacity, promise, workload
+from benchmarks.sim_vs_real.systems import ANSWER, COLOCATED, PROMPTS, SPLIT, SYSTEMS, capacity, slo_for, workload
 from cluster.offline.scoring.figures import figures
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.fleet import environment_of, measured_models
@@ -40,8 +40,8 @@ def ran(spec: ClusterSpec, profile: ClusterProfile, rate: float = 0.5, count: in
     return simulate(spec, measured_models(profile, spec), workload(spec.name, count, rate, 0), options)
 
 
-def real_of(run: Run, profile: ClusterProfile, load: float = 0.5) -> record.Real:
-    return recorded(run, {"prefill_queue": 0.1}, load, promise(profile, SYSTEMS[run.system]))
+def real_of(run: Run, profile: ClusterProfile, load: float = 0.5) -> record.RealRun:
+    return recorded(run, {"prefill_queue": 0.1}, load, slo_for(profile, SYSTEMS[run.system]))
 
 
 @pytest.mark.parametrize("spec", SYSTEMS.values(), ids=SYSTEMS)
@@ -70,7 +70,7 @@ def test_a_cluster_twice_as_slow_has_errors() -> None:
 def test_every_part_of_the_profile_reaches_the_simulation() -> None:
     plain = profile_of(SPLIT, ratio=1.0, call_s=0.0)
     plain = replace(plain, door_s=0.0)
-    base = figures(ran(SPLIT, plain), promise(plain, SPLIT))
+    base = figures(ran(SPLIT, plain), slo_for(plain, SPLIT))
     assert base.ttft_s is not None and base.tpot_s is not None
     for changed in (
         replace(plain, door_s=0.1),
@@ -78,7 +78,7 @@ def test_every_part_of_the_profile_reaches_the_simulation() -> None:
         profile_of(SPLIT, ratio=1.5, call_s=0.0),
         replace(plain, pools=tuple(replace(pool, gap_s=0.05) for pool in plain.pools)),
     ):
-        slower = figures(ran(SPLIT, changed), promise(plain, SPLIT))
+        slower = figures(ran(SPLIT, changed), slo_for(plain, SPLIT))
         assert slower.ttft_s is not None and slower.ttft_s.p50 > base.ttft_s.p50
 
 
@@ -161,4 +161,4 @@ def test_the_simulator_still_meets_the_recorded_runs() -> None:
     assert {real.system for real in found.runs} == set(SYSTEMS)
     for real in found.runs:
         for row in compare(real, found.profiles[real.system]).rows:
-            assert row.error is not None and abs(row.error) < row.aim + 0.05, (real.name, row)
+            assert row.error is not None and abs(row.error) < row.target + 0.05, (real.name, row)

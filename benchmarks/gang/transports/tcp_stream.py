@@ -1,12 +1,12 @@
-"""Length-prefixed frames over asyncio streams over TCP, which crosses hosts: how gangs do it."""
+"""The transport of gangs: length-prefixed frames over asyncio TCP streams."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks.gang.ways import DEADLINE_S, Compute, Start
+from benchmarks.gang.transports import DEADLINE_S, Compute, Start
 
 
-class Stream:
+class StreamDelivery:
     def __init__(
         self, pid: int, server: asyncio.Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -25,18 +25,18 @@ class Stream:
         self._server.close()
 
 
-async def lead(start: Start) -> Stream:
-    arrived: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-    arrived = asyncio.get_running_loop().create_future()
+async def lead(start: Start) -> StreamDelivery:
+    connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+    connected = asyncio.get_running_loop().create_future()
 
-    def arrive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        arrived.set_result((reader, writer))
+    def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set_result((reader, writer))
 
-    server = await asyncio.start_server(arrive, "127.0.0.1", 0)
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
     pid = start(str(server.sockets[0].getsockname()[1]))
     async with asyncio.timeout(DEADLINE_S * 10):
-        reader, writer = await arrived
-    return Stream(pid, server, reader, writer)
+        reader, writer = await connected
+    return StreamDelivery(pid, server, reader, writer)
 
 
 def serve(address: str, compute: Compute) -> None:

@@ -1,7 +1,7 @@
-"""What the doors stand beside: grpc.aio and FastAPI with handlers that send messages made before, at a pace.
+"""The baseline of part `frontend`: grpc.aio and FastAPI handlers that send prebuilt messages at a fixed pace.
 
-The same messages, in number and content, as ours; nothing is checked, counted or turned into text. A program that
-ends with its input: `python -m benchmarks.bare PERIOD_S`.
+They send as many messages as Diptych's servers, with the same content, but validate, count and detokenize nothing.
+Runs until its input ends: `python -m benchmarks.bare_servers PERIOD_S`.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 
-from benchmarks.ending import told_to_end
-from benchmarks.instant import TEXT, TOKEN, paced
+from benchmarks.shutdown import wait_for_shutdown
+from benchmarks.stub_gateway import TEXT, TOKEN, paced
 from diptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 
 
 def _messages() -> list[inference_pb2.GenerateResponse]:
-    deltas = (inference_pb2.Delta(text=TEXT, token_ids=[TOKEN], first_position=each) for each in range(MOST_TOKENS))
+    deltas = (inference_pb2.Delta(text=TEXT, token_ids=[TOKEN], first_position=each) for each in range(MAX_TOKENS))
     return [inference_pb2.GenerateResponse(delta=delta) for delta in deltas]
 
 
@@ -41,7 +41,7 @@ class Handler(inference_pb2_grpc.InferenceServiceServicer):
         accepted = inference_pb2.Accepted(request_id="bare", prompt_tokens=32, prefill_worker="none", reason="bare")
         self._begin = inference_pb2.GenerateResponse(accepted=accepted)
         self._deltas = _messages()
-        self._ends = [_end(count) for count in range(MOST_TOKENS + 1)]
+        self._ends = [_end(count) for count in range(MAX_TOKENS + 1)]
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Any
@@ -53,8 +53,8 @@ class Handler(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _line(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-    told = {"id": "cmpl-bare", "object": "text_completion", "created": 0, "model": "bare", "choices": choices}
-    return b"data: " + json.dumps(told | {"usage": usage}, separators=(",", ":")).encode() + b"\n\n"
+    chunk = {"id": "cmpl-bare", "object": "text_completion", "created": 0, "model": "bare", "choices": choices}
+    return b"data: " + json.dumps(chunk | {"usage": usage}, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _choice(text: str, finish: str | None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _usage(count: int) -> dict[str, Any]:
 def _application(period_s: float) -> FastAPI:
     app = FastAPI()
     token, end = _line([_choice(TEXT, None)]), _line([_choice("", "length")])
-    last = [_line([], _usage(count)) + b"data: [DONE]\n\n" for count in range(MOST_TOKENS + 1)]
+    last = [_line([], _usage(count)) + b"data: [DONE]\n\n" for count in range(MAX_TOKENS + 1)]
 
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> StreamingResponse:
@@ -97,7 +97,7 @@ async def serve(period_s: float) -> None:
     http = uvicorn.Server(config)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     print(f"open {endpoint} http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    await told_to_end()
+    await wait_for_shutdown()
     http.should_exit = http.force_exit = True
     await serving
     await server.stop(0.0)

@@ -1,16 +1,16 @@
-"""The limit: the plan's bytes and the answer's over one blocking socket, without event loops, threads or typed frames.
+"""The limit: plan and answer over one blocking socket, without event loop, threads or typed frames.
 
-Its leader blocks the event loop, which no worker could.
+The leader blocks its event loop, which a worker cannot do.
 """
 
 import socket
 import tempfile
 from pathlib import Path
 
-from benchmarks.gang.ways import DEADLINE_S, Compute, Start
+from benchmarks.gang.transports import DEADLINE_S, Compute, Start
 
 
-class Bare:
+class SocketDelivery:
     def __init__(self, pid: int, connection: socket.socket, listener: socket.socket) -> None:
         self.pid = pid
         self._connection = connection
@@ -25,7 +25,7 @@ class Bare:
         self._listener.close()
 
 
-async def lead(start: Start) -> Bare:
+async def lead(start: Start) -> SocketDelivery:
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         listener = socket.socket(socket.AF_UNIX)
         listener.settimeout(DEADLINE_S * 10)
@@ -34,7 +34,7 @@ async def lead(start: Start) -> Bare:
         pid = start(str(Path(folder) / "socket"))
         connection, _ = listener.accept()
     connection.settimeout(DEADLINE_S)
-    return Bare(pid, connection, listener)
+    return SocketDelivery(pid, connection, listener)
 
 
 def serve(address: str, compute: Compute) -> None:
@@ -61,6 +61,6 @@ def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         more = connection.recv(num_bytes - len(data))
         if not more:
-            raise EOFError("the other end hung up")
+            raise EOFError("the other end disconnected")
         data += more
     return data

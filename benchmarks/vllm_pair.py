@@ -1,7 +1,4 @@
-"""The peer: a vLLM prefill server and a vLLM decode server that hand KV over by their NIXL connector.
-
-Knows vLLM's command line and its HTTP requests; knows nothing of Diptych.
-"""
+"""The peer: a vLLM prefill server and a vLLM decode server that transfer KV with vLLM's NIXL connector."""
 
 import http.client
 import json
@@ -14,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.asking import Timed
 from benchmarks.environments import VLLM
+from benchmarks.timed_request import TokenTimes
 from cluster.offline.load.processes import Child, ProcessFailed
 
 START_TIMEOUT_S = 600.0
@@ -25,7 +22,7 @@ NAME = "peer"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # one thread each, bound by us or not at all
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # one thread each, pinned by the benchmark or not at all
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -46,7 +43,7 @@ PREFILL_ONLY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class VllmServer:
     """One vLLM server and the processes under it."""
 
     child: Child
@@ -57,56 +54,56 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class PairTimed:
-    """One request through the pair: when the prefill server answered, and the decode server's tokens."""
+class PairAnswer:
+    """One request through the pair: seconds until the prefill server's reply, and the decode server's token times."""
 
     prefill_s: float
-    timed: Timed
+    times: TokenTimes
 
 
-class Pair:
-    """Both servers, running. `ask` does what the connector's own proxy does."""
+class VllmPair:
+    """Both servers, running. `generate` does what the connector's proxy does."""
 
-    def __init__(self, prefill: Server, decode: Server) -> None:
+    def __init__(self, prefill: VllmServer, decode: VllmServer) -> None:
         self.prefill = prefill
         self.decode = decode
 
     def pids(self) -> list[int]:
         return [*self.prefill.pids(), *self.decode.pids()]
 
-    def ask(self, prompt: Sequence[int], num_tokens: int) -> PairTimed:
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> PairAnswer:
         """Exactly `num_tokens` greedy tokens. Raises `ProcessFailed` or OSError. Blocks."""
         name = uuid.uuid4().hex
-        order = {"model": NAME, "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
+        body = {"model": NAME, "prompt": list(prompt), "temperature": 0, "ignore_eos": True}
         begun = time.perf_counter()
-        first = order | {"max_tokens": 1, "kv_transfer_params": PREFILL_ONLY}
+        first = body | {"max_tokens": 1, "kv_transfer_params": PREFILL_ONLY}
         with _post(self.prefill.port, first, name) as reply:
             answer = json.load(reply)
         prefill_s = time.perf_counter() - begun
         params = answer.get("kv_transfer_params")
         if not params:
             raise ProcessFailed(f"the peer's prefill server gave no kv_transfer_params: {str(answer)[:200]}")
-        second = order | {"max_tokens": num_tokens, "kv_transfer_params": params}
+        second = body | {"max_tokens": num_tokens, "kv_transfer_params": params}
         with _post(self.decode.port, second | {"stream": True, "return_token_ids": True}, name) as reply:
             token_s = tuple(at_s - begun for at_s in _tokens(reply))
         if len(token_s) != num_tokens:
             raise ProcessFailed(f"the peer's decode server sent {len(token_s)} of {num_tokens} tokens")
-        return PairTimed(prefill_s, Timed(token_s))
+        return PairAnswer(prefill_s, TokenTimes(token_s))
 
 
 @contextmanager
-def pair(model: Path) -> Iterator[Pair]:
-    """The pair over this model folder; taken down at the end. Raises `ProcessFailed`."""
+def pair(model: Path) -> Iterator[VllmPair]:
+    """Start the pair on this model folder; stop it on exit. Raises `ProcessFailed`."""
     ports = _free_ports(4)
     with ExitStack() as servers:
         started = [
-            Server(servers.enter_context(_start(model, port, side)), port)
+            VllmServer(servers.enter_context(_start(model, port, side)), port)
             for port, side in ((ports[0], ports[1]), (ports[2], ports[3]))
         ]
         for server in started:
             server.child.wait_line("Application startup complete", START_TIMEOUT_S)
             _wait_listening(server.port)
-        yield Pair(*started)
+        yield VllmPair(*started)
 
 
 def _start(model: Path, port: int, side_channel: int) -> Child:
@@ -128,7 +125,7 @@ def _start(model: Path, port: int, side_channel: int) -> Child:
 
 
 def _wait_listening(port: int) -> None:
-    """The server says that it is ready a moment before it listens, and has no word for that."""
+    """Wait until the server listens: it logs its startup a moment earlier."""
     deadline_s = time.monotonic() + LISTEN_TIMEOUT_S
     while True:
         try:
@@ -141,7 +138,7 @@ def _wait_listening(port: int) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free a moment ago; held all at once, so that they differ."""
+    """Distinct free ports."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -150,11 +147,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def _post(port: int, order: dict[str, Any], name: str) -> Iterator[http.client.HTTPResponse]:
+def _post(port: int, body: dict[str, Any], name: str) -> Iterator[http.client.HTTPResponse]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
     try:
         headers = {"Content-Type": "application/json", "X-Request-Id": name}
-        connection.request("POST", "/v1/completions", json.dumps(order), headers)
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         reply = connection.getresponse()
         if reply.status != http.client.OK:
             raise ProcessFailed(f"the peer answered {reply.status}: {reply.read(300)!r}")
@@ -164,7 +161,7 @@ def _post(port: int, order: dict[str, Any], name: str) -> Iterator[http.client.H
 
 
 def _tokens(reply: http.client.HTTPResponse) -> Iterator[float]:
-    """When each token came (`time.perf_counter`); those of one event came together."""
+    """Arrival time of each token (`time.perf_counter`)."""
     for line in reply:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue

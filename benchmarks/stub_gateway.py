@@ -1,6 +1,6 @@
-"""Doors with no cluster behind them: a dispatcher that answers from memory, at once or at a pace.
+"""A gateway without a cluster: its dispatcher answers from memory, at once or at a fixed pace.
 
-A program too, which opens both doors over such a dispatcher until its input ends: `... benchmarks.instant PERIOD_S`.
+As a program it serves gRPC and HTTP until its input ends: `python -m benchmarks.stub_gateway PERIOD_S`.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 
-from benchmarks.ending import told_to_end
+from benchmarks.shutdown import wait_for_shutdown
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import GrpcServer, model_tokenizer
@@ -22,16 +22,16 @@ from workers.errors import InvalidRequest
 from workers.request import FinishReason, Request
 
 MODEL, VOCABULARY, CONTEXT, CAPACITY = "smollm2-135m", 49_152, 4096, 1 << 20
-MOST = 4096  # requests in flight
+MAX_REQUESTS = 4096  # requests in flight
 TOKEN, TEXT = 970, " way"  # an ordinary one of the vocabulary
 
 
-class InstantDispatcher:
-    """A `RequestDispatcher` with no cluster behind it: each token in an event of its own, `period_s` apart."""
+class StubDispatcher:
+    """A `RequestDispatcher` without a cluster: one event per token, `period_s` apart."""
 
     def __init__(self, model: ModelView, period_s: float = 0.0) -> None:
         worker = WorkerView("none", "none", Role.MIXED, WorkerState.READY, capacity_tokens=CAPACITY)
-        self.view = ClusterView(1, "door", model, (worker,))
+        self.view = ClusterView(1, "server", model, (worker,))
         self._tokens = (TOKEN,)
         self._period_s = period_s
 
@@ -45,26 +45,26 @@ class InstantDispatcher:
     ) -> None:
         watch = Stopwatch(now_ns, arrived_ns)
         count = request.sampling.max_tokens or 1
-        emit(Accepted(request.id, 0, len(request.prompt), "none", "none", "no cluster behind this door"))
+        emit(Accepted(request.id, 0, len(request.prompt), "none", "none", "stub gateway"))
         async for position in paced(count, self._period_s):
             emit(Delta(self._tokens, position))
         watch.lap("admission")
         emit(Completed(FinishReason.LENGTH, len(request.prompt), count, 0, 1, watch.ledger(), ()))
 
     def finish(self, request_id: str) -> None:
-        """Answers end by their length."""
+        """Answers end at their length."""
 
     async def audit(self) -> ClusterView:
         return self.view
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
-        raise InvalidRequest("worker", "there is none behind this door")
+        raise InvalidRequest("worker", "a stub gateway has no workers")
 
     def slo_attainment(self) -> GatewayAttainment:
         return GatewayAttainment()
 
     def count_refusal(self, class_name: str, cause: str) -> None:
-        """Nobody keeps scores here."""
+        """A stub gateway keeps no scores."""
 
     def recent(self) -> Recent:
         return Recent()
@@ -80,27 +80,27 @@ class InstantDispatcher:
 
 
 async def paced(count: int, period_s: float) -> AsyncGenerator[int, None]:
-    """0, 1, ... below `count`, the first at once and each of the others when it is due, in a turn of its own."""
+    """Yield 0, 1, ... below `count`, the first at once, then one per period."""
     loop = asyncio.get_running_loop()
-    begun_s = loop.time()
+    start_s = loop.time()
     for position in range(count):
-        await asyncio.sleep(max(0.0, begun_s + position * period_s - loop.time()))
+        await asyncio.sleep(max(0.0, start_s + position * period_s - loop.time()))
         yield position
 
 
 async def serve(period_s: float) -> None:
-    from cluster.frontend.http.server import HttpServer  # an extra, which other users of the dispatcher do without
+    from cluster.frontend.http.server import HttpServer  # needs the http extra
 
     model = ModelView(MODEL, CONTEXT, VOCABULARY)
-    gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MOST)
-    spec = ClusterSpec(MODEL, (PoolSpec("mixed", Role.MIXED),), "doors", gateway=gateway)
-    context = GatewayContext("doors", spec, model, InstantDispatcher(model, period_s))
+    gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MAX_REQUESTS)
+    spec = ClusterSpec(MODEL, (PoolSpec("mixed", Role.MIXED),), "servers", gateway=gateway)
+    context = GatewayContext("servers", spec, model, StubDispatcher(model, period_s))
     grpc = GrpcServer(context, partial(model_tokenizer, model))
     endpoint = await grpc.open()
     http = HttpServer(context, grpc.gateway, grpc.guard)
     try:
         print(f"open {endpoint} {await http.open()}", flush=True)
-        await told_to_end()
+        await wait_for_shutdown()
     finally:
         await http.drain(0.0)
         await grpc.close(0.0)

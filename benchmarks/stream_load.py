@@ -1,7 +1,4 @@
-"""A load of paced streams on one door: when each token came, and what the server used of a core meanwhile.
-
-Speaks gRPC and OpenAI's HTTP. Knows addresses and a clock of CPU time; knows not who answers.
-"""
+"""Paced streams on one server over gRPC or OpenAI's HTTP: arrival time of each token, and the server's CPU time."""
 
 import asyncio
 import json
@@ -19,16 +16,16 @@ from diptych.client import AsyncClient
 
 PROMPT = tuple(range(400, 432))
 ANSWER_S = 300.0
-STAGGER = 0.2  # of a stream's length: over so long they begin, one after another
+STAGGER = 0.2  # streams start one after another over this share of a stream's duration
 
-Ask = Callable[[int], AsyncGenerator[int, None]]  # tokens wanted -> how many came with each message
+Ask = Callable[[int], AsyncGenerator[int, None]]  # wanted tokens -> tokens of each message
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """The stretch between the last stream's first token and the first stream's end, all streams under way.
+    """The interval in which all streams run: from the last stream's first token to the first stream's end.
 
-    `late_s`: of each token of all streams, how much later it came, by its stream's pace, than its earliest one did.
+    `late_s`: each token's delay behind its stream's pace, measured from the stream's earliest token.
     """
 
     tokens: int
@@ -45,16 +42,16 @@ class Steady:
         return self.cpu_s / self.wall_s
 
     def late(self, share: float) -> float:
-        """At most so late was this share of the tokens."""
+        """The quantile `share` of the lateness."""
         return sorted(self.late_s)[min(len(self.late_s) - 1, int(share * len(self.late_s)))]
 
 
-Marks = list[tuple[float, int]]  # when each message came, and the tokens so far
+Marks = list[tuple[float, int]]  # arrival time of each message, and the tokens so far
 
 
 async def steady(ask: Ask, cpu_s: Callable[[], float], streams: int, tokens: int, period_s: float) -> Steady:
-    """`streams` answers of `tokens` tokens at once. Raises `ProcessFailed` when they did not all run at one time."""
-    heard: list[Marks] = [[] for _ in range(streams)]
+    """`streams` concurrent answers of `tokens` tokens. Raises `ProcessFailed` when they never ran all at once."""
+    received: list[Marks] = [[] for _ in range(streams)]
     waiting, all_begun = set(range(streams)), asyncio.Event()
 
     async def follow(index: int) -> None:
@@ -62,7 +59,7 @@ async def steady(ask: Ask, cpu_s: Callable[[], float], streams: int, tokens: int
         count = 0
         async for new in ask(tokens):
             count += new
-            heard[index].append((time.perf_counter(), count))
+            received[index].append((time.perf_counter(), count))
             waiting.discard(index)
             if not waiting:
                 all_begun.set()
@@ -77,10 +74,10 @@ async def steady(ask: Ask, cpu_s: Callable[[], float], streams: int, tokens: int
         before_s, from_s = cpu_s(), time.perf_counter()
         await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
         after_s, until_s = cpu_s(), time.perf_counter()
-    count = sum(_tokens_within(marks, from_s, until_s) for marks in heard)
+    count = sum(_tokens_within(marks, from_s, until_s) for marks in received)
     if count < streams:
-        raise ProcessFailed(f"{streams} streams of {tokens} tokens were not all under way at one time; try again")
-    late_s = tuple(late for marks in heard for late in lateness(marks, period_s))
+        raise ProcessFailed(f"{streams} streams of {tokens} tokens never ran all at once; try again")
+    late_s = tuple(late for marks in received for late in lateness(marks, period_s))
     return Steady(count, until_s - from_s, after_s - before_s, late_s)
 
 
@@ -95,7 +92,7 @@ def _tokens_within(marks: Sequence[tuple[float, int]], from_s: float, until_s: f
 
 
 def lateness(marks: Sequence[tuple[float, int]], period_s: float) -> list[float]:
-    """Of each token, seconds behind the stream's pace, of which its earliest token is the measure."""
+    """Seconds of each token behind the stream's pace, measured from its earliest token."""
     offsets: list[float] = []
     for at_s, count in marks:
         offsets += [at_s - position * period_s for position in range(len(offsets), count)]
@@ -103,11 +100,11 @@ def lateness(marks: Sequence[tuple[float, int]], period_s: float) -> list[float]
     return [offset - earliest for offset in offsets]
 
 
-async def one_token_each(ask: Ask, cpu_s: Callable[[], float], requests: int, at_once: int) -> float:
-    """CPU seconds of one request, of many for one token."""
+async def one_token_each(ask: Ask, cpu_s: Callable[[], float], requests: int, concurrency: int) -> float:
+    """CPU seconds per request, over `requests` requests for one token."""
     left = iter(range(requests))
 
-    async def one_after_another() -> None:
+    async def send_all() -> None:
         for _ in left:
             count = sum([new async for new in ask(1)])
             if count != 1:
@@ -115,14 +112,14 @@ async def one_token_each(ask: Ask, cpu_s: Callable[[], float], requests: int, at
 
     before_s = cpu_s()
     async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(one_after_another())
+        for _ in range(concurrency):
+            group.create_task(send_all())
     return (cpu_s() - before_s) / requests
 
 
 @asynccontextmanager
-async def grpc_door(endpoint: str) -> AsyncIterator[Ask]:
-    """One connection for all streams, which is how a gRPC client asks. Raises `DiptychError`."""
+async def grpc_streams(endpoint: str) -> AsyncIterator[Ask]:
+    """One connection for all streams, as gRPC clients do. Raises `DiptychError`."""
     async with AsyncClient(endpoint) as client:
 
         async def ask(tokens: int) -> AsyncGenerator[int, None]:
@@ -135,16 +132,16 @@ async def grpc_door(endpoint: str) -> AsyncIterator[Ask]:
                     yield len(event.tokens)
                 elif isinstance(event, Completed):
                     counted = event.completion_tokens
-            _agree(tokens, counted)
+            _check_count(tokens, counted)
 
         yield ask
 
 
 @asynccontextmanager
-async def http_door(url: str, alike: bool) -> AsyncIterator[Ask]:
-    """A connection for each stream. Where all tokens have the same text, a message's tokens are known by its own.
+async def http_streams(url: str, uniform_text: bool) -> AsyncIterator[Ask]:
+    """One connection per stream. With `uniform_text`, the length of a message's text gives its number of tokens.
 
-    Else each message counts as one token, and what the server counts beyond that comes at the end.
+    Without it, each message counts as one token, and tokens beyond that are added at the end, by the server's usage.
     """
     body = {"prompt": list(PROMPT), "temperature": 0.0, "seed": 0, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
@@ -152,27 +149,27 @@ async def http_door(url: str, alike: bool) -> AsyncIterator[Ask]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits) as session:
 
         async def ask(tokens: int) -> AsyncGenerator[int, None]:
-            counted, letters, heard = None, 0, 0
+            counted, letters, received = None, 0, 0
             async with session.post(f"{url}/v1/completions", json=body | {"max_tokens": tokens}) as response:
                 response.raise_for_status()
                 async for line in response.content:
                     if not line.startswith(b"data: {"):
                         continue
-                    told = json.loads(line[6:])
-                    if told.get("usage"):
-                        counted = told["usage"]["completion_tokens"]
-                    elif text := told["choices"][0]["text"]:
+                    chunk = json.loads(line[6:])
+                    if chunk.get("usage"):
+                        counted = chunk["usage"]["completion_tokens"]
+                    elif text := chunk["choices"][0]["text"]:
                         letters = letters or len(text)
-                        new = len(text) // letters if alike else 1
-                        heard += new
+                        new = len(text) // letters if uniform_text else 1
+                        received += new
                         yield new
-            if not alike and counted is not None and counted > heard:
-                yield counted - heard
-            _agree(tokens, counted)
+            if not uniform_text and counted is not None and counted > received:
+                yield counted - received
+            _check_count(tokens, counted)
 
         yield ask
 
 
-def _agree(wanted: int, counted: int | None) -> None:
+def _check_count(wanted: int, counted: int | None) -> None:
     if counted != wanted:
         raise ProcessFailed(f"the server counted {counted} tokens instead of {wanted}")

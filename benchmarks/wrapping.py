@@ -1,18 +1,25 @@
-"""Pages that are generated, with lines as long as those of pages written by hand."""
+"""Wraps generated Markdown to the line width of the other pages."""
 
 from textwrap import fill
 
-ALONE = ("#", "|", "![", "```", "- ")  # begins a line that goes on with no line before it
+STANDALONE = ("#", "|", "![", "```", "- ")  # a line that starts with one of these does not continue a paragraph
 WIDTH = 120
 
 
-def filled(text: str) -> str:
-    """Paragraphs and items filled to the width of the other pages; tables, headings and code as they are."""
+def wrap_markdown(text: str) -> str:
+    """Wrap paragraphs and list items; keep tables, headings and code."""
     made: list[str] = []
     code = False
     for line in text.splitlines():
         code ^= line.startswith("```")
-        if line and not code and not line.startswith(ALONE) and made and made[-1] and not made[-1].startswith("```"):
+        if (
+            line
+            and not code
+            and not line.startswith(STANDALONE)
+            and made
+            and made[-1]
+            and not made[-1].startswith("```")
+        ):
             made[-1] += f" {line.strip()}"
         else:
             made.append(line)

@@ -1,6 +1,6 @@
-"""How a driver is spoken to: its order in the argument, then one task a line in, one marked line of JSON out.
+"""The protocol of a driver: its configuration as argument, one task per input line, one marked JSON line per answer.
 
-Knows no engine. Runs in every peer's Python, so it needs the standard library only.
+Runs in every peer's Python, so it imports only the standard library.
 """
 
 import json
@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-MARK = "@measured "  # before an answer: whatever else an engine prints stands on other lines
+MARK = "@measured "  # marks an answer among the engine's own output
 READY = "@ready"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to load. `model` is a folder or a file; `options` are the engine's own, each a text."""
+class EngineDriverConfig:
+    """What to load. `model`: a folder or a file; `options`: engine options as text."""
 
     model: str
     threads: int
@@ -29,7 +29,7 @@ class Order:
 class Task:
     """What to time: `steps` decode steps of all prompts at once, or with `steps` 0 the one prompt to its first token.
 
-    Prompts of a decode are computed before, untimed.
+    A decode's prompts are computed before, untimed.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -39,8 +39,8 @@ class Task:
         return json.dumps(asdict(self))
 
 
-class Watch:
-    """Laps on both clocks: wall, and user and system time of all threads of this process."""
+class LapTimer:
+    """Laps of wall time and of CPU time (user and system, all threads of this process)."""
 
     def __init__(self) -> None:
         self.laps: list[tuple[float, float]] = []  # (wall_s, cpu_s) of one step
@@ -50,27 +50,27 @@ class Watch:
         self._begun = time.perf_counter(), time.process_time()
 
     def lap(self, steps: int = 1) -> None:
-        """A lap ends, the next begins; `steps` of them when they came out together."""
+        """End a lap and begin the next one. With `steps`, the lap is split into that many equal laps."""
         now = time.perf_counter(), time.process_time()
         self.laps += [((now[0] - self._begun[0]) / steps, (now[1] - self._begun[1]) / steps)] * steps
         self._begun = now
 
 
-def order() -> Order:
-    """What this driver is to load."""
+def driver_config() -> EngineDriverConfig:
+    """This driver's configuration, from the command line."""
     read = json.loads(sys.argv[1])
-    return Order(read["model"], read["threads"], tuple((name, value) for name, value in read["options"]))
+    return EngineDriverConfig(read["model"], read["threads"], tuple((name, value) for name, value in read["options"]))
 
 
 def serve(answer: Callable[[Task], object]) -> None:
-    """Answer tasks until the input ends."""
-    _say(READY)
+    """Run tasks until the input ends."""
+    _print(READY)
     for line in sys.stdin:
         read = json.loads(line)
         task = Task(tuple(tuple(prompt) for prompt in read["prompts"]), read["steps"])
-        _say(MARK + json.dumps(answer(task)))
+        _print(MARK + json.dumps(answer(task)))
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(f"\n{line}\n")  # something may stand unfinished on the last line
+def _print(line: str) -> None:
+    sys.stdout.write(f"\n{line}\n")  # the engine may have left a line unfinished
     sys.stdout.flush()

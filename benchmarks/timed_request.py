@@ -1,4 +1,4 @@
-"""One request, with the time of each of its tokens as the client saw it. Knows the client; knows no cluster."""
+"""Sends one request and records when the client received each token."""
 
 import random
 import time
@@ -14,8 +14,8 @@ FIRST_ID, LAST_ID = 1000, 40_000  # ordinary tokens of the measured model's voca
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """When the tokens of one answer came, in seconds since it was asked for. At least three of them."""
+class TokenTimes:
+    """Arrival times of an answer's tokens, in seconds since the request was sent. At least three."""
 
     token_s: tuple[float, ...]
 
@@ -25,7 +25,7 @@ class Timed:
 
     @property
     def second_s(self) -> float:
-        """From the first token to the second: what a hand-off may delay."""
+        """From the first token to the second: the gap that a KV handoff may extend."""
         return self.token_s[1] - self.token_s[0]
 
     @property
@@ -39,26 +39,28 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """An answer's times and what the server says about it."""
+class AnswerTiming:
+    """An answer's token times and the server's report."""
 
-    timed: Timed
+    times: TokenTimes
     completed: Completed
-    messages: int  # deltas; fewer than tokens when the client did not keep up
+    messages: int  # deltas; fewer than tokens when some arrived together
 
-    def booked_s(self, phase: str) -> float:
-        """What the ledger counts under a phase, before and after the first token."""
+    def ledger_s(self, phase: str) -> float:
+        """The ledger's seconds of a phase, before and after the first token."""
         ledger = self.completed.ledger
         return sum(ns for name, ns in ledger.first + ledger.rest if name == phase) / 1e9
 
 
-def fresh_prompt(draw: random.Random, num_tokens: int) -> tuple[int, ...]:
-    """Token ids that no earlier prompt shares a block with."""
-    return tuple(draw.choices(range(FIRST_ID, LAST_ID), k=num_tokens))
+def random_prompt(source: random.Random, num_tokens: int) -> tuple[int, ...]:
+    """Random token ids, so that no block is in a prefix cache."""
+    return tuple(source.choices(range(FIRST_ID, LAST_ID), k=num_tokens))
 
 
-async def ask(client: AsyncClient, prompt: Sequence[int], num_tokens: int, timeout_s: float = 300.0) -> Asked:
-    """Exactly `num_tokens` greedy tokens. Raises `DiptychError`."""
+async def send_request(
+    client: AsyncClient, prompt: Sequence[int], num_tokens: int, timeout_s: float = 300.0
+) -> AnswerTiming:
+    """Generate exactly `num_tokens` greedy tokens. Raises `DiptychError`."""
     token_s: list[float] = []
     completed: Completed | None = None
     messages = 0
@@ -71,4 +73,4 @@ async def ask(client: AsyncClient, prompt: Sequence[int], num_tokens: int, timeo
         elif isinstance(event, Completed):
             completed = event
     assert completed is not None and len(token_s) == num_tokens, f"{len(token_s)} tokens instead of {num_tokens}"
-    return Asked(Timed(tuple(token_s)), completed, messages)
+    return AnswerTiming(TokenTimes(tuple(token_s)), completed, messages)

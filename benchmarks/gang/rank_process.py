@@ -1,6 +1,6 @@
-"""The other ranks of a measured gang, each a process: `RankLauncher`, and the program that it starts.
+"""The other ranks of a measured gang, one process each: the `RankLauncher` and the program that it starts.
 
-A rank that computes nothing loads and answers like any other; only the model is never asked.
+A rank that computes nothing loads its weights and answers as usual, without running the model.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ END_TIMEOUT_S = 5.0
 PR_SET_PDEATHSIG = 1
 
 
-class Member(msgspec.Struct, frozen=True):
-    """What one rank's process reads before it starts."""
+class RankProcessSpec(msgspec.Struct, frozen=True):
+    """What a rank's process reads from its input at start."""
 
     spec: RankSpec
     computes: bool
 
 
 class ProcessRanks:
-    """`RankLauncher` by programs of this machine; they end with the process that started them."""
+    """A `RankLauncher` that starts local processes; they end with their parent."""
 
     def __init__(self, computes: bool) -> None:
         self._computes = computes
@@ -36,15 +36,15 @@ class ProcessRanks:
 
     def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
         for spec in specs:
-            process = subprocess.Popen([sys.executable, "-m", "benchmarks.gang.members"], stdin=subprocess.PIPE)
+            process = subprocess.Popen([sys.executable, "-m", "benchmarks.gang.rank_process"], stdin=subprocess.PIPE)
             assert process.stdin is not None
-            process.stdin.write(msgspec.msgpack.encode(Member(spec, self._computes)))
+            process.stdin.write(msgspec.msgpack.encode(RankProcessSpec(spec, self._computes)))
             process.stdin.close()
             self._started.append(process)
         return [asyncio.ensure_future(asyncio.to_thread(process.wait)) for process in self._started]
 
     async def end(self) -> None:
-        """They end when their leader hangs up; one that does not is killed after a while."""
+        """Wait for the ranks, which end when their leader disconnects; kill them after `END_TIMEOUT_S`."""
         for process in self._started:
             try:
                 await asyncio.to_thread(process.wait, END_TIMEOUT_S)
@@ -53,22 +53,22 @@ class ProcessRanks:
 
 
 def compute_nothing() -> None:
-    """From now on, plans of this process' rank cost nothing: every chunk that draws gets its own last token."""
+    """Patch this process' rank so that a plan costs nothing: every sampled token is the chunk's last one."""
     from workers.executor import rank
 
     module: Any = rank
 
-    def answered(*given: object) -> rank.RankStep:
-        (plan,) = (each for each in given if isinstance(each, StepPlan))
+    def compute(*arguments: object) -> rank.RankStep:
+        (plan,) = (each for each in arguments if isinstance(each, StepPlan))
         tokens = tuple(None if chunk.draw is None else chunk.tokens[-1] for chunk in plan.chunks)
         return rank.RankStep(tokens, (None,) * len(tokens), (), 0.0)
 
-    module.compute = answered
+    module.compute = compute
 
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    member = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Member)
+    member = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=RankProcessSpec)
     if not member.computes:
         compute_nothing()
     from workers.build import serve_rank

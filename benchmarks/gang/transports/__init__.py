@@ -1,6 +1,6 @@
-"""Two ways between a leader and a rank on one machine: the one that gangs use, and the limit beside it.
+"""Two transports between a leader and a rank on one machine: the one that gangs use, and the limit.
 
-The leader's end is asked from an event loop, where the engine lives; the rank's end calls on its compute thread.
+The leader's end runs on the engine's event loop; the rank's end calls `compute` on its compute thread.
 Each module has both ends:  `await lead(start) -> Delivery`  and  `serve(address, compute)`.
 """
 
@@ -13,10 +13,10 @@ Start = Callable[[str], int]  # the address -> the pid of a rank that was starte
 
 DEADLINE_S = 2.0  # of one step
 
-# Way -> its module. `bare` is no candidate but the limit: the same bytes over a blocking socket, and nothing else.
+# Transport -> its module. `LIMIT` only bounds the others: the same bytes over a blocking socket.
 LIMIT = "bare socket"
 CHOSEN = "tcp stream"
-WAYS = {LIMIT: "bare", CHOSEN: "streams"}
+TRANSPORTS = {LIMIT: "blocking_socket", CHOSEN: "tcp_stream"}
 
 
 class Delivery(Protocol):
@@ -25,11 +25,11 @@ class Delivery(Protocol):
     pid: int
 
     async def deliver(self, plan: bytes) -> bytes:
-        """The rank's answer. Raises whatever the way raises when the rank is gone, within `DEADLINE_S`."""
+        """Send the plan and return the rank's answer. Raises within `DEADLINE_S` when the rank is gone."""
         ...
 
     def close(self) -> None: ...
 
 
-def module(way: str) -> Any:
-    return import_module(f"{__name__}.{WAYS[way]}")
+def module(transport: str) -> Any:
+    return import_module(f"{__name__}.{TRANSPORTS[transport]}")
