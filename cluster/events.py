@@ -1,13 +1,13 @@
 """Events of one request, in order: (Queued,) Accepted, Delta..., Completed; errors are raised.
 
-To a dispatcher, a request for several answers is several requests; the gateway merges their events.
+A request for several answers is several requests to the dispatcher; the gateway merges their events.
 
 ClusterError
-├── Rejected        admission refused or no worker in time (retry_after_s)
-├── Unservable      the request can never work here (too long for the context or the pools)
-├── DeadlinePassed  the caller's deadline; `phase` says where it passed
-├── AttemptsSpent   every attempt failed; the last reason is in the message
-└── NotComputable   the model's logits were not finite; another attempt would end the same way
+├── Rejected        admission refused, or no worker in time (retry_after_s)
+├── Unservable      the request can never work here: too long for the context or the pools
+├── DeadlinePassed  the caller's deadline passed, in `phase`
+├── AttemptsSpent   every attempt failed; the message has the last reason
+└── NotComputable   the model's logits were not finite; another attempt would fail the same way
 """
 
 from msgspec import Struct
@@ -37,7 +37,7 @@ class Rejected(ClusterError):
 
 
 class Unservable(ClusterError):
-    """Retrying cannot help. The message names the bound, `field` the input that breaks it."""
+    """A retry cannot help. The message has the limit, `field` the input that exceeds it."""
 
     def __init__(self, message: str, field: str = "prompt") -> None:
         super().__init__(message, field)
@@ -49,7 +49,7 @@ class Unservable(ClusterError):
 
 
 class DeadlinePassed(ClusterError):
-    """The caller's deadline passed first."""
+    """The caller's deadline passed before the request finished."""
 
     def __init__(self, phase: str) -> None:
         super().__init__(phase)
@@ -70,7 +70,7 @@ class NotComputable(ClusterError):
 class Delta(Struct, frozen=True, gc=False):
     """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice.
 
-    `prompt_logprobs`, if requested, come with the first delta: from the prompt's second token on.
+    The first delta has `prompt_logprobs`, if requested: from the prompt's second token on.
     """
 
     tokens: tuple[int, ...]

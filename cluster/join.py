@@ -1,7 +1,7 @@
-"""Adds a gateway, in the caller's process, to a cluster that already runs.
+"""Adds a gateway to a running cluster, in the caller's process.
 
-It gets the specification from the controller, and ends with the controller: the next cluster of the same name may be
-another one. Knows no runtime; the caller finds the controller.
+It gets the specification from the controller, and ends with the controller, because the next cluster of the same name
+may be different. Knows no runtime; the caller finds the controller.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from diptych.watchdog import patient_timeout
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0
+POLL_S = 5.0
 
 
 class JoinedGateway:
@@ -32,7 +32,7 @@ class JoinedGateway:
         self._controller = controller
 
     async def wait_orphaned(self) -> None:
-        """Wait until the controller is gone for good. A restarted controller answers again in time."""
+        """Wait until the controller is lost for good. A restarted controller answers again in time."""
         with contextlib.suppress(TimeoutError):
             async with patient_timeout(ORPHAN_AFTER_S) as silence:
                 while True:
@@ -41,27 +41,27 @@ class JoinedGateway:
                         silence.reset()
                     except WorkerGone as error:
                         logger.debug("the controller does not answer: %s", error)
-                    except Exception:  # an error of the controller: it lives
+                    except Exception:  # raised by the controller, so it is alive
                         logger.exception("the controller failed")
                         silence.reset()
                     await asyncio.sleep(KEEP_ALIVE_S)
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones finish for `grace_s`, then end them."""
+        """Refuse new requests, give running ones `grace_s` to finish, then cancel them."""
         await self._service.close(grace_s)
 
     async def cut(self) -> None:
-        """End the requests that `close` still waits for."""
+        """Cancel the requests that `close` still waits for."""
         await self._service.cut()
 
 
-async def described(controller: ServiceHandle, timeout_s: float) -> tuple[ClusterSpec, ModelView]:
-    """Specification and model, once a worker has loaded the model. Raises `RuntimeUnavailable`."""
+async def spec_and_model(controller: ServiceHandle, timeout_s: float) -> tuple[ClusterSpec, ModelView]:
+    """Of the cluster, once a worker has loaded the model. Raises `RuntimeUnavailable`."""
     clock = asyncio.get_running_loop().time
     deadline_s, reason = clock() + timeout_s, "no worker has loaded the model"
     while (left_s := deadline_s - clock()) > 0:
         try:
-            found: tuple[ClusterSpec, ModelView] | None = await controller.call("described", min(LOOK_S, left_s))
+            found: tuple[ClusterSpec, ModelView] | None = await controller.call("spec_and_model", min(POLL_S, left_s))
             if found is not None:
                 return found
         except WorkerGone as error:
@@ -73,7 +73,7 @@ async def described(controller: ServiceHandle, timeout_s: float) -> tuple[Cluste
 async def join(
     name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, make_server: ServerFactory
 ) -> JoinedGateway:
-    """A gateway of this name, opened on the ports of the spec. Raises OSError for a port in use."""
+    """An open gateway of this name, on the ports of the spec. Raises OSError for a port in use."""
     service = GatewayService(name, spec, controller, make_server)
     endpoint = await service.open(model, spec.gateway.grpc_port, spec.gateway.http_port)
     return JoinedGateway(service, controller, endpoint, await service.http_url())

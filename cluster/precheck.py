@@ -1,6 +1,6 @@
-"""Checks of a specification before anything starts: against the model's config.json and this machine's devices.
+"""Checks a specification before anything starts, against the model's config.json and this machine's devices.
 
-Whether there is room for the workers is Ray's question.
+Ray itself checks that there is room for the workers.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from cluster.spec import ClusterSpec, PoolSpec, Role, SpecError
 from workers.errors import ModelError
 from workers.model.store import ModelConfig, check_parallel, read_model_config, read_origin
 
-# Files of GPUs' drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
+# Device files of GPU drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
 _DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*")
 
 

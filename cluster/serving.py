@@ -1,6 +1,6 @@
 """Composition: turns a specification into a running cluster.
 
-The one place that puts runtime, controller, dispatchers and servers together. Knows the order of starting and closing;
+The only module that puts runtime, controller, dispatchers and servers together. Knows the order of starts and stops;
 knows no scheduling and no wire format.
 """
 
@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 
 CLOSE_GRACE_S = 1.0
 SAMPLE_S = 1.0
-FIRST_CALL_S = 120.0  # processes may start slowly: several read their libraries from disk at once
+FIRST_CALL_S = 120.0  # processes may start slowly, because several read their libraries from disk at once
 
 
 class GatewayService:
@@ -63,7 +63,7 @@ class GatewayService:
         Guard(self._spec.gateway)
 
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
-        """Listen on these ports (0: any), unless it does already. Returns the endpoint."""
+        """Listen on these ports (0: any free one), unless it already does. Returns the endpoint."""
         async with self._opening:
             if self._dispatcher is None:
                 await self._open(model, port, http_port)
@@ -114,7 +114,7 @@ class GatewayService:
         return self._dispatcher.view
 
     async def cut(self) -> None:
-        """End the requests that `close` still waits for."""
+        """Cancel the requests that `close` still waits for."""
         if self._server is not None:
             await self._server.close(0.0)
 
@@ -130,7 +130,7 @@ class GatewayService:
 
 
 async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
-    """Imported only if spans are sent: the import takes half a second."""
+    """Imports OpenTelemetry only if spans are sent, because that takes half a second."""
     if spec.tracing.otlp_endpoint is None:
         return None
     otlp = await asyncio.to_thread(import_module, "cluster.observe.otlp")
@@ -178,7 +178,7 @@ class Serving:
         return view
 
     async def wait_closed(self) -> None:
-        """Wait for `close`, or until the controller is gone for good."""
+        """Wait for `close`, or until the controller is lost for good."""
         await self._closed.wait()
 
     async def open(self, make_server: ServerFactory, progress: Progress) -> None:
@@ -194,8 +194,8 @@ class Serving:
             self._decider,
         )
         await self._controller.call("begin", timeout_s=FIRST_CALL_S)
-        again = self.runtime.restart_service
-        self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, again, self._failures)
+        restart = self.runtime.restart_service
+        self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, restart, self._failures)
         replicas = sum(pool.replicas for pool in spec.pools)
         for index in range(self._num_gateways):  # they start while the model loads
             name = f"gateway-{index}"
@@ -221,7 +221,7 @@ class Serving:
             )
 
     async def _ready(self, progress: Progress) -> ModelView:
-        """Wait for the workers, and report each change of a worker's state to `progress`."""
+        """Wait for the workers, and report their state changes to `progress`."""
         controller = self._controller
         assert controller is not None
         deadline_s = asyncio.get_running_loop().time() + self.spec.health.start_timeout_s
@@ -248,7 +248,7 @@ class Serving:
                 )
 
     def _supervise(self, index: int, gateway: ServiceHandle, model: ModelView) -> None:
-        """Start supervising the gateway. After a restart it opens on the same ports."""
+        """Supervise the gateway. After a restart it opens on the same ports."""
         port = int(self.endpoints[index].rpartition(":")[2])
         http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
         ports = GatewayPorts(model, port, http_port)
@@ -260,9 +260,9 @@ class Serving:
         return ServerReport(tuple(manager.view for manager in self._gateway_managers), self._failures.counts())
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Close gateways, then workers, then the controller. Kills what does not answer.
+        """Close gateways, then workers, then the controller. Kills processes that do not answer.
 
-        Running requests may finish within `grace_s`; `cut` ends them. The controller is kept alive meanwhile.
+        Running requests get `grace_s` to finish; `cut` cancels them. Keep-alives to the controller continue meanwhile.
         """
         for manager in self._gateway_managers:
             manager.close()
@@ -276,7 +276,7 @@ class Serving:
         self._closed.set()
 
     async def cut(self) -> None:
-        """End the requests that `close` still waits for; their clients get an error."""
+        """Cancel the requests that `close` still waits for; their clients get an error."""
         calls = (gateway.call("cut", timeout_s=CLOSE_GRACE_S) for gateway in self._gateways)
         for error in await asyncio.gather(*calls, return_exceptions=True):
             if error is not None:
@@ -310,10 +310,10 @@ async def serve(
     decider: Decider | None = None,
     gateways: bool = True,
 ) -> Serving:
-    """Start a cluster. On any error, stop everything that was started.
+    """Start a cluster. On an error, stop everything that was started.
 
-    `decider`, with `elastic` on: None is `cluster.policy.scaling.elastic`. Without `gateways`, they join later
-    (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
+    `decider`: scaling policy if `elastic` is on; None: `cluster.policy.scaling.elastic`. Without `gateways`, they join
+    later (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
     serving = Serving(spec, await open_runtime(spec, runtime, progress), decider, gateways=gateways)
     try:

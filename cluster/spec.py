@@ -1,4 +1,4 @@
-"""The cluster as its operator describes it: a cluster file, the chart's `cluster:` block and these types are one shape.
+"""The specification of a cluster: the types of a cluster file and of the chart's `cluster:` block.
 
 Knows keys, defaults and bounds; knows no file (`cluster.spec_file`) and no runtime.
 """
@@ -16,7 +16,7 @@ from workers.request import SLO
 
 
 class SpecError(ValueError):
-    """The specification cannot be used; the message says where and what to write instead."""
+    """The specification is invalid; the message says where, and what to write instead."""
 
 
 ROUTING = (
@@ -127,7 +127,7 @@ class PoolSpec:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Fewest and most workers that autoscaling may give it; twice the same number where it may not scale."""
+        """Minimum and maximum number of workers for autoscaling; both are `replicas` if the pool does not scale."""
         if self.min_replicas is None or self.max_replicas is None:
             return self.replicas, self.replicas
         return self.min_replicas, self.max_replicas

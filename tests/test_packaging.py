@@ -82,7 +82,7 @@ def alone(program: str, *arguments: str, extras: tuple[str, ...] = ()) -> subpro
 
 
 def test_the_client_and_the_command_line_need_the_core_alone() -> None:
-    names = "cli.status cli.talk cli.top cli.trace offline.report.window spec"
+    names = "cli.status cli.generate cli.top cli.trace offline.report.window spec"
     program = f"import diptych.client, {', '.join(f'cluster.{name}' for name in names.split())}"
     done = alone(program)
     assert done.returncode == 0, done.stderr

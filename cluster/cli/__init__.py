@@ -14,6 +14,7 @@ from cluster.cli.demo import demo
 from cluster.cli.doctor import doctor
 from cluster.cli.extras import missing_extra
 from cluster.cli.gateway import gateway
+from cluster.cli.generate import chat, generate
 from cluster.cli.leave import leave
 from cluster.cli.models import models
 from cluster.cli.plan import plan
@@ -21,7 +22,6 @@ from cluster.cli.profile import profile
 from cluster.cli.serve import serve
 from cluster.cli.simulate import simulate
 from cluster.cli.status import status
-from cluster.cli.talk import chat, generate
 from cluster.cli.top import top
 from cluster.cli.trace import trace
 
@@ -65,7 +65,7 @@ class DiptychGroup(click.Group):
 
 
 def one_line(error: BaseException) -> str:
-    """The error as one line; errors that are not Diptych's or the operating system's name their type."""
+    """The error as one line. Includes the type unless the error is Diptych's or the operating system's."""
     if isinstance(error, OSError) and error.strerror:
         named = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return " ".join(named.split())

@@ -1,6 +1,6 @@
-"""Options for a gateway's address and for TLS and API keys, on the client and on the server side.
+"""Options for a gateway's address, TLS and API keys, on the client and on the server side.
 
-A key is never an argument, because it would show in the shell's history and in the process list.
+A key is never an argument, because the shell's history and the process list would show it.
 """
 
 import os
@@ -52,40 +52,40 @@ FILES = (
 )
 
 
-def filed(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the TLS and API key options of a gateway. The command gets `files`: cluster file key -> absolute path."""
+def gateway_file_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the TLS and API key options of a gateway. The command gets `files`: cluster file key to absolute path."""
     names = [option.removeprefix("--").replace("-", "_") for option, _ in FILES]
 
     @wraps(command)
     def with_files(*args: Any, **options: Any) -> None:
         given = {name: options.pop(name) for name in names}
-        # Symbolic links stay: pointing one at another file renews the certificate.
+        # Keep symbolic links: pointing one at another file renews the certificate.
         files = {name: os.path.abspath(path) for name, path in given.items() if path is not None}
         command(*args, files=files, **options)
 
-    for option, words in reversed(FILES):
-        with_files = security(option, type=click.Path(dir_okay=False), metavar="FILE", help=words)(with_files)
+    for option, text in reversed(FILES):
+        with_files = security(option, type=click.Path(dir_okay=False), metavar="FILE", help=text)(with_files)
     return with_files
 
 
-def accessed(command: Callable[..., None]) -> Callable[..., None]:
+def access_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of `ACCESS`; the command gets them as `access`."""
-    return _accessed(command, rereads=False)
+    return _access_options(command, reloads=False)
 
 
-def addressed(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of `ACCESS` and `--endpoint`."""
-    with_endpoint: Callable[..., None] = ENDPOINT(_accessed(command, rereads=False))
+def client_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds `--endpoint` and the options of `ACCESS`."""
+    with_endpoint: Callable[..., None] = ENDPOINT(_access_options(command, reloads=False))
     return with_endpoint
 
 
-def addressed_for_long(command: Callable[..., None]) -> Callable[..., None]:
-    """Like `addressed` for long-running commands: `access` is a function that reads a renewed key."""
-    with_endpoint: Callable[..., None] = ENDPOINT(_accessed(command, rereads=True))
+def reloading_client_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Like `client_options`, for long-running commands: `access` is a function, which reads the current key."""
+    with_endpoint: Callable[..., None] = ENDPOINT(_access_options(command, reloads=True))
     return with_endpoint
 
 
-def _accessed(command: Callable[..., None], rereads: bool) -> Callable[..., None]:
+def _access_options(command: Callable[..., None], reloads: bool) -> Callable[..., None]:
     @wraps(command)
     def with_options(
         *args: Any, ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None, **options: Any
@@ -93,7 +93,7 @@ def _accessed(command: Callable[..., None], rereads: bool) -> Callable[..., None
         if (cert is None) != (cert_key is None):
             raise click.UsageError("--cert and --cert-key come together; give both")
         access = partial(_access, ca, cert, cert_key, key_file)
-        command(*args, access=access if rereads else access(), **options)
+        command(*args, access=access if reloads else access(), **options)
 
     for option in reversed(ACCESS):
         with_options = option(with_options)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import addressed
+from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json
 from cluster.spec import Role
@@ -28,7 +28,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obje
 @click.command(cls=GroupedCommand)
 @click.argument("worker")
 @click.argument("role", type=click.Choice([role.value for role in Role]))
-@addressed
+@client_options
 @REVISION
 @JSON
 def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, as_json: bool) -> None:
@@ -44,7 +44,7 @@ def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, a
 
 @click.command(cls=GroupedCommand)
 @click.argument("worker")
-@addressed
+@client_options
 @click.option(
     "--deadline",
     "deadline_s",
@@ -68,7 +68,7 @@ def drain(worker: str, endpoint: str, access: Access, deadline_s: float | None, 
 @click.command(cls=GroupedCommand)
 @click.argument("pool")
 @click.argument("replicas", type=click.IntRange(min=0))
-@addressed
+@client_options
 @REVISION
 @JSON
 def scale(pool: str, replicas: int, endpoint: str, access: Access, revision: int, as_json: bool) -> None:
@@ -82,14 +82,14 @@ def scale(pool: str, replicas: int, endpoint: str, access: Access, revision: int
     _print(as_json, new, f"{pool}: target set to {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas)
 
 
-def _change(endpoint: str, access: Access, ask: Callable[["AsyncClient"], Awaitable[int]]) -> int:
+def _change(endpoint: str, access: Access, change: Callable[["AsyncClient"], Awaitable[int]]) -> int:
     from diptych.client import AsyncClient
 
-    async def change() -> int:
+    async def run() -> int:
         async with AsyncClient(endpoint, access=access) as client:
-            return await ask(client)
+            return await change(client)
 
-    return asyncio.run(change())
+    return asyncio.run(run())
 
 
 def _print(as_json: bool, revision: int, text: str, **facts: Any) -> None:

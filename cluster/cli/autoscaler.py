@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import addressed_for_long
+from cluster.cli.address import reloading_client_options
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.lifetime import run
 from diptych.access import Access
@@ -21,7 +21,7 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 @click.command(cls=GroupedCommand)
 @click.option("-f", "--file", "file", required=True, type=click.Path(exists=True, dir_okay=False), help="Cluster file.")
 @click.option("--prefix", required=True, metavar="NAME", help="Each pool's StatefulSet is named NAME-POOL.")
-@addressed_for_long
+@reloading_client_options
 @click.option(
     "--window",
     "window_s",
@@ -67,12 +67,12 @@ def autoscaler(
 
     from cluster.control.autoscaler.kubernetes import ACCOUNT, ScaleError, api_server
     from cluster.control.autoscaler.loop import Autoscaler
-    from cluster.control.autoscaler.pods import Pods, scaled
+    from cluster.control.autoscaler.pods import Pods, scaled_pools
     from cluster.runtime.logs import begin
     from cluster.spec_file import load_spec
 
     spec = load_spec(file)
-    if not (pools := scaled(spec)):
+    if not (pools := scaled_pools(spec)):
         raise click.UsageError(f"{file}: no pool may grow or shrink; write replicas: {{min: 1, max: 4}}")
     access()
     try:
@@ -83,7 +83,7 @@ def autoscaler(
     try:
         run(_run(Autoscaler(Pods(pools, window_s), server, endpoint, access, prefix, period_s), health_port))
     except KeyboardInterrupt:
-        click.echo("closed")  # the ordinary end
+        click.echo("closed")  # the normal end
 
 
 async def _run(autoscaler: "Autoscaler", health_port: int | None) -> None:

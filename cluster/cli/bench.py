@@ -1,11 +1,11 @@
-"""`diptych bench`: load on a running endpoint, or on several configurations in turn."""
+"""`diptych bench`: measures a running endpoint, or several configurations one after another."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cluster.cli.address import DEFAULT, accessed, connection, default_endpoint
+from cluster.cli.address import DEFAULT, access_options, connection, default_endpoint
 from cluster.cli.groups import GroupedCommand, grouped
 
 workload = grouped("Load")
@@ -24,7 +24,7 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
     callback=default_endpoint,
     help=f"grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://). {DEFAULT}",
 )
-@accessed
+@access_options
 @connection("--model", default="", metavar="NAME", help="With http://: model to ask. [default: the only one there]")
 @connection(
     "--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="With http://. [default: $OPENAI_API_KEY]"
@@ -86,7 +86,7 @@ def bench(configurations: tuple[str, ...], compare: bool, runtime: str, wants_go
       diptych bench --workload gamma:rate=1,cv=2,count=60,lengths=128/64 --ttft 2 --tpot 0.1 --goodput
       diptych bench --compare a.yaml b.yaml --workload poisson:rate=0.5,count=40,lengths=4x64/48+1024/48
     """
-    from cluster.cli.benching import BenchOptions, compare_configurations, measure
+    from cluster.cli.bench_run import BenchOptions, compare_configurations, measure
 
     if configurations and not compare:
         raise click.UsageError(f"{configurations[0]} is a configuration; add --compare")

@@ -58,7 +58,7 @@ def write_report(
 ) -> None:
     """Write figures.json, each picture as PNG, report.html with all of them, and a Perfetto trace of each run.
 
-    `document` replaces the systems' figures in the JSON. `notes` and `more` go into the page.
+    `document` replaces the systems' figures in the JSON. The page has `notes` and `more`.
     """
     import json
 

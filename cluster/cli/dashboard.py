@@ -1,4 +1,4 @@
-"""The screen of `diptych top`, for 80 columns and more, and the same as JSON."""
+"""The screen of `diptych top`, for 80 columns and more, and its data as JSON."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
-from cluster.cli.screen import size, view_json
-from cluster.cli.shape import decision_json, decision_words
+from cluster.cli.screen import decision_json, decision_text, size, view_json
 from cluster.observe.history import ClusterEvent, Traffic
 from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
@@ -23,14 +22,15 @@ MAX_FOOTER_LINES, MAX_SLO_LINES = 6, 3
 NARROW_REST = 67  # width of a narrow table without the worker names
 COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
 UNKNOWN = "-"
-TIED = "\u00a0"  # a no-break space
+NBSP = "\u00a0"  # no-break space
 
 
 def screen(
     snapshots: StatusWindow, width: int, height: int | None = None, *, trouble: str = "", once: bool = False
 ) -> Group:
-    """Header, a row for each pool and its workers, and the latest events. `height`: lines of the terminal; workers that
-    do not fit are counted instead. `trouble`: why the snapshot is old."""
+    """Header, a row for each pool and its workers, and the latest events. `height`: lines of the terminal; shows a
+    count of the workers that do not fit. `trouble`: why the snapshot is old.
+    """
     status, rates = snapshots.latest.status, snapshots.rates(since_beginning=once)
     head = [*_header(status, rates, width, trouble)]
     foot = [*_footer(status, width)]
@@ -48,9 +48,9 @@ def _header(status: ClusterStatus, rates: Rates, width: int, trouble: str) -> It
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
     when = "since the gateway started" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
     classes = ((score.name, _attainment_text(score.ttft, score.tpot)) for score in rates.kept)
-    attained = "; ".join(f"{name}{TIED}{text}" for name, text in classes if text) or "no request yet"
+    attained = "; ".join(f"{name}{NBSP}{text}" for name, text in classes if text) or "no request yet"
     for line in wrap(f"SLO attainment, {when}: {attained}", width, subsequent_indent="  ")[:MAX_SLO_LINES]:
-        yield _line(line.replace(TIED, " "))
+        yield _line(line.replace(NBSP, " "))
     if trouble:
         yield Text(trouble, style="bold red", no_wrap=True, overflow="ellipsis")
 
@@ -60,8 +60,8 @@ def _line(text: str) -> Text:
 
 
 def _attainment_text(ttft: SLOCount, tpot: SLOCount) -> str:
-    known = [(name, kept) for name, kept in (("TTFT", ttft), ("TPOT", tpot)) if kept.share is not None]
-    return TIED.join(f"{name}{TIED}{kept.share:.0%}{TIED}of{TIED}{kept.settled}" for name, kept in known)
+    known = [(name, count) for name, count in (("TTFT", ttft), ("TPOT", tpot)) if count.share is not None]
+    return NBSP.join(f"{name}{NBSP}{kept.share:.0%}{NBSP}of{NBSP}{kept.settled}" for name, kept in known)
 
 
 def _table(status: ClusterStatus, rates: Rates, width: int, room: int | None) -> Table:
@@ -166,7 +166,7 @@ def _blocks(used: int, total: int, wide: bool) -> str:
 
 
 def _bar(used: int, total: int, cells: int) -> Text:
-    """Shows the share of blocks in use, with at least one cell if any block is."""
+    """The share of blocks in use, with at least one cell if any block is in use."""
     share = used / total if total else 0.0
     full = min(cells, max(1, round(share * cells))) if used else 0
     style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
@@ -205,17 +205,17 @@ def _footer(status: ClusterStatus, width: int) -> Iterator[Text]:
     troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
     for worker in troubled[:MAX_FOOTER_LINES]:
         yield _line(f"{worker.name}: {worker.trouble}")
-    entries = [*map(_decided, status.decisions), *_events(status.recent.events)]
-    for age_s, words in sorted(entries, key=lambda entry: entry[0])[:MAX_FOOTER_LINES]:
-        yield _line(f"{duration_text(age_s):>7} ago  {words}")
+    entries = [*map(_decision, status.decisions), *_events(status.recent.events)]
+    for age_s, text in sorted(entries, key=lambda entry: entry[0])[:MAX_FOOTER_LINES]:
+        yield _line(f"{duration_text(age_s):>7} ago  {text}")
 
 
-def _decided(taken: DecisionRecord) -> tuple[float, str]:
-    return taken.age_s, f"{taken.outcome}: {decision_words(taken.decision)}: {taken.decision.reason}"
+def _decision(record: DecisionRecord) -> tuple[float, str]:
+    return record.age_s, f"{record.outcome}: {decision_text(record.decision)}: {record.decision.reason}"
 
 
 def _events(events: tuple[tuple[float, ClusterEvent], ...]) -> Iterator[tuple[float, str]]:
-    """Refusals with the same cause are one line: the latest one and the count."""
+    """One line per event. Refusals with the same cause share a line: the latest one, and their count."""
     causes = Counter(each.text.partition(":")[0] for _, each in events if each.kind == "refused")
     for age_s, each in reversed(events):
         count = causes.pop(each.text.partition(":")[0], 0) if each.kind == "refused" else 1
@@ -234,7 +234,7 @@ def screen_json(snapshots: StatusWindow) -> dict[str, Any]:
         "queued": status.slo_attainment.queued,
         "uptime_s": status.recent.uptime_s,
     }
-    happenings = [
+    events = [
         {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text, "request_id": each.request_id}
         for age_s, each in status.recent.events
     ]
@@ -242,6 +242,6 @@ def screen_json(snapshots: StatusWindow) -> dict[str, Any]:
         "gateway": gateway,
         "rates": asdict(rates),
         "traffic": {name: asdict(traffic) for name, traffic in status.recent.traffic},
-        "decisions": [decision_json(taken) for taken in status.decisions],
-        "happenings": happenings,
+        "decisions": [decision_json(record) for record in status.decisions],
+        "happenings": events,
     }

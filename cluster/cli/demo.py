@@ -45,7 +45,7 @@ def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_
     if kill:
         check_can_kill(runtime)
     spec = private(laptop_spec().with_model(model))
-    # The default router would run a short prompt on the decode worker; the demo is to show a KV handoff.
+    # The default router would run a short prompt on the decode worker alone, without a KV handoff.
     spec = replace(spec, gateway=replace(spec.gateway, routing="least-loaded"))
     check_pools(spec, None, runtime)
     try:

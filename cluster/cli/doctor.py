@@ -1,4 +1,4 @@
-"""`diptych doctor`: the hardware and libraries of this machine, and what Diptych will use of them."""
+"""`diptych doctor`: the hardware and libraries of this machine, and which of them Diptych will use."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What can run a model. `devices`: accelerators that torch can use. `cuda`: the version torch is built for."""
+    """Compute resources. `devices`: accelerators that torch can use. `cuda`: the version that torch is built for."""
 
     python: str
     cpus: int

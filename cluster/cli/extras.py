@@ -1,4 +1,4 @@
-"""Which extra installs which library, for the error of a command whose library is missing."""
+"""The extras and their libraries, for the error if a command's library is missing."""
 
 EXTRAS = {
     "simulate": ("aiohttp", "numpy", "xxhash", "jinja2", "psutil"),
@@ -10,7 +10,7 @@ EXTRAS = {
     "http": ("fastapi", "starlette", "uvicorn", "pydantic"),
 }
 EXTRA_OF = {library: extra for extra, libraries in EXTRAS.items() for library in libraries}
-NEED_WORKERS = frozenset({"demo", "serve", "gateway", "leave", "models", "doctor"})  # numpy alone would not help them
+NEED_WORKERS = frozenset({"demo", "serve", "gateway", "leave", "models", "doctor"})  # need more than `simulate` has
 
 
 def missing_extra(error: BaseException, command: str) -> str | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import filed
+from cluster.cli.address import gateway_file_options
 from cluster.cli.groups import GroupedCommand
-from cluster.cli.launch import with_files, with_http, with_other_http, with_port
+from cluster.cli.launch import with_available_http, with_files, with_http, with_port
 from cluster.cli.lifetime import GONE, Interrupts, closing_line, run
 from cluster.cli.local_servers import announced
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     "--wait", "wait_s", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS",
     help="Time to wait for the cluster and its model.",
 )  # fmt: skip
-@filed
+@gateway_file_options
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Log format (to stderr).")
 def gateway(
     cluster: str | None,
@@ -64,7 +64,7 @@ def gateway(
     try:
         run(_gateway(cluster, partial(_changed, port, http_port, files), grace_s, wait_s, log_format))
     except KeyboardInterrupt:
-        click.echo("closed")  # the ordinary end
+        click.echo("closed")  # the normal end
 
 
 async def _gateway(
@@ -75,7 +75,7 @@ async def _gateway(
     log_format: str | None,
 ) -> None:
     from cluster.frontend.servers import open_servers
-    from cluster.join import described, join
+    from cluster.join import join, spec_and_model
     from cluster.runtime.logs import begin
     from cluster.runtime.sessions import settle_join
 
@@ -85,10 +85,10 @@ async def _gateway(
 
     name = f"gateway-{socket.gethostname()}"
     await join_ray()
-    Interrupts()  # again, because Ray replaces the SIGTERM handler when it starts
+    Interrupts()  # again, because Ray replaced the SIGTERM handler
     controller = await await_controller(cluster, wait_s)
     click.echo(f"joining {cluster}")
-    spec, model = await described(controller, wait_s)
+    spec, model = await spec_and_model(controller, wait_s)
     spec = change(spec)
     begin(replace(spec.logs, format=log_format or spec.logs.format), name)
     joined = await join(name, spec, model, controller, open_servers)
@@ -97,15 +97,15 @@ async def _gateway(
         await _serve(joined, spec.gateway.grpc_scheme)
     finally:
         click.echo(closing_line(grace_s))
-        await interrupts.closed(joined.close(grace_s), joined.cut)
+        await interrupts.run_close(joined.close(grace_s), joined.cut)
 
 
 def _changed(port: int | None, http_port: int | None, files: dict[str, str], spec: "ClusterSpec") -> "ClusterSpec":
-    """The cluster's spec, changed by the options of this command."""
+    """The cluster's spec with the options of this command."""
     spec = with_files(spec, files)
     if port is not None:
         spec = with_port(spec, port)
-    return with_other_http(spec, click.echo) if http_port is None else with_http(spec, http_port)
+    return with_available_http(spec, click.echo) if http_port is None else with_http(spec, http_port)
 
 
 async def _serve(joined: "JoinedGateway", scheme: str) -> None:

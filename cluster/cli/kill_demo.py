@@ -39,9 +39,9 @@ SHOWN_EVENTS, SHOWN_TEXT = 8, 48
 
 @dataclass(frozen=True, slots=True)
 class KillOutcome:
-    """The effect of the kill. Tokens are compared with the undisturbed run, position by position.
+    """The effect of the kill. Tokens are compared with the undisturbed run, by position.
 
-    `recovered_streams`: those that continued on another worker. `longest_pause_s`: between two tokens of a stream.
+    `recovered_streams`: streams that continued on another worker. `longest_pause_s`: between two tokens of a stream.
     """
 
     worker: str
@@ -76,7 +76,7 @@ class KillOutcome:
 
 @dataclass(slots=True)
 class DemoStream:
-    """One streamed answer. `repeated`: tokens at positions that were already received."""
+    """One streamed answer. `repeated`: number of tokens at positions that were already received."""
 
     prompt: str
     tokens: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ class DemoStream:
 
 
 class Journal:
-    """Events and their times since the streams began."""
+    """Events of a run, with their times since the streams began."""
 
     def __init__(self, title: str, streams: list[DemoStream], most_tokens: int) -> None:
         self.title = title
@@ -122,7 +122,7 @@ class Journal:
 
 
 def check_can_kill(runtime: str) -> None:
-    """Only a worker that this command started may be killed. Raises `click.UsageError`."""
+    """Raise `click.UsageError` unless this command will start the worker itself."""
     if runtime != "ray":
         raise click.UsageError("--kill needs workers that are processes; leave --runtime local out")
     if "RAY_ADDRESS" in os.environ:
@@ -130,7 +130,7 @@ def check_can_kill(runtime: str) -> None:
 
 
 async def kill_demo(spec: ClusterSpec, max_tokens: int, as_json: bool) -> None:
-    """Fails if a token was lost, repeated or changed, or the worker is not ready again in time."""
+    """Raises if a token was lost, repeated or changed, or if the worker is not ready again in time."""
     async with running_cluster(spec, "ray", say) as serving, AsyncClient(serving.endpoint) as client:
         await client.wait_ready(READY_S)
         outcome = await _outcome(client, max_tokens)
@@ -205,7 +205,7 @@ async def _stream(
 
 
 def _kill_when_all_stream(journal: Journal, victim: WorkerView, killed: asyncio.Future[float]) -> None:
-    """Kill once every stream has `KILL_AFTER_TOKENS`, so that all of them are interrupted."""
+    """Kill the worker once every stream has `KILL_AFTER_TOKENS`, so that all of them are interrupted."""
     if killed.done() or any(len(each.tokens) < KILL_AFTER_TOKENS or each.ended for each in journal.streams):
         return
     _kill(victim.pid)
@@ -214,7 +214,7 @@ def _kill_when_all_stream(journal: Journal, victim: WorkerView, killed: asyncio.
 
 
 def _kill(pid: int) -> None:
-    """Raises `click.ClickException` for a process that this one did not start."""
+    """Kill a child process. Raises `click.ClickException` if this process did not start it."""
     if pid not in {child.pid for child in psutil.Process().children(recursive=True)}:
         raise click.ClickException(f"process {pid} was not started by this demo; it is not killed")
     os.kill(pid, signal.SIGKILL)
@@ -241,9 +241,9 @@ async def _back(
 
 @contextmanager
 def _shown(journal: Journal) -> Iterator[Journal]:
-    """On a terminal a live table, elsewhere a line for each event and every few seconds; both on stderr.
+    """On a terminal a live table, elsewhere a line per event and every few seconds; both on stderr.
 
-    Discards stdout, where Ray would report the death of the actor at length.
+    Discards stdout, because Ray prints long reports of the dead actor there.
     """
     with redirect_stdout(io.StringIO()), _display(journal):
         yield journal

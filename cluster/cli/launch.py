@@ -1,4 +1,4 @@
-"""The spec of the cluster that a command starts, from a file or from options; checks ports before anything starts."""
+"""The spec of a cluster to start, from a file or from options; checks ports before anything starts."""
 
 import errno
 import os
@@ -18,14 +18,14 @@ HTTP_PORT = 8000
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Options of `diptych serve` that replace a file. None: one replica, one rank."""
+    """Options of `diptych serve` without a file. None: one replica, one rank."""
 
     prefill_replicas: int | None = None
     decode_replicas: int | None = None
     tensor_parallel_size: int | None = None
 
     def check_no_file(self, file: str) -> None:
-        """Raises `click.UsageError` when a size is given, because the file sets it."""
+        """Raise `click.UsageError` if a size is given, because the file sets it."""
         named = {
             "--prefill-replicas": (self.prefill_replicas, "replicas"),
             "--decode-replicas": (self.decode_replicas, "replicas"),
@@ -36,8 +36,8 @@ class Sizes:
                 raise click.UsageError(f"{option} is for a cluster without a file; set {key} in {file}")
 
 
-def described(file: str | None, model: str | None, sizes: Sizes) -> "ClusterSpec":
-    """The cluster of the file, or one prefill pool and one decode pool on this machine. Raises `SpecError`."""
+def spec_to_serve(file: str | None, model: str | None, sizes: Sizes) -> "ClusterSpec":
+    """The spec of the file, or one prefill pool and one decode pool on this machine. Raises `SpecError`."""
     from cluster.spec_file import load_spec
 
     if model is not None and model.endswith((".yaml", ".yml")):
@@ -74,14 +74,14 @@ def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":
 
 
 def num_gpus(devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs of this machine, by the files of their driver."""
+    """Number of NVIDIA GPUs of this machine, by the device files of their driver."""
     return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def gpu_share(gpus: int, ranks: int, tensor: int) -> float:
-    """GPUs that Ray reserves for each rank: 1, or a fraction when workers of one rank share GPUs; 0 without GPUs.
+    """GPUs that Ray reserves per rank: 1, a fraction if workers of one rank share GPUs, or 0 without GPUs.
 
-    Raises `SpecError` when ranks of one worker would share a GPU.
+    Raises `SpecError` if ranks of one worker would share a GPU.
     """
     from cluster.spec import SpecError
 
@@ -95,10 +95,10 @@ def gpu_share(gpus: int, ranks: int, tensor: int) -> float:
 
 
 def with_default_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
-    """HTTP on port 8000, unless the spec has an HTTP port or the `http` extra is missing.
+    """Add HTTP on port 8000, unless the spec has an HTTP port or the `http` extra is missing.
 
-    Takes any free port if gRPC does, or, with a message, if 8000 is in use. With RAY_ADDRESS, gateways may run on
-    other hosts, whose ports cannot be checked from here: HTTP is opened only on request.
+    Uses any free port if gRPC does, or, with a message, if 8000 is in use. With RAY_ADDRESS, gateways may run on other
+    hosts, whose ports cannot be checked from here, so HTTP is opened only on request.
     """
     from cluster.frontend.http import missing_packages
 
@@ -114,8 +114,8 @@ def with_default_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "Clust
     return with_http(spec, HTTP_PORT)
 
 
-def with_other_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
-    """The HTTP port of an additional gateway: the cluster's, or any free one if this machine already uses that."""
+def with_available_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
+    """Set the HTTP port of an additional gateway: the cluster's, or any free one if that is in use here."""
     port = spec.gateway.http_port
     if not port or is_free(spec.gateway.host, port):
         return spec
@@ -125,7 +125,8 @@ def with_other_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "Cluster
 
 def check_servers(spec: "ClusterSpec") -> None:
     """Raise before the model is loaded if a port is in use (OSError), a certificate or key file is not usable
-    (SpecError) or HTTP is not installed. With RAY_ADDRESS, gateways run on other hosts: ports and files are skipped."""
+    (SpecError), or HTTP is not installed. With RAY_ADDRESS, ports and files are those of other hosts, and not checked.
+    """
     if spec.gateway.http_port is not None:
         from cluster.frontend.http import check_extra
 
@@ -168,7 +169,7 @@ def with_port(spec: "ClusterSpec", port: int) -> "ClusterSpec":
 
 
 def with_files(spec: "ClusterSpec", files: dict[str, str]) -> "ClusterSpec":
-    """Set certificate and key files; `files`: cluster file key -> path. Raises `SpecError`."""
+    """Set certificate and key files. `files`: cluster file key to path. Raises `SpecError`."""
     from cluster.spec import SpecError
 
     try:

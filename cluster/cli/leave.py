@@ -1,4 +1,4 @@
-"""`diptych leave`: drains a Ray node; its work continues on other nodes."""
+"""`diptych leave`: drains a Ray node. Its work continues on other nodes."""
 
 import asyncio
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ import click
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json
 
-RECHECK_S = 5.0  # how often Ray's table is read while the membership does not change
+RECHECK_S = 5.0  # interval of reading Ray's table while the membership does not change
 RETRY_S = 0.5
 
 
@@ -90,7 +90,7 @@ async def _empty(node: str, deadline_s: float) -> LeaveResult:
         seen |= dict.fromkeys(names)
         left_s = deadline_s - (clock() - begun_s)
         controllers = {cluster: controller for cluster in there if (controller := find_controller(cluster)) is not None}
-        if not controllers or left_s <= 0:  # workers whose controller is gone exit by themselves
+        if not controllers or left_s <= 0:  # workers without a controller exit by themselves
             return LeaveResult(node, tuple(name for name in seen if name not in names), names, clock() - begun_s)
         for cluster, controller in controllers.items():
             try:

@@ -1,7 +1,7 @@
 """Runs a command's work and its cluster, and stops both on Ctrl-C or SIGTERM.
 
-The first signal cancels the work; its `finally`s run, and running requests get some time to finish. The second signal
-cuts those requests; before a cluster serves, it kills all child processes at once. Later signals are ignored.
+The first signal cancels the work; its `finally` blocks run, and running requests get some time to finish. The second
+signal cancels those requests or, before the cluster serves, kills all child processes. Later signals are ignored.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ GONE = "the cluster is gone: its controller does not answer any more"
 
 
 class Interrupts:
-    """Signal handlers of one task: the first signal cancels it, the second one cuts what `closed` waits for.
+    """Signal handlers of one task: the first signal cancels it, the second one cancels what `run_close` waits for.
 
-    Uses Python's handlers rather than the loop's: they hold until the process ends, so a late signal cannot interrupt
+    Uses Python's handlers rather than the loop's. They stay until the process ends, so a late signal cannot interrupt
     the shutdown of Ray or of the interpreter. A newer `Interrupts` replaces the handlers.
     """
 
     def __init__(self, *, serves: bool = False) -> None:
-        """Handles signals for the running task. `serves`: it will call `closed`; else a second signal kills."""
+        """Handles signals for the running task. `serves`: it will call `run_close`; else a second signal kills."""
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -40,8 +40,8 @@ class Interrupts:
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
-    async def closed(self, close: Coroutine[Any, Any, None], cut: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `close` to its end; a second signal runs `cut` beside it."""
+    async def run_close(self, close: Coroutine[Any, Any, None], cut: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `close` to its end. A second signal runs `cut` at the same time."""
         closing, cutting = asyncio.ensure_future(close), asyncio.ensure_future(self._cut.wait())
         await asyncio.wait([closing, cutting], return_when=asyncio.FIRST_COMPLETED)
         if cutting.cancel():
@@ -62,7 +62,7 @@ class Interrupts:
 
 
 def _end_at_once() -> None:
-    """Kill all child processes and exit. Nothing else can interrupt the start of Ray."""
+    """Kill all child processes and exit: the start of Ray cannot be interrupted otherwise."""
     with suppress(ImportError):  # without psutil there is no Ray either
         import psutil
 
@@ -78,9 +78,9 @@ def _end_at_once() -> None:
 async def running_cluster(
     spec: "ClusterSpec", runtime: str, progress: Callable[[str], None], *, gateways: bool = True, grace_s: float = 0.0
 ) -> AsyncIterator["Serving"]:
-    """A running cluster, with its gateways unless `gateways` is false; always closed at the end.
+    """A running cluster, with its gateways unless `gateways` is false. It is always closed at the end.
 
-    Requests that still run then get `grace_s` to finish, unless a second signal comes.
+    Running requests then get `grace_s` to finish, unless there is a second signal.
     """
     from cluster.frontend.servers import open_servers
     from cluster.serving import serve
@@ -91,7 +91,7 @@ async def running_cluster(
         yield serving
     finally:
         progress(closing_line(grace_s))
-        await interrupts.closed(serving.close(grace_s), serving.cut)
+        await interrupts.run_close(serving.close(grace_s), serving.cut)
 
 
 def closing_line(grace_s: float) -> str:
@@ -99,7 +99,7 @@ def closing_line(grace_s: float) -> str:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Ctrl-C and SIGTERM cancel it, so its `finally`s run; KeyboardInterrupt is raised then."""
+    """The result of `work`. Ctrl-C and SIGTERM cancel it, so its `finally` blocks run, and raise KeyboardInterrupt."""
 
     async def guarded() -> T:
         Interrupts()
@@ -109,7 +109,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         result = asyncio.run(guarded())
     except asyncio.CancelledError:
-        for number in SIGNALS:  # handlers that the interpreter restores at exit would end it with a traceback
+        for number in SIGNALS:  # the handlers that the interpreter restores at exit would print a traceback
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt from None
     for number, handler in before.items():

@@ -1,7 +1,7 @@
-"""One file for each gateway that runs on this machine, so that other commands of the same user find the latest one.
+"""One file per gateway that runs on this machine, so that other commands of the same user find the latest one.
 
-A killed process leaves its file behind: a file whose process is gone, or whose gateway does not accept connections, is
-removed by the next reader.
+A killed process leaves its file behind. Readers remove files whose process is gone, or whose gateway does not accept
+connections.
 """
 
 import os
@@ -27,7 +27,7 @@ class LocalServer(msgspec.Struct, frozen=True):
 
 @contextmanager
 def announced(endpoint: str) -> Iterator[None]:
-    """Record, for as long as the block lasts, that this process serves at `endpoint`. A failed write is ignored."""
+    """Record during the block that this process serves at `endpoint`. Ignores a failed write."""
     path: Path | None = None
     with suppress(OSError):
         path = write_record(_folder(), LocalServer(endpoint, os.getpid(), time.time()), os.getpid())

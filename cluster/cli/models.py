@@ -79,7 +79,7 @@ def inspect(name: str, as_json: bool) -> None:
 
 
 def inspected(summary: "ModelSummary") -> list[tuple[str, str]]:
-    """The main facts; --json has all of them."""
+    """The main facts; --json has all facts."""
     config = summary.config
     windows = sum(layer.window > 0 for layer in config.layers)
     layers = f"{len(config.layers)}{f', {windows} with a sliding window' if windows else ''}"

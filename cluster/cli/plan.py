@@ -11,7 +11,7 @@ import click
 from cluster.cli.comparison import positive_slo
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json, say
-from cluster.cli.searching import INTERRUPTED, cut_short, search
+from cluster.cli.search import INTERRUPTED, cut_short, search
 
 if TYPE_CHECKING:
     from cluster.offline.plan.load import PlanLoad
@@ -25,7 +25,7 @@ USERS = "1,8,64"
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The command line, unchecked."""
+    """The options of the command line, before any check."""
 
     model: str | None
     hardware: str | None
@@ -149,14 +149,14 @@ def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "Pl
 
 
 def _print_estimate(options: PlanOptions, lines: list[str]) -> None:
-    """At once, above the simulated answer. JSON has both in one object."""
+    """Print the estimate before the simulation, unless the output is JSON, which has both in one object."""
     if not options.as_json:
         click.echo("\n".join([*lines, ""]))
         sys.stdout.flush()
 
 
 def _print_answer(options: PlanOptions, lines: list[str], value: dict[str, Any], ended_by: str, limit_s: float) -> None:
-    """The simulated answer. Exits as an interrupted program does if Ctrl-C cut it short."""
+    """Print the simulated answer. If Ctrl-C cut it short, exit like an interrupted program."""
     if options.as_json:
         print_json({**value, "ended_by": ended_by})
     else:

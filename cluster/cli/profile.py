@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import addressed
+from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@addressed
+@client_options
 @click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and stop it.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="With -f.")
 @click.option(

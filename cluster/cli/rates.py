@@ -1,6 +1,6 @@
-"""Rates between two snapshots of a cluster. Pure: the caller gives the time.
+"""Rates between two snapshots of a cluster. Pure: the time is an argument.
 
-Counters restart at 0 with the gateway or the worker's incarnation: a rate across a restart is None, never negative.
+Counters restart at 0 with the gateway or the worker's incarnation. A rate across a restart is None, never negative.
 """
 
 from collections import deque
@@ -72,7 +72,7 @@ class StatusWindow:
 
 
 def rates(before: Snapshot | None, now: Snapshot, oldest: Snapshot | None = None) -> Rates:
-    """`before`: the previous snapshot. `oldest`: the start of the window for what needs more than a second."""
+    """`before`: the previous snapshot. `oldest`: the start of the window, for SLO attainment and cache hits."""
     status = now.status
     then = before.status if before is not None and _continues(before, now) and now.at_s > before.at_s else None
     first = oldest.status if oldest is not None and _continues(oldest, now) else None
@@ -95,7 +95,7 @@ def rates(before: Snapshot | None, now: Snapshot, oldest: Snapshot | None = None
 
 
 def _continues(before: Snapshot, now: Snapshot) -> bool:
-    """Whether the same gateway, with the same counters, gave both answers."""
+    """Whether both are of the same gateway, without a restart between them."""
     one, other = before.status, now.status
     return one.gateway == other.gateway and one.recent.uptime_s <= other.recent.uptime_s
 
@@ -127,7 +127,7 @@ def _computed(traffic: Traffic) -> int:
 
 
 def _hits(first: Traffic, now: Traffic) -> float | None:
-    """Since `first`; of all time if no prompt has come since."""
+    """The share since `first`; since the gateway's start if there was no prompt since `first`."""
     prompts = now.prompt_tokens - first.prompt_tokens
     if prompts > 0:
         return max(0, now.cached_tokens - first.cached_tokens) / prompts
@@ -135,7 +135,7 @@ def _hits(first: Traffic, now: Traffic) -> float | None:
 
 
 def _since(first: "ClusterStatus", now: "ClusterStatus") -> Iterator[ClassScore]:
-    """Each class since `first`, without classes that had no request since."""
+    """The scores of each class since `first`, without classes that had no request."""
     before = {score.name: score for score in first.slo_attainment.classes}
     for score in now.slo_attainment.classes:
         was = before.get(score.name, ClassScore(score.name, 0, SLOCount(), SLOCount(), SLOCount()))

@@ -1,4 +1,4 @@
-"""Options of a request in groups: sampling, length, number of answers, SLO and tenant."""
+"""Options of a request: sampling, length, number of answers, SLO and tenant."""
 
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +79,7 @@ def answer_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; the server has defaults for the others. SLO options become one `slo`."""
+    """The given options. The server has defaults for the others. SLO options become one `slo`."""
     found = {name: value for name, value in options.items() if value not in (None, ())}
     ttft_s, tpot_s, class_name = (found.pop(name, None) for name in ("ttft_s", "tpot_s", "slo_class"))
     if (ttft_s, tpot_s, class_name) != (None, None, None):

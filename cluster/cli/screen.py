@@ -1,9 +1,9 @@
-"""Prints answers, KV handoffs, ledgers and workers on a terminal or as JSON. Opens no connection."""
+"""Prints answers, KV handoffs, ledgers, workers, pools and decisions on a terminal or as JSON. Opens no connection."""
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,10 @@ import msgspec
 
 from cluster.events import Accepted, Completed, Queued
 from cluster.observe.ledger import PHASES, LatencyLedger
-from diptych.view import ClusterView, GatewayState, PoolView, WorkerState, WorkerView
+from diptych.view import ClusterView, Decision, DecisionRecord, GatewayState, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 
-if TYPE_CHECKING:  # rich costs a tenth of a second that --help must not pay
+if TYPE_CHECKING:  # importing rich takes a tenth of a second, which --help must not need
     from rich.console import Console
     from rich.table import Table
 
@@ -44,8 +44,9 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[PullProgress]:
-    """A callback (what, done, total) that draws a bar for each `what` on a terminal. Elsewhere it prints a line at the
-    beginning and the end of each, and every few seconds between."""
+    """A callback (what, done, total) that draws a bar per `what` on a terminal. Elsewhere it prints a line at the
+    beginning and the end of each `what`, and every few seconds in between.
+    """
     if not sys.stderr.isatty():
         yield ProgressLines().update
         return
@@ -114,7 +115,7 @@ def view_json(view: ClusterView) -> dict[str, Any]:
 
 
 def ledger_table(ledger: LatencyLedger) -> "Table":
-    """One row for each phase; the columns add up to TTFT, to the time after it, and to the total."""
+    """One row per phase. The columns sum to TTFT, to the time after it, and to the total."""
     first, rest = dict(ledger.first), dict(ledger.rest)
     table = plain_table("phase", ">to first token", ">after it", ">total")
     for phase in PHASES:
@@ -131,14 +132,14 @@ def _ms(ns: int | None) -> str:
 
 
 def queued_line(event: Queued) -> str:
-    """The reason for waiting, and when the first token is expected."""
+    """The reason for the wait, and the predicted times."""
     ahead = f"behind {event.position} others" if event.position else "next in line"
     start, first = f"{event.predicted_start_s:.1f} s", f"{event.predicted_ttft_s:.1f} s"
     return f"queued {ahead} ({event.reason}); expected to start in {start}, with a TTFT of {first}"
 
 
 def route_lines(accepted: Accepted, completed: Completed, workers: dict[str, WorkerView]) -> list[str]:
-    """Where a request ran, how its KV got there, and its token counts."""
+    """The workers of a request, its KV handoffs, and its token counts."""
 
     def named(name: str) -> str:
         worker = workers.get(name)
@@ -176,7 +177,7 @@ def _handoff_lines(report: TransferReport, ledger: LatencyLedger) -> list[str]:
 
 
 def workers_table(view: ClusterView) -> "Table":
-    """Columns for ranks and restarts appear only when a worker has any."""
+    """Has columns for ranks and restarts only if a worker has any."""
     headers = ["worker", "role", "state", "pid", "node", ">running", ">waiting", ">queued", ">blocks free", ">step"]
     in_gangs = any(worker.parallel.world_size > 1 for worker in view.workers)
     restarted = any(worker.restarts for worker in view.workers)
@@ -219,6 +220,39 @@ def _bubble(worker: WorkerView) -> str:
     return f"{worker.stats.bubble_share:.0%}" if worker.parallel.pipeline > 1 else ""
 
 
+def pools_table(view: ClusterView) -> "Table":
+    """Only elastic pools have a minimum and a maximum."""
+    table = plain_table("pool", "role", ">ready", ">target", ">min", ">max")
+    for pool in view.pools:
+        workers = (worker for worker in view.workers if worker.pool == pool.name)
+        ready = sum(worker.state is WorkerState.READY for worker in workers)
+        bounds = (pool.min_replicas, pool.max_replicas) if pool.min_replicas < pool.max_replicas else ("-", "-")
+        table.add_row(pool.name, pool.role.value, *map(str, (ready, pool.wanted, *bounds)))
+    return table
+
+
+def decisions_table(decisions: Iterable[DecisionRecord]) -> "Table":
+    """The latest decision first."""
+    from rich.markup import escape
+
+    table = plain_table(">age", "decision", "outcome", "reason")
+    for record in reversed(tuple(decisions)):
+        texts = decision_text(record.decision), record.outcome, record.decision.reason
+        table.add_row(f"{record.age_s:.0f} s", *map(escape, texts))
+    return table
+
+
+def decision_text(decision: Decision) -> str:
+    if decision.kind == "flip":
+        return f"{decision.worker} -> {decision.role.value if decision.role else '?'}"
+    return f"grow {decision.pool}" if decision.kind == "grow" else f"shrink {decision.pool}: {decision.worker}"
+
+
+def decision_json(record: DecisionRecord) -> dict[str, Any]:
+    decision: dict[str, Any] = msgspec.to_builtins(record.decision)
+    return decision | {"age_s": record.age_s, "outcome": record.outcome}
+
+
 def links_table(view: ClusterView) -> "Table":
     table = plain_table("owner", "reader", "transport", "path", ">latency", ">bandwidth", "skipped")
     for link in view.links:
@@ -229,7 +263,7 @@ def links_table(view: ClusterView) -> "Table":
 
 
 def trouble_lines(view: ClusterView) -> list[str]:
-    """Problems of pools, gateways and background tasks; workers have a column of their own."""
+    """Problems of pools, gateways and background tasks. The table of workers has their problems."""
     lines = [
         f"pool {pool.name} has no ready worker: other pools serve its requests"
         for pool in view.pools
@@ -264,7 +298,7 @@ def size(num_bytes: float) -> str:
 
 
 def plain_table(*headers: str) -> "Table":
-    """A header that starts with ">" aligns its column to the right."""
+    """A column whose header starts with ">" is right-aligned."""
     from rich import box
     from rich.table import Table
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import filed
+from cluster.cli.address import gateway_file_options
 from cluster.cli.groups import GroupedCommand, grouped
 from cluster.cli.launch import (
     Sizes,
     check_servers,
-    described,
+    spec_to_serve,
     with_default_http,
     with_files,
     with_http,
@@ -60,7 +60,7 @@ REPLICAS = click.IntRange(1, 1024)
     help="Time that running requests get to finish after Ctrl-C or SIGTERM; a second Ctrl-C cuts them.",
 )
 @server_option("--log-format", type=click.Choice(["text", "json"]), help="Log format of every process (to stderr).")
-@filed
+@gateway_file_options
 def serve(
     model: str | None,
     file: str | None,
@@ -98,7 +98,7 @@ def serve(
         raise click.UsageError("--no-gateways: gateways join through Ray; leave --runtime local out")
     if no_http and http_port is not None:
         raise click.UsageError("--no-http and --http-port exclude each other")
-    spec = described(file, model, Sizes(prefill_replicas, decode_replicas, tensor_parallel_size))
+    spec = spec_to_serve(file, model, Sizes(prefill_replicas, decode_replicas, tensor_parallel_size))
     if port is not None:
         spec = with_port(spec, port)
     if http_port is not None or no_http:
@@ -115,7 +115,7 @@ def serve(
     try:
         run(_serve(spec, runtime, grace_s, gateways=not no_gateways))
     except KeyboardInterrupt:
-        click.echo("closed")  # the ordinary end
+        click.echo("closed")  # the normal end
 
 
 def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
@@ -136,7 +136,7 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
 
 
 def fetch_model(spec: "ClusterSpec") -> Path:
-    """Download the model to this host, with progress; workers on other hosts download it themselves."""
+    """Download the model to this host, with a progress bar. Workers on other hosts download it themselves."""
     from workers.model.store import resolve
 
     with progress_bar() as progress:

@@ -1,4 +1,4 @@
-"""`diptych simulate`: a workload on one system or several, with the production scheduling code in virtual time."""
+"""`diptych simulate`: a workload on one or several systems, in virtual time, with the production scheduling code."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ import click
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
 from cluster.cli.groups import GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
-from cluster.cli.searching import cores
+from cluster.cli.search import cores
 
 if TYPE_CHECKING:
     from cluster.offline.report.system_result import SystemResult
@@ -189,7 +189,7 @@ def _targets(targets: Sequence[float]) -> tuple[float, ...]:
 
 
 def rates_of(text: str | None) -> tuple[float, ...]:
-    """`1,2,4` as ascending rates; None: none."""
+    """`1,2,4` as ascending rates; None: no rates."""
     try:
         rates = tuple(sorted({float(each) for each in (text or "").split(",") if each.strip()}))
     except ValueError:
@@ -208,7 +208,7 @@ def _run(
     search: "GoodputOptions | None",
     num_processes: int,
 ) -> "list[SystemResult]":
-    """All systems at the workload's rate first, then each at `rates` and its goodput."""
+    """Run all systems at the workload's rate, then each at `rates` and its goodput search."""
     from cluster.offline.report.system_result import SystemResult
     from cluster.offline.scoring.figures import figures
     from cluster.offline.sim.compare import goodputs, processes, run_at, run_case

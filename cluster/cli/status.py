@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cluster.cli.address import addressed
+from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand
-from cluster.cli.screen import console, links_table, plain_table, print_json, trouble_lines, view_json, workers_table
-from cluster.cli.shape import decision_json, decisions_table, pools_table
+from cluster.cli.screen import (
+    console,
+    decision_json,
+    decisions_table,
+    links_table,
+    plain_table,
+    pools_table,
+    print_json,
+    trouble_lines,
+    view_json,
+    workers_table,
+)
 from diptych.access import Access
 from diptych.slo import Calibration, Errors, SLOAttainment, SLOCount
 
@@ -24,7 +34,7 @@ T = TypeVar("T")
 
 
 @click.command(cls=GroupedCommand)
-@addressed
+@client_options
 @click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait this long for the cluster to be ready.")
 @click.option("--audit", is_flag=True, help="Have every worker check that all its KV blocks are accounted for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
@@ -50,7 +60,7 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
             "max_requests": found.max_requests,
             "queued": attainment.queued,
         }
-        decisions = [decision_json(taken) for taken in found.decisions]
+        decisions = [decision_json(record) for record in found.decisions]
         print_json(
             view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": attainment_json(attainment)}
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cluster.cli.address import addressed
+from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.lifetime import run
 from cluster.cli.rates import Snapshot, StatusWindow
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@addressed
+@client_options
 @click.option(
     "--interval",
     "interval_s",
@@ -59,7 +59,7 @@ def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: b
         else:
             run(_watch(endpoint, access, interval_s, deadline_s))
     except KeyboardInterrupt:
-        return  # the usual way to stop
+        return  # the normal end
 
 
 async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import DEFAULT, accessed, connection
+from cluster.cli.address import DEFAULT, access_options, connection
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.local_servers import last_endpoint
 from cluster.cli.screen import say
@@ -32,7 +32,7 @@ def _duration(ctx: click.Context, option: click.Parameter, given: str | None) ->
 
 
 def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> int | None:
-    """A time of day as nanoseconds; local unless it has a zone."""
+    """A time as Unix nanoseconds; local unless it has a time zone."""
     if given is None:
         return None
     text = given if "-" in given else f"{datetime.now().date().isoformat()}T{given}"
@@ -53,7 +53,7 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     callback=lambda ctx, option, given: given or (last_endpoint(),),
     help=f"Gateway to ask; repeatable, since each gateway knows only its own requests. {DEFAULT}",
 )
-@accessed
+@access_options
 @click.option(
     "--last",
     "last_s",
@@ -141,5 +141,5 @@ def _write(windows: dict[str, "Window"], out: Path) -> None:
 
 
 def _second(unix_ns: int) -> datetime:
-    """The first whole second after it."""
+    """The first whole second after this time."""
     return datetime.fromtimestamp(unix_ns // 10**9 + 1, UTC)

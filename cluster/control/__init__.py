@@ -1,1 +1,1 @@
-"""Keeps the cluster as its file describes it: workers, membership, roles, pool sizes, gateways."""
+"""The control plane: keeps workers, membership, roles, pool sizes and gateways as the cluster file describes them."""

@@ -1,7 +1,7 @@
-"""Messages about changes to a running cluster that controller, server and gateways exchange. Knows no worker.
+"""Errors and messages of changes to a running cluster, between controller, server and gateways. Knows no worker.
 
 ChangeError         the cluster is unchanged
-├── StaleRevision   the caller looked at an older revision
+├── StaleRevision   the caller has seen an older revision
 ├── UnknownMember   no such worker or pool; the message lists those that exist
 ├── ChangeRefused   it would break a floor or a bound, or no KV could move; the message has the reason
 └── ControllerAway  the controller does not answer; it may be restarting
@@ -16,7 +16,7 @@ MAX_DRAIN_S = 24 * 3600.0
 
 
 class ChangeError(Exception):
-    """Takes its message only: it crosses processes."""
+    """Takes only its message, so that it can be pickled."""
 
 
 class StaleRevision(ChangeError): ...
@@ -43,7 +43,7 @@ class TargetWorker:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """What the server stores for a restarted controller, which discovers everything else."""
+    """The state that the server stores for a restarted controller. The controller discovers everything else."""
 
     revision: int
     workers: tuple[TargetWorker, ...]
@@ -51,7 +51,7 @@ class ControllerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """The server's gateways, and how often its background tasks failed."""
+    """The server's gateways, and the failure counts of its background tasks."""
 
     gateways: tuple[GatewayView, ...] = ()
     failures: tuple[tuple[str, int], ...] = ()

@@ -1,6 +1,6 @@
-"""A gateway's calls to the controller: membership, load reports, changes, decisions.
+"""A gateway's calls to the controller: membership, load reports, changes, decisions. Every call has a timeout.
 
-Every call has a timeout. While the controller is away the gateway continues; only changes are refused.
+While the controller is away the gateway continues; only changes are refused.
 """
 
 from contextlib import suppress
@@ -33,11 +33,11 @@ class ControllerCalls:
         self._gateway = gateway
         self._decides = decides
         self._links: tuple[LinkReport, ...] = ()
-        self._links_id = ""  # of the links that we have, so that they are not sent again
-        self._change_s = 2 * preflight_s + GRACE_S  # it may wait for another change
+        self._links_id = ""  # identifies `_links`, which the controller need not send again
+        self._change_s = 2 * preflight_s + GRACE_S  # a change may wait for another change
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
-        """A long poll. Raises `WorkerGone`."""
+        """Long poll of the membership. Raises `WorkerGone`."""
         membership: Membership = await self._controller.call(
             "members", revision, timeout_s, self._gateway, self._links_id, timeout_s=timeout_s + GRACE_S
         )
@@ -47,11 +47,11 @@ class ControllerCalls:
         return membership
 
     async def report(self, report: LoadReport) -> None:
-        """Raises `WorkerGone`."""
+        """Send a load report. Raises `WorkerGone`."""
         await self._controller.call("report", report, timeout_s=GRACE_S)
 
     async def decisions(self) -> tuple[DecisionRecord, ...]:
-        """The latest decisions of the elastic policy, oldest first; none while the controller is away."""
+        """The latest decisions of the elastic policy, oldest first; empty while the controller is away."""
         decisions: tuple[DecisionRecord, ...] = await self._elastic("decisions") or ()
         return decisions
 

@@ -1,7 +1,7 @@
 """The controller: owns the target set of workers, the running workers, and the links between them.
 
-It restarts workers that fail, changes roles and pool sizes for operators and the scaling loop, and publishes the
-membership as a long poll. Requests do not pass through it: while it is away, gateways use the last membership.
+It restarts failed workers, changes roles and pool sizes for operators and the scaling loop, and publishes the
+membership by long poll. Requests do not pass through it. While it is away, gateways use the last membership.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
 NOT_BEGUN = "the controller was restarted and has not begun"
-SILENT_S = 5.0  # a gateway that does not poll again for this long after an answer is gone
-QUIET_S = 1.0  # how long a draining worker must be empty, so that requests on their way to it have arrived
-REVISIONS_APART = 1_000_000  # more than a controller makes between two keep-alives: no revision is used twice
+SILENT_S = 5.0  # a gateway that does not poll for this long after an answer is gone
+QUIET_S = 1.0  # how long a draining worker must be empty; requests in transit arrive within this time
+REVISIONS_APART = 1_000_000  # more than a controller makes between two keep-alives, so that none is used twice
 NOTHING_REPORTED = ServerReport()
 
 
@@ -77,7 +77,7 @@ class Controller:
         self._relinking: asyncio.Task[None] | None = None
         self._revision = 0
         self._changed = asyncio.Event()
-        self._changing = asyncio.Lock()  # one change at a time, so that its revision means something
+        self._changing = asyncio.Lock()  # one change at a time, so that revisions can be checked
         self._orphan_after_s = orphan_after_s
         self._orphan_timer: Watchdog | None = None
         self._server = ServerReport()
@@ -88,10 +88,10 @@ class Controller:
             acts = spec.elastic.mode == "act"
             self._scaling_loop = ScalingLoop(decider, self, spec.elastic.period_s, limit_s, acts=acts)
 
-    # ---- life ------------------------------------------------------------------------------------------------
+    # ---- start and stop --------------------------------------------------------------------------------------
 
     async def begin(self, saved: ControllerState | None = None) -> None:
-        """Start all workers, without waiting for them. `saved`: of a crashed controller, whose workers still run."""
+        """Start all workers, without waiting for them. `saved`: the state of a crashed controller, to take over."""
         if self._relinking is not None:
             return
         if saved is None:
@@ -183,12 +183,12 @@ class Controller:
                 return ModelView(self._spec.model, info.context_length, info.vocab_size, info.default_sampling)
         return None
 
-    # ---- what it publishes -----------------------------------------------------------------------------------
+    # ---- published state -------------------------------------------------------------------------------------
 
-    async def described(self, timeout_s: float) -> tuple[ClusterSpec, ModelView] | None:
-        """What a joining gateway needs, once a worker has loaded the model; None after `timeout_s`.
+    async def spec_and_model(self, timeout_s: float) -> tuple[ClusterSpec, ModelView] | None:
+        """For a joining gateway, once a worker has loaded the model; None after `timeout_s`.
 
-        Raises `WorkerGone` as `members` does.
+        Raises `WorkerGone`, see `members`.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while (model := self._model()) is None and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
@@ -198,15 +198,14 @@ class Controller:
         return None if model is None else (self._spec, model)
 
     async def members(self, revision: int, timeout_s: float, gateway: str = "", links_id: str = "") -> Membership:
-        """The membership, as a long poll: once it differs from `revision`, or after `timeout_s`. `gateway`: the caller.
+        """The membership, once it differs from `revision` or after `timeout_s` (long poll). `gateway`: the caller.
 
-        Links are left out if the caller has those of `links_id`: they are by far the largest part.
-
-        Raises `WorkerGone` if this controller was restarted and has not begun.
+        Omits the links, by far the largest part, if the caller has those of `links_id`. Raises `WorkerGone` if this
+        controller was restarted and has not begun.
         """
         clock = asyncio.get_running_loop().time
         if gateway:
-            self._listeners.asked(gateway, clock(), clock() + timeout_s + SILENT_S)
+            self._listeners.polled(gateway, clock(), clock() + timeout_s + SILENT_S)
         await self._wait_for_change(revision, timeout_s)
         if self._relinking is None:
             raise WorkerGone(NOT_BEGUN)
@@ -234,7 +233,7 @@ class Controller:
             pass  # no change
 
     def view(self) -> ClusterView:
-        """What a gateway sees."""
+        """The view that gateways get."""
         workers = tuple(replica.view for replica in self._replicas.values())
         pools = pool_views(self._spec.pools, self._replicas.values())
         links, pairs = self._preflight.links, self._preflight.pairs
@@ -250,7 +249,7 @@ class Controller:
     async def flip(self, worker: str, role: Role, revision: int = 0) -> int:
         """Change a worker's role; its running requests continue. Returns the new revision.
 
-        `revision`, in all changes: the one that the caller looked at, 0 for any. Errors: `ChangeError`.
+        `revision`, in all changes: the one that the caller has seen; 0: any. Errors: `ChangeError`.
         """
         async with self._changing:
             self._check(revision)
@@ -271,7 +270,7 @@ class Controller:
     async def drain(self, worker: str, revision: int = 0, deadline_s: float = 0.0) -> int:
         """Send a worker no new work, and stop it once it is empty or after `deadline_s` (0: `health.drain_s`).
 
-        Lowers its pool's target by one. Does not wait for the worker to stop. Errors: `ChangeError`.
+        Lowers its pool's target by one. Does not wait until it has stopped. Errors: `ChangeError`.
         """
         async with self._changing:
             self._check(revision)
@@ -309,21 +308,21 @@ class Controller:
             return self._revision
 
     async def vacate(self, workers: Collection[str], deadline_s: float) -> int:
-        """Drain the workers of a node that leaves, and start a replacement for each wherever there is room.
+        """Drain the workers of a node that leaves, and start a replacement for each on any node with room.
 
-        Nodes leave one at a time: while a worker elsewhere is not ready, this waits for up to half of `deadline_s`.
-        Floors and bounds do not apply. Ignores unknown and draining workers.
+        Nodes leave one at a time: while another worker is not ready, this waits for up to half of `deadline_s`. Floors
+        and bounds do not apply. Ignores unknown and draining workers.
         """
         clock = asyncio.get_running_loop().time
         ends_s = clock() + deadline_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s / 2):
-                while self._staying(workers) and any(
+                while self._not_leaving(workers) and any(
                     not (is_ready(each) or each.is_leaving or each.name in workers) for each in self._replicas.values()
                 ):
                     await self._changed.wait()
         async with self._changing:
-            for replica in self._staying(workers):
+            for replica in self._not_leaving(workers):
                 name = free_name(replica.pool, self._replicas)
                 self._add(replica.pool, name, replica.role, required=False)
                 logger.info("the node of worker %s leaves; %s replaces it", replica.name, name)
@@ -331,7 +330,7 @@ class Controller:
             self._replicas = in_order(self._replicas, self._spec.pools)
             return self._revision
 
-    def _staying(self, workers: Collection[str]) -> list[ReplicaManager]:
+    def _not_leaving(self, workers: Collection[str]) -> list[ReplicaManager]:
         return [each for each in self._replicas.values() if each.name in workers and not each.is_leaving]
 
     async def report(self, report: LoadReport) -> None:
@@ -340,8 +339,8 @@ class Controller:
             self._scaling_loop.on_report(report)
 
     async def decisions(self) -> tuple[DecisionRecord, ...]:
-        """The latest of the elastic policy, oldest first."""
-        return () if self._scaling_loop is None else self._scaling_loop.taken()
+        """The latest decisions of the elastic policy, oldest first."""
+        return () if self._scaling_loop is None else self._scaling_loop.decisions()
 
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Decisions of the elastic policy since this controller started: (kind, outcome, count)."""
@@ -360,7 +359,7 @@ class Controller:
         return replica
 
     def _workers_of(self, pool: str) -> list[ReplicaManager]:
-        """The workers that count for a pool's target."""
+        """The workers that count towards a pool's target."""
         return [each for each in self._replicas.values() if each.pool.name == pool and not each.is_leaving]
 
     def _refuse_below_floors(self, becomes: Mapping[str, Role | None]) -> None:
@@ -374,7 +373,7 @@ class Controller:
         return replica
 
     def _leave(self, replica: ReplicaManager, deadline_s: float, *, waits: bool = False) -> None:
-        """Drain. `waits`: even if it is not ready: it may have work from before this controller's restart."""
+        """Drain. `waits`: until it is empty, even if it is not ready; a crashed controller's worker may have work."""
         replica.leave()
         self._bump()
         logger.info("worker %s drains and stops within %.0f s", replica.name, deadline_s)
@@ -397,9 +396,9 @@ class Controller:
         try:
             await replica.end(STOP_GRACE_S)
             logger.info("worker %s has left", replica.name)
-        except Exception:  # the runtime ends its process, with the cluster at the latest
+        except Exception:  # the runtime ends its process, at the latest with the cluster
             logger.exception("worker %s could not be stopped", replica.name)
-        # Only now: a controller restarted in between must know that it has to stop this worker.
+        # Only now, so that a restarted controller knows that it has to stop this worker.
         del self._replicas[replica.name]
         self._leaving.pop(replica.name, None)
         self._preflight.forget(replica.name)

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 2.0  # between two polls
 ANSWER_S = 5.0  # timeout of a poll of an open gateway
-HUNG_S = 30.0  # without any answer: longer than a large prompt or a live migration of its machine delays it
-OPEN_S = 120.0  # for its servers to open: its process may be slow to start
+HUNG_S = 30.0  # without an answer; longer than a large prompt or a live migration of its machine delays it
+OPEN_S = 120.0  # for its servers to open; its process may start slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class GatewayManager:
             self._task.cancel()
 
     async def _poll(self) -> None:
-        """Poll once, and act on the answer. Raises the error that keeps its servers from opening."""
+        """Poll once, and act on the answer. Raises the error if its servers cannot open."""
         is_open = self.view.state is not GatewayState.STARTING
         limit_s = ANSWER_S if is_open else OPEN_S
         try:
@@ -88,7 +88,7 @@ class GatewayManager:
         await asyncio.sleep(POLL_S)
 
     async def _replace(self) -> None:
-        """Restart it. Its streams end; clients retry at another gateway, or at this one when it is back."""
+        """Restart it. Its streams end, and clients retry at another gateway, or here once it has restarted."""
         logger.error("%s has not answered for %.0f s and is replaced", self.view.name, self._silent_s)
         detail = f"no answer for {self._silent_s:.0f} s; it is restarted"
         self._silent_s = 0.0

@@ -1,6 +1,6 @@
-"""The server's keep-alive calls to the controller, and the state that it stores for a restarted one.
+"""The server's keep-alive calls to the controller, and the state that it stores for a restarted controller.
 
-Knows no gateway and waits only for the controller, so that nothing else that hangs can stop the cluster.
+Waits only for the controller, so that no other process that hangs can stop the cluster. Knows no gateway.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from diptych.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 2.0
-KEEP_ALIVE_GRACE_S = 3.0  # for the answer: several calls fit into ORPHAN_AFTER_S
-CONTROLLER_HUNG_S = 10.0  # without an answer; gateways and workers go on meanwhile
-ORPHAN_AFTER_S = 20.0  # after this long without the other, the cluster stops itself, and so does the server
+KEEP_ALIVE_GRACE_S = 3.0  # for the answer; several calls fit into ORPHAN_AFTER_S
+CONTROLLER_HUNG_S = 10.0  # without an answer; gateways and workers continue meanwhile
+ORPHAN_AFTER_S = 20.0  # server and controller each stop if the other one is silent for this long
 
 
 class KeepAlive:
-    """Owned by the server. `report` goes to the controller. `replace` restarts a controller that hangs; `gone` is
-    called when it is gone for good.
+    """Owned by the server. Sends `report()` to the controller. `replace` restarts a controller that hangs; `gone` is
+    called when the controller is lost for good.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KeepAlive:
         self._gone = gone
         self._saved: ControllerState | None = None
         self._silence = Watchdog(ORPHAN_AFTER_S, self._give_up)
-        work = supervised("calling the controller", self._call, failures, most_pause_s=KEEP_ALIVE_S)
+        work = supervised("calling the controller", self._call, failures, max_pause_s=KEEP_ALIVE_S)
         self._task = asyncio.ensure_future(work)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class KeepAlive:
         except WorkerGone as error:
             logger.warning("the controller does not answer: %s", error)
             await asyncio.sleep(KEEP_ALIVE_S)
-        except Exception:  # an error of the controller: it lives
+        except Exception:  # raised by the controller, so it is alive
             self._silence.reset()
             raise
         else:
@@ -76,7 +76,7 @@ class KeepAlive:
             self._silence.reset()
 
     async def _replace_controller(self) -> None:
-        """Once per silence: the new controller has all of ORPHAN_AFTER_S to answer."""
+        """Only once per silence; the new controller has `ORPHAN_AFTER_S` to answer."""
         logger.error("the controller hangs and is restarted")
         self._is_replaced = True
         self._silence.reset()

@@ -1,4 +1,4 @@
-"""What the controller publishes to gateways: workers and their handles, links, pools, and the connected gateways."""
+"""The membership, which the controller publishes: workers and their handles, links, pools, and connected gateways."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """`revision` grows with every change, except of `gateways`: those that poll the membership.
+    """`revision` grows with every change, except of `gateways`, the gateways that poll the membership.
 
-    `links_id` identifies these links; a gateway that has them already gets none.
+    `links_id` identifies the links. A gateway that has them already gets none.
     """
 
     revision: int
@@ -39,7 +39,7 @@ class Membership:
 
 
 def task_failures(**by_process: Iterable[tuple[str, int]]) -> tuple[TaskFailures, ...]:
-    """How often each background task of each process failed."""
+    """Failure counts of the background tasks of each process."""
     return tuple(TaskFailures(process, task, count) for process, counts in by_process.items() for task, count in counts)
 
 
@@ -49,12 +49,12 @@ class Listeners:
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
 
-    def asked(self, gateway: str, now_s: float, until_s: float) -> None:
+    def polled(self, gateway: str, now_s: float, until_s: float) -> None:
         """A gateway polled, and will poll again before `until_s`."""
         self.names(now_s)
-        self._until_s[gateway] = until_s  # a known one keeps its place
+        self._until_s[gateway] = until_s  # a known gateway keeps its place
 
     def names(self, now_s: float) -> tuple[str, ...]:
-        """Without those that are overdue; they join again as the last."""
+        """The gateways that are not overdue. Drops those that are; they join again as the last."""
         self._until_s = {name: until_s for name, until_s in self._until_s.items() if until_s > now_s}
         return tuple(self._until_s)

@@ -1,4 +1,4 @@
-"""Rules of pools: names and order of their workers, and the floors and bounds of changes. Pure."""
+"""Rules of pools: names and order of workers, and the floors and bounds of changes. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from cluster.control.replicas import ReplicaManager
 from cluster.spec import MAX_REPLICAS, PoolSpec, Role
 from diptych.view import PoolView, WorkerState
 
-FLOORED = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
+PHASE_ROLES = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
 
 
 def is_ready(replica: ReplicaManager) -> bool:
@@ -25,12 +25,12 @@ def index_of(name: str) -> int:
 
 
 def free_name(pool: PoolSpec, taken: Collection[str]) -> str:
-    """The first name of the pool that is not taken; draining workers keep theirs."""
+    """The pool's first free name. Draining workers keep theirs."""
     return next(name for index in range(len(taken) + 1) if (name := worker_name(pool, index)) not in taken)
 
 
 def in_order(replicas: Mapping[str, ReplicaManager], pools: Sequence[PoolSpec]) -> dict[str, ReplicaManager]:
-    """Pools as in the specification, their workers by number."""
+    """Sorted by pool as in the specification, then by number."""
     places = {pool.name: place for place, pool in enumerate(pools)}
     ordered = sorted(replicas.values(), key=lambda each: (places[each.pool.name], index_of(each.name)))
     return {each.name: each for each in ordered}
@@ -43,7 +43,7 @@ def pool_views(pools: Iterable[PoolSpec], replicas: Iterable[ReplicaManager]) ->
 
 
 def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:
-    """A pool that has `now` workers would have `replicas`. Raises `ChangeRefused`."""
+    """Raise `ChangeRefused` if a pool with `now` workers must not have `replicas`."""
     has_bounds = pool.max_replicas is not None
     least, most = pool.bounds if has_bounds else (0, MAX_REPLICAS)
     if not least <= replicas <= most:
@@ -56,12 +56,12 @@ def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:
 def refuse_below_floors(
     floors: Mapping[str, int], replicas: Iterable[ReplicaManager], becomes: Mapping[str, Role | None]
 ) -> None:
-    """`becomes`: new roles of some workers, None for those that leave. Raises `ChangeRefused`."""
+    """Raise `ChangeRefused` if a change breaks a floor. `becomes`: new roles of workers; None: the worker leaves."""
     now = [(each.name, each.role) for each in replicas if is_ready(each)]
     then = [becomes.get(name, role) for name, role in now]
     for phase, floor in floors.items():
-        before = sum(role in FLOORED[phase] for _, role in now)
-        after = sum(role in FLOORED[phase] for role in then)
+        before = sum(role in PHASE_ROLES[phase] for _, role in now)
+        after = sum(role in PHASE_ROLES[phase] for role in then)
         if after < floor and after < before:
             raise ChangeRefused(
                 f"{after} ready workers would {phase}, and elastic.floors.{phase} is {floor}; add another first"
@@ -71,7 +71,7 @@ def refuse_below_floors(
 def least_busy(
     workers: Collection[ReplicaManager], count: int, refuse: Callable[[Mapping[str, Role | None]], None]
 ) -> list[ReplicaManager]:
-    """The workers to remove. Raises `ChangeRefused` when `refuse` allows fewer."""
+    """The `count` workers to remove. Raises `ChangeRefused` if `refuse` allows fewer."""
     chosen: list[ReplicaManager] = []
     refusal: ChangeRefused | None = None
     for replica in sorted(workers, key=_work):

@@ -1,7 +1,7 @@
-"""Tests pairs of workers by moving one KV block, and owns the links of those that passed. Knows no gateway.
+"""Tests pairs of workers by moving one KV block, and owns the links of pairs that passed. Knows no gateway.
 
-A new worker is tested with its peers, a worker that changes its role with those that the new role reads from or sends
-to, and a draining worker with those that may take over its decodes.
+It tests a new worker with its peers, a worker that changes its role with the peers of the new role, and a draining
+worker with those that may take over its decodes.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from workers.errors import ModelError, WorkerError
 logger = logging.getLogger(__name__)
 
 RELINK_S = 5.0
-RELINKS_AT_ONCE = 64  # between two partitioned racks, each try runs into its timeout
+RELINKS_AT_ONCE = 64  # between two partitioned racks, each retry takes its full timeout
 
 Pair = tuple[ReplicaManager, ReplicaManager]  # owner, reader
 
 
 class Preflight:
-    """Owned by the Controller. `links_all`: link any two workers, whatever their roles. `moves`: link any two that
-    decode, since decodes may migrate.
+    """Owned by the Controller. `links_all`: link any two workers, whatever their roles. `moves`: link any two workers
+    that decode, because decodes may migrate.
 
-    `timeout_s` bounds the test of one pair. `changed` is called for links that were made outside of `introduce`.
+    `timeout_s` limits the test of one pair. `changed` is called for new links, except by `introduce`.
     """
 
     def __init__(self, links_all: bool, moves: bool, timeout_s: float, changed: Callable[[], None]) -> None:
@@ -41,11 +41,11 @@ class Preflight:
         self._timeout_s = timeout_s
         self._changed = changed
         self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
-        # Of `_links`; None: out of date.
+        # Of `_links`; None: outdated.
         self._snapshot: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None
         self._owner_id, self._number = uuid.uuid4().hex[:8], 0
-        self._unlinked: dict[Pair, None] = {}  # those that failed, oldest first
-        self._introducing = asyncio.Lock()  # one at a time, or two new workers would miss each other
+        self._unlinked: dict[Pair, None] = {}  # failed pairs, oldest first
+        self._introducing = asyncio.Lock()  # one at a time, so that two new workers do not miss each other
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
@@ -53,7 +53,7 @@ class Preflight:
 
     @property
     def links_id(self) -> str:
-        """Identifies the current links; never reused, not even by another controller."""
+        """Identifies the current links. Never reused, not even by another controller."""
         self._published()
         return f"{self._owner_id}.{self._number}"
 
@@ -81,7 +81,7 @@ class Preflight:
             pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
             movable = [(owner, reader) for owner, reader in pairs if self._may_move(owner, reader)]
             for error in await asyncio.gather(*(self._link(*pair) for pair in movable)):
-                # A restarted worker is let in anyway: it can run both phases by itself.
+                # A restarted worker is accepted anyway, because it can run both phases alone.
                 if isinstance(error, PeerRefused) and not new.view.incarnation:
                     raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             new.introduced = True
@@ -89,15 +89,15 @@ class Preflight:
     async def flip(self, replica: ReplicaManager, role: Role, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Change a ready worker's role, once every pair that the role needs is linked.
 
-        Raises `ChangeRefused`, and leaves the role, if one of them cannot be linked.
+        Raises `ChangeRefused` without a change if a pair cannot be linked.
         """
         async with self._introducing:
             peers = [peer for peer in replicas() if peer is not replica and _is_ready(peer)]
-            ways = [((replica, peer), (role, peer.role)) for peer in peers]
-            ways += [((peer, replica), (peer.role, role)) for peer in peers]
+            directions = [((replica, peer), (role, peer.role)) for peer in peers]
+            directions += [((peer, replica), (peer.role, role)) for peer in peers]
             pairs = [
                 (owner, reader)
-                for (owner, reader), roles in ways
+                for (owner, reader), roles in directions
                 if self._is_used(*roles) and (owner.name, reader.name) not in self._links
             ]
             refused = f"{replica.name} stays a {replica.role.value} worker"
@@ -163,7 +163,7 @@ class Preflight:
             trying.discard(pair)
 
     def _may_move(self, owner: ReplicaManager, reader: ReplicaManager) -> bool:
-        """Whether KV may move this way: by role, or out of a draining worker."""
+        """Whether KV may move in this direction: by role, or out of a draining worker."""
         if owner.is_leaving:
             return reader.role is not Role.PREFILL and not reader.is_leaving
         return not reader.is_leaving and self._is_used(owner.role, reader.role)
@@ -176,13 +176,13 @@ class Preflight:
         """Test and link a pair. Returns the error, None on success."""
         assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
         handle: WorkerHandle = reader.handle
-        proven = owner.info, reader.info
+        tested = owner.info, reader.info
         try:
             async with asyncio.timeout(self._timeout_s):
                 link = await handle.connect(owner.info.peer)
             if owner.is_over or reader.is_over:
                 return WorkerGone("it has left")
-            if owner.info is not proven[0] or reader.info is not proven[1]:
+            if owner.info is not tested[0] or reader.info is not tested[1]:
                 return WorkerGone("it was restarted and will be introduced again")
             self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
             self._snapshot = None
@@ -193,7 +193,7 @@ class Preflight:
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
             self._unlinked.pop((owner, reader), None)
             if self._may_move(owner, reader):
-                self._unlinked[owner, reader] = None  # the last to be retried
+                self._unlinked[owner, reader] = None  # retried last
             return error
 
 

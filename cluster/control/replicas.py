@@ -1,7 +1,7 @@
-"""Keeps one replica of a pool alive: starts it, introduces it to its peers, polls it, restarts it when it fails.
+"""Supervises one replica of a pool: starts it, introduces it to its peers, polls it, restarts it when it fails.
 
     start ──ready──> introduce ──> READY ──silent, gone or unfit──> DEAD ──restart──> start ...
-                                     └──leave──> DRAINING ──empty, late or dead──> the end
+                                     └──leave──> DRAINING ──empty, late or dead──> stopped
 
 One `ReplicaManager` and one task per replica. Knows one worker; the controller knows all.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 RESTART_S = 1.0  # pause after the second death in a row; the first restart is immediate
 START_RETRY_S = 5.0  # pause after a failed start
 MAX_RESTART_PAUSE_S = 300.0  # each further failure in a row doubles the pause up to this
-STEADY_S = 10.0  # a worker that was ready for this long ends the row of failures
+STEADY_S = 10.0  # a worker that was ready for this long resets the count of failures in a row
 TAKEN_OUT = "the controller took it out"
 CRASH_LOOP = 3  # failures in a row that count as a crash loop
 RETRY_S = 0.2  # between calls to a process that is starting
@@ -40,7 +40,7 @@ EXPECTED = (*IMPOSSIBLE, WorkerGone, WorkerError, TransferError, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaContext:
-    """What all replicas of a controller share. `changed` is called after every change of a replica's `view`."""
+    """Shared by all replicas of a controller. `changed` is called after every change of a replica's `view`."""
 
     runtime: Runtime
     start_timeout_s: float
@@ -49,8 +49,8 @@ class ReplicaContext:
 
 
 class ReplicaManager:
-    """Owned by the Controller, one per worker. Restarts after every failure; only a `required` one, of the cluster's
-    start, gives up if its configuration is wrong.
+    """Owned by the Controller, one per worker. Restarts the worker after every failure. Only a `required` worker, which
+    the cluster starts with, gives up if its configuration is wrong.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class ReplicaManager:
         self.fatal: Exception | None = None  # the configuration is wrong: a retry cannot help
         self._context = context
         self._in_a_row = 0  # failures since it was last steady
-        self._ready_s: float | None = None  # since when it is ready
-        self._died_s: float | None = None  # since when it is no longer ready
+        self._ready_s: float | None = None  # when it became ready
+        self._died_s: float | None = None  # when it stopped being ready
         self._last_failure = ""  # until it is ready again
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -96,7 +96,7 @@ class ReplicaManager:
         return self.view.role
 
     def begin(self) -> None:
-        self._task = asyncio.ensure_future(self._keep())
+        self._task = asyncio.ensure_future(self._supervise())
 
     async def end(self, grace_s: float) -> None:
         """Stop supervising, publish that it is dead, and stop the worker."""
@@ -109,19 +109,19 @@ class ReplicaManager:
             await self._context.runtime.stop_worker(self.handle, grace_s)
 
     def assign(self, role: Role) -> None:
-        """Publish another role; running requests continue."""
+        """Publish another role. Running requests continue."""
         self._publish(replace(self.view, role=role))
 
     def leave(self) -> None:
-        """Drain: no new work, and no restart when it dies."""
+        """Drain: no new work, and no restart if it dies."""
         self.is_leaving = True
         if self.view.state is WorkerState.READY:
             self._show(WorkerState.DRAINING)
 
     async def emptied(self, quiet_s: float) -> None:
-        """Return when it has had no work for `quiet_s`, or is dead. Waits for a worker that still starts.
+        """Wait until it has had no work for `quiet_s`, or is dead. Waits for a worker that still starts.
 
-        Requests that gateways sent before they knew that it drains may arrive within `quiet_s`.
+        Requests that gateways sent before they knew of the drain may arrive within `quiet_s`.
         """
         clock = asyncio.get_running_loop()
         empty_since_s: float | None = None
@@ -134,7 +134,7 @@ class ReplicaManager:
                 return
             await self._changed.wait()
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         """Restart it after every failure, until it leaves or its configuration is wrong."""
         while True:
             try:
@@ -146,7 +146,7 @@ class ReplicaManager:
                 await asyncio.sleep(wait_s)
 
     def _failed(self, error: Exception) -> float | None:
-        """Publish the failure. Returns the pause before the next start in seconds; None: no further start."""
+        """Publish the failure. Returns the seconds until the next start; None: no further start."""
         reason = self._reason(error)
         self.introduced = False
         if self.is_leaving:
@@ -186,7 +186,7 @@ class ReplicaManager:
         return str(error) if isinstance(error, EXPECTED) and str(error) else f"{type(error).__name__}: {error}"
 
     def _is_steady(self) -> bool:
-        """Whether it has been ready long enough to end a row of failures."""
+        """Whether it has been ready long enough to reset the count of failures."""
         return self._ready_s is not None and asyncio.get_running_loop().time() - self._ready_s >= STEADY_S
 
     async def _run_once(self) -> None:
@@ -215,7 +215,7 @@ class ReplicaManager:
         await self._listen(self.handle)
 
     def _recovery(self) -> str:
-        """For a worker that is ready again: after how long. Else empty."""
+        """Text for a worker that is ready again; otherwise empty."""
         failure, self._last_failure = self._last_failure, ""
         if self._died_s is None:
             return ""
@@ -225,7 +225,7 @@ class ReplicaManager:
         return f"back after {away_s:.0f} s ({failure})"
 
     async def _started(self, handle: WorkerHandle) -> WorkerInfo:
-        """Retry until the timeout: a process that restarts refuses calls at first."""
+        """Start it. Retries until the timeout, because a process that restarts refuses calls at first."""
         async with asyncio.timeout(self._context.start_timeout_s):
             while True:
                 try:
@@ -235,14 +235,14 @@ class ReplicaManager:
                     await asyncio.sleep(RETRY_S)
 
     async def _listen(self, handle: WorkerHandle) -> None:
-        """Poll it until it dies. The controller has no requests, so it acknowledges nothing."""
+        """Poll it until it dies. The controller has no requests, so it acknowledges no outputs."""
         async with patient_timeout(self.order.dead_after_s) as silence:
             while True:
                 bundle = await handle.poll("controller", 0)
                 silence.reset()
                 if bundle.incarnation != self.view.incarnation:
                     raise WorkerGone("it restarted")
-                self.view = replace(self.view, stats=bundle.stats)  # statistics do not change the membership
+                self.view = replace(self.view, stats=bundle.stats)  # not published: statistics are not membership
                 self._pulse()
                 if (self.view.detail or self.view.failures) and self._is_steady():
                     self._in_a_row = 0
@@ -262,7 +262,7 @@ class ReplicaManager:
 
 
 def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> WorkerOrder:
-    """The order for one replica of a pool. `secret`: shared by the workers of this cluster."""
+    """The order for one replica of a pool. `secret`: shared by the workers of the cluster."""
     kv_formats = {(each.engine.block_size, each.engine.dtype) for each in spec.pools}
     config = WorkerConfig(
         name=name,
@@ -284,7 +284,7 @@ def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> Worke
 
 
 def _memory_part(spec: ClusterSpec, pool: PoolSpec) -> float:
-    """The share of a GPU that Ray reserves; without GPUs, an equal part of the host for each possible rank."""
+    """The share of a GPU that Ray reserves; without GPUs, an equal share of the host per possible rank."""
     if pool.resources.gpu:
         return min(1.0, pool.resources.gpu)
     return 1.0 / max(1, sum(each.most_ranks for each in spec.pools if not each.resources.gpu))
@@ -298,12 +298,12 @@ def pause_s(failures: int, *, died: bool) -> float:
 
 
 def _is_death(error: Exception) -> bool:
-    """Whether the process died. After a refused start it lives."""
+    """Whether the process died. After a refused start it is alive."""
     return isinstance(error, WorkerGone | TransferError | TimeoutError) and not isinstance(error, TransportUnavailable)
 
 
 def is_empty(stats: WorkerStats) -> bool:
-    """Whether a worker has no work and holds nothing for another worker."""
+    """Whether a worker has no work, and no blocks for another worker."""
     return 0 < stats.total_blocks == stats.free_blocks and not (
         stats.waiting or stats.running or stats.reserved or stats.leases or stats.swapped_blocks
     )

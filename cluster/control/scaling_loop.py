@@ -1,7 +1,7 @@
 """The scaling loop: passes load reports to the decider, asks it every period, and applies its decision.
 
-One change at a time, but a worker that waits for a node blocks nothing. If a new worker does not start, its pool
-goes back to its old size and does not grow for a while, twice as long each time. Knows no scaling rule.
+One change at a time, but a worker that waits for a node does not block others. If a new worker does not start, its pool
+returns to its old size and does not grow for a while, twice as long each time. Knows no scaling rule.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 64
+MAX_ENTRIES = 64
 GROW_AGAIN_S, MAX_GROW_AGAIN_S = 30.0, 600.0
 ADVISED, UNDER_WAY, DONE = "advised", "under way", "done"
 
@@ -46,19 +46,19 @@ class _Entry:
     decision: Decision
     at_s: float
     outcome: str
-    new_workers: frozenset[str] = frozenset()  # of a pool that grows
+    new_workers: frozenset[str] = frozenset()  # if a pool grows
 
 
 @dataclass(frozen=True, slots=True)
-class _Refusal:
-    """A pool that could not grow and does not try again for `pause_s`, until `until_s`."""
+class _Pause:
+    """A pool that could not grow does not try again for `pause_s`, until `until_s`."""
 
     pause_s: float
     until_s: float
 
 
 class ScalingLoop:
-    """Owned by the Controller. `acts`: apply decisions, rather than only log them. `limit_s` bounds one change."""
+    """Owned by the Controller. `acts`: apply decisions rather than only log them. `limit_s`: time limit of a change."""
 
     def __init__(self, decider: Decider, changer: Changer, period_s: float, limit_s: float, *, acts: bool) -> None:
         self._decider = decider
@@ -66,9 +66,9 @@ class ScalingLoop:
         self._period_s = period_s
         self._limit_s = limit_s
         self._acts = acts
-        self._entries: deque[_Entry] = deque(maxlen=REMEMBERED)
+        self._entries: deque[_Entry] = deque(maxlen=MAX_ENTRIES)
         self._under_way: list[_Entry] = []
-        self._refusals: dict[str, _Refusal] = {}  # by pool
+        self._pauses: dict[str, _Pause] = {}  # by pool
         self._counts: Counter[tuple[str, str]] = Counter()
         self._task: asyncio.Task[None] | None = None
 
@@ -87,7 +87,7 @@ class ScalingLoop:
         """Take a gateway's load report."""
         self._decider.on_report(report, asyncio.get_running_loop().time())
 
-    def taken(self) -> tuple[DecisionRecord, ...]:
+    def decisions(self) -> tuple[DecisionRecord, ...]:
         """The latest decisions, oldest first."""
         now_s = asyncio.get_running_loop().time()
         return tuple(DecisionRecord(each.decision, now_s - each.at_s, each.outcome) for each in self._entries)
@@ -136,13 +136,13 @@ class ScalingLoop:
         else:
             wanted = next((pool.wanted for pool in view.pools if pool.name == decision.pool), 0)
             await self._changer.scale(decision.pool, wanted + 1, view.revision)
-            there = {worker.name for worker in view.workers}
-            entry.new_workers = frozenset(worker.name for worker in self._changer.view().workers) - there
+            before = {worker.name for worker in view.workers}
+            entry.new_workers = frozenset(worker.name for worker in self._changer.view().workers) - before
 
     def _limited(self, view: ClusterView, now_s: float) -> ClusterView:
-        """The view in which pools that wait for a node, or recently failed to grow, are at their maximum."""
+        """The view, in which pools that wait for a node, or recently failed to grow, are at their maximum."""
         full = {entry.decision.pool for entry in self._under_way}
-        full |= {pool for pool, refusal in self._refusals.items() if now_s < refusal.until_s}
+        full |= {pool for pool, pause in self._pauses.items() if now_s < pause.until_s}
         pools = (replace(pool, max_replicas=pool.wanted) if pool.name in full else pool for pool in view.pools)
         return replace(view, pools=tuple(pools)) if full else view
 
@@ -161,19 +161,19 @@ class ScalingLoop:
         if not outcome and now_s - entry.at_s > self._limit_s:
             outcome = f"failed: it was not over after {self._limit_s:.0f} s"
         if outcome == DONE:
-            self._refusals.pop(entry.decision.pool, None)
+            self._pauses.pop(entry.decision.pool, None)
             self._close(entry, outcome)
         elif outcome and entry.decision.kind == "grow":
-            pause_s = self._refused(entry.decision.pool, now_s)
+            pause_s = self._pause(entry.decision.pool, now_s)
             self._close(entry, f"{outcome}; the pool does not grow by itself for {pause_s:.0f} s")
             await self._remove(entry.new_workers & workers.keys())
         elif outcome:
             self._close(entry, outcome)
 
-    def _refused(self, pool: str, now_s: float) -> float:
-        before = self._refusals.get(pool)
+    def _pause(self, pool: str, now_s: float) -> float:
+        before = self._pauses.get(pool)
         pause_s = GROW_AGAIN_S if before is None else min(2 * before.pause_s, MAX_GROW_AGAIN_S)
-        self._refusals[pool] = _Refusal(pause_s, now_s + pause_s)
+        self._pauses[pool] = _Pause(pause_s, now_s + pause_s)
         return pause_s
 
     async def _remove(self, new_workers: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Background tasks that survive exceptions: each is logged and counted, and after a pause the task continues."""
+"""Background tasks that survive exceptions: it logs and counts each, and continues after a pause."""
 
 import asyncio
 import logging
@@ -31,12 +31,12 @@ async def supervised(
     failures: Failures,
     *,
     pause_s: float = PAUSE_S,
-    most_pause_s: float = MAX_PAUSE_S,
+    max_pause_s: float = MAX_PAUSE_S,
 ) -> None:
-    """Call `work` in a loop until cancelled. `work` itself waits for its next occasion.
+    """Call `work` in a loop until cancelled. `work` itself waits until it has something to do.
 
-    Pauses after an exception for `pause_s`, and twice as long after each further one in a row, at most `most_pause_s`.
-    A call that returns, or that ran for longer than `most_pause_s`, ends the row.
+    Pauses for `pause_s` after an exception, and twice as long after each further one in a row, at most `max_pause_s`.
+    A call that returns, or that ran for longer than `max_pause_s`, resets the pause.
     """
     clock = asyncio.get_running_loop().time
     in_a_row = 0
@@ -46,8 +46,8 @@ async def supervised(
             await work()
             in_a_row = 0
         except Exception as error:
-            in_a_row = 0 if clock() - begun_s > most_pause_s else in_a_row
-            wait_s = min(most_pause_s, pause_s * 2 ** min(in_a_row, 30))
+            in_a_row = 0 if clock() - begun_s > max_pause_s else in_a_row
+            wait_s = min(max_pause_s, pause_s * 2 ** min(in_a_row, 30))
             in_a_row += 1
             logger.exception("%s failed (%s); it continues in %.0f s", task, type(error).__name__, wait_s)
             failures.count(task)

@@ -1,1 +1,1 @@
-"""Runs workers and services, in this process or as Ray actors, behind one interface."""
+"""Runs workers and services in this process or as Ray actors, behind one interface."""

@@ -1,6 +1,6 @@
 """The runtime port: starts, restarts and stops workers and services. Decides nothing.
 
-Handles may be kept, compared by name and, under Ray, sent to other processes. A call to a process that died, or that
+Handles may be stored, compared by name and, under Ray, sent to other processes. A call to a process that died, or that
 does not answer in time, raises `WorkerGone`.
 """
 
@@ -47,7 +47,7 @@ class ServiceHandle(Protocol):
     """A handle to the controller or a gateway."""
 
     async def call(self, method: str, *args: Any, timeout_s: float = 30.0) -> Any:
-        """Call an async method. Raises `WorkerGone` when the service is gone or silent, or what the method raised."""
+        """Call an async method. Raises the method's errors, and `WorkerGone` if the service is gone or silent."""
         ...
 
 
@@ -73,19 +73,19 @@ class Runtime(Protocol):
         ...
 
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
-        """Restart a worker that died, or kill and restart one whose `incarnation` is silent or unfit."""
+        """Restart a worker that died, or kill and restart one if this `incarnation` is silent or unfit."""
         ...
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
-        """Close a worker, killing it after `grace_s`."""
+        """Close a worker; kill it after `grace_s`."""
         ...
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
-        """Run `factory(*args)` as a long-lived object; `factory` is importable by name."""
+        """Run `factory(*args)` as a long-lived object. `factory` must be importable by name."""
         ...
 
     async def restart_service(self, handle: ServiceHandle) -> ServiceHandle:
-        """Kill and restart a service that hangs; it loses its state."""
+        """Kill and restart a service that hangs. It loses its state."""
         ...
 
     async def stop_service(self, handle: ServiceHandle) -> None:
@@ -97,5 +97,5 @@ class Runtime(Protocol):
         ...
 
     async def close(self) -> None:
-        """Kill all, and stop the runtime if it was started for this cluster."""
+        """Kill everything of this cluster, and stop the runtime if it was started for it."""
         ...

@@ -18,13 +18,13 @@ from workers.worker import Worker
 
 
 def modelled_worker(order: WorkerOrder, cost: CostModel, modelled: Modelled) -> WorkerServer:
-    """A worker that takes the times of `cost` instead of computing; its engine knows the cost."""
+    """A worker that computes nothing and takes the times of `cost`, which its engine knows."""
     config = replace(order.config, cost=cost)
     return build_worker(config, heartbeat_s=order.heartbeat_s, modelled=modelled)
 
 
 class LocalService:
-    """A service, called directly."""
+    """A service that is called directly."""
 
     def __init__(self, target: Any, build: Callable[[], Any] | None = None) -> None:
         self.target = target
@@ -93,7 +93,7 @@ class LocalRuntime:
         return handle
 
     async def stop_service(self, handle: ServiceHandle) -> None:
-        """The object goes with its last reference."""
+        """Nothing to do: the object is garbage-collected."""
 
     async def end_all(self) -> None:
         for handle in list(self.handles.values()):

@@ -3,7 +3,8 @@
     2026-11-22T17:40:55.123Z INFO    prefill-0: request req-1: prefill of 12 tokens
     {"time": "2026-11-22T17:40:55.123Z", "level": "info", "component": "prefill-0", "request_id": "req-1", "event": ...}
 
-`begin` sets the process's component; where a process holds several, each line names its own (`workers.log_fields`).
+`begin` sets the component of the process. In a process with several components, each line has its own
+(`workers.log_fields`).
 """
 
 import json
@@ -18,7 +19,7 @@ OURS = ("cluster", "workers", "kvtransfer")
 
 
 def begin(spec: LogSpec, component: str) -> None:
-    """Set up this process's logging, also again. Our packages log from `spec.level` on, others warnings."""
+    """Set up logging for this process; may be called again. Our packages log from `spec.level`, others warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(component) if spec.format == "json" else TextLines(component))
     handler.set_name("diptych")
@@ -31,7 +32,7 @@ def begin(spec: LogSpec, component: str) -> None:
 
 
 class ComponentFormatter(logging.Formatter):
-    """`component`: default of lines that name none."""
+    """`component`: for lines without one."""
 
     def __init__(self, component: str) -> None:
         super().__init__()

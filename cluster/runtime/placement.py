@@ -1,6 +1,6 @@
-"""Placement of a worker's ranks on Ray nodes: what they need, which nodes have it, and the error if none has. Pure.
+"""Placement of a worker's ranks on Ray nodes: resources, label selectors, and the error if there is no room. Pure.
 
-Labels are Ray's: nodes have labels, pools select them (`Resources.labels`).
+Labels are Ray's: nodes have labels, and pools select nodes by them (`Resources.labels`).
 """
 
 from collections import Counter
@@ -87,7 +87,7 @@ def needed(resources: Resources, parallel: ParallelConfig) -> str:
 
 
 def shortage(resources: Resources, parallel: ParallelConfig, nodes: Sequence[Node]) -> str:
-    """Why a worker does not fit on these nodes, as text."""
+    """The reason why a worker does not fit on these nodes, as text."""
     count, strategy = parallel.world_size, parallel.placement
     needs = f"it needs {needed(resources, parallel)}"
     matching = _matching(resources, nodes)
@@ -121,7 +121,7 @@ def _fit(rooms: Sequence[int], count: int, strategy: str) -> bool:
 
 
 def _room(node: Node, wanted: Mapping[str, float]) -> int:
-    """How many ranks fit on an empty node."""
+    """Number of ranks that fit on an empty node."""
     return min(int(node.resources.get(kind, 0) / amount + 1e-9) for kind, amount in wanted.items())
 
 

@@ -1,8 +1,8 @@
 """Workers and services as Ray actors. `ray_start` joins or starts Ray.
 
-Actors are named, detached and restartable, so that no process owns all others: workers outlive a controller's crash,
+Actors are named, detached and restartable, so that no process owns all others: workers survive a controller's crash,
 and a restarted controller finds them by name. The server kills all of them at the end, or the controller does if the
-server is gone. Each worker has a placement group of its own.
+server is gone. Each worker has its own placement group.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class _ServiceActor:
 
 @dataclass(frozen=True)
 class RayWorker:
-    """A handle to a worker's actor; can be sent between processes. See `workers.worker.Worker` for the methods.
+    """A handle to a worker's actor, which can be pickled. `workers.worker.Worker` documents the methods.
 
     `incarnation` empty: the current one.
     """
@@ -173,7 +173,7 @@ class RayService:
 
 @dataclass(frozen=True)
 class RayRuntime:
-    """Holds names only, so that it can be sent to other processes. `owns_ray`: this process started the local Ray.
+    """Has only names, so that it can be pickled. `owns_ray`: this process started the local Ray.
 
     `logs`: of the actors. `session_file`: lets other commands find this Ray; empty: there is none.
     """
@@ -186,7 +186,7 @@ class RayRuntime:
 
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         name = f"{self.cluster}/{order.config.name}"
-        with contextlib.suppress(ValueError):  # it exists only after a controller's crash
+        with contextlib.suppress(ValueError):  # the actor exists only after a controller's crash
             return cast(WorkerHandle, RayWorker(name, ray.get_actor(name, NAMESPACE), order.dead_after_s))
         group = await self._place(name, order)
         options: dict[str, Any] = {
@@ -225,7 +225,7 @@ class RayRuntime:
         return group
 
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
-        """Ray restarts actors that died. Kill one that still is `incarnation` or does not answer."""
+        """Ray restarts actors that died. Kill the actor if it still has this `incarnation`, or does not answer."""
         assert isinstance(handle, RayWorker)
         try:
             async with asyncio.timeout(UNFIT_TIMEOUT_S):
@@ -248,7 +248,7 @@ class RayRuntime:
         await _wait_until_free(handle.name)
 
     async def start_service(self, name: str, factory: Callable[..., Any], *args: Any) -> ServiceHandle:
-        """On the server's node, where clients expect its ports. Hard affinity: Ray ignores a soft one at 0 CPUs."""
+        """Runs on the server's node, where clients expect its ports. Ray ignores soft affinity at 0 CPUs."""
         here = ray.get_runtime_context().get_node_id()
         options: dict[str, Any] = {
             "name": f"{self.cluster}/{name}",
@@ -278,7 +278,7 @@ class RayRuntime:
         ray.kill(handle.actor)
 
     async def end_all(self) -> None:
-        """Kill every actor and remove every placement group of this cluster, our own process last."""
+        """Kill every actor and remove every placement group of this cluster, the controller last."""
         prefix = f"{self.cluster}/"
         names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
         ours = sorted(
@@ -312,7 +312,7 @@ def _no_room(order: WorkerOrder) -> RuntimeUnavailable:
 
 
 def _existing_group(name: str) -> PlacementGroup | None:
-    """The group of a crashed controller: an autoscaler may be starting a node for it."""
+    """The placement group that a crashed controller left; an autoscaler may be starting a node for it."""
     try:
         group: PlacementGroup = ray.util.get_placement_group(name)
     except ValueError:
@@ -321,7 +321,7 @@ def _existing_group(name: str) -> PlacementGroup | None:
 
 
 async def _wait_until_free(name: str) -> None:
-    """Wait until a dead actor's name is free, so that the next worker is not mistaken for it. Bounded."""
+    """Wait until a dead actor's name is free, so that the next worker is not mistaken for it. Has a time limit."""
     with contextlib.suppress(ValueError):
         for _ in range(int(NAME_FREE_TIMEOUT_S / NAME_FREE_LOOK_S)):
             ray.get_actor(name, NAMESPACE)  # raises when there is none

@@ -1,4 +1,4 @@
-"""A worker's statistics as Ray metrics, on its node's metrics port. Updated when gateways poll the worker."""
+"""A worker's statistics as Ray metrics, on its node's metrics port. Updated when a gateway polls the worker."""
 
 from collections.abc import Callable
 

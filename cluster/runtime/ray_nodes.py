@@ -1,6 +1,6 @@
-"""Nodes and controllers on a running Ray, for `diptych leave` and for gateways that join.
+"""Nodes and controllers of a running Ray, for `diptych leave` and for gateways that join.
 
-`drain` uses no public API of Ray, but what `ray drain-node` and Ray's autoscaler call.
+`drain` uses the internal API of `ray drain-node` and Ray's autoscaler, because there is no public one.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from cluster.runtime.ray import NAMESPACE, RayService, answer_of
 RECHECK_S = 1.0  # Ray has no event for a new name
 CONTROLLER = "/controller"
 NODE_LABEL = "ray.io/node-id"
-HELD = {"memory": 1.0}  # a byte
-HOLD_S = 10.0
+RESERVED = {"memory": 1.0}  # a byte
+RESERVE_S = 10.0
 ASK_S = 5.0
 
 
@@ -51,7 +51,7 @@ def workers_on(node: str) -> dict[str, tuple[str, ...]]:
 
 
 async def served_from(node: str) -> list[str]:
-    """The clusters whose controller is on this node, and which end with it."""
+    """The clusters that have their controller on this node, and end with it."""
     named = ray.util.list_named_actors(all_namespaces=True)
     clusters = [each["name"].removesuffix(CONTROLLER) for each in named if each["name"].endswith(CONTROLLER)]
     handles = [(cluster, find_controller(cluster)) for cluster in clusters]
@@ -74,8 +74,8 @@ def find_controller(cluster: str) -> RayService | None:
 async def await_controller(cluster: str, timeout_s: float) -> ServiceHandle:
     """Wait for the controller of a cluster. Raises `RuntimeUnavailable`.
 
-    Ray's head may be replaced meanwhile. This process then sees the new head's tables, but its node is not a part of
-    that Ray, and no call would reach an actor.
+    Ray's head may be replaced meanwhile. Then this process sees the new head's tables, but its node is not part of that
+    Ray, and calls reach no actor.
     """
     clock = asyncio.get_running_loop()
     deadline_s = clock.time() + timeout_s
@@ -100,11 +100,11 @@ def _is_node_alive() -> bool:
 async def drain(node: str, deadline_s: float) -> None:
     """Stop Ray from placing anything on this node. Raises `RuntimeUnavailable`.
 
-    Ray stops a drained node, with its drivers, as soon as it holds no resources. So this process holds a byte of its
-    memory until it exits.
+    Ray stops a drained node and its drivers as soon as none of its resources is reserved. So this process reserves a
+    byte of its memory until it exits.
     """
-    held: PlacementGroup = placement_group([HELD], bundle_label_selector=[{NODE_LABEL: node}])
-    await asyncio.to_thread(held.wait, HOLD_S)  # without a free byte, the node is not idle anyway
+    group: PlacementGroup = placement_group([RESERVED], bundle_label_selector=[{NODE_LABEL: node}])
+    await asyncio.to_thread(group.wait, RESERVE_S)  # if no byte is free, the node is not idle anyway
     await asyncio.to_thread(_drain, node, deadline_s)
 
 

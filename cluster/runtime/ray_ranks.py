@@ -1,6 +1,6 @@
-"""The ranks of a gang as Ray actors, in the placement group of their leader: bundle i holds rank i.
+"""The ranks of a gang as Ray actors, in the placement group of their leader: bundle i is for rank i.
 
-The leader's process owns them: Ray kills them with it, and each exits when its leader disconnects.
+The leader's process owns them: Ray kills them with it, and each exits if its leader disconnects.
 """
 
 import os
@@ -31,7 +31,7 @@ def rank_options(order: WorkerOrder, group: PlacementGroup, rank: int) -> dict[s
 
 
 def on_this_node(config: WorkerConfig) -> WorkerConfig:
-    """The configuration with this node's address, at which peers reach it."""
+    """The configuration with this node's address, by which peers connect to it."""
     if config.transfer.host != "auto":
         return config
     return replace(config, transfer=replace(config.transfer, host=ray.util.get_node_ip_address()))
@@ -64,7 +64,7 @@ class RayRanks:
             options = rank_options(self._order, group, spec.rendezvous.rank)
             actor: Any = ray.remote(_RankActor).options(max_restarts=0, **options).remote()
             self._actors.append(actor)
-            # Without the leader's address: the rank sets its node's.
+            # Without the leader's address, because each rank sets that of its own node.
             ends.append(actor.run.remote(replace(spec, config=self._order.config), self._logs))
         return ends
 

@@ -26,10 +26,10 @@ LOCAL_STORE_BYTES = 100 * 1024 * 1024  # KV and tokens never pass through the ob
 
 
 async def _reachable(address: str) -> None:
-    """Fail fast if nothing listens there: Ray itself would retry for minutes. Raises OSError."""
+    """Fail fast if nothing listens there, because Ray itself would retry for minutes. Raises OSError."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
-        return  # such as "auto", which Ray resolves
+        return  # for example "auto", which Ray resolves
     async with asyncio.timeout(REACH_TIMEOUT_S):
         _, writer = await asyncio.open_connection(host, int(port))
     writer.close()
@@ -63,7 +63,7 @@ def _announced(spec: ClusterSpec) -> str:
     """Write the session file. Empty, with a warning, if that fails: the cluster itself does not need it."""
     token = os.environ.get("RAY_AUTH_TOKEN", "")
     if os.environ.get("RAY_AUTH_MODE") == "token" and not token:
-        return ""  # the token is in a file that the user names again to join
+        return ""  # the token is in a file, and the user must name it again to join
     try:
         return str(announce(Session(spec.name, ray.get_runtime_context().gcs_address, token, os.getpid())))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Session files: one for each Ray that `serve` started here, so that the same user's other commands can join it.
+"""Session files: one for each Ray that `diptych serve` started here, so that the user's other commands can join it.
 
-A file holds its Ray's token, so only the owner can read it. A file whose process or port is gone is stale and deleted
-on sight. Does not import Ray, which reads its environment on import.
+A file has the token of its Ray, so only its owner can read it. A file is stale if its process or port is gone; readers
+delete stale files. Does not import Ray, which reads its environment on import.
 """
 
 import os
@@ -47,7 +47,7 @@ def announce(session: Session) -> Path:
 
 
 def write_record(where: Path, record: msgspec.Struct, pid: int) -> Path:
-    """Write a file for this process that only its owner can read. Raises OSError."""
+    """Write a file for this process, readable only by its owner. Raises OSError."""
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     if where.stat().st_uid != os.getuid():
         raise PermissionError(f"{where} belongs to another user")

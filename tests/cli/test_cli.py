@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
-from cluster.cli.shape import pools_table
+from cluster.cli.screen import pools_table
 from diptych.view import ClusterView, PoolView, Role
 from tests.model.tiny import write_tiny_llama
 

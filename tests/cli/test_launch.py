@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import local_servers, main
-from cluster.cli.launch import Sizes, described, gpu_share, num_gpus, with_default_http, with_http, with_port
+from cluster.cli.launch import Sizes, gpu_share, num_gpus, spec_to_serve, with_default_http, with_http, with_port
 from cluster.cli.local_servers import DEFAULT_ENDPOINT, announced, last_endpoint
 from cluster.spec import ClusterSpec, Role, SpecError
 from cluster.spec_file import laptop_spec
@@ -33,7 +33,7 @@ def serve(*arguments: str) -> Result:
 
 
 def test_a_model_alone_has_one_prefill_and_one_decode_worker() -> None:
-    spec = described(None, "smollm2-135m", Sizes())
+    spec = spec_to_serve(None, "smollm2-135m", Sizes())
     assert spec.model == "smollm2-135m"
     assert [pool.engine.kv_blocks for pool in spec.pools] == [0, 0]  # sized by free memory when the workers start
     assert [(pool.role, pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [
@@ -43,7 +43,7 @@ def test_a_model_alone_has_one_prefill_and_one_decode_worker() -> None:
 
 
 def test_sizes_are_those_of_the_options() -> None:
-    spec = described(None, None, Sizes(prefill_replicas=2, decode_replicas=3, tensor_parallel_size=2))
+    spec = spec_to_serve(None, None, Sizes(prefill_replicas=2, decode_replicas=3, tensor_parallel_size=2))
     assert [(pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [(2, 2), (3, 2)]
 
 

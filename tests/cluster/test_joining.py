@@ -8,7 +8,7 @@ import pytest
 import cluster.join as cluster_joining
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
-from cluster.join import described, join
+from cluster.join import join, spec_and_model
 from cluster.runtime.errors import RuntimeUnavailable, WorkerGone
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.local import LocalRuntime
@@ -58,7 +58,7 @@ async def test_a_cluster_is_served_without_gateways_and_some_join() -> None:
     serving = await serve(split_spec(1, 2), runtime=runtime, make_server=never, gateways=False)
     try:
         assert serving.endpoints == []
-        spec, model = await described(serving.controller, 5.0)
+        spec, model = await spec_and_model(serving.controller, 5.0)
         joined = [await join(f"gateway-{name}", spec, model, serving.controller, door) for name in "ab"]
         assert [each.endpoint for each in joined] == [f"gateway-{name}:{spec.gateway.grpc_port}" for name in "ab"]
         for each in doors:
@@ -89,7 +89,7 @@ async def test_a_gateway_ends_when_its_controller_is_gone_and_waits_for_one_no_l
         with pytest.raises(
             RuntimeUnavailable, match=r"does not answer \(it is dead\) within 0 s; see the output of `diptych serve`"
         ):
-            await described(gone, 0.2)
+            await spec_and_model(gone, 0.2)
 
 
 async def test_a_gateway_that_has_ended_is_not_asked_to_cut_anything() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.control.scaling_loop import REMEMBERED, Changer, ScalingLoop
+from cluster.control.scaling_loop import MAX_ENTRIES, Changer, ScalingLoop
 from cluster.control.supervised import Failures
 from cluster.offline.sim.clock import run
 from cluster.policy.scaling.load_report import LoadReport
@@ -102,9 +102,9 @@ def bounded(spec: ClusterSpec) -> ClusterSpec:
 
 async def until(scaling_loop: ScalingLoop, is_so: Callable[[tuple[DecisionRecord, ...]], bool]) -> list[str]:
     async with asyncio.timeout(20):
-        while not is_so(scaling_loop.taken()):
+        while not is_so(scaling_loop.decisions()):
             await asyncio.sleep(PERIOD_S)
-    return [taken.outcome for taken in scaling_loop.taken()]
+    return [taken.outcome for taken in scaling_loop.decisions()]
 
 
 def over(count: int) -> Callable[[tuple[DecisionRecord, ...]], bool]:
@@ -147,7 +147,7 @@ async def test_advice_changes_nothing_and_is_told_once() -> None:
         revision = subject.controller.view().revision
         async with running(decider, subject.controller, acts=False) as scaling_loop:
             await until(scaling_loop, lambda taken: len(decider.views) >= 6)
-            assert [(each.decision, each.outcome) for each in scaling_loop.taken()] == [
+            assert [(each.decision, each.outcome) for each in scaling_loop.decisions()] == [
                 (FLIP, "advised"),
                 (GROW, "advised"),
             ]
@@ -217,7 +217,7 @@ def test_a_pool_that_does_not_grow_is_left_alone_for_twice_as_long_each_time() -
         scaling_loop.begin(Failures())
         await asyncio.sleep(2500.0)
         scaling_loop.close()
-        return [2500.0 - taken.age_s for taken in scaling_loop.taken()]
+        return [2500.0 - taken.age_s for taken in scaling_loop.decisions()]
 
     times = run(asked())
     pauses = [round(later - sooner) for sooner, later in pairwise(times)]
@@ -244,16 +244,16 @@ async def test_roles_change_while_a_new_worker_waits_for_a_node(monkeypatch: pyt
             assert room(decider.views[1]) == 0, "one node at a time"
             node_is_up.set()
             await until(scaling_loop, over(2))
-            assert [each.outcome for each in scaling_loop.taken()] == ["done", "done"]
+            assert [each.outcome for each in scaling_loop.decisions()] == ["done", "done"]
 
 
 async def test_reports_are_passed_on_and_decisions_forgotten_in_the_end() -> None:
-    decider = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(REMEMBERED + 3)))
+    decider = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(MAX_ENTRIES + 3)))
     async with cluster(split_spec(1, 1)) as subject, running(decider, subject.controller) as scaling_loop:
         scaling_loop.on_report(REPORT)
         assert decider.heard == [REPORT]
         async with asyncio.timeout(20):
             while decider.script:
                 await asyncio.sleep(PERIOD_S)
-        assert len(scaling_loop.taken()) <= REMEMBERED
-        assert scaling_loop.taken()[-1].decision.worker.startswith("w-")
+        assert len(scaling_loop.decisions()) <= MAX_ENTRIES
+        assert scaling_loop.decisions()[-1].decision.worker.startswith("w-")

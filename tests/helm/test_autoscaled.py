@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
-from cluster.control.autoscaler.pods import scaled
+from cluster.control.autoscaler.pods import scaled_pools
 from tests.helm.chart import CHART, Object, mounted, of_kind, rendered, values
 from tests.helm.programs import run
 from tests.helm.test_access import secret_of
@@ -36,7 +36,7 @@ def called(objects: tuple[Object, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["native-autoscaled", "native-autoscaled-by-others"])
 def test_helm_says_the_number_of_pods_only_where_nobody_else_does(name: str, tmp_path: Path) -> None:
     objects = rendered(values(name))
-    free = {f"release-diptych-{pool.name}" for pool in scaled(mounted(objects, tmp_path))}
+    free = {f"release-diptych-{pool.name}" for pool in scaled_pools(mounted(objects, tmp_path))}
     assert free and {each for each, count in replicas(objects).items() if count is None} == free
 
 
@@ -49,7 +49,7 @@ def test_without_it_there_are_pods_for_the_most_workers() -> None:
 def test_the_command_names_the_stateful_sets_that_it_may_scale(tmp_path: Path) -> None:
     objects = rendered(values("native-autoscaled"))
     given = called(objects)
-    named = {f"{given['prefix']}-{pool.name}" for pool in scaled(mounted(objects, tmp_path))}
+    named = {f"{given['prefix']}-{pool.name}" for pool in scaled_pools(mounted(objects, tmp_path))}
     (role,), (binding,) = of_kind(objects, "Role"), of_kind(objects, "RoleBinding")
     (rule,) = role["rules"]
     assert (rule["apiGroups"], rule["resources"], rule["verbs"]) == (["apps"], ["statefulsets/scale"], ["get", "patch"])

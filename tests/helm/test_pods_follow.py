@@ -23,7 +23,7 @@ from cluster.cli.address import _access
 from cluster.control.autoscaler import loop
 from cluster.control.autoscaler.kubernetes import ApiServer, ScaleError, api_server
 from cluster.control.autoscaler.loop import Autoscaler, probed
-from cluster.control.autoscaler.pods import Pods, Scaled
+from cluster.control.autoscaler.pods import Pods, ScaledPool
 from cluster.frontend.servers import Servers
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -42,7 +42,7 @@ from workers.build import build_worker
 
 pytestmark = pytest.mark.full
 
-DECODE, PREFILL = Scaled("decode", 1, 1, 1, 3), Scaled("prefill", 1, 1, 1, 2)
+DECODE, PREFILL = ScaledPool("decode", 1, 1, 1, 3), ScaledPool("prefill", 1, 1, 1, 2)
 ACCOUNT = "release-diptych-autoscaler"
 STATEFUL = next(each for each in BUILT_IN if each.name == "StatefulSet")
 WAIT_S = 30.0
@@ -365,7 +365,7 @@ async def test_probes_tell_whether_rounds_end_and_what_was_wrong(
         assert status == 503 and "403 refused with 403" in words
         assert await probe(port, "/health") == (200, "ok\n")
         running.cancel()
-        subject.looked_s -= 1000
+        subject.round_s -= 1000
         status, words = await probe(port, "/health")
         assert status == 503 and words.startswith("no round has ended for 100")
 

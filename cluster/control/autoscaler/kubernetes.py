@@ -1,4 +1,4 @@
-"""Reads and writes the scale of StatefulSets at the API server of this pod's Kubernetes.
+"""Reads and writes the scale of StatefulSets at the Kubernetes API server of this pod.
 
 Kubernetes rotates the files of a service account (token, ca.crt, namespace), so every session reads them again.
 Every call has a timeout. Knows no pool.
@@ -21,12 +21,12 @@ PATCH = "application/merge-patch+json"
 
 
 class ScaleError(Exception):
-    """The API server refused, or did not answer: one line."""
+    """The API server refused, or did not answer. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """`address`: https://HOST:PORT. `account`: the folder of this pod's service account."""
+    """`address`: https://HOST:PORT. `account`: the folder of the pod's service account."""
 
     address: str
     account: Path
@@ -34,7 +34,7 @@ class ApiServer:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator["Scales"]:
-        """Errors: `ScaleError`."""
+        """A session with fresh credentials. Raises `ScaleError`."""
         try:
             token = (self.account / "token").read_text().strip()
             namespace = (self.account / "namespace").read_text().strip()
@@ -61,7 +61,7 @@ def api_server(account: Path, environment: Mapping[str, str] = os.environ) -> Ap
 
 
 class Scales:
-    """One session with the API server: numbers of replicas of StatefulSets."""
+    """One session with the API server, for the replicas of StatefulSets."""
 
     def __init__(self, http: aiohttp.ClientSession, namespace: str) -> None:
         self._http = http
@@ -88,7 +88,7 @@ class Scales:
         if answer.status != 200:
             raise ScaleError(f"{method} the scale of {name}: {answer.status} {_status_message(text)}")
         try:
-            return int(json.loads(text)["spec"].get("replicas", 0))  # Kubernetes leaves out 0
+            return int(json.loads(text)["spec"].get("replicas", 0))  # Kubernetes omits 0
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ScaleError(f"{method} the scale of {name}: the answer is no Scale: {_one_line(text)[:100]}") from None
 

@@ -1,6 +1,6 @@
-"""The autoscaler loop: gets targets from a gateway, and sets the StatefulSets' scales where they differ.
+"""The autoscaler loop: reads target numbers of workers from a gateway, and scales the StatefulSets to them.
 
-Failures never end it: each is logged and retried, with a growing pause.
+It logs failures and retries with a growing pause.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0
+STATUS_S = 5.0
 MAX_WAIT_S = 60.0
 
 
 class Autoscaler:
-    """`access` is called in every round, since keys and certificates rotate. The StatefulSet of a pool is PREFIX-POOL.
+    """`access` is called in every round, because keys and certificates rotate. A pool's StatefulSet is PREFIX-POOL.
 
-    `trouble`: the last round's failure at Kubernetes; None before the first round. `looked_s`: the end of that round.
+    `trouble`: the last round's Kubernetes failure; None before the first round. `round_s`: the end of the last round.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Autoscaler:
         self._period_s = period_s
         self._has_targets: bool | None = None  # whether a gateway answered in the last round
         self.trouble: str | None = None
-        self.looked_s = time.monotonic()
+        self.round_s = time.monotonic()
 
     async def run(self) -> None:
         failed = 0
@@ -53,19 +53,19 @@ class Autoscaler:
             except Exception as error:  # the next round may succeed
                 logger.exception("a round failed")
                 self.trouble = f"{type(error).__name__}: {error}"
-            self.looked_s = time.monotonic()
+            self.round_s = time.monotonic()
             failed = failed + 1 if self.trouble else 0
             await asyncio.sleep(min(self._period_s * 2 ** min(failed, 10), max(self._period_s, MAX_WAIT_S)))
 
     async def round(self) -> str:
-        """Scale every pool to its target. Returns the failures, empty when there are none."""
-        view = await self._look()
+        """Scale every pool to its target. Returns a Kubernetes failure; empty: none."""
+        view = await self._view()
         try:
             async with self._server.session() as scales:
                 pools = self._pods.pools
                 read = await asyncio.gather(*(self._read(scales, pool.name) for pool in pools))
-                asked_for = {pool.name: pods for pool, (pods, _) in zip(pools, read, strict=True) if pods is not None}
-                changes = self._pods.judge(view, asked_for, time.monotonic())
+                current = {pool.name: pods for pool, (pods, _) in zip(pools, read, strict=True) if pods is not None}
+                changes = self._pods.changes(view, current, time.monotonic())
                 failures = [failure for _, failure in read]
                 failures += await asyncio.gather(*(self._write(scales, change) for change in changes))
         except ScaleError as error:
@@ -73,10 +73,11 @@ class Autoscaler:
             return str(error)
         return next(filter(None, failures), "")
 
-    async def _look(self) -> ClusterView | None:
+    async def _view(self) -> ClusterView | None:
+        """The gateway's view; None if it does not answer."""
         try:
             async with AsyncClient(self._endpoint, access=self._access()) as client:
-                view = (await client.status(timeout_s=LOOK_S)).view
+                view = (await client.status(timeout_s=STATUS_S)).view
         except (DiptychError, SpecError, OSError) as error:
             if self._has_targets is not False:
                 logger.warning("no gateway answers, so nothing shrinks: %s", error)
@@ -91,13 +92,13 @@ class Autoscaler:
     async def _read(self, scales: Scales, pool: str) -> tuple[int | None, str]:
         """The number of pods, and the failure."""
         try:
-            return await scales.read(self._named(pool)), ""
+            return await scales.read(self._stateful_set(pool)), ""
         except ScaleError as error:
             logger.warning("%s", error)
             return None, str(error)
 
     async def _write(self, scales: Scales, change: Change) -> str:
-        name, pods = self._named(change.pool), f"from {change.before} to {change.after} pods"
+        name, pods = self._stateful_set(change.pool), f"from {change.before} to {change.after} pods"
         try:
             await scales.write(name, change.after)
         except ScaleError as error:
@@ -107,7 +108,7 @@ class Autoscaler:
         logger.info("scaling %s %s: %s", name, pods, change.why, extra=facts)
         return ""
 
-    def _named(self, pool: str) -> str:
+    def _stateful_set(self, pool: str) -> str:
         return f"{self._prefix}-{pool}"
 
 
@@ -119,7 +120,7 @@ async def probed(autoscaler: Autoscaler, port: int) -> AsyncIterator[None]:
     """Serve liveness and readiness probes on all addresses."""
 
     async def health(_: web.Request) -> web.Response:
-        silent_s = time.monotonic() - autoscaler.looked_s
+        silent_s = time.monotonic() - autoscaler.round_s
         return _probe_response(f"no round has ended for {silent_s:.0f} s" if silent_s > STUCK_S else "")
 
     async def ready(_: web.Request) -> web.Response:

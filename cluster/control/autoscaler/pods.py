@@ -1,8 +1,8 @@
 """The target number of pods of each pool. Pure: the cluster view, the current scales and the time are arguments.
 
-It grows at once. It shrinks only when exactly the target number of workers has existed, all ready, for a while, because
-a pod that goes takes its Ray node along, for which another worker may be waiting. Without a view nothing shrinks, and
-the target is the cluster's initial number of workers.
+A pool grows at once. It shrinks only after it has had exactly its target number of workers, all ready, for a while: the
+removed pod is a Ray node, which another worker may wait for. Without a view nothing shrinks, and the target is the
+cluster's initial number of workers.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ SPREAD = ("spread", "strict_spread")
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """A pool that scales. `each`: pods of one worker; the other numbers are of workers."""
+class ScaledPool:
+    """A pool that scales. `initial` and the bounds are numbers of workers."""
 
     name: str
-    each: int
-    first: int
-    least: int
-    most: int
+    pods_per_worker: int
+    initial: int
+    min_workers: int
+    max_workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,42 +36,44 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fewer:
-    """Since when this many pods have been enough."""
+class _FewerPods:
+    """The time since which this many pods have been enough."""
 
     pods: int
     since_s: float
 
 
-def scaled(spec: ClusterSpec) -> tuple[Scaled, ...]:
+def scaled_pools(spec: ClusterSpec) -> tuple[ScaledPool, ...]:
     """The pools that scale. A pod holds all ranks of a worker, or one rank if they are spread."""
-    found = (Scaled(each.name, _pods_of_one(each), each.replicas, *each.bounds) for each in spec.pools)
-    return tuple(each for each in found if each.least < each.most)
+    pools = (ScaledPool(each.name, _pods_per_worker(each), each.replicas, *each.bounds) for each in spec.pools)
+    return tuple(each for each in pools if each.min_workers < each.max_workers)
 
 
-def _pods_of_one(pool: PoolSpec) -> int:
+def _pods_per_worker(pool: PoolSpec) -> int:
     return pool.parallel.world_size if pool.parallel.placement in SPREAD else 1
 
 
 class Pods:
-    """Owned by the loop. `window_s`: how long fewer pods must have been enough before it shrinks."""
+    """Owned by the loop. `window_s`: how long fewer pods must have been enough before a pool shrinks."""
 
-    def __init__(self, pools: tuple[Scaled, ...], window_s: float) -> None:
+    def __init__(self, pools: tuple[ScaledPool, ...], window_s: float) -> None:
         self.pools = pools
         self._window_s = window_s
-        self._fewer: dict[str, _Fewer] = {}
+        self._fewer: dict[str, _FewerPods] = {}
 
-    def judge(self, view: ClusterView | None, asked_for: Mapping[str, int], now_s: float) -> list[Change]:
-        """The changes to make. `asked_for`: current pods by pool, if known. `view` None: no gateway answers."""
+    def changes(self, view: ClusterView | None, current: Mapping[str, int], now_s: float) -> list[Change]:
+        """The changes to make. `current`: pods by pool, where known. `view` None: no gateway answers."""
         views = {} if view is None else {pool.name: pool for pool in view.pools}
         changes = []
         for pool in self.pools:
             fewer = self._fewer.pop(pool.name, None)
-            if (before := asked_for.get(pool.name)) is None:
+            if (before := current.get(pool.name)) is None:
                 continue
             pool_view = views.get(pool.name)
-            workers = pool.first if pool_view is None else min(max(pool_view.wanted, pool.least), pool.most)
-            after = workers * pool.each
+            workers = pool.initial
+            if pool_view is not None:
+                workers = min(max(pool_view.wanted, pool.min_workers), pool.max_workers)
+            after = workers * pool.pods_per_worker
             if after > before:
                 why = "the cluster starts with them" if pool_view is None else f"target is {workers} workers"
                 changes.append(Change(pool.name, before, after, why))
@@ -80,7 +82,7 @@ class Pods:
                 if now_s - since_s >= self._window_s:
                     why = f"the pool has had no more than {workers} workers for {now_s - since_s:.0f} s"
                     changes.append(Change(pool.name, before, after, why))
-                self._fewer[pool.name] = _Fewer(after, since_s)
+                self._fewer[pool.name] = _FewerPods(after, since_s)
         return changes
 
 

@@ -6,24 +6,24 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.control.autoscaler.pods import Change, Pods, Scaled, scaled
+from cluster.control.autoscaler.pods import Change, Pods, ScaledPool, scaled_pools
 from cluster.spec import Role
 from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
 
 WINDOW_S = 30.0
-DECODE = Scaled("decode", each=1, first=1, least=1, most=4)
+DECODE = ScaledPool("decode", pods_per_worker=1, initial=1, min_workers=1, max_workers=4)
 READY, STARTING, DRAINING, DEAD = WorkerState.READY, WorkerState.STARTING, WorkerState.DRAINING, WorkerState.DEAD
 
 
-def seen(wanted: int, *states: WorkerState, pool: Scaled = DECODE) -> ClusterView:
+def seen(wanted: int, *states: WorkerState, pool: ScaledPool = DECODE) -> ClusterView:
     """A pool with workers in these states; without any, as many ready ones as there shall be."""
     workers = tuple(
         WorkerView(f"{pool.name}-{index}", pool.name, Role.DECODE, state)
         for index, state in enumerate(states or [READY] * wanted)
     )
     other = WorkerView("prefill-0", "prefill", Role.PREFILL, DRAINING)  # of no concern
-    pools = (PoolView(pool.name, Role.DECODE, wanted, pool.least, pool.most),)
+    pools = (PoolView(pool.name, Role.DECODE, wanted, pool.min_workers, pool.max_workers),)
     return ClusterView(1, "c", None, (*workers, other), pools=pools)
 
 
@@ -37,7 +37,7 @@ class Asked:
 
     def look(self, view: ClusterView | None, after_s: float = 5.0) -> int:
         self.now_s += after_s
-        for change in self.rule.judge(view, {"decode": self.pods}, self.now_s):
+        for change in self.rule.changes(view, {"decode": self.pods}, self.now_s):
             assert change.before == self.pods != change.after
             self.pods = change.after
         return self.pods
@@ -55,10 +55,10 @@ def test_more_pods_come_at_once_and_fewer_after_a_while() -> None:
 
 def test_it_says_why() -> None:
     rule = Pods((DECODE,), WINDOW_S)
-    assert rule.judge(None, {"decode": 0}, 0.0) == [Change("decode", 0, 1, "the cluster starts with them")]
-    assert rule.judge(seen(3), {"decode": 1}, 0.0) == [Change("decode", 1, 3, "target is 3 workers")]
-    assert rule.judge(seen(2), {"decode": 3}, 0.0) == []
-    (change,) = rule.judge(seen(2), {"decode": 3}, 31.0)
+    assert rule.changes(None, {"decode": 0}, 0.0) == [Change("decode", 0, 1, "the cluster starts with them")]
+    assert rule.changes(seen(3), {"decode": 1}, 0.0) == [Change("decode", 1, 3, "target is 3 workers")]
+    assert rule.changes(seen(2), {"decode": 3}, 0.0) == []
+    (change,) = rule.changes(seen(2), {"decode": 3}, 31.0)
     assert change == Change("decode", 3, 2, "the pool has had no more than 2 workers for 31 s")
 
 
@@ -105,7 +105,7 @@ def test_what_is_wanted_for_a_moment_only_takes_no_pod() -> None:
 
 
 def test_without_a_gateway_there_is_room_to_begin_and_nothing_goes() -> None:
-    asked = Asked(0, Pods((replace(DECODE, first=2),), WINDOW_S))
+    asked = Asked(0, Pods((replace(DECODE, initial=2),), WINDOW_S))
     assert asked.look(None) == 2
     assert asked.look(seen(4, *[READY] * 4)) == 4
     for _ in range(20):
@@ -119,8 +119,8 @@ def test_without_a_gateway_there_is_room_to_begin_and_nothing_goes() -> None:
 def test_a_pool_of_which_nothing_is_heard_is_let_alone() -> None:
     rule = Pods((DECODE, replace(DECODE, name="prefill")), 0.0)
     view = seen(3)  # of decode
-    assert [change.pool for change in rule.judge(view, {"decode": 1, "prefill": 3}, 0.0)] == ["decode"]
-    assert rule.judge(view, {}, 0.0) == [], "nor one whose pods are not known"
+    assert [change.pool for change in rule.changes(view, {"decode": 1, "prefill": 3}, 0.0)] == ["decode"]
+    assert rule.changes(view, {}, 0.0) == [], "nor one whose pods are not known"
 
 
 def test_bounds_hold_whatever_is_wanted() -> None:
@@ -143,31 +143,31 @@ def test_pools_that_may_grow_and_how_many_pods_a_worker_takes() -> None:
         pool("fixed", 2),
         pool("narrow", {"min": 2, "max": 2}),
     ]
-    assert scaled(parse_spec({"model": "m", "pools": pools})) == (
-        Scaled("one", 1, 1, 1, 3),
-        Scaled("packed", 1, 0, 0, 2),
-        Scaled("spread", 4, 1, 1, 2),
-        Scaled("begins", 1, 2, 1, 4),
+    assert scaled_pools(parse_spec({"model": "m", "pools": pools})) == (
+        ScaledPool("one", 1, 1, 1, 3),
+        ScaledPool("packed", 1, 0, 0, 2),
+        ScaledPool("spread", 4, 1, 1, 2),
+        ScaledPool("begins", 1, 2, 1, 4),
     )
 
 
 # ---- whatever happens --------------------------------------------------------------------------------------------
 
 BOUNDS = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 4)).map(
-    lambda drawn: Scaled("decode", drawn[2], drawn[0], drawn[0], drawn[0] + drawn[1])
+    lambda drawn: ScaledPool("decode", drawn[2], drawn[0], drawn[0], drawn[0] + drawn[1])
 )
 STATES = st.lists(st.sampled_from(WorkerState), max_size=6)
 VIEWS = st.none() | st.tuples(st.integers(0, 10), STATES)
 STEPS = st.lists(st.tuples(VIEWS, st.floats(0, 60)), max_size=40)
 
 
-def view_of(drawn: tuple[int, list[WorkerState]] | None, pool: Scaled) -> ClusterView | None:
+def view_of(drawn: tuple[int, list[WorkerState]] | None, pool: ScaledPool) -> ClusterView | None:
     return None if drawn is None else seen(drawn[0], *drawn[1], pool=pool)
 
 
 @given(BOUNDS, st.integers(0, 40), STEPS)
 def test_what_is_written_lies_within_the_bounds_and_goes_where_it_is_wanted(
-    pool: Scaled, pods: int, steps: list[tuple[tuple[int, list[WorkerState]] | None, float]]
+    pool: ScaledPool, pods: int, steps: list[tuple[tuple[int, list[WorkerState]] | None, float]]
 ) -> None:
     asked = Asked(pods, Pods((pool,), WINDOW_S))
     for drawn, after_s in steps:
@@ -175,8 +175,8 @@ def test_what_is_written_lies_within_the_bounds_and_goes_where_it_is_wanted(
         after = asked.look(view_of(drawn, pool), after_s)
         if after == before:
             continue
-        assert pool.least * pool.each <= after <= pool.most * pool.each
-        assert after % pool.each == 0, "whole workers"
+        assert pool.min_workers * pool.pods_per_worker <= after <= pool.max_workers * pool.pods_per_worker
+        assert after % pool.pods_per_worker == 0, "whole workers"
         if after < before:
             assert drawn is not None
             assert drawn[1] in ([], [READY] * drawn[0]), "and nobody leaves"
@@ -184,24 +184,24 @@ def test_what_is_written_lies_within_the_bounds_and_goes_where_it_is_wanted(
 
 @given(BOUNDS, st.integers(0, 40), STEPS, st.integers(0, 8))
 def test_it_comes_to_rest_where_the_workers_are(
-    pool: Scaled, pods: int, steps: list[tuple[tuple[int, list[WorkerState]] | None, float]], wanted: int
+    pool: ScaledPool, pods: int, steps: list[tuple[tuple[int, list[WorkerState]] | None, float]], wanted: int
 ) -> None:
     asked = Asked(pods, Pods((pool,), WINDOW_S))
     for drawn, after_s in steps:
         asked.look(view_of(drawn, pool), after_s)
-    wanted = min(max(wanted, pool.least), pool.most)
+    wanted = min(max(wanted, pool.min_workers), pool.max_workers)
     found = [asked.pods, *(asked.look(seen(wanted, pool=pool), 5.0) for _ in range(12))]
-    assert found[-3:] == [wanted * pool.each] * 3
+    assert found[-3:] == [wanted * pool.pods_per_worker] * 3
     assert sum(one != other for one, other in pairwise(found)) <= 1, "once, and not back"
 
 
 @given(BOUNDS, st.lists(st.tuples(st.integers(0, 8), st.floats(0, WINDOW_S / 2)), min_size=2, max_size=40))
-def test_a_number_that_swings_takes_no_pod(pool: Scaled, swings: list[tuple[int, float]]) -> None:
+def test_a_number_that_swings_takes_no_pod(pool: ScaledPool, swings: list[tuple[int, float]]) -> None:
     """Nothing goes before one number has held for the whole window."""
-    asked = Asked(pool.most * pool.each, Pods((pool,), WINDOW_S))
+    asked = Asked(pool.max_workers * pool.pods_per_worker, Pods((pool,), WINDOW_S))
     held_s, last, before = 0.0, None, asked.pods
     for wanted, after_s in swings:
-        wanted = min(max(wanted, pool.least), pool.most)
+        wanted = min(max(wanted, pool.min_workers), pool.max_workers)
         held_s = held_s + after_s if wanted == last else 0.0
         last = wanted
         after = asked.look(seen(wanted, pool=pool), after_s)

@@ -9,7 +9,7 @@ import cluster.control.controller as cluster_controller
 import cluster.dispatch.discovery as discovery
 from cluster.control.membership import Listeners
 from cluster.frontend.context import GatewayContext
-from cluster.join import described, join
+from cluster.join import join, spec_and_model
 from cluster.observe.metrics import exposition
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.runtime.interface import WorkerOrder
@@ -41,14 +41,14 @@ def test_of_gateways_that_joined_the_first_tells_of_workers(gateway: str, told: 
 
 def test_a_gateway_keeps_its_place_as_long_as_it_asks() -> None:
     there = Listeners()
-    there.asked("b", 0.0, 15.0)
-    there.asked("a", 1.0, 16.0)
-    there.asked("b", 10.0, 25.0)
+    there.polled("b", 0.0, 15.0)
+    there.polled("a", 1.0, 16.0)
+    there.polled("b", 10.0, 25.0)
     assert there.names(15.9) == ("b", "a")
     assert there.names(16.0) == ("b",)
-    there.asked("a", 17.0, 32.0)
+    there.polled("a", 17.0, 32.0)
     assert there.names(17.0) == ("b", "a")
-    there.asked("b", 26.0, 41.0)  # it was silent for too long, and comes back
+    there.polled("b", 26.0, 41.0)  # it was silent for too long, and comes back
     assert there.names(26.0) == ("a", "b")
 
 
@@ -86,7 +86,7 @@ async def test_when_the_gateway_that_tells_leaves_another_takes_over(monkeypatch
 
     serving = await serve(split_spec(1, 2), runtime=LocalRuntime(build), make_server=door, gateways=False)
     try:
-        spec, model = await described(serving.controller, 5.0)
+        spec, model = await spec_and_model(serving.controller, 5.0)
         first, second = [await join(name, spec, model, serving.controller, door) for name in NAMES]
         async with asyncio.timeout(20.0):
             while [each.engines() for each in doors] != [WORKERS, set()]:

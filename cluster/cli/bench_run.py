@@ -1,4 +1,4 @@
-"""What `diptych bench` does with its options: each kind of measurement, its tables and its output folder.
+"""The measurements of `diptych bench`, their tables and their output folder.
 
 Imported when the command runs, so heavy imports are at the top.
 """
@@ -42,7 +42,7 @@ SEEDS = {"load": 1, "goodput": 3, "compare": 5}  # by default
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """The options as they were given. Raises `click.UsageError` for those that exclude each other."""
+    """The options of the command line. Raises `click.UsageError` if they exclude each other."""
 
     mode: Literal["load", "goodput", "compare"]
     endpoint: str
@@ -96,7 +96,7 @@ class BenchOptions:
     def all_seeds(self) -> tuple[int, ...]:
         return tuple(range(self.seed, self.seed + (self.seeds or SEEDS[self.mode])))
 
-    def at(self, address: str) -> Target:
+    def target_at(self, address: str) -> Target:
         return Target(address, self.model, self.api_key, self.tokenizer, self.access)
 
     def load(self, endpoint: Endpoint, seed: int) -> LoadOptions:
@@ -106,12 +106,12 @@ class BenchOptions:
 
 
 def measure(options: BenchOptions) -> None:
-    """One workload, then its further rates, then the search for goodput if it was asked for."""
+    """Run one workload, then its further rates, then the goodput search if requested."""
     seed = options.seed
     query = GoodputQuery(options.workload, options.slo, options.target, options.all_seeds, options.tolerance)
     first = query.at(None, seed, 0)
     if options.mode == "goodput":
-        _ = query.start  # fails before anything is sent
+        _ = query.start  # raises before anything is sent
     with _driver(options) as (drive, here):
         run = drive(first, seed)
         sweep = []
@@ -130,15 +130,15 @@ def measure(options: BenchOptions) -> None:
     _finish(options, here, compared, {}, more)
 
 
-Drive = Callable[..., Run]  # (workload, seed, label of the progress bar)
+Drive = Callable[..., Run]  # (workload, seed, text of the progress bar)
 
 
 @contextmanager
 def _driver(options: BenchOptions) -> Iterator[tuple[Drive, About]]:
-    """Opens the endpoint; the function runs one workload there, with a progress bar."""
+    """Opens the endpoint. The function runs one workload on it, with a progress bar."""
     with asyncio.Runner() as runner, progress_bar() as bar:
         stack = AsyncExitStack()
-        endpoint = runner.run(stack.enter_async_context(open_endpoint(options.at(options.endpoint))))
+        endpoint = runner.run(stack.enter_async_context(open_endpoint(options.target_at(options.endpoint))))
 
         def drive(workload: Workload, seed: int, what: str = "requests finished") -> Run:
             ended = _counter(bar, what, len(workload.arrivals))
@@ -152,7 +152,7 @@ def _driver(options: BenchOptions) -> Iterator[tuple[Drive, About]]:
 
 
 def _counter(bar: PullProgress, what: str, total: int) -> Callable[[], None]:
-    """Advances the bar by one request with each call."""
+    """A function that advances the bar by one request."""
     ended = 0
     bar(what, ended, total)
 
@@ -165,19 +165,23 @@ def _counter(bar: PullProgress, what: str, total: int) -> Callable[[], None]:
 
 
 def compare_configurations(options: BenchOptions, given: Sequence[str], runtime: str) -> None:
-    """The same load on several configurations, which are started here one after another."""
-    made = [external(each, options.at(kind_of(each)[1])) if "://" in each else configuration_of(each) for each in given]
-    if len({each.name for each in made}) != len(made):
-        raise click.UsageError(f"two of {', '.join(each.name for each in made)} have the same name; rename one")
+    """Run the same load on several configurations, which are started here one after another."""
+    configurations = [
+        external(each, options.target_at(kind_of(each)[1])) if "://" in each else configuration_of(each)
+        for each in given
+    ]
+    names = [each.name for each in configurations]
+    if len(set(names)) != len(names):
+        raise click.UsageError(f"two of {', '.join(names)} have the same name; rename one")
     plan = TrialPlan(options.workload, options.all_rates or (None,), options.all_seeds, runtime, options.access)
     for rate in plan.rates:
-        plan.workload(rate, options.seed)  # fails before anything is started
-    here = about([each.description for each in made], options.all_seeds)
+        plan.workload(rate, options.seed)  # raises before anything is started
+    here = about([each.description for each in configurations], options.all_seeds)
     if here.is_busy:
         say(f"load {here.load_before[0]:.1f} on {here.cores} cores: this machine is busy, do not quote these figures")
-    runs = len(made) * len(plan.rates) * len(plan.seeds)
+    runs = len(configurations) * len(plan.rates) * len(plan.seeds)
     with progress_bar() as bar:
-        trials, firsts = run(run_trials(made, plan, options.load, _TrialProgress(bar, runs, options.out)))
+        trials, firsts = run(run_trials(configurations, plan, options.load, _TrialProgress(bar, runs, options.out)))
     found = Trials(trials)
     compared = [SystemResult(name, figures(each, options.slo), run=each) for name, each in firsts.items()]
     tables, lines = tuple(trial_tables(found)), tuple(summary_lines(found))
@@ -196,9 +200,9 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
 
 
 class _TrialProgress:
-    """On a terminal a bar for all runs and one for each configuration, elsewhere lines for each run.
+    """On a terminal a bar for all runs and one per configuration, elsewhere lines per run.
 
-    Appends each run's figures to `runs.jsonl` as soon as it has ended, so a failure loses no earlier run.
+    Appends each run's figures to `runs.jsonl` when it ends, so that a later failure does not lose them.
     """
 
     def __init__(self, bar: PullProgress, runs: int, out: Path | None) -> None:
@@ -245,7 +249,7 @@ def _finish(
     more: More,
     note: str = "",
 ) -> None:
-    """Print the JSON and write the folder, if requested. `note` goes into the page."""
+    """Print the JSON and write the folder, if requested. The page has the `note`."""
     document = {"about": about.as_json(), "systems": [each.as_json() for each in compared], **results}
     if options.as_json:
         print_json(document)

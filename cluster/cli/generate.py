@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import addressed
+from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand, grouped
 from cluster.cli.sampling_options import answer_options, given, sampling_options
 from cluster.cli.screen import answer_json, console, ledger_table, print_json, queued_line, route_lines, say
@@ -24,7 +24,7 @@ output = grouped("Output")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How an answer is printed."""
+    """How to print an answer."""
 
     stream: bool
     report: bool
@@ -39,7 +39,7 @@ class Shown:
 @output("--stream/--no-stream", default=True, show_default=True, help="Print the text as it is generated.")
 @output("--report", is_flag=True, help="Also print where the request ran and where its time went.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-@addressed
+@client_options
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Give up after this time.")
 def generate(
     text: str,
@@ -96,7 +96,7 @@ async def _generate(client: "AsyncClient", prompt: str, request: dict[str, Any],
 
 
 def _show_whole(answer: "Answer") -> None:
-    """Print the text; several answers each get a header line with their number."""
+    """Print the text. Each of several answers has a header line with its number."""
     ends = answer.completed.answers
     if len(answer.outputs) == 1:
         click.echo(answer.text)
@@ -109,7 +109,7 @@ def _show_whole(answer: "Answer") -> None:
 
 
 def _show_logprobs(output: "TextDelta") -> None:
-    """One token per line. A client has no vocabulary, so tokens are shown by their ids."""
+    """Print one token per line, by its id, because a client has no vocabulary."""
     for title, logprobs in (("prompt", output.prompt_logprobs), (f"answer {output.index + 1}", output.logprobs)):
         if not logprobs:
             continue
@@ -149,7 +149,7 @@ def _json(answer: "Answer") -> dict[str, Any]:
 
 
 async def show(events: Any) -> "Answer":
-    """Print the text as it arrives. Leaving early closes the stream, which cancels the request."""
+    """Print the text as it arrives. A cancellation closes the stream, which cancels the request."""
     from cluster.events import Queued
     from cluster.frontend.text import TextDelta
     from diptych.client import answer_of
@@ -175,7 +175,7 @@ async def _report(client: "AsyncClient", answer: "Answer") -> None:
 
 
 @click.command(cls=GroupedCommand)
-@addressed
+@client_options
 @click.option("--system", help="System message.")
 @sampling_options
 def chat(endpoint: str, access: Access, system: str | None, **sampling: Any) -> None:
@@ -192,11 +192,11 @@ def chat(endpoint: str, access: Access, system: str | None, **sampling: Any) -> 
     messages = list(start)
     keyboard = sys.stdin.isatty()
     if keyboard:
-        import readline  # noqa: F401  (gives input() its history)
+        import readline  # noqa: F401  (adds a history to input())
     with asyncio.Runner() as runner:
         client = runner.run(_connect(endpoint, access))
         try:
-            runner.run(client.status())  # fail before the first message is typed
+            runner.run(client.status())  # raises before the first message is typed
             while (line := _read(keyboard)) not in (None, "/quit"):
                 if line == "/reset":
                     messages = list(start)
@@ -215,10 +215,10 @@ def _turn(
     sampling: dict[str, Any],
     keyboard: bool,
 ) -> None:
-    """One message and its answer. In a terminal a failed turn is dropped and the chat goes on."""
-    asked = [*messages, ("user", line)]
+    """Send one message and print its answer. With a keyboard, a failed turn is dropped and the chat continues."""
+    conversation = [*messages, ("user", line)]
     try:
-        answer = runner.run(show(client.chat(asked, **sampling)))
+        answer = runner.run(show(client.chat(conversation, **sampling)))
     except KeyboardInterrupt:
         say(" (stopped)")
     except DiptychError as error:
@@ -226,7 +226,7 @@ def _turn(
             raise
         say(f"Error: {error}")
     else:
-        messages[:] = [*asked, ("assistant", answer.text)] if answer.text else messages
+        messages[:] = [*conversation, ("assistant", answer.text)] if answer.text else messages
 
 
 async def _connect(endpoint: str, access: Access) -> "AsyncClient":

@@ -1,4 +1,4 @@
-"""A search with a time limit: shows progress, and Ctrl-C ends it with the best answer so far."""
+"""Runs a search with a time limit: shows progress, and ends at Ctrl-C with the best answer so far."""
 
 import os
 import time
@@ -21,9 +21,9 @@ INTERRUPTED = 130  # the exit status after Ctrl-C, as in shells
 
 
 class SearchProgress:
-    """A bar of the time and a row for each thing searched; without `live`, lines on stderr for what has changed.
+    """A bar of the elapsed time and a row per item; without `live`, a line on stderr per changed item.
 
-    Any thread may call `update`; the thread that waits calls `tick`.
+    Any thread may call `update`; the waiting thread calls `tick`.
     """
 
     def __init__(self, limit_s: float, live: "Live | None" = None) -> None:
@@ -33,8 +33,8 @@ class SearchProgress:
         self._shown: dict[str, str] = {}
         self._next_s = 0.0
 
-    def update(self, what: str, how_far: str) -> None:
-        self._rows[what] = how_far
+    def update(self, what: str, status: str) -> None:
+        self._rows[what] = status
 
     def tick(self, left_s: float) -> None:
         rows = list(self._rows.items())
@@ -42,10 +42,10 @@ class SearchProgress:
             self._draw(self._live, rows, left_s)
         elif time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + LINE_S
-            for what, how_far in rows:
-                if self._shown.get(what) != how_far:
-                    self._shown[what] = how_far
-                    say(f"{what}: {how_far} (at most {left_s:.0f} s left)")
+            for what, status in rows:
+                if self._shown.get(what) != status:
+                    self._shown[what] = status
+                    say(f"{what}: {status} (at most {left_s:.0f} s left)")
 
     def _draw(self, live: "Live", rows: list[tuple[str, str]], left_s: float) -> None:
         from rich.console import Group
@@ -65,7 +65,7 @@ def cores() -> int:
 
 
 def search(limit_s: float, processes: int | None, work: "Callable[[Budget, SearchProgress], T]") -> tuple[T, str]:
-    """The result of `work`, and what ended it early: empty if nothing did."""
+    """The result of `work`, and what ended it early; empty: nothing."""
     from rich.live import Live
 
     from cluster.offline.plan.budget import Budget
