@@ -64,6 +64,23 @@ class Cluster:
     async def run(self, request: Request, **options: Any) -> list[Event]:
         return [event async for event in generate(self.dispatcher, request, **options)]
 
+    async def begin(self, request: Request, num_tokens: int) -> "asyncio.Task[list[Event]]":
+        """Start a request; returns its task once it has `num_tokens` tokens."""
+        events: list[Event] = []
+        reached = asyncio.Event()
+
+        async def collect() -> list[Event]:
+            async for event in generate(self.dispatcher, request):
+                events.append(event)
+                if len(tokens_of(events)) >= num_tokens:
+                    reached.set()
+            return events
+
+        task = asyncio.ensure_future(collect())
+        async with asyncio.timeout(20.0):
+            await reached.wait()
+        return task
+
     async def until(self, is_so: Callable[[ClusterView], bool], timeout_s: float = 20.0) -> ClusterView:
         """Wait until the gateway sees it."""
         async with asyncio.timeout(timeout_s):

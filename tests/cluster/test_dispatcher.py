@@ -190,8 +190,7 @@ async def test_when_a_worker_dies_the_same_tokens_go_on_elsewhere(victim: str, a
 
 async def test_without_a_decode_pool_a_prefill_worker_serves_alone() -> None:
     async with cluster(split_spec(), SLOW) as subject:
-        stream = asyncio.ensure_future(subject.run(request("a", 60, max_tokens=60)))
-        await asyncio.sleep(0.5)
+        stream = await subject.begin(request("a", 60, max_tokens=60), 5)
         await subject.workers["decode-0"].close()
         events = await stream
         assert tokens_of(events) == expected("a", 60, 60)
@@ -299,7 +298,6 @@ async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(
         first, second = request("a", 300), request("b", 300, first=500)
         await decode.reserve(replace(first, reply_to="ghost"), 5.0)
         waiting = asyncio.ensure_future(decode.reserve(replace(second, reply_to="ghost"), 5.0))
-        await asyncio.sleep(0.6)
         with pytest.raises(UnknownSequence, match="stopped polling"):
             await waiting
         await subject.settle()
@@ -318,8 +316,7 @@ async def test_a_lost_client_of_a_living_worker_is_replaced() -> None:
 
 async def test_a_controller_that_starts_anew_does_not_cut_living_streams() -> None:
     async with cluster(split_spec(), SLOW) as subject:
-        stream = asyncio.ensure_future(subject.run(request("a", 40, max_tokens=30)))
-        await asyncio.sleep(0.4)
+        stream = await subject.begin(request("a", 40, max_tokens=30), 5)
         known = subject.dispatcher.discovery.membership
         anew = tuple(
             replace(m, view=structs.replace(m.view, state=WorkerState.STARTING, incarnation="")) for m in known.members
