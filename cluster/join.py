@@ -10,8 +10,8 @@ import logging
 
 from cluster.control.keep_alive import KEEP_ALIVE_S, ORPHAN_AFTER_S
 from cluster.frontend.context import ServerFactory
-from cluster.runtime.errors import RuntimeUnavailable, WorkerGone
 from cluster.runtime.interface import ServiceHandle
+from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.serving import GatewayService
 from cluster.spec import ClusterSpec
 from diptych.view import ModelView

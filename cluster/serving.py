@@ -25,8 +25,8 @@ from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import GatewayContext, Server, ServerFactory
 from cluster.policy.scaling.elastic import Elastic
-from cluster.runtime.errors import RuntimeUnavailable, WorkerGone
 from cluster.runtime.interface import Runtime, ServiceHandle
+from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
 

@@ -1,14 +1,16 @@
-"""Imports only point down. This test walks the syntax trees; the picture is in docs/design.md."""
+"""Imports only point down (the picture is in docs/design.md), and names are unique. The tests walk the syntax trees."""
 
 import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("proto/diptych", "kvtransfer", "workers", "cluster", "benchmarks")
 
 # Lowest first: a module may import from its own layer and from the layers below.
 LAYERS = [
@@ -110,7 +112,7 @@ COLUMNS = ("cluster.policy.routing.slo.shortlist", "cluster.policy.routing.slo.c
 
 def modules() -> list[tuple[str, ast.Module]]:
     found = []
-    for package in ("proto/diptych", "kvtransfer", "workers", "cluster", "benchmarks"):
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = list(path.relative_to((ROOT / package).parent).with_suffix("").parts)
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -218,6 +220,21 @@ def test_the_client_imports_no_serving_code() -> None:
         elif not name.startswith(("cluster", "benchmarks")):
             values = [each for each in imports(tree) if below(each, ("diptych",)) and not below(each, VALUES)]
             assert not values, f"{name} imports {values}; it may import values alone"
+
+
+def test_no_two_public_classes_have_the_same_name() -> None:
+    owners: dict[str, list[str]] = {}
+    for name, tree in MODULES:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owners.setdefault(node.name, []).append(name)
+    assert not {name: found for name, found in owners.items() if len(found) > 1}
+
+
+def test_no_four_modules_have_the_same_file_name() -> None:
+    counts = Counter(path.name for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    del counts["__init__.py"], counts["__main__.py"]
+    assert not {name: count for name, count in counts.items() if count > 3}
 
 
 def test_proto_is_not_a_package() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 
 from benchmarks.elastic import one, page, pictures, record, staleness
-from benchmarks.elastic.campaign import Unlike, measure
+from benchmarks.elastic.campaign import RecordMismatch, measure
 from benchmarks.elastic.contenders import COLOCATED, SPLIT, Contender, View, case_of
-from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.record import Record
-from benchmarks.elastic.scenarios import SCENARIOS, Absent, Size, scenario
-from benchmarks.elastic.search import TARGET, Effort, Job, searched
+from benchmarks.elastic.scenarios import SCENARIOS, ScenarioSize, TraceNotFound, scenario
+from benchmarks.elastic.search import TARGET, Job, SearchEffort, searched
 from benchmarks.figures import Progress
 from cluster.offline.load import machine
 from cluster.offline.scoring.figures import slo_text
@@ -28,7 +28,7 @@ from cluster.spec import ROUTING, SpecError
 PLAIN = {"split": SPLIT, "colocated": COLOCATED}
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
-QUICK = Effort(
+QUICK = SearchEffort(
     *((0,), (0,), 0.3, 0.3, 0.3, 1),
     systems=("vllm", "distserve"),
     routers=("random", "slo"),
@@ -36,7 +36,7 @@ QUICK = Effort(
     chunks=(512,),
 )
 USUAL = ("static", "orca", "vllm", "sarathi", "distserve", "splitwise", "mooncake", "mooncake-predictive")
-DEFAULT = Effort(tolerance=0.03, rough=0.15, rung=0.05, finalists=1, systems=USUAL)
+DEFAULT = SearchEffort(tolerance=0.03, rough=0.15, rung=0.05, finalists=1, systems=USUAL)
 AGAIN = {
     "ours": record.OURS,
     "split": record.SPLIT,
@@ -46,11 +46,11 @@ AGAIN = {
     "timetable": record.TIMETABLE,
     "per-phase": record.PER_PHASE,
 }
-FULL = Effort(tolerance=0.03, rough=0.05, rung=0.04, finalists=2)
+FULL = SearchEffort(tolerance=0.03, rough=0.05, rung=0.04, finalists=2)
 EFFORTS = {
-    "quick": (QUICK, Size(workers=2, stretch=0.1), ("phases-a100", "tight-loose")),
-    "default": (DEFAULT, Size(workers=4), tuple(SCENARIOS)),
-    "full": (FULL, Size(workers=6, stretch=2.0), tuple(SCENARIOS)),
+    "quick": (QUICK, ScenarioSize(workers=2, stretch=0.1), ("phases-a100", "tight-loose")),
+    "default": (DEFAULT, ScenarioSize(workers=4), tuple(SCENARIOS)),
+    "full": (FULL, ScenarioSize(workers=6, stretch=2.0), tuple(SCENARIOS)),
 }
 
 
@@ -135,20 +135,20 @@ def main(
       python -m benchmarks.elastic --one day --search --workers 4 --seeds 3
     """
     chosen, size, names = EFFORTS[effort]
-    size = Size() if which else size
-    size = Size(workers or size.workers, stretch or size.stretch)
+    size = ScenarioSize() if which else size
+    size = ScenarioSize(workers or size.workers, stretch or size.stretch)
     chosen = replace(chosen, seeds=tuple(range(seeds or len(chosen.seeds))))
     try:
         if which is not None:
             made = scenario(which, size)
-            probe = Probe(replace(contender(who), routing=routing or ""), made, None, View(stale, gateways))
+            probe = ScenarioProbe(replace(contender(who), routing=routing or ""), made, None, View(stale, gateways))
             if search:
                 click.echo(_searched(probe, scale, tuple(range(seed, seed + (seeds or 1))), count))
                 return
             run = probe.run(scale, seed, trace=True)
             click.echo(one.as_json(run, made, scale) if as_json else "\n".join(one.lines(run, made, scale)))
             return
-    except (Absent, SpecError, WorkloadError) as error:
+    except (TraceNotFound, SpecError, WorkloadError) as error:
         raise click.ClickException(str(error)) from None
     if sum((recorded, stale_only, bool(again))) > 1:
         raise click.ClickException("--recorded, --stale-only and --again do not go together; give one of them")
@@ -165,7 +165,7 @@ def main(
                 if stale_only or not (workloads or again):
                     found = replace(found, stale=staleness.study(size, each, progress))
                     record.save(found, file)
-        except Unlike as error:
+        except RecordMismatch as error:
             raise click.ClickException(str(error)) from None
     page.write(out or RESULTS, found, "elastic-{}.png" if out else page.PICTURES)
     if reason := pictures.missing():
@@ -175,7 +175,7 @@ def main(
     click.echo("a quick run only shows that it runs" if effort == "quick" else page.summary(found))
 
 
-def _searched(probe: Probe, scale: float, seeds: tuple[int, ...], count: int) -> str:
+def _searched(probe: ScenarioProbe, scale: float, seeds: tuple[int, ...], count: int) -> str:
     """Its goodput, and as scales, one a seed. What limits it a run shows that is not cut."""
     made = probe.scenario
     job = Job.of(record.OURS, replace(probe, give_up=TARGET), scale * made.rate, seeds, DEFAULT.tolerance)
@@ -196,8 +196,8 @@ def _searched(probe: Probe, scale: float, seeds: tuple[int, ...], count: int) ->
 class _Plan:
     """How workloads are measured. `kinds`: only these contenders anew; none: all."""
 
-    effort: Effort
-    size: Size
+    effort: SearchEffort
+    size: ScenarioSize
     word: str
     kinds: frozenset[str]
 
@@ -229,12 +229,12 @@ def _stamped(found: Record) -> Record:
 
 
 def _measured(found: Record, file: Path, names: Sequence[str], plan: _Plan, each: Map, progress: Progress) -> Record:
-    """Saved after each workload, so that a campaign that is ended keeps what it has. Raises `Unlike`."""
+    """Saved after each workload, so that a campaign that is ended keeps what it has. Raises `RecordMismatch`."""
     for number, name in enumerate(names, 1):
         progress(f"workload {number} of {len(names)}: {name}")
         try:
             made = scenario(name, plan.size)
-        except Absent as error:
+        except TraceNotFound as error:
             progress(f"{name} is left out: {error}")
             found = replace(found, absent=tuple(dict.fromkeys((*found.absent, name))))
             continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks.elastic.contenders import OURS, case_of, contender_named
 from benchmarks.elastic.one import phase_outcomes
 from benchmarks.elastic.per_phase import per_phase
-from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.record import (
     COLOCATED,
     KINDS,
@@ -26,8 +26,8 @@ from benchmarks.elastic.scenarios import Scenario
 from benchmarks.elastic.search import (
     REACH,
     Best,
-    Effort,
     Job,
+    SearchEffort,
     Statics,
     best_colocated,
     best_split,
@@ -43,13 +43,13 @@ SHOWN = (KIND_OURS, *STATIC)
 FORESEEN = 1.3  # of the best static choice's rate: there timetables are compared
 
 
-class Unlike(ValueError):
+class RecordMismatch(ValueError):
     """A record cannot be completed: the message says what it lacks, or in what it differs."""
 
 
 def measure(
     scenario: Scenario,
-    effort: Effort,
+    effort: SearchEffort,
     each: Map,
     progress: Progress,
     kinds: Collection[str] = KINDS,
@@ -57,7 +57,7 @@ def measure(
 ) -> Result:
     """Contenders of these kinds; all others are those that are `known`. Minutes for a workload.
 
-    Raises `Unlike`, and what simulations raise.
+    Raises `RecordMismatch`, and what simulations raise.
     """
     begun_s = time.perf_counter()
     found = _statics(scenario, effort, each, progress, kinds, known)
@@ -99,7 +99,12 @@ def measure(
 
 
 def _statics(
-    scenario: Scenario, effort: Effort, each: Map, progress: Progress, kinds: Collection[str], known: Result | None
+    scenario: Scenario,
+    effort: SearchEffort,
+    each: Map,
+    progress: Progress,
+    kinds: Collection[str],
+    known: Result | None,
 ) -> Statics:
     """By the ladder, or who they are in the record."""
     if known is not None:
@@ -114,7 +119,7 @@ def _check_alike(scenario: Scenario, known: Result) -> None:
     now = {"workers": scenario.workers, "seconds": scenario.seconds, "slo": scenario.slo, "full_rate": scenario.rate}
     for name, value in now.items():
         if (before := getattr(known, name)) != value:
-            raise Unlike(
+            raise RecordMismatch(
                 f"{scenario.name}: {name} is {before} in the record and would be {value}; give the same --workers and "
                 "--stretch, or measure the whole workload, without --again"
             )
@@ -123,7 +128,7 @@ def _check_alike(scenario: Scenario, known: Result) -> None:
 def _known(scenario: Scenario, known: Result | None, kind: str) -> Best:
     entry = known.of(kind) if known else None
     if entry is None:
-        raise Unlike(f"{scenario.name}: the record has no {kind}; measure it too, with another --again")
+        raise RecordMismatch(f"{scenario.name}: the record has no {kind}; measure it too, with another --again")
     return Best((contender_named(entry.name),), entry.by_seed[0] or entry.rate or scenario.rate / REACH)
 
 
@@ -183,7 +188,7 @@ class _Shown:
     seed: int
 
 
-def _shown_ones(scenario: Scenario, entries: Sequence[Entry], effort: Effort) -> list[_Shown]:
+def _shown_ones(scenario: Scenario, entries: Sequence[Entry], effort: SearchEffort) -> list[_Shown]:
     """Ours and the best static configurations, all at the rate of the best of them."""
     shown = [each for each in entries if each.kind in SHOWN]
     rate = max((each.rate for each in shown), default=0.0) or scenario.rate / REACH
@@ -192,5 +197,5 @@ def _shown_ones(scenario: Scenario, entries: Sequence[Entry], effort: Effort) ->
 
 def _shown(wanted: _Shown) -> tuple[Phases, Timeline]:
     scenario, rate = wanted.scenario, wanted.rate
-    run = Probe(contender_named(wanted.name), scenario, None).run(rate / scenario.rate, wanted.seed, trace=True)
+    run = ScenarioProbe(contender_named(wanted.name), scenario, None).run(rate / scenario.rate, wanted.seed, trace=True)
     return Phases(run.system, rate, phase_outcomes(run, scenario)), timeline(run, scenario, rate)

@@ -8,8 +8,8 @@ No search and no setting of ours was tuned on the last five windows.
 import sys
 
 from benchmarks.elastic.contenders import OURS, Contender, contender_named
-from benchmarks.elastic.probe import Probe
-from benchmarks.elastic.scenarios import Size, mooncake
+from benchmarks.elastic.probe import ScenarioProbe
+from benchmarks.elastic.scenarios import ScenarioSize, mooncake
 
 SCALE = 0.6
 BEGINS_S = (600.0, 1350.0, 2100.0, 2700.0, 300.0, 975.0, 1725.0, 2400.0, 3000.0)
@@ -18,9 +18,9 @@ CONTENDERS = (OURS, contender_named("split 3, chunk 1024"), contender_named("col
 
 
 def missed(contender: Contender, begin_s: float, seed: int, scale: float = SCALE) -> tuple[int, int]:
-    """Requests of one window that miss an SLO, and all of its requests. Raises `Absent` without the trace."""
-    scenario = mooncake(Size(workers=4), begin_s)
-    probe = Probe(contender, scenario, give_up=None)
+    """Requests of one window that miss an SLO, and all of its requests. Raises `TraceNotFound` without the trace."""
+    scenario = mooncake(ScenarioSize(workers=4), begin_s)
+    probe = ScenarioProbe(contender, scenario, give_up=None)
     count = len(scenario.draw(scale, seed).arrivals)
     return round((1.0 - probe(scale * scenario.rate, seed).both) * count), count
 

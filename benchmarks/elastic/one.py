@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.elastic.scenarios import Phase, Scenario
+from benchmarks.elastic.scenarios import Scenario, ScenarioPhase
 from benchmarks.elastic.timeline import timeline
 from cluster.offline.scoring.figures import attainment, percentiles, slo_text
 from cluster.offline.scoring.latencies import latencies
@@ -48,7 +48,7 @@ def phase_outcomes(run: Run, scenario: Scenario) -> tuple[PhaseOutcome, ...]:
     )
 
 
-def _within(served: Sequence[Served], phase: Phase) -> tuple[Served, ...]:
+def _within(served: Sequence[Served], phase: ScenarioPhase) -> tuple[Served, ...]:
     return tuple(each for each in served if phase.begin_s <= each.arrival_s < phase.end_s)
 
 

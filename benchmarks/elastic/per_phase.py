@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.elastic.contenders import Contender
-from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.record import PER_PHASE
-from benchmarks.elastic.scenarios import Phase, Scenario
-from benchmarks.elastic.search import TARGET, Effort, Job, Statics, statics
+from benchmarks.elastic.scenarios import Scenario, ScenarioPhase
+from benchmarks.elastic.search import TARGET, Job, SearchEffort, Statics, statics
 from benchmarks.figures import Progress
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Map
@@ -40,9 +40,9 @@ class PerPhase:
                 kept = {name: kept[name] + came * getattr(found, name) for name in NAMES}
         return Attainment(*(kept[name] / len(arrivals) for name in NAMES))
 
-    def _best(self, phase: Phase, scale: float, seed: int, give_up: float) -> Attainment:
+    def _best(self, phase: ScenarioPhase, scale: float, seed: int, give_up: float) -> Attainment:
         alone = self.scenario.only(phase)
-        runs = (Probe(one, alone, max(0.0, give_up)).run(scale, seed) for one in self.chosen[phase.name])
+        runs = (ScenarioProbe(one, alone, max(0.0, give_up)).run(scale, seed) for one in self.chosen[phase.name])
         return max((attainment(run, alone.slo) for run in runs), key=lambda found: found.both)
 
     @property
@@ -50,7 +50,7 @@ class PerPhase:
         return "; ".join(f"{name}: {' or '.join(one.name for one in ones)}" for name, ones in self.chosen.items())
 
 
-def chosen_for(scenario: Scenario, start: float, effort: Effort, each: Map, progress: Progress) -> PerPhase:
+def chosen_for(scenario: Scenario, start: float, effort: SearchEffort, each: Map, progress: Progress) -> PerPhase:
     """The best configurations for each kind of phase, by the ladder on that phase alone."""
     chosen: dict[str, tuple[Contender, ...]] = {}
     for phase in scenario.epochs or scenario.phases:
@@ -62,7 +62,7 @@ def chosen_for(scenario: Scenario, start: float, effort: Effort, each: Map, prog
     return PerPhase(scenario, chosen)
 
 
-def per_phase(scenario: Scenario, found: Statics, effort: Effort, each: Map, progress: Progress) -> Job:
+def per_phase(scenario: Scenario, found: Statics, effort: SearchEffort, each: Map, progress: Progress) -> Job:
     """Its goodput, to be searched. Steps of prompts are not tried again for each phase; they are those of the best
     static split."""
     chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]

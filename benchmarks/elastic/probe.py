@@ -15,7 +15,7 @@ from cluster.offline.sim.run import RunOptions, simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ScenarioProbe:
     """Takes the mean rate in requests a second, as `cluster.offline.scoring.goodput` asks; `run` takes a scale.
 
     `give_up`: a run ends once it cannot attain this share any more. A value, so it can go to another process.

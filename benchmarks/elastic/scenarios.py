@@ -34,12 +34,12 @@ DRAWS = 2000  # of lengths, for a mean
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Absent(RuntimeError):
+class TraceNotFound(RuntimeError):
     """A public trace is not on this machine; the message says where it would be looked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ScenarioSize:
     """`stretch` multiplies the seconds of every phase."""
 
     workers: int = 6
@@ -63,7 +63,7 @@ class Machines:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class ScenarioPhase:
     """A stretch of a scenario in which the load has one shape. Phases of one name are alike."""
 
     name: str
@@ -85,13 +85,13 @@ class Scenario:
     slo: SLO
     workers: int
     rate: float  # requests a second at scale 1, in the mean over the whole
-    phases: tuple[Phase, ...]
+    phases: tuple[ScenarioPhase, ...]
     streams: tuple[Stream, ...] = ()
     trace: Workload | None = None
     per_scale: float = 1.0  # by how much the trace is made denser at scale 1
     shifts: bool = True
-    epochs: tuple[Phase, ...] = ()
-    part: Phase | None = None  # the only one of which there are requests
+    epochs: tuple[ScenarioPhase, ...] = ()
+    part: ScenarioPhase | None = None  # the only one of which there are requests
 
     @property
     def seconds(self) -> float:
@@ -109,7 +109,7 @@ class Scenario:
             whole = superposed(self.name, self.streams, scale, seed)
         return whole if self.part is None else window(whole, self.part.begin_s, self.part.end_s)
 
-    def only(self, phase: Phase) -> "Scenario":
+    def only(self, phase: ScenarioPhase) -> "Scenario":
         """The same requests, but only those of this phase. Scales and rates stay those of the whole."""
         return replace(self, phases=(replace(phase, begin_s=0.0, end_s=phase.end_s - phase.begin_s),), part=phase)
 
@@ -142,10 +142,10 @@ CHAT = _lengths(300, 2000, 50, 350)
 REGION = _lengths(1000, 3000, 100, 300)  # TaiChi's, as in tests/offline/plan/test_regions.py
 
 
-def _spans(parts: list[tuple[str, float]]) -> tuple[Phase, ...]:
+def _spans(parts: list[tuple[str, float]]) -> tuple[ScenarioPhase, ...]:
     phases, begin_s = [], 0.0
     for name, seconds in parts:
-        phases.append(Phase(name, begin_s, begin_s + seconds))
+        phases.append(ScenarioPhase(name, begin_s, begin_s + seconds))
         begin_s += seconds
     return tuple(phases)
 
@@ -155,7 +155,7 @@ def _streamed(
     title: str,
     machines: Machines,
     slo: SLO,
-    size: Size,
+    size: ScenarioSize,
     parts: list[tuple[str, float]],
     streams: list[Stream],
 ) -> Scenario:
@@ -163,7 +163,7 @@ def _streamed(
     return Scenario(name, title, machines, slo, size.workers, rate, _spans(parts), tuple(streams))
 
 
-def _swapping(name: str, hardware: str, slo: SLO, size: Size) -> Scenario:
+def _swapping(name: str, hardware: str, slo: SLO, size: ScenarioSize) -> Scenario:
     """Long prompts, then long answers, and again."""
     machines, span = Machines(hardware), 60.0 * size.stretch
     parts = [("prompts", span), ("answers", span)] * 2
@@ -175,7 +175,7 @@ def _swapping(name: str, hardware: str, slo: SLO, size: Size) -> Scenario:
     return _streamed(name, title, machines, slo, size, parts, streams)
 
 
-def _bursts(size: Size) -> Scenario:
+def _bursts(size: ScenarioSize) -> Scenario:
     """One in five seconds has five times the load of the others; the mean is 1. Each burst is followed by its calm."""
     machines, slo = Machines(A100), SLO(4.0, 0.075)
     calm_s, burst_s = 40.0 * size.stretch, 10.0 * size.stretch
@@ -188,7 +188,7 @@ def _bursts(size: Size) -> Scenario:
     return replace(made, epochs=_spans([("burst and calm", burst_s + calm_s)] * 4))
 
 
-def _day(size: Size) -> Scenario:
+def _day(size: ScenarioSize) -> Scenario:
     """By day people chat, by night long documents are read: two sines in anti-phase, a day in minutes."""
     machines, slo, span = Machines(A100), SLO(4.0, 0.075), 240.0 * size.stretch
     streams = [
@@ -200,7 +200,7 @@ def _day(size: Size) -> Scenario:
     return _streamed("day", title, machines, slo, size, parts, streams)
 
 
-def _mix(name: str, slo: SLO, size: Size) -> Scenario:
+def _mix(name: str, slo: SLO, size: ScenarioSize) -> Scenario:
     machines, span = Machines(A100), 150.0 * size.stretch
     rate = rate_of(REGION, machines, slo, size.workers)
     title = (
@@ -211,14 +211,16 @@ def _mix(name: str, slo: SLO, size: Size) -> Scenario:
 
 
 def shared(path: str) -> Path:
-    """Raises `Absent`."""
+    """Raises `TraceNotFound`."""
     folder = Path(os.environ.get("DIPTYCH_SHARED", ROOT.parent / "shared"))
     if not (folder / path).exists():
-        raise Absent(f"the public trace {path} is not under {folder}; put it there, or set DIPTYCH_SHARED")
+        raise TraceNotFound(f"the public trace {path} is not under {folder}; put it there, or set DIPTYCH_SHARED")
     return folder / path
 
 
-def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, size: Size, begin_s: float) -> Scenario:
+def _trace(
+    name: str, path: str, options: str, machines: Machines, slo: SLO, size: ScenarioSize, begin_s: float
+) -> Scenario:
     """A window of a trace in its own time."""
     span = 240.0 * size.stretch
     whole = load_workload(f"{shared(path)}:{options}", seed=0)
@@ -226,12 +228,12 @@ def _trace(name: str, path: str, options: str, machines: Machines, slo: SLO, siz
     return _replayed(trace, span, Path(path).name.partition(".")[0], machines, slo, size)
 
 
-def mooncake(size: Size, begin_s: float) -> Scenario:
+def mooncake(size: ScenarioSize, begin_s: float) -> Scenario:
     """Four minutes of Mooncake's conversations from this second on."""
     return _trace("mooncake", MOONCAKE, "clip=32768", Machines(H100, 512), SLO(10.0, 0.1), size, begin_s)
 
 
-def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: SLO, size: Size) -> Scenario:
+def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: SLO, size: ScenarioSize) -> Scenario:
     """At another density, told by quarters."""
     full = rate_of_all(list(trace.arrivals), machines, slo, size.workers)
     parts = [(f"quarter {number}", span / 4.0) for number in (1, 2, 3, 4)]
@@ -241,14 +243,14 @@ def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: 
     return replace(made, shifts=False, epochs=_spans([("first half", span / 2.0), ("second half", span / 2.0)]))
 
 
-def _prefixes(size: Size) -> Scenario:
+def _prefixes(size: ScenarioSize) -> Scenario:
     """Turns of conversations, which share what was said."""
     span = 240.0 * size.stretch
     trace = conversations("prefixes", span, 0.5, seed=0)
     return _replayed(trace, span, "drawn conversations", Machines(H100, BLOCK), SLO(10.0, 0.1), size)
 
 
-SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
+SCENARIOS: Mapping[str, Callable[[ScenarioSize], Scenario]] = {
     "phases-a100": lambda size: _swapping("phases-a100", A100, SLO(4.0, 0.075), size),
     "phases-h100": lambda size: _swapping("phases-h100", H100, SLO(2.0, 0.05), size),
     "bursts": _bursts,
@@ -264,6 +266,6 @@ SCENARIOS: Mapping[str, Callable[[Size], Scenario]] = {
 
 
 @cache
-def scenario(name: str, size: Size = Size()) -> Scenario:
-    """Raises `Absent` when its trace is not here, and KeyError for a name that is not known."""
+def scenario(name: str, size: ScenarioSize = ScenarioSize()) -> Scenario:
+    """Raises `TraceNotFound` when its trace is not here, and KeyError for a name that is not known."""
     return SCENARIOS[name](size)

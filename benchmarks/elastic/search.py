@@ -21,7 +21,7 @@ from benchmarks.elastic.contenders import (
     routed,
     splits,
 )
-from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.record import COLOCATED, KINDS, ROUTER, SPLIT, SYSTEM, Entry
 from benchmarks.elastic.record import OURS as KIND_OURS
 from benchmarks.elastic.scenarios import Scenario
@@ -36,7 +36,7 @@ LEAP = 1.5  # rungs that are taken at once are no more than this
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class SearchEffort:
     """`seeds` for ours, the best static configurations, those per phase, the best named system and the best router;
     `few` for the others.
 
@@ -69,7 +69,7 @@ class Job:
     prefills: int = 0
 
     @classmethod
-    def of(cls, kind: str, probe: Probe, start: float, seeds: tuple[int, ...], tolerance: float) -> "Job":
+    def of(cls, kind: str, probe: ScenarioProbe, start: float, seeds: tuple[int, ...], tolerance: float) -> "Job":
         one = probe.contender
         return cls(kind, one.name, probe, probe.scenario.slo, start, seeds, tolerance, one.prefills)
 
@@ -89,14 +89,14 @@ def _held(job: Job, seed: int, start: float, stride: float) -> float | str:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """`failed`: contenders that raised, each with its error."""
 
     entries: tuple[Entry, ...]
     failed: tuple[str, ...]
 
 
-def searched(jobs: Sequence[Job], effort: Effort, each: Map, progress: Progress) -> Found:
+def searched(jobs: Sequence[Job], effort: SearchEffort, each: Map, progress: Progress) -> SearchResult:
     """The first seed of all, then the others from what it held; all seeds of the best system and the best router."""
     strides = [max(STRIDE, 1.0 + job.tolerance) for job in jobs]
     firsts = []
@@ -131,14 +131,14 @@ def searched(jobs: Sequence[Job], effort: Effort, each: Map, progress: Progress)
             continue
         made.append(Entry.of(job.kind, job.name, [each for each in found if isinstance(each, float)], job.prefills))
         progress(f"{job.kind}, {job.name}: {made[-1].rate:.3f} requests/s")
-    return Found(tuple(made), tuple(failed))
+    return SearchResult(tuple(made), tuple(failed))
 
 
 def _begun(jobs: Sequence[Job]) -> tuple[list[int], list[float]]:
     return [job.seeds[0] for job in jobs], [job.start for job in jobs]
 
 
-def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: Effort) -> Iterator[int]:
+def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: SearchEffort) -> Iterator[int]:
     """The best named system and the best router that is not ours: those that are not known closely yet."""
     for kind in (SYSTEM, ROUTER):
         known = [
@@ -154,7 +154,7 @@ def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: Effor
 
 
 def _holds(contender: Contender, scenario: Scenario, rate: float, seed: int) -> bool:
-    return Probe(contender, scenario, TARGET)(rate, seed).both >= TARGET
+    return ScenarioProbe(contender, scenario, TARGET)(rate, seed).both >= TARGET
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +165,14 @@ class Best:
     rate: float
 
 
-def pilot(scenario: Scenario, contender: Contender, start: float, effort: Effort) -> Best:
+def pilot(scenario: Scenario, contender: Contender, start: float, effort: SearchEffort) -> Best:
     """Where a ladder begins: one configuration's goodput, to a rung."""
-    job = Job.of(SPLIT, Probe(contender, scenario), start, effort.seeds[:1], effort.rung)
+    job = Job.of(SPLIT, ScenarioProbe(contender, scenario), start, effort.seeds[:1], effort.rung)
     return Best((contender,), job.held(effort.seeds[0], start, 2.0) or start / REACH)
 
 
 def ladder(
-    scenario: Scenario, best: Best, others: Sequence[Contender], effort: Effort, each: Map, progress: Progress
+    scenario: Scenario, best: Best, others: Sequence[Contender], effort: SearchEffort, each: Map, progress: Progress
 ) -> Best:
     """`others` may replace the best so far, which failed at the next rung."""
     alive, leap, rising = [one for one in others if one not in best.contenders], 1.0, True
@@ -207,7 +207,9 @@ class Statics:
         return max((self.split, self.colocated), key=lambda best: best.rate).contenders[0]
 
 
-def best_split(scenario: Scenario, effort: Effort, each: Map, progress: Progress, start: float | None = None) -> Best:
+def best_split(
+    scenario: Scenario, effort: SearchEffort, each: Map, progress: Progress, start: float | None = None
+) -> Best:
     """Of all numbers of prefill workers at a middling step; then, beside the best, with other steps."""
     middle, workers = effort.prompt_chunks[len(effort.prompt_chunks) // 2], scenario.workers
     candidates = tuple(splits(workers, (middle,)))
@@ -218,12 +220,14 @@ def best_split(scenario: Scenario, effort: Effort, each: Map, progress: Progress
     return ladder(scenario, best, others, effort, each, progress)
 
 
-def best_colocated(scenario: Scenario, effort: Effort, each: Map, progress: Progress, start: float) -> Best:
+def best_colocated(scenario: Scenario, effort: SearchEffort, each: Map, progress: Progress, start: float) -> Best:
     mixed = tuple(colocated(effort.chunks))
     return ladder(scenario, pilot(scenario, mixed[len(mixed) // 2], start, effort), mixed, effort, each, progress)
 
 
-def statics(scenario: Scenario, effort: Effort, each: Map, progress: Progress, start: float | None = None) -> Statics:
+def statics(
+    scenario: Scenario, effort: SearchEffort, each: Map, progress: Progress, start: float | None = None
+) -> Statics:
     split = best_split(scenario, effort, each, progress, start)
     return Statics(split, best_colocated(scenario, effort, each, progress, split.rate))
 
@@ -231,15 +235,15 @@ def statics(scenario: Scenario, effort: Effort, each: Map, progress: Progress, s
 # ---- all contenders -----------------------------------------------------------------------------------------------
 
 
-def jobs_of(scenario: Scenario, found: Statics, effort: Effort, kinds: Collection[str] = KINDS) -> list[Job]:
+def jobs_of(scenario: Scenario, found: Statics, effort: SearchEffort, kinds: Collection[str] = KINDS) -> list[Job]:
     """Ours, the finalists, every named system and every router: those of these kinds. Those per phase are not."""
     made: list[Job] = []
 
     def fine(kind: str, one: Contender, start: float) -> None:
-        made.append(Job.of(kind, Probe(one, scenario), start, effort.seeds, effort.tolerance))
+        made.append(Job.of(kind, ScenarioProbe(one, scenario), start, effort.seeds, effort.tolerance))
 
     def rough(kind: str, one: Contender, start: float) -> None:
-        made.append(Job.of(kind, Probe(one, scenario), start, effort.few, effort.rough))
+        made.append(Job.of(kind, ScenarioProbe(one, scenario), start, effort.few, effort.rough))
 
     fine(KIND_OURS, OURS, found.rate)
     for kind, best in ((SPLIT, found.split), (COLOCATED, found.colocated)):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.elastic.contenders import OURS, SPLIT, Contender, View
-from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.record import Stale
-from benchmarks.elastic.scenarios import Scenario, Size, scenario
+from benchmarks.elastic.scenarios import Scenario, ScenarioSize, scenario
 from benchmarks.figures import Progress
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.systems import balanced
@@ -28,7 +28,7 @@ class _Job:
     seed: int
 
 
-def study(size: Size, each: Map, progress: Progress) -> tuple[Stale, ...]:
+def study(size: ScenarioSize, each: Map, progress: Progress) -> tuple[Stale, ...]:
     """Two routers on one split, and ours as it is, at one rate that all gateways share. Minutes."""
     load = scenario(WORKLOAD, replace(size, stretch=size.stretch / SHORTER))
     prefills = balanced(load.workers, load.machines.model().cost, load.draw(1.0, 0), load.fleet.engine)
@@ -53,4 +53,4 @@ def _shares(kept: Iterator[float]) -> tuple[float, ...]:
 
 
 def _attained(job: _Job) -> float:
-    return Probe(job.contender, job.scenario, None, job.view)(SCALE * job.scenario.rate, job.seed).both
+    return ScenarioProbe(job.contender, job.scenario, None, job.view)(SCALE * job.scenario.rate, job.seed).both

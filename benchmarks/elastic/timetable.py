@@ -13,7 +13,7 @@ from benchmarks.elastic.contenders import OURS, case_of
 from benchmarks.elastic.probe import quietly
 from benchmarks.elastic.record import TIMETABLE
 from benchmarks.elastic.scenarios import Scenario
-from benchmarks.elastic.search import TARGET, Effort, Job
+from benchmarks.elastic.search import TARGET, Job, SearchEffort
 from benchmarks.figures import Progress
 from cluster.offline.plan.trial import last_deadline_s
 from cluster.offline.scoring.figures import Attainment, attainment
@@ -64,7 +64,7 @@ def _work(worker: WorkerView) -> tuple[int, int, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class TimetableProbe:
     """`prefills`: workers that prefill in each kind of phase, by its name. A value, so it can go to another process."""
 
     scenario: Scenario
@@ -92,10 +92,10 @@ class Foretold:
         return f"{roles}; {self.ahead_s:g} s ahead"
 
 
-def timetabled(scenario: Scenario, rate: float, effort: Effort, each: Map, progress: Progress) -> Job:
+def timetabled(scenario: Scenario, rate: float, effort: SearchEffort, each: Map, progress: Progress) -> Job:
     """The best timetable found at this rate, to be searched for its goodput."""
     middle = scenario.workers // 2
-    best = Foretold(scenario, {phase.name: middle for phase in scenario.phases}, give_up=None)
+    best = TimetableProbe(scenario, {phase.name: middle for phase in scenario.phases}, give_up=None)
     kept = -1.0
     for _ in range(ROUNDS):
         before = kept
@@ -110,7 +110,7 @@ def timetabled(scenario: Scenario, rate: float, effort: Effort, each: Map, progr
     return Job(TIMETABLE, best.name, replace(best, give_up=TARGET), scenario.slo, rate, effort.seeds, effort.tolerance)
 
 
-def _others(best: Foretold, phase: str) -> list[Foretold]:
+def _others(best: TimetableProbe, phase: str) -> list[TimetableProbe]:
     """With other numbers in this kind of phase; without one, with other times."""
     if not phase:
         return [replace(best, ahead_s=ahead_s) for ahead_s in AHEAD_S]
@@ -118,5 +118,5 @@ def _others(best: Foretold, phase: str) -> list[Foretold]:
     return [replace(best, prefills={**best.prefills, phase: number}) for number in numbers]
 
 
-def _kept(foretold: Foretold, rate: float, seed: int) -> float:
+def _kept(foretold: TimetableProbe, rate: float, seed: int) -> float:
     return foretold(rate, seed).both

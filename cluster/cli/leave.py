@@ -61,7 +61,7 @@ def _summary(result: LeaveResult) -> str:
 
 
 async def _leave(named: str | None, deadline_s: float) -> LeaveResult:
-    from cluster.runtime.errors import RuntimeUnavailable
+    from cluster.runtime.runtime_errors import RuntimeUnavailable
     from cluster.runtime.sessions import settle_join
 
     settle_join()
@@ -79,8 +79,8 @@ async def _leave(named: str | None, deadline_s: float) -> LeaveResult:
 
 async def _empty(node: str, deadline_s: float) -> LeaveResult:
     """Ask the controllers of all clusters with workers on this node to move them, and wait until they have."""
-    from cluster.runtime.errors import WorkerGone
     from cluster.runtime.ray_nodes import find_controller, workers_on
+    from cluster.runtime.runtime_errors import WorkerGone
 
     clock = asyncio.get_running_loop().time
     begun_s, seen = clock(), dict[str, None]()

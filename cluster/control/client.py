@@ -10,8 +10,8 @@ from typing import Any
 from cluster.control.changes import ControllerAway
 from cluster.control.membership import Membership
 from cluster.policy.scaling.load_report import LoadReport
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import ServiceHandle
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
 from diptych.view import DecisionRecord
 from kvtransfer.ticket import LinkReport

@@ -35,8 +35,8 @@ from cluster.control.scaling_loop import Decider, ScalingLoop
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.policy import open_policy
 from cluster.policy.scaling.load_report import LoadReport
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import Runtime
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import ClusterView, DecisionRecord, ModelView, WorkerState
 from diptych.watchdog import Watchdog

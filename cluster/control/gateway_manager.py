@@ -12,8 +12,8 @@ import logging
 from dataclasses import dataclass
 
 from cluster.control.supervised import Failures, supervised
-from cluster.runtime.errors import NoAnswer, WorkerGone
 from cluster.runtime.interface import Runtime, ServiceHandle
+from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from diptych.view import GatewayState, GatewayView, ModelView
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from cluster.control.changes import ControllerState, ServerReport
 from cluster.control.supervised import Failures, supervised
-from cluster.runtime.errors import NoAnswer, WorkerGone
 from cluster.runtime.interface import ServiceHandle
+from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from diptych.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from cluster.control.changes import ChangeRefused
 from cluster.control.replicas import ReplicaManager
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
 from diptych.view import WorkerState
 from kvtransfer.errors import PeerRefused, TransferError

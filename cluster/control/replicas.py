@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from cluster.runtime.errors import RuntimeUnavailable, WorkerGone
 from cluster.runtime.interface import Runtime, WorkerHandle, WorkerOrder
 from cluster.runtime.placement import needed
+from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import WorkerState, WorkerView
 from diptych.watchdog import patient_timeout

@@ -8,8 +8,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.runtime_errors import WorkerGone
 from workers.errors import WorkerError
 from workers.kv_events import KVEvents
 

@@ -23,7 +23,7 @@ from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import NOTHING_SENT, Sent
-from cluster.runtime.errors import WorkerGone
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from diptych.view import ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError

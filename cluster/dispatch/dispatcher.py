@@ -24,7 +24,7 @@ from cluster.observe.request_observer import RequestObserver, RequestObservers, 
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import open_policy
 from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
-from cluster.runtime.errors import WorkerGone
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec
 from diptych.shapes import Shape, Timings
 from diptych.view import ClusterView, ModelView

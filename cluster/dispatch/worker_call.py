@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from cluster.dispatch.worker_client import Message, WorkerClient
 from cluster.events import Unservable
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.runtime_errors import WorkerGone
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.request import Request
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from cluster.dispatch.cache_reader import CacheReader
 from cluster.policy.routing.router import NOTHING_SENT, Sent
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.runtime_errors import WorkerGone
 from diptych.view import WorkerState, WorkerView
 from diptych.watchdog import Watchdog
 from workers.errors import WorkerError

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
+from cluster.runtime.runtime_errors import WorkerGone
 from workers.build import build_worker
 from workers.costs import CostModel
 from workers.executor.modelled import Modelled

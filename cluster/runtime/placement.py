@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import ClusterSpec, Resources
 from workers.config import ParallelConfig
 

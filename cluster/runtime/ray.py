@@ -18,12 +18,12 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.runtime.errors import NoAnswer, RuntimeUnavailable, WorkerGone
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.logs import begin as begin_logs
 from cluster.runtime.placement import Node, bundle, listed, selectors, shortage, would_fit
 from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
+from cluster.runtime.runtime_errors import NoAnswer, RuntimeUnavailable, WorkerGone
 from cluster.runtime.sessions import withdraw
 from cluster.spec import LogSpec
 from diptych.watchdog import patient_timeout

@@ -11,9 +11,9 @@ import ray
 from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import PlacementGroup, placement_group
 
-from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.ray import NAMESPACE, RayService, answer_of
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 
 RECHECK_S = 1.0  # Ray has no event for a new name
 CONTROLLER = "/controller"

@@ -10,9 +10,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.placement import own_labels, own_resources
 from cluster.runtime.ray import NAMESPACE, RayRuntime
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.runtime.sessions import Session, announce
 from cluster.spec import ClusterSpec
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 
 AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 CONNECT_S = 1.0

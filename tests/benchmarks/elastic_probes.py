@@ -5,25 +5,25 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.elastic.contenders import Contender
-from benchmarks.elastic.probe import Probe
-from benchmarks.elastic.scenarios import Absent, Scenario, Size, scenario
+from benchmarks.elastic.probe import ScenarioProbe
+from benchmarks.elastic.scenarios import Scenario, ScenarioSize, TraceNotFound, scenario
 from cluster.offline.scoring.figures import Attainment
 
-SMALL = Size(workers=2, stretch=0.1)
+SMALL = ScenarioSize(workers=2, stretch=0.1)
 
 
-def made(name: str, size: Size = SMALL) -> Scenario:
+def made(name: str, size: ScenarioSize = SMALL) -> Scenario:
     try:
         return scenario(name, size)
-    except Absent as error:
+    except TraceNotFound as error:
         pytest.skip(str(error))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, most: Callable[[Contender], float]) -> None:
     """A contender holds up to so many requests a second."""
 
-    def attained(probe: Probe, rate: float, seed: int) -> Attainment:
+    def attained(probe: ScenarioProbe, rate: float, seed: int) -> Attainment:
         share = 1.0 if rate <= most(probe.contender) else 0.0
         return Attainment(share, share, share, share)
 
-    monkeypatch.setattr(Probe, "__call__", attained)
+    monkeypatch.setattr(ScenarioProbe, "__call__", attained)

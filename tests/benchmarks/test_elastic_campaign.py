@@ -25,10 +25,10 @@ from benchmarks.elastic.contenders import (
     splits,
 )
 from benchmarks.elastic.per_phase import PerPhase
-from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.record import KINDS, ROUTER, SYSTEM, Record
-from benchmarks.elastic.scenarios import SCENARIOS, Phase, Scenario, Size
-from benchmarks.elastic.search import Best, Effort, Found, jobs_of, ladder, searched, statics
+from benchmarks.elastic.scenarios import SCENARIOS, Scenario, ScenarioPhase, ScenarioSize
+from benchmarks.elastic.search import Best, SearchEffort, SearchResult, jobs_of, ladder, searched, statics
 from cluster.offline.scoring.figures import Attainment
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.environment import RemoteWorker
@@ -43,7 +43,7 @@ from workers.stats import WorkerStats
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_has_its_rate_and_all_its_requests_in_phases(name: str) -> None:
-    load = made(name, Size())
+    load = made(name, ScenarioSize())
     thin, dense = (load.draw(scale, 0).arrivals for scale in (0.3, 0.9))
     assert len(thin) == pytest.approx(0.3 * load.rate * load.seconds, rel=0.2)
     assert len(dense) == pytest.approx(0.9 * load.rate * load.seconds, rel=0.2)
@@ -53,21 +53,21 @@ def test_a_scenario_has_its_rate_and_all_its_requests_in_phases(name: str) -> No
 
 @pytest.mark.parametrize("name", ["phases-h100", "bursts", "day"])
 def test_what_is_taken_phase_by_phase_covers_the_whole(name: str) -> None:
-    load = made(name, Size())
+    load = made(name, ScenarioSize())
     epochs = load.epochs or load.phases
     assert [each.begin_s for each in epochs] == pytest.approx([0.0, *(each.end_s for each in epochs[:-1])])
     assert epochs[-1].end_s == pytest.approx(load.seconds)
 
 
 def test_a_phase_alone_has_the_requests_that_it_has_in_the_whole() -> None:
-    load = made("day", Size())
+    load = made("day", ScenarioSize())
     whole, parts = load.draw(0.5, 3).arrivals, [load.only(phase).draw(0.5, 3).arrivals for phase in load.phases]
     assert [each.output_tokens for each in whole] == [each.output_tokens for part in parts for each in part]
     assert all(each.at_s < load.phases[0].end_s for part in parts for each in part)
 
 
 def test_at_scale_1_both_kinds_of_phase_take_all_the_fleet_has() -> None:
-    load = made("phases-a100", Size())
+    load = made("phases-a100", ScenarioSize())
     prompts, answers = load.streams
     cost = load.machines.model().cost
     assert max(rate for _, rate in prompts.steps) * cost.prefill_seconds(2750) < load.workers
@@ -78,7 +78,7 @@ def test_at_scale_1_both_kinds_of_phase_take_all_the_fleet_has() -> None:
 
 
 def test_static_configurations_are_what_they_are_called() -> None:
-    load = made("phases-a100", Size(workers=4))
+    load = made("phases-a100", ScenarioSize(workers=4))
     assert {each.prefills for each in splits(4) if not each.plain} == {1, 2, 3}
     for each in splits(4):
         spec = case_of(each, load).spec
@@ -148,7 +148,7 @@ def test_statistics_come_late_and_never_younger_than_they_are() -> None:
 )
 def test_the_ladder_finds_the_best_of_all_splits(monkeypatch: pytest.MonkeyPatch, best: Contender) -> None:
     pretend(monkeypatch, lambda one: 3.0 if one == best else 2.0 - 0.1 * abs(one.prefills - best.prefills))
-    found = statics(made("phases-a100", Size()), Effort(), map, lambda _: None)
+    found = statics(made("phases-a100", ScenarioSize()), SearchEffort(), map, lambda _: None)
     assert found.split.contenders == (best,)
     assert found.split.rate == pytest.approx(3.0, rel=0.06) and found.split.rate <= 3.0
 
@@ -156,14 +156,14 @@ def test_the_ladder_finds_the_best_of_all_splits(monkeypatch: pytest.MonkeyPatch
 def test_a_ladder_that_begins_far_below_takes_several_rungs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
 
-    def attained(probe: Probe, rate: float, seed: int) -> Attainment:
+    def attained(probe: ScenarioProbe, rate: float, seed: int) -> Attainment:
         rates.append(rate)
         share = float(rate <= 10.0)
         return Attainment(share, share, share, share)
 
-    monkeypatch.setattr(Probe, "__call__", attained)
+    monkeypatch.setattr(ScenarioProbe, "__call__", attained)
     first, other = splits(2, (2048,))
-    best = ladder(made("phases-a100"), Best((first,), 1.0), [other], Effort(rung=0.05), map, lambda _: None)
+    best = ladder(made("phases-a100"), Best((first,), 1.0), [other], SearchEffort(rung=0.05), map, lambda _: None)
     assert best.contenders == (other,) and 10.0 / 1.0501 < best.rate <= 10.0
     assert len(rates) < 16  # one by one there are 49
 
@@ -186,11 +186,11 @@ def test_every_router_looks_through_every_view(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_search_that_nobody_survives_still_names_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda _: 0.0)
-    found = statics(made("phases-a100", Size()), Effort(), map, lambda _: None)
+    found = statics(made("phases-a100", ScenarioSize()), SearchEffort(), map, lambda _: None)
     assert len(found.split.contenders) == 1 and found.rate > 0.0
 
 
-def all_searched(load: Scenario, effort: Effort) -> Found:
+def all_searched(load: Scenario, effort: SearchEffort) -> SearchResult:
     found = statics(load, effort, map, lambda _: None)
     return searched(jobs_of(load, found, effort), effort, map, lambda _: None)
 
@@ -198,7 +198,9 @@ def all_searched(load: Scenario, effort: Effort) -> Found:
 def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     most = {"ours": 4.0, "vllm": 1.0, "sarathi": 1.5}
     pretend(monkeypatch, lambda one: 2.5 if one.routing == "random" else most.get(one.name, 2.0))
-    effort = Effort(tolerance=0.02, rough=0.1, systems=("vllm", "sarathi"), routers=("random", "slo"), finalists=1)
+    effort = SearchEffort(
+        tolerance=0.02, rough=0.1, systems=("vllm", "sarathi"), routers=("random", "slo"), finalists=1
+    )
     found = all_searched(made("phases-a100"), effort).entries
     assert [each.kind for each in found] == ["ours", "best split", "best colocated", *[SYSTEM] * 2, *[ROUTER] * 2]
     by_name = {each.name.partition(" on ")[0]: each for each in found}
@@ -217,7 +219,7 @@ def test_a_contender_that_breaks_is_named_and_the_others_go_on(monkeypatch: pyte
         return 2.0
 
     pretend(monkeypatch, most)
-    found = all_searched(made("phases-a100"), Effort(systems=("vllm",), routers=(), finalists=1))
+    found = all_searched(made("phases-a100"), SearchEffort(systems=("vllm",), routers=(), finalists=1))
     assert found.failed == ("ours: RuntimeError: a worker sulks",)
     assert [each.kind for each in found.entries] == ["best split", "best colocated", "system"]
 
@@ -231,13 +233,13 @@ def test_the_best_static_per_phase_attains_the_mean_over_phases_of_what_suits_ea
     }
     bad = Contender("distserve", 3, 2048, plain=True)
 
-    def attained(ran: tuple[Phase, Contender], _: object) -> Attainment:
+    def attained(ran: tuple[ScenarioPhase, Contender], _: object) -> Attainment:
         share = 1.0 if good[ran[0].name] == ran[1] else 0.9
         return Attainment(share, share, share, share)
 
-    monkeypatch.setattr(Probe, "run", lambda probe, scale, seed: (probe.scenario.phases[0], probe.contender))
+    monkeypatch.setattr(ScenarioProbe, "run", lambda probe, scale, seed: (probe.scenario.phases[0], probe.contender))
     monkeypatch.setattr(per_phase, "attainment", attained)
-    load = made("phases-a100", Size())
+    load = made("phases-a100", ScenarioSize())
     knowing = PerPhase(load, {name: (one, bad) for name, one in good.items()})
     assert knowing(0.5 * load.rate, 0).both == pytest.approx(1.0)
     half = PerPhase(load, {"prompts": (bad,), "answers": (good["answers"],)})
@@ -253,7 +255,7 @@ def test_the_best_static_per_phase_attains_the_mean_over_phases_of_what_suits_ea
 
 def test_a_run_is_told_by_phase() -> None:
     load = made("phases-a100")
-    ran = Probe(contender("split:1"), load, None).run(0.6, 0)
+    ran = ScenarioProbe(contender("split:1"), load, None).run(0.6, 0)
     whole, *parts = one.phase_outcomes(ran, load)
     assert whole.requests == sum(each.requests for each in parts) == len(ran.served)
     for each in (whole, *parts):
@@ -265,7 +267,7 @@ def test_a_run_is_told_by_phase() -> None:
 
 @pytest.mark.campaign
 def test_a_small_campaign_has_all_its_figures(tmp_path: Path) -> None:
-    load = replace(made("phases-a100", Size(workers=2, stretch=0.05)), slo=SLO(1.0, 0.06))
+    load = replace(made("phases-a100", ScenarioSize(workers=2, stretch=0.05)), slo=SLO(1.0, 0.06))
     effort = replace(QUICK, systems=("distserve",), routers=("random",))
     result = measure(load, effort, map, lambda _: None)
     assert {each.kind for each in result.entries} == set(KINDS)

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from benchmarks.elastic import campaign, one, page, per_phase, record
 from benchmarks.elastic.__main__ import main
-from benchmarks.elastic.campaign import Unlike, measure
+from benchmarks.elastic.campaign import RecordMismatch, measure
 from benchmarks.elastic.contenders import Contender
-from benchmarks.elastic.probe import Probe
+from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.record import KINDS, PER_PHASE, ROUTER, SPLIT, SYSTEM, Entry, Phases, Record, Stale, ratio
 from benchmarks.elastic.scenarios import SCENARIOS
-from benchmarks.elastic.search import Effort
+from benchmarks.elastic.search import SearchEffort
 from benchmarks.elastic.timeline import Timeline
 from cluster.offline.scoring.figures import Attainment
 from tests.benchmarks.elastic_probes import SMALL, made, pretend
@@ -95,7 +95,7 @@ def test_old_views_stand_in_rows_by_gateways() -> None:
 
 
 RATES = {"ours": 3.0, "split 1, chunk 2048": 2.0, "colocated, chunk 512": 1.5}
-LITTLE = Effort((0, 1), (0,), 0.05, 0.2, 0.3, 1, ("vllm", "distserve"), ("random",), (2048,), (512,))
+LITTLE = SearchEffort((0, 1), (0,), 0.05, 0.2, 0.3, 1, ("vllm", "distserve"), ("random",), (2048,), (512,))
 
 
 @pytest.fixture
@@ -106,13 +106,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> record.Result:
     monkeypatch.setattr(
         campaign, "_shown", lambda who: (Phases(who.name, who.rate, ()), Timeline(who.name, who.rate, 1.0, (1.0,), {}))
     )
-    monkeypatch.setattr(Probe, "run", lambda *_, **__: None)
+    monkeypatch.setattr(ScenarioProbe, "run", lambda *_, **__: None)
     return _whole()
 
 
 @cache
 def _whole() -> record.Result:
-    """Found once, under the first test's pretence; a value."""
+    """SearchResult once, under the first test's pretence; a value."""
     return measure(made("phases-a100"), LITTLE, map, lambda _: None)
 
 
@@ -160,10 +160,10 @@ def test_a_static_choice_by_another_name_is_not_measured_twice(recorded: record.
 @pytest.mark.campaign
 def test_a_record_that_cannot_be_completed_says_why(recorded: record.Result) -> None:
     other = made("phases-a100", replace(SMALL, stretch=0.2))
-    with pytest.raises(Unlike, match=r"seconds is 24\.0 in the record and would be 48\.0"):
+    with pytest.raises(RecordMismatch, match=r"seconds is 24\.0 in the record and would be 48\.0"):
         measure(other, LITTLE, map, lambda _: None, {record.OURS}, recorded)
     without = replace(recorded, entries=tuple(each for each in recorded.entries if each.kind != SPLIT))
-    with pytest.raises(Unlike, match="the record has no best split"):
+    with pytest.raises(RecordMismatch, match="the record has no best split"):
         measure(made("phases-a100"), LITTLE, map, lambda _: None, {record.OURS}, without)
 
 

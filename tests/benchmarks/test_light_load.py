@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.elastic import light_load
 from benchmarks.elastic.contenders import OURS
-from benchmarks.elastic.scenarios import Absent
+from benchmarks.elastic.scenarios import TraceNotFound
 
 pytestmark = pytest.mark.full
 
@@ -13,6 +13,6 @@ pytestmark = pytest.mark.full
 def test_at_most_one_request_in_five_hundred_misses_an_slo_where_there_is_room_to_spare(begin_s: float) -> None:
     try:
         late, count = light_load.missed(OURS, begin_s, seed=2)
-    except Absent as error:
+    except TraceNotFound as error:
         pytest.skip(str(error))
     assert late <= count / 500

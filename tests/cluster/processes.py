@@ -10,9 +10,9 @@ from cluster.control.controller import Controller
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import Environment, PoolModel, SimRuntime, virtual
-from cluster.runtime.errors import NoAnswer
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalService, LocalWorker
+from cluster.runtime.runtime_errors import NoAnswer
 from cluster.serving import Serving, serve
 from cluster.spec import ClusterSpec
 from tests.cluster.local import FAST, split_spec

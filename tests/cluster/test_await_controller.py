@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from cluster.runtime import ray_nodes
-from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 
 
 class Context:

@@ -14,8 +14,8 @@ from cluster.dispatch.cache_reader import CacheReader
 from cluster.events import Accepted
 from cluster.offline.sim.clock import run as run_virtually
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
-from cluster.runtime.errors import WorkerGone
 from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec
 from workers.engine.cache_log import CacheLog, Tier

@@ -9,9 +9,9 @@ import cluster.join as cluster_joining
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.join import join, spec_and_model
-from cluster.runtime.errors import RuntimeUnavailable, WorkerGone
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.local import LocalRuntime
+from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.serving import serve
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.placement import Node, has_labels, listed, own_labels, own_resources, selectors, shortage
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import PoolSpec, Resources, Role
 from cluster.spec_file import laptop_spec, load_spec
 from workers.config import ParallelConfig

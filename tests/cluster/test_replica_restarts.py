@@ -16,8 +16,8 @@ from cluster.observe.metrics import exposition
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, virtual
 from cluster.policy.slo_attainment import GatewayAttainment
-from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerOrder
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.serving import Serving, serve
 from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView

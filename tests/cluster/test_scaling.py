@@ -14,9 +14,9 @@ from cluster.control.controller import Controller
 from cluster.control.replicas import ReplicaContext, ReplicaManager, is_empty
 from cluster.events import Event
 from cluster.offline.sim.clock import run
-from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import PoolSpec, Resources, Role, SpecError
 from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, WorkerState

@@ -14,8 +14,8 @@ from cluster.control.scaling_loop import MAX_ENTRIES, Changer, ScalingLoop
 from cluster.control.supervised import Failures
 from cluster.offline.sim.clock import run
 from cluster.policy.scaling.load_report import LoadReport
-from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import ClusterSpec, Role
 from diptych.view import ClusterView, Decision, DecisionRecord, PoolView, WorkerState, WorkerView
 from tests.cluster.local import cluster, completed, request, split_spec

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.runtime.sessions import Session, announce, folder, sessions, settle_join, withdraw
 
 NAMES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_NUM_REDIS_GET_RETRIES")

@@ -14,7 +14,7 @@ from cluster.control.supervised import MAX_PAUSE_S, Failures, supervised
 from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
-from cluster.runtime.errors import WorkerGone
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.serving import GatewayService, Serving
 from diptych.status import VIEW
 from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState

@@ -9,9 +9,9 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from cluster.runtime.errors import RuntimeUnavailable
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.ray import NAMESPACE, RayRuntime
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import Resources
 from workers.config import WorkerConfig
 

@@ -5,7 +5,7 @@ Needs the extra `http`. Importing this package alone imports none of its librari
 
 from importlib.util import find_spec
 
-from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 
 
 def missing_packages() -> list[str]:

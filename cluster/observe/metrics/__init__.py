@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from cluster.observe.metrics.families import Counts, Rows
 from cluster.observe.metrics.requests import request_families
 from cluster.observe.metrics.responses import response_families
-from cluster.observe.metrics.slo import slo_families
+from cluster.observe.metrics.slo_metrics import slo_families
 from cluster.observe.metrics.supervision import supervision_families
 from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.metrics.workers import worker_families

@@ -16,7 +16,7 @@ from cluster.cli import main
 from cluster.frontend import http
 from cluster.frontend.http.unsupported import FIELDS, IGNORED
 from cluster.frontend.servers import Servers, open_servers
-from cluster.runtime.errors import RuntimeUnavailable
+from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError
 from cluster.spec_file import parse_spec
 from diptych.view import WorkerState
