@@ -56,22 +56,26 @@ EFFORTS = {
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.argument("workloads", nargs=-1, metavar="[WORKLOAD]...", type=click.Choice(list(SCENARIOS)))
-@click.option("--quick", "effort", flag_value="quick", help="Two workers, seconds: whether it runs at all.")
+@click.option("--quick", "effort", flag_value="quick", help="Two workers, seconds: a smoke test.")
 @click.option("--default", "effort", flag_value="default", default="default", hidden=True)
 @click.option("--full", "effort", flag_value="full", help="All systems, six workers, phases of two minutes; hours.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="JSON, page and pictures (PNG) here.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON, page and pictures (PNG) here."
+)
 @click.option("--recorded", is_flag=True, help="Run nothing: page and pictures from the committed record.")
 @click.option(
     "--again",
     "again",
     multiple=True,
     type=click.Choice(list(AGAIN)),
-    help="Measure only these anew, for workloads that the record has, and complete it; may be given several times.",
+    help="Measure only these again, for recorded workloads, and update the record. Repeatable.",
 )
-@click.option("--stale-only", is_flag=True, help="Only the study of old views, into the record.")
-@click.option("--seeds", type=click.IntRange(1, 16), help="So many for ours, the static ones and those per phase. [3]")
+@click.option("--stale-only", is_flag=True, help="Only the study of stale statistics; updates the record.")
+@click.option(
+    "--seeds", type=click.IntRange(1, 16), help="Number of seeds for ours, the static and the per-phase ones. [3]"
+)
 @click.option("--processes", "count", type=click.IntRange(1, 64), default=2, show_default=True)
-@click.option("--one", "which", type=click.Choice(list(SCENARIOS)), help="One run of this workload, told in full.")
+@click.option("--one", "which", type=click.Choice(list(SCENARIOS)), help="One run of this workload, in detail.")
 @click.option(
     "--system",
     "who",
@@ -81,24 +85,24 @@ EFFORTS = {
 )
 @click.option("--routing", type=click.Choice(ROUTING), help="With --one: this router instead of the system's.")
 @click.option("--scale", default=0.6, show_default=True, help="With --one: the load as a share of the fleet's seconds.")
-@click.option("--search", is_flag=True, help="With --one: its goodput instead, searched from the scale on, of --seeds.")
+@click.option("--search", is_flag=True, help="With --one: search its goodput from the scale on, with --seeds.")
 @click.option("--seed", default=0, show_default=True, help="With --one.")
 @click.option("--workers", type=click.IntRange(2, 64), help="[4; with --full and with --one, 6]")
-@click.option("--stretch", type=click.FloatRange(0.01, 100.0), help="All phases so many times as long. [1]")
+@click.option("--stretch", type=click.FloatRange(0.01, 100.0), help="Factor on the length of all phases. [1]")
 @click.option(
     "--stale",
     type=click.FloatRange(0.0, 60.0),
     default=0.0,
-    help="With --one: seconds by which gateways hear of workers' states too late.",
+    help="With --one: age of workers' statistics at the gateways, in seconds.",
 )
 @click.option(
     "--gateways",
     type=click.IntRange(1, 64),
     default=1,
     show_default=True,
-    help="With --one: so many share the requests.",
+    help="With --one: number of gateways.",
 )
-@click.option("--json", "as_json", is_flag=True, help="With --one: as a line of JSON.")
+@click.option("--json", "as_json", is_flag=True, help="With --one: print one line of JSON.")
 def main(
     workloads: tuple[str, ...],
     effort: str,
@@ -122,10 +126,10 @@ def main(
 ) -> None:
     """Goodput under loads that shift: ours against every system, every static split, colocated, and the best per phase.
 
-    Without WORKLOADS, all of them: hours. Ours and the best static choices alone took about four minutes a workload on
-    two cores. What is found goes into the committed record, workload by workload, and into
-    benchmarks/results/elastic-campaign.md; with --out, only there. An older record in that place is completed. After a
-    change of ours, --again ours is a matter of minutes.
+    Without WORKLOADS, all of them, which takes hours. Ours and the best static choices alone take about four minutes
+    per workload on two cores. Results go into the committed record after each workload, and into
+    benchmarks/results/elastic-campaign.md; with --out, only into that folder. An older record there is updated. After
+    a change of Diptych, --again ours takes minutes.
 
     For tuning, one run in seconds:
 
@@ -151,10 +155,10 @@ def main(
     except (TraceNotFound, SpecError, WorkloadError) as error:
         raise click.ClickException(str(error)) from None
     if sum((recorded, stale_only, bool(again))) > 1:
-        raise click.ClickException("--recorded, --stale-only and --again do not go together; give one of them")
+        raise click.ClickException("--recorded, --stale-only and --again exclude each other; give one of them")
     file = record.FILE if out is None else out / record.FILE.name
     if recorded and not file.exists():
-        raise click.ClickException(f"{file} is not there; run a campaign first, without --recorded")
+        raise click.ClickException(f"{file} does not exist; run a campaign first, without --recorded")
     found = record.load(file) if file.exists() else Record("", "", "")
     if not recorded:
         plan = _Plan(chosen, size, effort, frozenset(AGAIN[each] for each in again))
@@ -172,11 +176,11 @@ def main(
         click.echo(reason, err=True)
     else:
         pictures.draw(out or PICTURES, found, "png" if out else "svg")
-    click.echo("a quick run only shows that it runs" if effort == "quick" else page.summary(found))
+    click.echo("a quick run is only a smoke test" if effort == "quick" else page.summary(found))
 
 
 def _searched(probe: ScenarioProbe, scale: float, seeds: tuple[int, ...], count: int) -> str:
-    """Its goodput, and as scales, one a seed. What limits it a run shows that is not cut."""
+    """Its goodput, and the scale of each seed."""
     made = probe.scenario
     job = Job.of(record.OURS, replace(probe, give_up=TARGET), scale * made.rate, seeds, DEFAULT.tolerance)
     with processes(min(count, len(seeds))) as each:
@@ -187,14 +191,14 @@ def _searched(probe: ScenarioProbe, scale: float, seeds: tuple[int, ...], count:
     scales = ", ".join(f"{held / made.rate:.3f}" for held in entry.by_seed)
     return (
         f"{entry.name} on {made.name}, {made.workers} workers: goodput {entry.rate:.3f} requests/s, "
-        f"{entry.rate / case_of(probe.contender, made).gpus:.4f} per GPU, {TARGET:.0%} keep {slo_text(made.slo)}; "
+        f"{entry.rate / case_of(probe.contender, made).gpus:.4f} per GPU, {TARGET:.0%} meet {slo_text(made.slo)}; "
         f"scale by seed: {scales}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How workloads are measured. `kinds`: only these contenders anew; none: all."""
+    """How workloads are measured. `kinds`: measure only these contenders; empty: all."""
 
     effort: SearchEffort
     size: ScenarioSize
@@ -203,12 +207,12 @@ class _Plan:
 
     @property
     def lines(self) -> int:
-        """That a workload tells of, about: begun, configurations left, each contender, the best static per phase."""
+        """Approximate number of progress lines per workload."""
         return 4 if self.kinds else 30 + len(self.effort.systems or SYSTEMS) + len(self.effort.routers)
 
 
 def _wanted(found: Record, workloads: Sequence[str], again: Sequence[str], names: Sequence[str]) -> Sequence[str]:
-    """Raises `click.ClickException` when a record shall be completed that has nothing of this."""
+    """Raises `click.ClickException` when --again names workloads that are not recorded."""
     if not again:
         return workloads or names
     known = [each.scenario for each in found.results]
@@ -229,7 +233,7 @@ def _stamped(found: Record) -> Record:
 
 
 def _measured(found: Record, file: Path, names: Sequence[str], plan: _Plan, each: Map, progress: Progress) -> Record:
-    """Saved after each workload, so that a campaign that is ended keeps what it has. Raises `RecordMismatch`."""
+    """Measure, and save after each workload: an interrupted campaign keeps its results. Raises `RecordMismatch`."""
     for number, name in enumerate(names, 1):
         progress(f"workload {number} of {len(names)}: {name}")
         try:
@@ -275,7 +279,7 @@ def contender(text: str) -> Contender:
         return Contender(text)
     wanted = ("PREFILLS", "CHUNK") if head == "split" else ("CHUNK",)
     if len(rest) > len(wanted) or (head == "split" and not rest) or not all(part.isdecimal() for part in rest):
-        raise SpecError(f"{text!r} is no configuration; write split:2, split:2:2048, colocated or colocated:512")
+        raise SpecError(f"{text!r} is not a configuration; write split:2, split:2:2048, colocated or colocated:512")
     numbers = [int(part) for part in rest]
     prefills = numbers.pop(0) if head == "split" else 0
     return Contender(PLAIN[head], prefills, numbers[0] if numbers else 2048 if prefills else 512, plain=True)

@@ -1,4 +1,4 @@
-"""One workload of the campaign: all its contenders, the best static per phase, and what became of ours over time."""
+"""Measures one workload of the campaign: goodput of all contenders, and outcomes over time."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -40,11 +40,11 @@ from benchmarks.figures import Progress
 from cluster.offline.scoring.goodput import Map
 
 SHOWN = (KIND_OURS, *STATIC)
-FORESEEN = 1.3  # of the best static choice's rate: there timetables are compared
+FORESEEN = 1.3  # times the best static choice's rate: the rate at which timetables are compared
 
 
 class RecordMismatch(ValueError):
-    """A record cannot be completed: the message says what it lacks, or in what it differs."""
+    """A record cannot be completed: the message names what is missing or different."""
 
 
 def measure(
@@ -55,7 +55,7 @@ def measure(
     kinds: Collection[str] = KINDS,
     known: Result | None = None,
 ) -> Result:
-    """Contenders of these kinds; all others are those that are `known`. Minutes for a workload.
+    """Measure contenders of these kinds; the others come from `known`. Takes minutes per workload.
 
     Raises `RecordMismatch`, and what simulations raise.
     """
@@ -95,7 +95,7 @@ def measure(
     )
 
 
-# ---- who is measured, and who is known ---------------------------------------------------------------------------
+# ---- measured and known contenders -------------------------------------------------------------------------------
 
 
 def _statics(
@@ -106,7 +106,7 @@ def _statics(
     kinds: Collection[str],
     known: Result | None,
 ) -> Statics:
-    """By the ladder, or who they are in the record."""
+    """The best static configurations, by the ladder or from the record."""
     if known is not None:
         _check_alike(scenario, known)
     split = best_split(scenario, effort, each, progress) if SPLIT in kinds else _known(scenario, known, SPLIT)
@@ -141,7 +141,7 @@ class _Twin:
 
 
 def _twins(scenario: Scenario, jobs: Sequence[Job], found: Statics) -> tuple[list[Job], list[_Twin]]:
-    """What is left to measure, and who is known already."""
+    """The jobs left to measure, and those that equal a static configuration."""
     statics = (*found.split.contenders, *found.colocated.contenders)
     specs = [(one.name, case_of(one, scenario).spec) for one in statics]
     left, twins = [], []
@@ -158,7 +158,7 @@ def _twins(scenario: Scenario, jobs: Sequence[Job], found: Statics) -> tuple[lis
 def _entries(
     new: Sequence[Entry], twins: Sequence[_Twin], kinds: Collection[str], known: Result | None
 ) -> tuple[Entry, ...]:
-    """By kind. Of the finalists of one kind only the better is kept."""
+    """Entries in order of kinds. Of the finalists of one kind only the best remains."""
     kept = [each for each in known.entries if each.kind not in kinds] if known else []
     entries = [*new, *kept]
     statics = {each.name: each for each in entries if each.kind in STATIC}
@@ -177,7 +177,7 @@ def _failed_before(known: Result | None, jobs: Sequence[Job]) -> list[str]:
     return [line for line in known.failed if line.partition(": ")[0] not in names] if known else []
 
 
-# ---- what became of the requests ---------------------------------------------------------------------------------
+# ---- outcomes over time ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

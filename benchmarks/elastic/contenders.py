@@ -12,8 +12,8 @@ from cluster.spec import ROUTING, ClusterSpec, SpecError
 
 CHUNKS = (256, 512, 1024, 2048)  # tokens of a colocated worker's step
 PROMPT_CHUNKS = (1024, 2048, 8192)  # of a prefill worker's
-SPLIT, COLOCATED = "distserve", "sarathi"  # whose pools a static configuration has
-SPLITTING = ("distserve", "splitwise")  # routers that are made for workers of two roles
+SPLIT, COLOCATED = "distserve", "sarathi"  # systems whose pools a static configuration has
+SPLITTING = ("distserve", "splitwise")  # routers for split pools
 OUR_ROUTER = "slo"
 WITH_ADMISSION = "slo+admission"  # with our admission too
 ROUTERS = (*ROUTING, WITH_ADMISSION)
@@ -25,10 +25,10 @@ _NAMED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A system with its settings. `prefills`: of the workers (0: colocated, or as balances the mean request).
+    """A system with its settings. `prefills`: prefill workers (0: colocated, or the split that suits the mean request).
 
-    `chunk`: the step's token budget where prompts are computed; 0: the system's own. `plain`: a static configuration,
-    chunked and least-loaded, whose `system` only says which pools there are. `routing`: another of `ROUTERS`.
+    `chunk`: the step's token budget for prompts; 0: the system's own. `plain`: a static configuration, chunked and
+    least-loaded, whose `system` only defines the pools. `routing`: one of `ROUTERS` instead of the system's.
     """
 
     system: str
@@ -55,7 +55,7 @@ class Contender:
 
 
 def splits(workers: int, chunks: Sequence[int] = PROMPT_CHUNKS) -> Iterator[Contender]:
-    """Prompts in steps of each size; and DistServe as it is, with whole prompts."""
+    """Every split with each chunk size, and DistServe with whole prompts."""
     for prefills in range(1, workers):
         yield Contender(SPLIT, prefills)
         for chunk in chunks:
@@ -63,19 +63,19 @@ def splits(workers: int, chunks: Sequence[int] = PROMPT_CHUNKS) -> Iterator[Cont
 
 
 def colocated(chunks: Sequence[int] = CHUNKS) -> Iterator[Contender]:
-    """Prompts in chunks of each size; and whole, before all decodes."""
+    """Colocated with each chunk size, and vLLM with whole prompts first."""
     yield Contender("vllm")
     for chunk in chunks:
         yield Contender(COLOCATED, 0, chunk, plain=True)
 
 
 def named(prefills: int = 0) -> tuple[Contender, ...]:
-    """Every system but ours; those that split have so many prefill workers."""
+    """Every system but ours; split ones have `prefills` prefill workers."""
     return tuple(Contender(name, prefills if each.is_split else 0) for name, each in SYSTEMS.items() if name != "ours")
 
 
 def routed(split: Contender, better: Contender, names: Sequence[str] = ROUTERS) -> tuple[Contender, ...]:
-    """Each router by name on the better of the best static configurations; those for two roles on the best split."""
+    """Each router on the better of the best static configurations; routers for split pools on the best split."""
     return tuple(replace(split if name in SPLITTING else better, routing=name) for name in names)
 
 

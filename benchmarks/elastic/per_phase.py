@@ -1,8 +1,8 @@
 """The best static configuration of each phase: a reference, not a bound.
 
-For each phase it has the static configuration that suits it best, switched in no time at the boundary, and nothing is
-carried over: every phase begins on an idle fleet. What it attains is the mean over phases, weighted by requests. A
-router that is better than least-loaded, or workers that take part in both phases, can exceed it.
+Each phase runs on the static configuration that suits it best. Switching is instant, and every phase begins on an idle
+fleet. Attainment is the mean over phases, weighted by requests. A router better than least-loaded, or mixed workers,
+can exceed it.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ NAMES = ("ttft", "tpot", "both", "served")
 
 @dataclass(frozen=True, slots=True)
 class PerPhase:
-    """`chosen`: for phases of each name, the configurations that come into question; of these the better."""
+    """`chosen`: candidate configurations by phase name; the better one counts."""
 
     scenario: Scenario
     chosen: Mapping[str, tuple[Contender, ...]]
@@ -63,8 +63,7 @@ def chosen_for(scenario: Scenario, start: float, effort: SearchEffort, each: Map
 
 
 def per_phase(scenario: Scenario, found: Statics, effort: SearchEffort, each: Map, progress: Progress) -> Job:
-    """Its goodput, to be searched. Steps of prompts are not tried again for each phase; they are those of the best
-    static split."""
+    """The job that searches its goodput. Chunk sizes are those of the best static split."""
     chunks = tuple(dict.fromkeys(one.chunk for one in found.split.contenders if one.chunk)) or effort.prompt_chunks[:1]
     knowing = chosen_for(scenario, found.rate, replace(effort, prompt_chunks=chunks), each, progress)
     return Job(PER_PHASE, knowing.label, knowing, scenario.slo, found.rate, effort.seeds, effort.tolerance)

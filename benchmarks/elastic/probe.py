@@ -1,4 +1,4 @@
-"""One contender under a scenario's load at one scale: a whole run, or only what it attains."""
+"""Simulates one contender under a scenario's load: a whole run, or only its SLO attainment."""
 
 import logging
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from cluster.offline.sim.run import RunOptions, simulate
 
 @dataclass(frozen=True, slots=True)
 class ScenarioProbe:
-    """Takes the mean rate in requests a second, as `cluster.offline.scoring.goodput` asks; `run` takes a scale.
+    """Attainment by mean rate in requests per second, for `cluster.offline.scoring.goodput`; `run` takes a scale.
 
-    `give_up`: a run ends once it cannot attain this share any more. A value, so it can go to another process.
+    `give_up`: a run ends once it cannot attain this share any more. A plain value, so it can be pickled.
     """
 
     contender: Contender
@@ -42,7 +42,7 @@ class ScenarioProbe:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Requests that miss and are cut off are what a search looks for, and nothing to warn of."""
+    """Suppress warnings: missed and aborted requests are expected in a search."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

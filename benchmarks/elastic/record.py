@@ -1,4 +1,4 @@
-"""What a campaign found, as JSON: all that page and pictures are made of."""
+"""The results of a campaign as JSON, the input of page and pictures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ KINDS = (OURS, SPLIT, COLOCATED, SYSTEM, ROUTER, TIMETABLE, PER_PHASE)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Goodput of one contender, in requests a second of all GPUs: the mean over seeds and its 95 % interval."""
+    """Goodput of one contender, in requests per second of all GPUs: the mean over seeds and its 95 % interval."""
 
     kind: str
     name: str
@@ -33,7 +33,7 @@ class Entry:
 
     @classmethod
     def of(cls, kind: str, name: str, found: Sequence[float], prefills: int = 0) -> "Entry":
-        """`found`: by seed."""
+        """`found`: goodputs by seed."""
         mean, low, high = _interval(found)
         by_seed = tuple(round(each, 4) for each in found)
         return cls(kind, name, by_seed, round(mean, 4), round(max(0.0, low), 4), round(high, 4), prefills)
@@ -41,7 +41,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What became of a contender's requests, by phase, at one rate."""
+    """Outcomes of a contender's requests by phase, at one rate. `told`: one per phase."""
 
     name: str
     rate: float
@@ -50,7 +50,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One workload. `wall_s` is what finding this took."""
+    """One workload. `wall_s`: the time of its measurement."""
 
     scenario: str
     title: str
@@ -60,8 +60,8 @@ class Result:
     slo: SLO
     shifts: bool
     seconds: float
-    boundaries: tuple[tuple[str, float], ...]  # of phases, each with its beginning
-    full_rate: float  # requests a second at scale 1
+    boundaries: tuple[tuple[str, float], ...]  # (name, start) of each phase
+    full_rate: float  # requests per second at scale 1
     seeds: tuple[int, ...]
     tolerance: float
     entries: tuple[Entry, ...]
@@ -81,13 +81,13 @@ class Result:
 
     @property
     def num_seeds(self) -> int:
-        """Of those that were searched with the most."""
+        """The largest number of seeds of an entry."""
         return max((len(each.by_seed) for each in self.entries), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Attainment of a router when statistics come so late, at one rate, by seed."""
+    """SLO attainment of a router with statistics that are `stale_s` old, at one rate. `kept`: by seed."""
 
     scenario: str
     routing: str
@@ -107,7 +107,7 @@ class Record:
     absent: tuple[str, ...] = ()
 
     def with_result(self, result: Result) -> "Record":
-        """In the place of an older one of the same workload."""
+        """Add a result, replacing the older one of the same workload."""
         by_name = {each.scenario: each for each in self.results} | {result.scenario: result}
         absent = tuple(name for name in self.absent if name != result.scenario)
         return replace(self, results=tuple(by_name.values()), absent=absent)
@@ -115,7 +115,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Of two goodputs, seed by seed where both have the same seeds; `low` to `high` is the 95 % interval."""
+    """The ratio of two goodputs over their common seeds; `low` to `high` is the 95 % interval."""
 
     mean: float
     low: float
@@ -129,7 +129,7 @@ class Ratio:
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
     """None when theirs is 0 for some seed."""
-    pairs = list(zip(ours, theirs, strict=False))  # who ran with fewer seeds is compared on those
+    pairs = list(zip(ours, theirs, strict=False))  # only common seeds are compared
     if not pairs or any(other <= 0.0 for _, other in pairs):
         return None
     each = tuple(one / other for one, other in pairs)

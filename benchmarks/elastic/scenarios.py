@@ -1,8 +1,8 @@
-"""The campaign's workloads: which machines, which promise, and how the load changes while it runs.
+"""The campaign's workloads: machines, SLO, and a load that changes over time.
 
-The scale of a load is in shares of what the fleet's seconds could do: at 1 every worker would be busy always, were
-prompts computed at their length and decodes in the largest batches that keep the promise. Without a cache nobody
-reaches 1. All kinds of load of a scenario are measured so: a phase of long prompts weighs as much as one of answers.
+The scale of a load is relative to the fleet's capacity: at 1 every worker would be busy all the time, with prompts
+computed one by one and decodes in the largest batches that meet the SLO. Without a cache no system reaches 1. The scale
+has the same meaning in all phases, so a phase of long prompts weighs as much as one of long answers.
 """
 
 import os
@@ -30,12 +30,12 @@ MODEL, PARALLEL = "llama-2-70b", ParallelConfig(tensor=4)
 A100, H100 = "a100-80gb", "h100-80gb"
 AZURE = "traces/azure2023/AzureLLMInferenceTrace_conv.csv.gz"
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"
-DRAWS = 2000  # of lengths, for a mean
+DRAWS = 2000  # samples of lengths for a mean
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class TraceNotFound(RuntimeError):
-    """A public trace is not on this machine; the message says where it would be looked for."""
+    """A public trace is not on this machine; the message names the expected path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioPhase:
-    """A stretch of a scenario in which the load has one shape. Phases of one name are alike."""
+    """A time span of a scenario with one kind of load. Phases with equal names have equal loads."""
 
     name: str
     begin_s: float
@@ -73,10 +73,10 @@ class ScenarioPhase:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`draw(scale, seed)` gives its requests; see the module for the scale. `shifts`: its shape is made to change.
+    """`draw(scale, seed)` returns its requests; the module explains the scale. `shifts`: its kind of load changes.
 
-    `epochs`: what the best static per phase takes one by one, if not the phases: where only the rate changes and queues
-    are carried over, a phase alone says nothing.
+    `epochs`: time spans for the best static configuration per phase, if not the phases. They are needed where only the
+    rate changes, because there a queue outlasts its phase.
     """
 
     name: str
@@ -84,14 +84,14 @@ class Scenario:
     machines: Machines
     slo: SLO
     workers: int
-    rate: float  # requests a second at scale 1, in the mean over the whole
+    rate: float  # mean requests per second at scale 1
     phases: tuple[ScenarioPhase, ...]
     streams: tuple[Stream, ...] = ()
     trace: Workload | None = None
-    per_scale: float = 1.0  # by how much the trace is made denser at scale 1
+    per_scale: float = 1.0  # density of the trace at scale 1
     shifts: bool = True
     epochs: tuple[ScenarioPhase, ...] = ()
-    part: ScenarioPhase | None = None  # the only one of which there are requests
+    part: ScenarioPhase | None = None  # the only phase with requests
 
     @property
     def seconds(self) -> float:
@@ -102,7 +102,7 @@ class Scenario:
         return self.machines.fleet(self.workers)
 
     def draw(self, scale: float, seed: int) -> Workload:
-        """Raises `WorkloadError` when nobody comes."""
+        """Raises `WorkloadError` without requests."""
         if self.trace is not None:
             whole = denser(self.trace, scale * self.per_scale, seed)
         else:
@@ -110,15 +110,15 @@ class Scenario:
         return whole if self.part is None else window(whole, self.part.begin_s, self.part.end_s)
 
     def only(self, phase: ScenarioPhase) -> "Scenario":
-        """The same requests, but only those of this phase. Scales and rates stay those of the whole."""
+        """The scenario with the requests of this phase only. Scales and rates stay those of the whole scenario."""
         return replace(self, phases=(replace(phase, begin_s=0.0, end_s=phase.end_s - phase.begin_s),), part=phase)
 
 
-# ---- what a request takes ----------------------------------------------------------------------------------------
+# ---- rates of a fleet -----------------------------------------------------------------------------------------
 
 
 def rate_of(lengths: Lengths, machines: Machines, slo: SLO, workers: int) -> float:
-    """Requests a second of these lengths that would keep so many workers busy always."""
+    """Requests per second of these lengths that keep `workers` workers busy all the time."""
     source = random.Random("lengths")
     return rate_of_all([Arrival(0.0, *lengths.draw(source)) for _ in range(DRAWS)], machines, slo, workers)
 
@@ -164,7 +164,7 @@ def _streamed(
 
 
 def _swapping(name: str, hardware: str, slo: SLO, size: ScenarioSize) -> Scenario:
-    """Long prompts, then long answers, and again."""
+    """Long prompts, then long answers, twice."""
     machines, span = Machines(hardware), 60.0 * size.stretch
     parts = [("prompts", span), ("answers", span)] * 2
     streams = []
@@ -176,7 +176,7 @@ def _swapping(name: str, hardware: str, slo: SLO, size: ScenarioSize) -> Scenari
 
 
 def _bursts(size: ScenarioSize) -> Scenario:
-    """One in five seconds has five times the load of the others; the mean is 1. Each burst is followed by its calm."""
+    """Bursts of five times the load during a fifth of the time; the mean scale is 1."""
     machines, slo = Machines(A100), SLO(4.0, 0.075)
     calm_s, burst_s = 40.0 * size.stretch, 10.0 * size.stretch
     low = (calm_s + burst_s) / (calm_s + 5.0 * burst_s)
@@ -189,7 +189,7 @@ def _bursts(size: ScenarioSize) -> Scenario:
 
 
 def _day(size: ScenarioSize) -> Scenario:
-    """By day people chat, by night long documents are read: two sines in anti-phase, a day in minutes."""
+    """Long answers by day, long prompts by night: two sines in antiphase, a day in minutes."""
     machines, slo, span = Machines(A100), SLO(4.0, 0.075), 240.0 * size.stretch
     streams = [
         Stream(kind, lengths, sine(span, rate_of(lengths, machines, slo, size.workers) / 2.0, 0.9, at=at))
@@ -221,7 +221,7 @@ def shared(path: str) -> Path:
 def _trace(
     name: str, path: str, options: str, machines: Machines, slo: SLO, size: ScenarioSize, begin_s: float
 ) -> Scenario:
-    """A window of a trace in its own time."""
+    """A window of a trace at its original speed."""
     span = 240.0 * size.stretch
     whole = load_workload(f"{shared(path)}:{options}", seed=0)
     trace = replace(window(whole, begin_s, begin_s + span), name=name)
@@ -229,12 +229,12 @@ def _trace(
 
 
 def mooncake(size: ScenarioSize, begin_s: float) -> Scenario:
-    """Four minutes of Mooncake's conversations from this second on."""
+    """Four minutes of Mooncake's conversation trace from `begin_s` on."""
     return _trace("mooncake", MOONCAKE, "clip=32768", Machines(H100, 512), SLO(10.0, 0.1), size, begin_s)
 
 
 def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: SLO, size: ScenarioSize) -> Scenario:
-    """At another density, told by quarters."""
+    """A trace at another density, with its quarters as phases."""
     full = rate_of_all(list(trace.arrivals), machines, slo, size.workers)
     parts = [(f"quarter {number}", span / 4.0) for number in (1, 2, 3, 4)]
     title = f"{span:g} s of {what}, made denser"
@@ -244,7 +244,7 @@ def _replayed(trace: Workload, span: float, what: str, machines: Machines, slo: 
 
 
 def _prefixes(size: ScenarioSize) -> Scenario:
-    """Turns of conversations, which share what was said."""
+    """Turns of conversations, which share prefixes."""
     span = 240.0 * size.stretch
     trace = conversations("prefixes", span, 0.5, seed=0)
     return _replayed(trace, span, "drawn conversations", Machines(H100, BLOCK), SLO(10.0, 0.1), size)
@@ -267,5 +267,5 @@ SCENARIOS: Mapping[str, Callable[[ScenarioSize], Scenario]] = {
 
 @cache
 def scenario(name: str, size: ScenarioSize = ScenarioSize()) -> Scenario:
-    """Raises `TraceNotFound` when its trace is not here, and KeyError for a name that is not known."""
+    """Raises `TraceNotFound` when its trace is missing, and KeyError for an unknown name."""
     return SCENARIOS[name](size)

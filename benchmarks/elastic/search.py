@@ -1,9 +1,8 @@
-"""Who sustains how much: the best of the static configurations by a ladder, and goodput by bisection.
+"""The best static configurations by a ladder search, and goodput by bisection.
 
-The ladder: a middling configuration's goodput is searched first; all others are tried at that rate, who holds is tried
-a rung higher, and so on until nobody does: two, four and more rungs at once while somebody holds, and half as many
-after. A configuration that is not the best is thus given up after one run, which is cut as soon as it cannot attain the
-target.
+The ladder: it starts at the goodput of a middling configuration and tries all others at that rate. Those that attain
+the target are tried a rung higher, and so on until none does. While some succeed, two, four and more rungs are climbed
+at once, and fewer afterwards. So most configurations need a single run, which ends once it cannot attain the target.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -30,17 +29,17 @@ from cluster.offline.scoring.goodput import Attain, Map, Probes, Search, goodput
 from workers.request import SLO
 
 TARGET = 0.9
-REACH = 16.0  # nothing below 1/16 or above 16 times the start is tried
-STRIDE = 1.1  # by which a search first leaves a start that should be near, or its tolerance
-LEAP = 1.5  # rungs that are taken at once are no more than this
+REACH = 16.0  # rates from 1/16 to 16 times the start
+STRIDE = 1.1  # first factor of a search from a start that should be close; at least its tolerance
+LEAP = 1.5  # maximum factor of one climb
 
 
 @dataclass(frozen=True, slots=True)
 class SearchEffort:
-    """`seeds` for ours, the best static configurations, those per phase, the best named system and the best router;
-    `few` for the others.
+    """`seeds`: for ours, the best static configurations, those per phase, the best system and the best router.
 
-    `rung`: of the ladder, relative. `finalists`: so many that held on the last rung are searched with all seeds.
+    `few`: seeds of the others. `rung`: relative step of the ladder. `finalists`: number of configurations of the last
+    rung that are searched with all seeds.
     """
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -49,7 +48,7 @@ class SearchEffort:
     rough: float = 0.1  # tolerance for named systems and routers
     rung: float = 0.05
     finalists: int = 2
-    systems: tuple[str, ...] = ()  # none: all
+    systems: tuple[str, ...] = ()  # empty: all
     routers: tuple[str, ...] = ROUTERS
     prompt_chunks: tuple[int, ...] = PROMPT_CHUNKS
     chunks: tuple[int, ...] = CHUNKS
@@ -57,7 +56,7 @@ class SearchEffort:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A goodput to search; a value, so that it can go to another process. Requests a second of the whole fleet."""
+    """A goodput to search, in requests per second of the whole fleet. A plain value, so it can be pickled."""
 
     kind: str
     name: str
@@ -90,14 +89,14 @@ def _held(job: Job, seed: int, start: float, stride: float) -> float | str:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """`failed`: contenders that raised, each with its error."""
+    """`failed`: names and errors of contenders that raised."""
 
     entries: tuple[Entry, ...]
     failed: tuple[str, ...]
 
 
 def searched(jobs: Sequence[Job], effort: SearchEffort, each: Map, progress: Progress) -> SearchResult:
-    """The first seed of all, then the others from what it held; all seeds of the best system and the best router."""
+    """Search the first seed of all jobs, then the other seeds from there; all seeds for the best system and router."""
     strides = [max(STRIDE, 1.0 + job.tolerance) for job in jobs]
     firsts = []
     for job, first in zip(jobs, each(_held, jobs, *_begun(jobs), strides), strict=True):
@@ -139,7 +138,7 @@ def _begun(jobs: Sequence[Job]) -> tuple[list[int], list[float]]:
 
 
 def _finalists(jobs: Sequence[Job], firsts: Sequence[float | str], effort: SearchEffort) -> Iterator[int]:
-    """The best named system and the best router that is not ours: those that are not known closely yet."""
+    """The best named system and the best router except ours, which have few seeds so far."""
     for kind in (SYSTEM, ROUTER):
         known = [
             (first, number)
@@ -159,14 +158,14 @@ def _holds(contender: Contender, scenario: Scenario, rate: float, seed: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Those that held on the last rung, and its rate in requests a second."""
+    """The configurations that attained the target on the last rung, and its rate in requests per second."""
 
     contenders: tuple[Contender, ...]
     rate: float
 
 
 def pilot(scenario: Scenario, contender: Contender, start: float, effort: SearchEffort) -> Best:
-    """Where a ladder begins: one configuration's goodput, to a rung."""
+    """The start of a ladder: one configuration's goodput, to the precision of a rung."""
     job = Job.of(SPLIT, ScenarioProbe(contender, scenario), start, effort.seeds[:1], effort.rung)
     return Best((contender,), job.held(effort.seeds[0], start, 2.0) or start / REACH)
 
@@ -174,14 +173,14 @@ def pilot(scenario: Scenario, contender: Contender, start: float, effort: Search
 def ladder(
     scenario: Scenario, best: Best, others: Sequence[Contender], effort: SearchEffort, each: Map, progress: Progress
 ) -> Best:
-    """`others` may replace the best so far, which failed at the next rung."""
+    """Search the best of `others`; `best` is the best so far, which failed at the next rung."""
     alive, leap, rising = [one for one in others if one not in best.contenders], 1.0, True
     while alive:
         count, rate = len(alive), best.rate * leap
         outcomes = each(_holds, alive, [scenario] * count, [rate] * count, [effort.seeds[0]] * count)
         held = [one for one, holds in zip(alive, outcomes, strict=True) if holds]
         names = ", ".join(one.name for one in held[:4]) or "no other"
-        progress(f"{scenario.name}: of {count}, {len(held)} hold at {rate:.3g} requests/s: {names}")
+        progress(f"{scenario.name}: of {count}, {len(held)} attain the target at {rate:.3g} requests/s: {names}")
         if held:
             alive, best = held, Best(tuple(held[: effort.finalists]), rate)
         rising = rising and bool(held)
@@ -210,7 +209,7 @@ class Statics:
 def best_split(
     scenario: Scenario, effort: SearchEffort, each: Map, progress: Progress, start: float | None = None
 ) -> Best:
-    """Of all numbers of prefill workers at a middling step; then, beside the best, with other steps."""
+    """First over all numbers of prefill workers with a middling chunk; then over chunks, near the best number."""
     middle, workers = effort.prompt_chunks[len(effort.prompt_chunks) // 2], scenario.workers
     candidates = tuple(splits(workers, (middle,)))
     best = pilot(scenario, candidates[len(candidates) // 2], start or 0.4 * scenario.rate, effort)
@@ -236,7 +235,7 @@ def statics(
 
 
 def jobs_of(scenario: Scenario, found: Statics, effort: SearchEffort, kinds: Collection[str] = KINDS) -> list[Job]:
-    """Ours, the finalists, every named system and every router: those of these kinds. Those per phase are not."""
+    """Jobs for ours, the finalists, every named system and every router, of these kinds; none per phase."""
     made: list[Job] = []
 
     def fine(kind: str, one: Contender, start: float) -> None:

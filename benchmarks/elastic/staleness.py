@@ -1,4 +1,4 @@
-"""How routers bear a view that is old: the same load for each, statistics that come later and later, more gateways."""
+"""SLO attainment of routers by age of their statistics and number of gateways, at one load."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.systems import balanced
 
 WORKLOAD = "day"
-SCALE = 0.5  # near what a good split just keeps
-SHORTER = 3.0  # than in the campaign: nothing is searched, so runs are whole
+SCALE = 0.5  # close to the capacity of a good split
+SHORTER = 3.0  # shorter phases than in the campaign: runs are not aborted
 CHUNK = 2048
 SEEDS = (0, 1, 2)
 AGES_S = (0.0, 0.25, 1.0, 4.0)
-GATEWAYS = {"least-loaded": (1, 2, 4), "slo": (1, 2, 4), "": (1, 4)}  # by router; of ours, whose runs take longest
+GATEWAYS = {"least-loaded": (1, 2, 4), "slo": (1, 2, 4), "": (1, 4)}  # by router; "" is ours, whose runs take longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class _Job:
 
 
 def study(size: ScenarioSize, each: Map, progress: Progress) -> tuple[Stale, ...]:
-    """Two routers on one split, and ours as it is, at one rate that all gateways share. Minutes."""
+    """Two routers on one split, and ours, at one total rate. Takes minutes."""
     load = scenario(WORKLOAD, replace(size, stretch=size.stretch / SHORTER))
     prefills = balanced(load.workers, load.machines.model().cost, load.draw(1.0, 0), load.fleet.engine)
     split = Contender(SPLIT, prefills, CHUNK, plain=True)
@@ -40,16 +40,17 @@ def study(size: ScenarioSize, each: Map, progress: Progress) -> tuple[Stale, ...
         for stale_s in AGES_S
     ]
     jobs = [_Job(one, load, view, seed) for one, view in cells for seed in SEEDS]
-    kept = iter(each(_attained, jobs))
+    attained = iter(each(_attained, jobs))
     made = [
-        Stale(load.name, one.name, view.stale_s, view.gateways, SCALE * load.rate, _shares(kept)) for one, view in cells
+        Stale(load.name, one.name, view.stale_s, view.gateways, SCALE * load.rate, _shares(attained))
+        for one, view in cells
     ]
     progress(f"old views: {len(jobs)} runs")
     return tuple(made)
 
 
-def _shares(kept: Iterator[float]) -> tuple[float, ...]:
-    return tuple(round(next(kept), 4) for _ in SEEDS)
+def _shares(attained: Iterator[float]) -> tuple[float, ...]:
+    return tuple(round(next(attained), 4) for _ in SEEDS)
 
 
 def _attained(job: _Job) -> float:

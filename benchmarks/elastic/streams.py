@@ -1,4 +1,4 @@
-"""Workloads whose shape changes while they run, denser or thinner at will. Pure; draws are seeded.
+"""Workloads whose load changes over time, at any density. Pure and seeded.
 
 More load means more requests in the same time, not a faster clock: phases, bursts and days keep their lengths.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cluster.offline.workload.arrivals import MAX_REQUESTS, Arrival, Workload, WorkloadError
 from cluster.offline.workload.lengths import Lengths
 
-SPREAD_S = 2.0  # how far a copy of a trace's request comes from the original, at most
+SPREAD_S = 2.0  # maximum distance of a copied request from its original
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Stream:
 
     @property
     def requests(self) -> float:
-        """How many come in the mean."""
+        """The mean number of requests."""
         return sum(span * rate for span, rate in self.steps)
 
 
 def superposed(name: str, streams: Sequence[Stream], scale: float, seed: int) -> Workload:
     """All streams at once, each with `scale` times its rates.
 
-    The same seed gives each stream the same lengths in the same order at every scale. Times by the inverse of the
-    expected count (Cinlar, 1975), so the same unit-rate arrivals come only denser. Raises `WorkloadError`.
+    The same seed gives each stream the same lengths in the same order at every scale. Times are the inverse of the
+    expected count at unit-rate arrivals (Cinlar, 1975), so a scale only changes the density. Raises `WorkloadError`.
     """
     if not 0.0 < scale < math.inf:
         raise WorkloadError(f"{name}: the scale is {scale}; it must be above 0")
@@ -67,7 +67,7 @@ def _drawn(name: str, stream: Stream, scale: float, seed: int) -> Iterator[Arriv
 def sine(
     seconds: float, mean: float, swing: float, *, at: float = 0.0, steps: int = 60
 ) -> tuple[tuple[float, float], ...]:
-    """One period as steps: `mean` rate, up and down by `swing` (0 to 1) of it, beginning `at` of a period."""
+    """One period as steps: a rate of `mean` times 1 +- `swing` (0 to 1), from the phase `at` (0 to 1) on."""
     return tuple(
         (seconds / steps, mean * (1.0 + swing * math.sin(2.0 * math.pi * (at + (step + 0.5) / steps))))
         for step in range(steps)
@@ -75,11 +75,11 @@ def sine(
 
 
 def denser(workload: Workload, factor: float, seed: int) -> Workload:
-    """`factor` times the requests in the same time: a request is there so many times, the fraction by chance.
+    """`factor` times the requests in the same time: each request is copied, a fractional copy is made at random.
 
-    Whether it is there with another factor hangs on the same draw: the thinner workload is a part of the denser one.
-    Copies come up to `SPREAD_S` apart from the original. The n-th copies of all requests share prefixes with one
-    another, as the originals do, and with nobody else: they stand for other users. Raises `WorkloadError`.
+    All factors use the same random numbers, so a thinner workload is a subset of a denser one. Copies are up to
+    `SPREAD_S` from the original. The n-th copies of all requests share prefixes with each other only, like other users.
+    Raises `WorkloadError`.
     """
     if not 0.0 < factor < math.inf or factor * len(workload.arrivals) > MAX_REQUESTS:
         raise WorkloadError(f"{workload.name} cannot be made {factor:g} times as dense")

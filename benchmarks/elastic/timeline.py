@@ -1,4 +1,4 @@
-"""A run over time: which requests were kept by when they came, and what each worker spent its seconds on. Pure."""
+"""A run over time: SLO attainment by arrival, and each worker's activity. Pure."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ BINS = 48
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One run in bins of `bin_s`: the share of the requests that came in a bin which were kept (-1: none came).
+    """One run in bins of `bin_s`. `kept`: SLO attainment of the requests that arrived in a bin (-1: none arrived).
 
-    `workers`: of ours, by name: for each bin the shares of its seconds in steps with prompts and in other steps.
+    `workers`: by name, for each bin the shares of its seconds in steps with prompts and in other steps.
     """
 
     name: str
@@ -25,20 +25,20 @@ class Timeline:
 
 
 def timeline(run: Run, scenario: Scenario, rate: float) -> Timeline:
-    """`run` must be traced if its workers shall be in it."""
+    """`workers` is empty unless the run is traced."""
     bin_s = scenario.seconds / BINS
     return Timeline(run.system, rate, bin_s, _kept(run, scenario, bin_s), _workers(run, bin_s))
 
 
 def _kept(run: Run, scenario: Scenario, bin_s: float) -> tuple[float, ...]:
     slo, times = scenario.slo, latencies(run.served)
-    came, kept = [0] * BINS, [0] * BINS
+    arrived, met = [0] * BINS, [0] * BINS
     for number, each in enumerate(run.served):
         place = min(int(each.arrival_s / bin_s), BINS - 1)
         in_time = slo.ttft_s is None or times.ttft_s[number] <= slo.ttft_s
-        came[place] += 1
-        kept[place] += bool(in_time and (slo.tpot_s is None or times.tpot_s[number] <= slo.tpot_s))
-    return tuple(round(ok / count, 4) if count else -1.0 for ok, count in zip(kept, came, strict=True))
+        arrived[place] += 1
+        met[place] += bool(in_time and (slo.tpot_s is None or times.tpot_s[number] <= slo.tpot_s))
+    return tuple(round(ok / count, 4) if count else -1.0 for ok, count in zip(met, arrived, strict=True))
 
 
 def _workers(run: Run, bin_s: float) -> dict[str, tuple[tuple[float, float], ...]]:

@@ -1,9 +1,9 @@
-"""Our router with roles by timetable: what an elastic rule that knows the load beforehand could attain.
+"""Our router with roles by timetable: the reference of an elastic policy that knows the load in advance.
 
-Unlike the best static per phase (`per_phase`), everything is carried over: queues and answers under way meet the next
-phase, and roles change as they do in a cluster, one worker after the other. For each kind of phase a number of prefill
-workers is searched, for all together how long before the boundary roles change: one after the other, each the best for
-the others as they are, until none becomes better.
+Unlike the best static configuration per phase (`per_phase`), queues and running answers continue into the next phase,
+and roles change one worker after the other, as in a cluster. The search sets the number of prefill workers for each
+kind of phase, and how early roles change before a phase. It optimizes one value at a time until none
+improves (coordinate descent).
 """
 
 from collections.abc import Mapping
@@ -24,23 +24,23 @@ from cluster.policy.scaling.load_report import LoadReport
 from cluster.spec import ElasticSpec, Role
 from diptych.view import ClusterView, Decision, WorkerState, WorkerView
 
-PERIOD_S = 0.25  # in which one worker changes its role
+PERIOD_S = 0.25  # between two role changes
 AHEAD_S = (0.0, 4.0, 8.0)
 ROUNDS = 2
 
 
 @dataclass(slots=True)
 class Timetable:
-    """Decides by the clock alone, from the first question on. `entries`: from when on how many workers prefill.
+    """Decides by the clock, starting at the first call. `entries`: (start, prefill workers); the others decode.
 
-    The others decode; with 0, all do both.
+    With 0 prefill workers, all are mixed.
     """
 
     entries: tuple[tuple[float, int], ...]
     _begun_s: float | None = field(default=None, init=False)
 
     def on_report(self, report: LoadReport, now_s: float) -> None:
-        """It knows without being told."""
+        """A timetable ignores load reports."""
 
     def decide(self, view: ClusterView, now_s: float) -> Decision | None:
         self._begun_s = now_s if self._begun_s is None else self._begun_s
@@ -65,7 +65,7 @@ def _work(worker: WorkerView) -> tuple[int, int, str]:
 
 @dataclass(frozen=True, slots=True)
 class TimetableProbe:
-    """`prefills`: workers that prefill in each kind of phase, by its name. A value, so it can go to another process."""
+    """`prefills`: prefill workers by phase name. A plain value, so it can be pickled."""
 
     scenario: Scenario
     prefills: Mapping[str, int]
@@ -93,30 +93,30 @@ class TimetableProbe:
 
 
 def timetabled(scenario: Scenario, rate: float, effort: SearchEffort, each: Map, progress: Progress) -> Job:
-    """The best timetable found at this rate, to be searched for its goodput."""
+    """The job that searches the goodput of the best timetable at this rate."""
     middle = scenario.workers // 2
     best = TimetableProbe(scenario, {phase.name: middle for phase in scenario.phases}, give_up=None)
-    kept = -1.0
+    attained = -1.0
     for _ in range(ROUNDS):
-        before = kept
+        before = attained
         for change in (*best.prefills, ""):
             others = _others(best, change)
-            found = list(each(_kept, others, [rate] * len(others), [effort.seeds[0]] * len(others)))
-            if max(found) > kept:
-                kept, best = max(found), others[found.index(max(found))]
-        progress(f"{scenario.name}: {kept:.1%} kept at {rate:.3g} requests/s by {best.name}")
-        if kept <= before:
+            found = list(each(_attained, others, [rate] * len(others), [effort.seeds[0]] * len(others)))
+            if max(found) > attained:
+                attained, best = max(found), others[found.index(max(found))]
+        progress(f"{scenario.name}: {attained:.1%} attained at {rate:.3g} requests/s by {best.name}")
+        if attained <= before:
             break
     return Job(TIMETABLE, best.name, replace(best, give_up=TARGET), scenario.slo, rate, effort.seeds, effort.tolerance)
 
 
 def _others(best: TimetableProbe, phase: str) -> list[TimetableProbe]:
-    """With other numbers in this kind of phase; without one, with other times."""
+    """Variants with other numbers of prefill workers in this phase; with an empty name, with other lead times."""
     if not phase:
         return [replace(best, ahead_s=ahead_s) for ahead_s in AHEAD_S]
     numbers = range(best.scenario.workers)
     return [replace(best, prefills={**best.prefills, phase: number}) for number in numbers]
 
 
-def _kept(foretold: TimetableProbe, rate: float, seed: int) -> float:
+def _attained(foretold: TimetableProbe, rate: float, seed: int) -> float:
     return foretold(rate, seed).both

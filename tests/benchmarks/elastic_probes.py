@@ -1,4 +1,4 @@
-"""Small workloads of the campaign, and probes that run nothing."""
+"""Small workloads of the campaign, and fake probes."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def made(name: str, size: ScenarioSize = SMALL) -> Scenario:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, most: Callable[[Contender], float]) -> None:
-    """A contender holds up to so many requests a second."""
+    """Each contender attains the SLO up to `most(contender)` requests per second."""
 
     def attained(probe: ScenarioProbe, rate: float, seed: int) -> Attainment:
         share = 1.0 if rate <= most(probe.contender) else 0.0

@@ -42,7 +42,7 @@ from workers.stats import WorkerStats
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_has_its_rate_and_all_its_requests_in_phases(name: str) -> None:
+def test_a_scenario_has_its_rate_and_its_phases_cover_all_requests(name: str) -> None:
     load = made(name, ScenarioSize())
     thin, dense = (load.draw(scale, 0).arrivals for scale in (0.3, 0.9))
     assert len(thin) == pytest.approx(0.3 * load.rate * load.seconds, rel=0.2)
@@ -52,21 +52,21 @@ def test_a_scenario_has_its_rate_and_all_its_requests_in_phases(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["phases-h100", "bursts", "day"])
-def test_what_is_taken_phase_by_phase_covers_the_whole(name: str) -> None:
+def test_epochs_cover_the_whole_scenario(name: str) -> None:
     load = made(name, ScenarioSize())
     epochs = load.epochs or load.phases
     assert [each.begin_s for each in epochs] == pytest.approx([0.0, *(each.end_s for each in epochs[:-1])])
     assert epochs[-1].end_s == pytest.approx(load.seconds)
 
 
-def test_a_phase_alone_has_the_requests_that_it_has_in_the_whole() -> None:
+def test_a_phase_alone_has_the_same_requests_as_in_the_scenario() -> None:
     load = made("day", ScenarioSize())
     whole, parts = load.draw(0.5, 3).arrivals, [load.only(phase).draw(0.5, 3).arrivals for phase in load.phases]
     assert [each.output_tokens for each in whole] == [each.output_tokens for part in parts for each in part]
     assert all(each.at_s < load.phases[0].end_s for part in parts for each in part)
 
 
-def test_at_scale_1_both_kinds_of_phase_take_all_the_fleet_has() -> None:
+def test_at_scale_1_both_kinds_of_phase_saturate_the_fleet() -> None:
     load = made("phases-a100", ScenarioSize())
     prompts, answers = load.streams
     cost = load.machines.model().cost
@@ -77,7 +77,7 @@ def test_at_scale_1_both_kinds_of_phase_take_all_the_fleet_has() -> None:
 # ---- who is compared ---------------------------------------------------------------------------------------------
 
 
-def test_static_configurations_are_what_they_are_called() -> None:
+def test_static_configurations_match_their_names() -> None:
     load = made("phases-a100", ScenarioSize(workers=4))
     assert {each.prefills for each in splits(4) if not each.plain} == {1, 2, 3}
     for each in splits(4):
@@ -96,7 +96,7 @@ def test_static_configurations_are_what_they_are_called() -> None:
     assert [case_of(one, load).spec.pools[0].replicas for one in named(3) if one.system == "distserve"] == [3]
 
 
-def test_a_name_says_who_it_is() -> None:
+def test_a_contender_is_found_by_its_name() -> None:
     everybody = [OURS, *splits(4), *colocated(), *named(2)]
     for who in [*everybody, *(replace(each, routing=name) for each in everybody for name in ROUTERS)]:
         assert contender_named(who.name) == who
@@ -105,7 +105,7 @@ def test_a_name_says_who_it_is() -> None:
             contender_named(name)
 
 
-def test_routers_get_the_workers_of_the_best_static_choice() -> None:
+def test_routers_run_on_the_best_static_configuration() -> None:
     load, split, mixed = made("phases-a100"), Contender("distserve", 1, 1024, plain=True), Contender("vllm")
     routers = {one.routing: case_of(one, load).spec for one in routed(split, mixed)}
     assert set(routers) == set(ROUTERS)
@@ -116,14 +116,14 @@ def test_routers_get_the_workers_of_the_best_static_choice() -> None:
     assert all(len(case_of(one, load).spec.pools) == 2 for one in routed(split, split))
 
 
-def test_a_view_says_how_old_and_how_many() -> None:
+def test_a_view_sets_gateways_and_heartbeat() -> None:
     case = case_of(OURS, made("phases-a100"), View(stale_s=2.0, gateways=3, call_s=0.01, heartbeat_s=4.0))
     assert (case.spec.gateway.replicas, case.spec.health.heartbeat_s) == (3, 4.0)
     assert case.spec.health.dead_after_s > 4.0
     assert all(model.call_s == 0.01 for model in case.models.values())
 
 
-def test_statistics_come_late_and_never_younger_than_they_are() -> None:
+def test_stale_statistics_are_as_old_as_set() -> None:
     async def told() -> list[tuple[float, int]]:
         loop = asyncio.get_running_loop()
         distant = RemoteWorker(object(), 0.0, 1.0)  # type: ignore[arg-type]
@@ -146,14 +146,14 @@ def test_statistics_come_late_and_never_younger_than_they_are() -> None:
     "best",
     [Contender("distserve", *numbers, plain=True) for numbers in ((1, 8192), (4, 1024), (3, 2048))],
 )
-def test_the_ladder_finds_the_best_of_all_splits(monkeypatch: pytest.MonkeyPatch, best: Contender) -> None:
+def test_the_ladder_finds_the_best_split(monkeypatch: pytest.MonkeyPatch, best: Contender) -> None:
     pretend(monkeypatch, lambda one: 3.0 if one == best else 2.0 - 0.1 * abs(one.prefills - best.prefills))
     found = statics(made("phases-a100", ScenarioSize()), SearchEffort(), map, lambda _: None)
     assert found.split.contenders == (best,)
     assert found.split.rate == pytest.approx(3.0, rel=0.06) and found.split.rate <= 3.0
 
 
-def test_a_ladder_that_begins_far_below_takes_several_rungs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ladder_that_starts_low_climbs_several_rungs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
 
     def attained(probe: ScenarioProbe, rate: float, seed: int) -> Attainment:
@@ -168,7 +168,7 @@ def test_a_ladder_that_begins_far_below_takes_several_rungs_at_once(monkeypatch:
     assert len(rates) < 16  # one by one there are 49
 
 
-def test_every_router_looks_through_every_view(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_router_runs_with_every_view(monkeypatch: pytest.MonkeyPatch) -> None:
     def attained(job: staleness._Job) -> float:
         return 0.1 * job.view.gateways + 0.01 * job.view.stale_s + 0.001 * job.seed
 
@@ -184,7 +184,7 @@ def test_every_router_looks_through_every_view(monkeypatch: pytest.MonkeyPatch) 
         assert each.kept == pytest.approx((mean, mean + 0.001, mean + 0.002))
 
 
-def test_a_search_that_nobody_survives_still_names_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_success_still_returns_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda _: 0.0)
     found = statics(made("phases-a100", ScenarioSize()), SearchEffort(), map, lambda _: None)
     assert len(found.split.contenders) == 1 and found.rate > 0.0
@@ -195,7 +195,7 @@ def all_searched(load: Scenario, effort: SearchEffort) -> SearchResult:
     return searched(jobs_of(load, found, effort), effort, map, lambda _: None)
 
 
-def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_finds_the_contenders_goodputs(monkeypatch: pytest.MonkeyPatch) -> None:
     most = {"ours": 4.0, "vllm": 1.0, "sarathi": 1.5}
     pretend(monkeypatch, lambda one: 2.5 if one.routing == "random" else most.get(one.name, 2.0))
     effort = SearchEffort(
@@ -212,7 +212,7 @@ def test_goodputs_are_those_of_the_contenders(monkeypatch: pytest.MonkeyPatch) -
         assert len(by_name[name].by_seed) == 1 and by_name[name].rate == pytest.approx(rate, rel=0.1)
 
 
-def test_a_contender_that_breaks_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_raises_is_reported_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     def most(one: Contender) -> float:
         if one.name == "ours":
             raise RuntimeError("a worker sulks")
@@ -224,7 +224,7 @@ def test_a_contender_that_breaks_is_named_and_the_others_go_on(monkeypatch: pyte
     assert [each.kind for each in found.entries] == ["best split", "best colocated", "system"]
 
 
-def test_the_best_static_per_phase_attains_the_mean_over_phases_of_what_suits_each(
+def test_the_best_static_per_phase_attains_the_mean_of_the_best_per_phase(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     good = {
@@ -253,7 +253,7 @@ def test_the_best_static_per_phase_attains_the_mean_over_phases_of_what_suits_ea
 # ---- runs --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_told_by_phase() -> None:
+def test_a_run_is_reported_by_phase() -> None:
     load = made("phases-a100")
     ran = ScenarioProbe(contender("split:1"), load, None).run(0.6, 0)
     whole, *parts = one.phase_outcomes(ran, load)
@@ -310,12 +310,12 @@ def test_one_goodput_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("text", ["split", "split:x", "split:1:2:3", "colocated:1:2", "split:-1", "nobody", "split:9"])
-def test_a_system_that_cannot_be_is_refused_with_a_reason(text: str) -> None:
+def test_an_impossible_system_is_refused(text: str) -> None:
     with pytest.raises(SpecError):
         case_of(contender(text), made("phases-a100"))
 
 
-def test_what_cannot_be_run_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_run_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DIPTYCH_SHARED", str(tmp_path))
     for args, words in (
         (["--one", "azure", "--workers", "3"], f"is not under {tmp_path}"),
@@ -323,7 +323,7 @@ def test_what_cannot_be_run_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, t
         (["--one", "bursts", "--system", "split:9", "--workers", "3"], "cannot be the prefill pool"),
         (["--recorded", "--out", str(tmp_path)], "run a campaign first"),
         (["--one", "nothing"], "is not one of"),
-        (["--recorded", "--again", "ours"], "do not go together"),
+        (["--recorded", "--again", "ours"], "exclude each other"),
         (["--again", "ours", "--out", str(tmp_path)], "the record lacks any workload"),
         (["--workers", "1"], "is not in the range"),
     ):

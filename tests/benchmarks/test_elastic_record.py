@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # ---- the record --------------------------------------------------------------------------------------------------
 
 
-def test_ratios_go_seed_by_seed() -> None:
+def test_ratios_are_by_seed() -> None:
     found = ratio((2.0, 4.0, 6.0), (1.0, 2.0, 3.0))
     assert found is not None and (found.mean, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
     few = ratio((2.0, 4.0, 6.0), (1.0,))
@@ -34,7 +34,7 @@ def test_ratios_go_seed_by_seed() -> None:
     assert ratio((1.0,), (0.0,)) is None
 
 
-def test_who_is_ahead_of_ours_is_named() -> None:
+def test_contenders_ahead_of_ours_are_listed() -> None:
     entries = (
         Entry("ours", "ours", (2.0,), 2.0, 2.0, 2.0),
         Entry(SPLIT, "split 1, chunk 1024", (1.0,), 1.0, 1.0, 1.0, 1),
@@ -57,7 +57,7 @@ def test_who_is_ahead_of_ours_is_named() -> None:
     assert page.aim_table(found).splitlines()[-1] == "| phases | yes, 2.00 | yes, 2.00 | - | **no**, 0.25 |"
 
 
-def test_the_best_of_a_kind_is_one_that_was_searched_with_all_seeds() -> None:
+def test_the_best_of_a_kind_has_all_seeds() -> None:
     entries = (
         Entry("ours", "ours", (3.0, 1.0), 2.0, 2.0, 2.0),
         Entry(SYSTEM, "vllm", (2.9, 0.9), 1.9, 1.9, 1.9),
@@ -68,7 +68,7 @@ def test_the_best_of_a_kind_is_one_that_was_searched_with_all_seeds() -> None:
     assert page.losing(found) == []
 
 
-def test_phases_in_which_ours_keeps_less_are_named() -> None:
+def test_phases_in_which_ours_attains_less_are_listed() -> None:
     def phase(name: str, requests: int, kept: float) -> one.PhaseOutcome:
         return one.PhaseOutcome(name, requests, kept, kept, 1.0, (), (), 0, 0, 0, 0, 0, 0)
 
@@ -84,7 +84,7 @@ def test_phases_in_which_ours_keeps_less_are_named() -> None:
     ]
 
 
-def test_old_views_stand_in_rows_by_gateways() -> None:
+def test_stale_views_have_a_row_per_number_of_gateways() -> None:
     kept = [Stale("day", "ours", age, gateways, 2.0, (0.9, 1.0)) for gateways in (1, 4) for age in (0.0, 2.0)]
     table = page.stale_table(kept[:-1]).splitlines()
     assert table[0] == "|  | gateways | 0 s | 2 s |"
@@ -117,7 +117,7 @@ def _whole() -> record.Result:
 
 
 @pytest.mark.campaign
-def test_only_what_is_asked_for_is_measured_again(monkeypatch: pytest.MonkeyPatch, recorded: record.Result) -> None:
+def test_only_the_requested_kinds_are_measured_again(monkeypatch: pytest.MonkeyPatch, recorded: record.Result) -> None:
     load, asked = made("phases-a100"), set()
 
     def most(one: Contender) -> float:
@@ -147,7 +147,7 @@ def test_each_kind_can_be_measured_again_alone(recorded: record.Result, kind: st
 
 
 @pytest.mark.campaign
-def test_a_static_choice_by_another_name_is_not_measured_twice(recorded: record.Result) -> None:
+def test_a_static_configuration_with_two_names_is_measured_once(recorded: record.Result) -> None:
     effort = replace(LITTLE, systems=("sarathi",), routers=("least-loaded", "random"))
     again = measure(made("phases-a100"), effort, map, lambda _: None, {SYSTEM, ROUTER}, recorded)
     by_name = {each.name: each for each in again.entries}
@@ -158,7 +158,7 @@ def test_a_static_choice_by_another_name_is_not_measured_twice(recorded: record.
 
 
 @pytest.mark.campaign
-def test_a_record_that_cannot_be_completed_says_why(recorded: record.Result) -> None:
+def test_a_record_mismatch_names_its_reason(recorded: record.Result) -> None:
     other = made("phases-a100", replace(SMALL, stretch=0.2))
     with pytest.raises(RecordMismatch, match=r"seconds is 24\.0 in the record and would be 48\.0"):
         measure(other, LITTLE, map, lambda _: None, {record.OURS}, recorded)
@@ -195,7 +195,7 @@ def _result() -> record.Result:
 
 
 @pytest.mark.skipif(not record.FILE.exists(), reason="no campaign was recorded yet")
-def test_the_page_is_what_the_committed_record_gives() -> None:
+def test_the_page_matches_the_committed_record() -> None:
     again = "run `make elastic ARGS=--recorded`"
     assert (RESULTS / page.PAGE).read_text() == page.markdown(record.load()), again
 

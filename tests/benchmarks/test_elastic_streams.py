@@ -43,14 +43,14 @@ def test_a_denser_load_begins_with_the_same_requests_in_the_same_order(scale: fl
     assert all(0.0 <= each.at_s <= 60.0 for each in dense)
 
 
-def test_seeds_and_streams_draw_apart() -> None:
+def test_seeds_and_streams_are_independent() -> None:
     one, other = (superposed("load", alternating(), 1.0, seed).arrivals for seed in (0, 1))
     assert [each.at_s for each in one[:20]] != [each.at_s for each in other[:20]]
     first, second = (superposed("load", [each], 1.0, 0).arrivals for each in alternating())
     assert [each.at_s for each in first] != [each.at_s for each in second]
 
 
-def test_a_sine_keeps_its_mean_and_swings_by_its_swing() -> None:
+def test_a_sine_has_its_mean_and_its_swing() -> None:
     steps = sine(120.0, 4.0, 0.5, at=0.25)
     rates = [rate for _, rate in steps]
     assert sum(span for span, _ in steps) == pytest.approx(120.0)
@@ -63,7 +63,7 @@ TRACE = Workload("trace", tuple(Arrival(0.5 * n, 600 + n, 10, (0, 1 + n)) for n 
 
 
 @given(thin=st.floats(0.05, 1.0), more=st.floats(0.0, 2.5), seed=st.integers(0, 9))
-def test_a_thinner_trace_is_a_part_of_a_denser_one(thin: float, more: float, seed: int) -> None:
+def test_a_thinner_trace_is_a_subset_of_a_denser_one(thin: float, more: float, seed: int) -> None:
     def originals(factor: float) -> set[int]:
         return {each.prompt_tokens for each in denser(TRACE, factor, seed).arrivals if each.prefix[0] == 0}
 
@@ -72,7 +72,7 @@ def test_a_thinner_trace_is_a_part_of_a_denser_one(thin: float, more: float, see
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 2.6])
-def test_a_denser_trace_has_so_many_requests_near_their_times(factor: float) -> None:
+def test_copies_of_a_denser_trace_are_near_their_originals(factor: float) -> None:
     made = denser(TRACE, factor, 3).arrivals
     assert len(made) == pytest.approx(200 * factor, rel=0.15)
     for each in made:
@@ -83,7 +83,7 @@ def test_a_denser_trace_has_so_many_requests_near_their_times(factor: float) -> 
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), 1e9])
-def test_scales_that_make_no_sense_are_refused(scale: float) -> None:
+def test_invalid_scales_are_refused(scale: float) -> None:
     with pytest.raises(WorkloadError, match="load"):
         superposed("load", alternating(), scale, 0)
     with pytest.raises(WorkloadError, match="trace"):
@@ -91,6 +91,6 @@ def test_scales_that_make_no_sense_are_refused(scale: float) -> None:
 
 
 @pytest.mark.parametrize("steps", [(), ((0.0, 1.0),), ((5.0, -1.0),), ((float("inf"), 1.0),)])
-def test_steps_that_make_no_sense_are_refused(steps: tuple[tuple[float, float], ...]) -> None:
+def test_invalid_steps_are_refused(steps: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(WorkloadError, match="stream one"):
         Stream("one", LENGTHS, steps)
