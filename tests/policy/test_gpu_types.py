@@ -19,7 +19,7 @@ from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Placement
-from cluster.policy.routing.slo.router import FEW, SLORouter
+from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
 from cluster.policy.scaling.balance import Group, Mix, shares
 from cluster.policy.scaling.elastic import Elastic, _targets
 from cluster.policy.scaling.migrations import MigrationPlanner
@@ -80,7 +80,7 @@ def request(name: str, length: int, first: int, max_tokens: int = 9) -> Request:
 
 def test_prompts_go_where_they_are_done_soonest_not_where_fewest_wait() -> None:
     idle = replace(FAST, prefill_token_s=1.0)  # for decodes only
-    policy = opened(FEW, fast=(Role.PREFILL, FAST), slow=(Role.PREFILL, SLOW), d=(Role.DECODE, idle))
+    policy = opened(MAX_EXHAUSTIVE, fast=(Role.PREFILL, FAST), slow=(Role.PREFILL, SLOW), d=(Role.DECODE, idle))
     picture = view(worker("fast", Role.PREFILL), worker("slow", Role.PREFILL), worker("d", Role.DECODE))
     sent = []
     for number in range(6):
@@ -92,7 +92,7 @@ def test_prompts_go_where_they_are_done_soonest_not_where_fewest_wait() -> None:
     assert sent.count("fast-0") == 4 and sent.count("slow-0") == 2  # as quick to the last one as can be
 
 
-@pytest.mark.parametrize("few", [0, FEW])
+@pytest.mark.parametrize("few", [0, MAX_EXHAUSTIVE])
 @pytest.mark.parametrize(("length", "decode"), [(1000, "d-0"), (200, "fast-0")], ids=["busy", "idle"])
 def test_a_fast_prefill_worker_decodes_only_if_the_slow_one_can_take_its_prompts(
     few: int, length: int, decode: str

@@ -17,7 +17,7 @@ from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Ask, Placement, Sent
-from cluster.policy.routing.slo.router import FEW, SLORouter
+from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
 from cluster.policy.routing.slo.shortlist import Shortlist
 from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
@@ -53,7 +53,7 @@ def opened(few: int, cost: CostModel | None = SIMPLE, **engine: Any) -> Policy:
 def test_few_workers_are_all_evaluated(
     cases: list[tuple[ClusterView, Request, set[str], bool, str, float, int]],
 ) -> None:
-    with_it, without = opened(FEW), opened(EVERYBODY)
+    with_it, without = opened(MAX_EXHAUSTIVE), opened(EVERYBODY)
     for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(cases):
         asked = replace(wanted, id=f"r{number}")
         ask = Ask(picture, asked, {"d0": Sent(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
@@ -106,7 +106,9 @@ class Town:
 
     def __init__(self, seed: int, cost: CostModel, roles: str) -> None:
         self.draw = random.Random(seed)
-        self.short, self.whole = (opened(few, cost, max_batch_tokens=2048, max_running=256) for few in (FEW, EVERYBODY))
+        self.short, self.whole = (
+            opened(few, cost, max_batch_tokens=2048, max_running=256) for few in (MAX_EXHAUSTIVE, EVERYBODY)
+        )
         workers = [self.changed(worker(f"{roles[number % len(roles)]}{number}")) for number in range(60)]
         names = [each.name for each in workers]
         pairs = frozenset((owner, reader) for owner in names for reader in names if owner != reader)
@@ -199,11 +201,11 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     )
     empty = tuple(structs.replace(each, stats=structs.replace(each.stats, running=99)) for each in workers)
     at_once, one_by_one = short
-    at_once.look(Ask(ClusterView(1, "c", None, workers), request(), now_s=1000.0), tuple, 9)
-    one_by_one.look(Ask(ClusterView(1, "c", None, empty), request(), now_s=1000.0), tuple, 9)
+    at_once.candidates(Ask(ClusterView(1, "c", None, workers), request(), now_s=1000.0), tuple, 9)
+    one_by_one.candidates(Ask(ClusterView(1, "c", None, empty), request(), now_s=1000.0), tuple, 9)
     for row in range(30):
         seen = (*workers[: row + 1], *empty[row + 1 :])
-        one_by_one.look(Ask(ClusterView(1, "c", None, seen), request(), now_s=1000.0), tuple, 9)
+        one_by_one.candidates(Ask(ClusterView(1, "c", None, seen), request(), now_s=1000.0), tuple, 9)
     assert one_by_one.columns.tobytes() == at_once.columns.tobytes()
 
 
@@ -220,8 +222,8 @@ def test_a_worker_that_changes_its_pool_is_derived_again() -> None:
         Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s, 0) for _ in range(2)
     )
     for ask in asks:
-        followed.look(ask, tuple, 9)
+        followed.candidates(ask, tuple, 9)
     before = followed.columns[:, 0].tolist()
-    fresh.look(asks[1], tuple, 9)
+    fresh.candidates(asks[1], tuple, 9)
     assert followed.columns.tobytes() == fresh.columns.tobytes()
     assert followed.columns[:, 1].tolist() != before

@@ -8,20 +8,20 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.policy.estimate.latency import APART, LEAST_CHUNK, WHOLE_PROMPTS
-from cluster.policy.routing.slo.worker_estimate import MOST_FULL
+from cluster.policy.routing.slo.worker_estimate import MAX_FULL
 from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
 from workers.costs import CostModel
 
 Floats = npt.NDArray[np.float64]
 
-TOP_BATCH = 2048  # sequences: more count as this many
+TOP_BATCH = 2048  # sequences; more count as this many
 _BATCHES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, TOP_BATCH)
-_CONTEXTS = (128, 2048)  # tokens of a sequence, between which a step's time is taken to be linear
+_CONTEXTS = (128, 2048)  # tokens of a sequence; step times are interpolated linearly between them
 _PROMPTS = tuple(1 << power for power in range(0, 21, 2))
 
 
-class Reported(NamedTuple):
-    """Of a worker by its statistics, and what was sent since: sequences, prompt tokens, and blocks."""
+class ReportedLoad(NamedTuple):
+    """A worker's load by its statistics and what was sent since: sequences, prompt tokens, and blocks."""
 
     seen: float
     queued_tokens: float
@@ -30,8 +30,8 @@ class Reported(NamedTuple):
     step_ratio: float
 
 
-class Noted(NamedTuple):
-    """Of a worker's active requests: what decodes there or will, what does already, and the prompts before that."""
+class OwnLoad(NamedTuple):
+    """A worker's load by our active requests: all that decode there or will, those that do, and waiting prompts."""
 
     sequences: float
     prompt_tokens: float
@@ -47,9 +47,9 @@ class Noted(NamedTuple):
 
 
 class CostColumns:
-    """Seconds of steps as `cost` says; a decode step of a batch takes `decode_base_s` + tokens * `decode_token_s`.
+    """Step times of `cost` as tables: a decode step of a batch takes `decode_base_s` + tokens * `decode_token_s`.
 
-    Exact for costs that are linear. How prompts are cut is the engine's batching, about.
+    Exact for linear costs. Prompt chunks are approximately those of the engine's batching policy.
     """
 
     def __init__(self, cost: CostModel, engine: EngineConfig) -> None:
@@ -57,7 +57,7 @@ class CostColumns:
         self._engine = engine
         self.block_size = engine.block_size
         self.is_cutting = engine.batching not in WHOLE_PROMPTS
-        self.is_carrying = engine.batching not in APART  # steps with prompts carry decodes along
+        self.has_mixed_steps = engine.batching not in APART  # steps with prompts have decodes too
         self.most_tokens = float(engine.max_batch_tokens) if self.is_cutting else math.inf  # of a prompt in one step
         self.empty_s = cost.mixed_seconds((), 0, 0)
         bases, slopes = [self.empty_s], [cost.mixed_seconds((), 0, 1) - self.empty_s]
@@ -77,7 +77,7 @@ class CostColumns:
         return self._cost == cost and self._engine == engine
 
     def bound_s(self, tpot_slo_s: float | None) -> float:
-        """What a step with prompts may take, where decodes have this SLO."""
+        """Longest step with prompts beside decodes with this SLO."""
         if not self.is_cutting:
             return math.inf
         bounds = [each for each in (tpot_slo_s, self._engine.tpot_slo_s) if each is not None]
@@ -88,14 +88,14 @@ class CostColumns:
         seconds: Floats = np.interp(num_tokens, _PROMPTS, self._prompts_s)
         return seconds
 
-    def row(self, reported: tuple[float, ...], noted: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
-        """What follows for one worker, in the order of a shortlist's columns: as it derives many at once, to the bit.
+    def row(self, reported: tuple[float, ...], own: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
+        """One worker's values, in the order of the shortlist's columns; the same bits as `Shortlist._derive`.
 
-        `reported` and `noted` as `Reported` and `Noted`; `bound_s`: what its steps with prompts may take.
+        `reported` and `own` as `ReportedLoad` and `OwnLoad`; `bound_s`: longest step with prompts.
         """
         seen, queued, total, free, step_ratio = reported
-        ours, prompts, answers, begun, begun_prompts, begun_answers = noted[:6]
-        waiting, waiting_tokens, until_s, rest_s, ratio = noted[6:]
+        ours, prompts, answers, begun, begun_prompts, begun_answers = own[:6]
+        waiting, waiting_tokens, until_s, rest_s, ratio = own[6:]
         kv_tokens = total * self.block_size
         foreign = max(seen - ours - waiting, 0)
         theirs = max(kv_tokens - free * self.block_size - prompts, 0) if foreign else 0
@@ -105,17 +105,17 @@ class CostColumns:
         at, context = int(min(ours + foreign, TOP_BATCH - 1)), prompts + answers // 2 + theirs
         token_s = step_ratio * self._tokens_s[at + 1]
         tpot_s = step_ratio * self._bases_s[at + 1] + token_s * context
-        room_tokens = kv_tokens - prompts - answers - theirs - (1 - MOST_FULL) * kv_tokens
+        room_tokens = kv_tokens - prompts - answers - theirs - (1 - MAX_FULL) * kv_tokens
         queue, foreign_s = max(queued - waiting_tokens, 0) - seen, 0.0
         if queue > 0:
             foreign_s = self._queue_seconds(queue, batch, step_s, ratio, bound_s)
         return until_s, rest_s, ratio, batch, room_tokens, step_s, tpot_s, token_s, foreign_s
 
     def _queue_seconds(self, tokens: float, batch: float, step_s: float, ratio: float, bound_s: float) -> float:
-        """Seconds for prompts of these tokens, one after the other, beside this many decodes."""
+        """Seconds of queued prompts with this many tokens, beside this many decodes."""
         work_s = (self._prompts_seconds(tokens) - self.empty_s) * ratio
         most, each_s = max(self.most_tokens - batch, 1.0), self.empty_s * ratio
-        if batch and self.is_carrying:
+        if batch and self.has_mixed_steps:
             token_s = max(work_s, 1e-12) / tokens
             chunk, each_s, least = (bound_s - step_s) / token_s, step_s, min(LEAST_CHUNK, tokens)
             if chunk < least:
@@ -134,7 +134,7 @@ class CostColumns:
         return (after - before) / (_PROMPTS[place] - begin) * (num_tokens - begin) + before
 
     def prompt_parabola(self, num_tokens: int, most_cached: int) -> tuple[float, float, float]:
-        """(a, b, c): a prompt of which x tokens are cached, `most_cached` at most, takes a + b x + c x² seconds."""
+        """(a, b, c): a prompt with x cached tokens, at most `most_cached`, takes about a + b x + c x² seconds."""
         nothing_s = self._seconds(num_tokens, 0)
         if not most_cached:
             return nothing_s, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Where few workers can hold a request: an exact look at all of them. Has no state beyond one request."""
+"""The candidates of a request when few workers can hold it: all of them. No state beyond one request."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,8 +9,8 @@ from diptych.view import WorkerView
 from workers.request import SLO
 
 
-class Everyone:
-    """Where few can hold a request: all of them, at home before elsewhere. `cached_tokens`: of the prompt."""
+class AllWorkers:
+    """All workers that can hold the request; those of the phase's role come first. `cached_tokens`: of the prompt."""
 
     def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int]) -> None:
         self._ask = ask
@@ -30,8 +30,8 @@ class Everyone:
     def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
         return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
 
-    def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
-        return []  # they are among the others
+    def mixed(self, slo: SLO, early: float) -> list[WorkerView]:
+        return []  # mixed workers are candidates of both phases anyway
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
         yield roomy(self._ask, [worker for worker in self._workers if worker.role is not PREFILL])

@@ -1,17 +1,16 @@
-"""Routing by SLO: requests go where both SLOs are met; roles are kept while that works.
+"""Routing by SLO: requests go where both SLOs are met, and roles are respected while that works.
 
-Every worker can do both phases; a role says what it is there for, and the controller changes it (`elastic`). Between
-two such changes the router bends it:
+Any worker can do both phases. The controller sets roles (`scaling.elastic`); this router deviates from them if an SLO
+would be missed otherwise:
 
-- **The prompt** goes where its first token is expected soonest: behind the prompts that wait there, without what the
-  cache has, at the speed that the worker's decodes leave; to a worker without decodes, if it is early enough there. It
-  goes to a decode worker when it would be late everywhere else and is not late there.
-- **Decoding** goes where a step will be shortest once this prompt is done, with all that are on their way by then, and
-  where memory has room for the answer. It goes to a prefill worker when the SLO is missed everywhere else, and
-  prompts can spare that worker.
-- **A beginning is fetched** from another worker's cache, when that is quicker than computing it.
-- **A prompt is cut** while others wait: the decode worker computes its end, if its decodes leave the time.
-- **Nothing is handed over** when the decode worker's own first token comes as soon as the KV would: a short or cached
+- **Prefill** on the worker with the earliest predicted first token: after the prompts that wait there, without the
+  cached part of the prompt, at the speed that the worker's decodes leave. Workers without decodes come first if they
+  are early enough. A decode worker computes the prompt if it would be late everywhere else and is in time there.
+- **Decode** on the worker with the shortest step once this prompt is done, with room for the answer. A prefill worker
+  decodes if the SLO would be missed everywhere else and prompts can spare that worker.
+- **A prefix is fetched** from another worker's cache if that takes less time than computing it.
+- **A prompt is cut** while others wait: the decode worker computes its end, in the time that its decodes leave.
+- **No KV handoff** if the decode worker itself has the first token as soon as the KV could arrive: a short or cached
   prompt, a slow link, an idle worker.
 
 Ideas: TTFT from queue and length, workers without fixed roles: Arrow (arXiv 2505.11916); short prompts on decode
@@ -32,26 +31,26 @@ from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.cache_aware import CacheAware
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import Ask, Placement
-from cluster.policy.routing.slo.exhaustive import Everyone
-from cluster.policy.routing.slo.shortlist import Glance, Shortlist
+from cluster.policy.routing.slo.exhaustive import AllWorkers
+from cluster.policy.routing.slo.shortlist import Shortlist, ShortlistedWorkers
 from cluster.policy.routing.slo.worker_estimate import DECODE, MIXED, PREFILL, DecodeSide, PromptSide, WorkerEstimate
 from diptych.view import WorkerView
 from workers.request import SLO, Request
 
-FEW = 12  # workers: all of them are looked at
-FEW_DECODES = 4  # whose SLO may be missed before a worker that is there for prompts computes none
-LATELY_S = 10.0
-SPARE = 0.6  # of their time: prompts that need no more of it wait little
-LEAST_PART = 128  # tokens of a cut prompt: below, the hand-over costs more than it moves
-EARLY = 0.8  # of the TTFT SLO: so late a prompt may be for the sake of decodes elsewhere
+MAX_EXHAUSTIVE = 12  # workers; with more, only a shortlist is evaluated exactly
+FEW_DECODES = 4  # a prefill worker with at most this many computes prompts even if these miss their SLO
+RECENT_S = 10.0  # window of the prefill load
+MAX_PREFILL_LOAD = 0.6  # share of the prefill workers' time up to which prompts wait little
+MIN_PART_TOKENS = 128  # of a cut prompt; a shorter part costs more than it saves
+EARLY = 0.8  # share of the TTFT SLO
 
-Look = Everyone | Glance
+Candidates = AllWorkers | ShortlistedWorkers
 
 
 class SLORouter(CacheAware):
     """`default`: the SLO of requests without one. Any two workers may be paired.
 
-    Where more than `few` workers can hold a request, only those on the shortlist are looked at.
+    If more than `few` workers can hold a request, only a shortlist is evaluated exactly.
     """
 
     links_all: ClassVar[bool] = True
@@ -63,61 +62,69 @@ class SLORouter(CacheAware):
         active: ActiveRequests,
         default: SLO,
         expected: Callable[[Request], int],
-        few: int = FEW,
+        few: int = MAX_EXHAUSTIVE,
     ) -> None:
         super().__init__(latency, index)
         self._estimate = WorkerEstimate(latency, active)
         self._expected = expected
         self._shortlist = Shortlist(latency, active, index, default.tpot_s, few)
         self._default = default
-        self._came: deque[tuple[float, float]] = deque()  # when a prompt was sent, its seconds alone
-        self._came_s = 0.0
+        self._recent: deque[tuple[float, float]] = deque()  # (time, seconds without decodes) of sent prompts
+        self._recent_s = 0.0
         self._first_s = 0.0
 
     def choose(self, ask: Ask) -> Placement | None:
         slo, answer = self._slo_of(ask), self._expected(ask.request)
-        look = self._shortlist.look(ask, partial(self._depths, ask), answer) or Everyone(
+        candidates = self._shortlist.candidates(ask, partial(self._depths, ask), answer) or AllWorkers(
             ask, partial(self.cached_tokens, ask)
         )
-        sides, first = self._prompt_sides(ask, look, slo)
+        sides, first = self._prompt_sides(ask, candidates, slo)
         if first is None:
             return None
         if ask.tokens_left == 1:
-            return _placed(first, None, "one token is wanted: nothing to hand over")
+            return _placed(first, None, "one token is requested: no KV handoff")
         begin_s = ask.now_s + first.ttft_s
         is_free = _is_free(first, slo)
-        wholes = [] if is_free else look.wholes(slo, EARLY)
-        for worker in wholes:
+        mixed = [] if is_free else candidates.mixed(slo, EARLY)
+        for worker in mixed:
             if worker.name not in sides:
-                sides[worker.name] = self._prompt_side(ask, look, worker, slo)
-                first = _soonest([first, sides[worker.name]], slo)
-        decodes = self._decode_sides(ask, look, slo, answer, begin_s, wholes)
+                sides[worker.name] = self._prompt_side(ask, candidates, worker, slo)
+                first = _best_prefill([first, sides[worker.name]], slo)
+        decodes = self._decode_sides(ask, candidates, slo, answer, begin_s, mixed)
         if not decodes:
             return None
-        if not is_free and (both := _whole(sides, decodes, slo)) is not None:
+        if not is_free and (both := _best_mixed(sides, decodes, slo)) is not None:
             return _placed(*both, "one worker meets both SLOs")
-        decode = _roomiest(decodes, slo, spares=self._spares(ask, look, slo, sides, decodes))
-        return self._paired(ask, look, slo, sides, first, decode)
+        decode = _best_decode(decodes, slo, can_spare=self._can_spare_prefill(ask, candidates, slo, sides, decodes))
+        return self._paired(ask, candidates, slo, sides, first, decode)
 
     def _paired(
-        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], first: PromptSide, decode: DecodeSide
+        self,
+        ask: Ask,
+        candidates: Candidates,
+        slo: SLO,
+        sides: Mapping[str, PromptSide],
+        first: PromptSide,
+        decode: DecodeSide,
     ) -> Placement | None:
-        """Who computes the prompt for this decode worker, and how. `first`: the best of the sides."""
-        worker = look.worker(decode.name)
-        local = sides.get(worker.name) or self._prompt_side(ask, look, worker, slo)
+        """The prefill worker for this decode worker. `first`: the best of `sides`."""
+        worker = candidates.worker(decode.name)
+        local = sides.get(worker.name) or self._prompt_side(ask, candidates, worker, slo)
         is_local_able = ask.alone or worker.role is MIXED
         prefill: PromptSide | None = first
         if not all(ask.view.linked(name, worker.name) or (is_local_able and name == worker.name) for name in sides):
-            prefill = self._prompt_sides(ask, look, slo, worker.name)[1]
+            prefill = self._prompt_sides(ask, candidates, slo, worker.name)[1]
         if is_local_able:
-            prefill = _soonest([prefill, local] if prefill else [local], slo)
+            prefill = _best_prefill([prefill, local] if prefill else [local], slo)
         if prefill is None:
             return None
         if prefill is local:
-            return self._lent(ask, look, _placed(local, decode, "first token soonest where it decodes"))
+            return self._with_prefix_fetch(
+                ask, candidates, _placed(local, decode, "first token soonest where it decodes")
+            )
         if self._is_local(ask, worker, prefill, local, slo):
-            return _placed(local, decode, "computed where it decodes as soon as it could be handed over")
-        placement = self._lent(ask, look, _placed(prefill, decode, self.reason))
+            return _placed(local, decode, "computed where it decodes as soon as its KV could arrive")
+        placement = self._with_prefix_fetch(ask, candidates, _placed(prefill, decode, self.reason))
         return placement if placement.prefix_owner else self._cut(ask, placement, prefill, local, slo)
 
     def began(self, ask: Ask, placement: Placement) -> None:
@@ -128,62 +135,64 @@ class SLORouter(CacheAware):
         alone_s = self.latency.cost(worker).prefill_seconds(max(1, ask.request.num_tokens - cached), cached)
         alone_s *= self.latency.prompt_speed(worker)
         self._first_s = self._first_s or ask.now_s
-        self._came.append((ask.now_s, alone_s))
-        self._came_s += alone_s
+        self._recent.append((ask.now_s, alone_s))
+        self._recent_s += alone_s
         self._forget(ask.now_s)
 
     def _prompt_sides(
-        self, ask: Ask, look: Look, slo: SLO, reader: str = ""
+        self, ask: Ask, candidates: Candidates, slo: SLO, reader: str = ""
     ) -> tuple[dict[str, PromptSide], PromptSide | None]:
-        """The workers considered, tier by tier, until no later tier could be preferred; and the best."""
+        """Candidates for prefill, tier by tier until no later tier can be better; and the best."""
         sides: dict[str, PromptSide] = {}
         best: PromptSide | None = None
-        for number, tier in enumerate(look.prompts(slo, reader)):
+        for number, tier in enumerate(candidates.prompts(slo, reader)):
             for worker in tier:
                 if worker.name not in sides:
-                    sides[worker.name] = self._prompt_side(ask, look, worker, slo)
+                    sides[worker.name] = self._prompt_side(ask, candidates, worker, slo)
             if sides:
-                best = _soonest(list(sides.values()), slo)
+                best = _best_prefill(list(sides.values()), slo)
                 if _is_able(best) and not any(_drawbacks(best, slo)[: 3 - number]):
                     break
         return sides, best
 
     def _decode_sides(
-        self, ask: Ask, look: Look, slo: SLO, answer: int, begin_s: float, others: Sequence[WorkerView]
+        self, ask: Ask, candidates: Candidates, slo: SLO, answer: int, begin_s: float, others: Sequence[WorkerView]
     ) -> list[DecodeSide]:
-        """The same, to decode; and those of the others."""
+        """Candidates for decode: `others`, and tier by tier until one meets the SLO."""
         sides: dict[str, DecodeSide] = {}
-        for number, tier in enumerate(chain([others], look.decodes(alone=ask.alone))):
+        for number, tier in enumerate(chain([others], candidates.decodes(alone=ask.alone))):
             for worker in tier:
                 if worker.name not in sides:
                     sides[worker.name] = self._estimate.decode_side(ask, worker, answer, begin_s, slo.tpot_s)
-            kept = (side.has_room and not _is_late(side, slo) and side.role is not PREFILL for side in sides.values())
-            if number and any(kept):
+            meets_slo = (
+                side.has_room and not _is_late(side, slo) and side.role is not PREFILL for side in sides.values()
+            )
+            if number and any(meets_slo):
                 break
         return list(sides.values())
 
-    def _spares(
-        self, ask: Ask, look: Look, slo: SLO, sides: Mapping[str, PromptSide], decodes: Sequence[DecodeSide]
+    def _can_spare_prefill(
+        self, ask: Ask, candidates: Candidates, slo: SLO, sides: Mapping[str, PromptSide], decodes: Sequence[DecodeSide]
     ) -> bool:
-        """Whether prompts can do with one worker less: recent ones would not keep the others busy.
+        """Whether recent prompts leave the other prefill workers enough time if the fastest candidate decodes.
 
-        The quickest one, of those that might decode: prompts are counted as its pool would compute them.
+        Speeds are relative to the fastest pool.
         """
         speed_of = self.latency.prompt_speed
-        asked = [speed_of(look.worker(side.name)) for side in decodes if side.role is PREFILL]
+        asked = [speed_of(candidates.worker(side.name)) for side in decodes if side.role is PREFILL]
         if not asked:
             return False
         self._forget(ask.now_s)
-        span_s = min(LATELY_S, max(1.0, ask.now_s - self._first_s))
-        others = look.able_speed(slo, list(sides.values()), speed_of) - max(asked)
-        return others > 1e-9 and self._came_s / span_s <= SPARE * others
+        span_s = min(RECENT_S, max(1.0, ask.now_s - self._first_s))
+        others = candidates.able_speed(slo, list(sides.values()), speed_of) - max(asked)
+        return others > 1e-9 and self._recent_s / span_s <= MAX_PREFILL_LOAD * others
 
     def _forget(self, now_s: float) -> None:
-        while self._came and self._came[0][0] < now_s - LATELY_S:
-            self._came_s -= self._came.popleft()[1]
+        while self._recent and self._recent[0][0] < now_s - RECENT_S:
+            self._recent_s -= self._recent.popleft()[1]
 
-    def _prompt_side(self, ask: Ask, look: Look, worker: WorkerView, slo: SLO) -> PromptSide:
-        return self._estimate.prompt_side(ask, worker, look.cached_tokens(worker), slo.tpot_s)
+    def _prompt_side(self, ask: Ask, candidates: Candidates, worker: WorkerView, slo: SLO) -> PromptSide:
+        return self._estimate.prompt_side(ask, worker, candidates.cached_tokens(worker), slo.tpot_s)
 
     def _depths(self, ask: Ask) -> Sequence[Depth]:
         return () if ask.request.fresh else self._index.depths(self.names(ask), ask.now_s)
@@ -195,10 +204,10 @@ class SLORouter(CacheAware):
         return SLO(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.class_name)
 
     def _is_local(self, ask: Ask, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO) -> bool:
-        """Whether the decode worker does as well without a hand-over.
+        """Whether prefill on the decode worker is as fast as a KV handoff.
 
-        One that is there to decode is asked only for what its decodes hardly notice, or what takes longer to move; so
-        is a mixed one with decodes, while a prefill worker has time.
+        A decode worker computes only prompts that its decodes hardly notice, or that take longer to move; so does a
+        mixed worker with decodes, while a prefill worker has time.
         """
         if not local.steps or (slo.ttft_s is not None and local.ttft_s > slo.ttft_s):
             return False
@@ -206,22 +215,22 @@ class SLORouter(CacheAware):
         moving_s = self._estimate.transfer_seconds(ask, prefill.name, worker, moved)
         is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
         has_time = _is_free(prefill, slo) and prefill.queue_s <= prefill.prefill_s
-        spares_decodes = local.role is DECODE or (local.batch > 0 and has_time)
-        if spares_decodes and not is_short and local.prefill_s > moving_s:
+        protects_decodes = local.role is DECODE or (local.batch > 0 and has_time)
+        if protects_decodes and not is_short and local.prefill_s > moving_s:
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
 
-    def _lent(self, ask: Ask, look: Look, placement: Placement) -> Placement:
-        """With a beginning fetched from who has more of it, where moving it is quicker than computing it.
+    def _with_prefix_fetch(self, ask: Ask, candidates: Candidates, placement: Placement) -> Placement:
+        """With a prefix fetched from another worker, if that takes less time than computing it.
 
-        Only prefill workers lend: what is held for readers has digests.
+        Only from prefill workers, since only KV that is held for readers has digests.
         """
         own, num_tokens = placement.cached_tokens, ask.request.num_tokens
-        prefix_owner = look.prefix_owner(own, placement.prefill)
+        prefix_owner = candidates.prefix_owner(own, placement.prefill)
         if prefix_owner is None:
             return placement
         tokens, owner = prefix_owner
-        worker = look.worker(placement.prefill)
+        worker = candidates.worker(placement.prefill)
         rest_s = self.latency.prefill_seconds(worker, num_tokens - tokens, tokens)
         saved_s = self.latency.prefill_seconds(worker, num_tokens - own, own) - rest_s
         saved_s -= self._estimate.transfer_seconds(ask, owner, worker, tokens - own)
@@ -229,7 +238,7 @@ class SLORouter(CacheAware):
             return placement
         return structs.replace(
             placement,
-            reason="first token soonest with a beginning fetched",
+            reason="first token soonest with a prefix fetched",
             prefix_owner=owner,
             cached_tokens=tokens,
             predicted_ttft_s=placement.predicted_ttft_s - saved_s,
@@ -237,14 +246,20 @@ class SLORouter(CacheAware):
         )
 
     def _cut(self, ask: Ask, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO) -> Placement:
-        """While prompts wait, the decode worker computes the end of this one, in what its decodes leave.
+        """While prompts wait, the decode worker computes the end of this one, in the time that its decodes leave.
 
-        Not for this prompt's sake, whose first token comes no sooner: for those behind it. Both parts take equally
-        long, as far as the first token is in time; so each worker does what it has time for.
+        This one's first token comes no sooner, but those behind it do. Both parts take equally long, as far as the TTFT
+        SLO allows.
         """
         new_tokens = ask.request.num_tokens - prefill.cached_tokens
         waits = prefill.queue_s > prefill.prefill_s
-        if not waits or not local.steps or local.queue_s > 0.0 or slo.ttft_s is None or new_tokens < 2 * LEAST_PART:
+        if (
+            not waits
+            or not local.steps
+            or local.queue_s > 0.0
+            or slo.ttft_s is None
+            or new_tokens < 2 * MIN_PART_TOKENS
+        ):
             return placement
         spare_s = EARLY * slo.ttft_s - prefill.ttft_s
         slower_s = local.prefill_s - prefill.prefill_s  # of the whole prompt
@@ -252,7 +267,7 @@ class SLORouter(CacheAware):
         if slower_s > 0.0:
             share = min(share, spare_s / slower_s)
         tail = int(new_tokens * share)
-        if tail < LEAST_PART:
+        if tail < MIN_PART_TOKENS:
             return placement
         head_s, tail_s = prefill.prefill_s * (1.0 - share), local.prefill_s * share
         return structs.replace(
@@ -268,8 +283,8 @@ class SLORouter(CacheAware):
         return "first token soonest, then the shortest step"
 
 
-def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
-    """Who computes the prompt: in time before late, at home before elsewhere, beside no decodes if early; soonest."""
+def _best_prefill(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
+    """The best prefill worker: in time, not a decode worker, early without decodes; then the earliest first token."""
     able = [side for side in sides if _is_able(side)] or sides
     if len(able) == 1:
         return able[0]
@@ -277,28 +292,28 @@ def _soonest(sides: Sequence[PromptSide], slo: SLO) -> PromptSide:
 
 
 def _is_able(side: PromptSide) -> bool:
-    """Whether decodes there leave time for prompts. Who is there for prompts does not stop for a few decodes."""
+    """Whether decodes there leave time for prompts. A prefill worker does not stop for a few decodes."""
     return side.steps > 0 or (side.role is PREFILL and side.batch <= FEW_DECODES)
 
 
 def _drawbacks(side: PromptSide, slo: SLO) -> tuple[bool, bool, bool]:
-    """Late; not at home; beside decodes, or not early. The first counts most."""
+    """Late; a decode worker; beside decodes, or not early. The first counts most."""
     share = 0.0 if slo.ttft_s is None else side.ttft_s / slo.ttft_s
     is_alone_early = not side.batch and share <= EARLY
     return share > 1.0, side.role is DECODE, not is_alone_early
 
 
 def _is_free(side: PromptSide, slo: SLO) -> bool:
-    """Whether a prefill worker takes this one early without disturbing others."""
+    """Whether it is a prefill worker without decodes whose first token is early."""
     early = slo.ttft_s is None or side.ttft_s <= EARLY * slo.ttft_s
     return side.role is PREFILL and not side.batch and early
 
 
-def _whole(
+def _best_mixed(
     prompts: Mapping[str, PromptSide], decodes: Sequence[DecodeSide], slo: SLO
 ) -> tuple[PromptSide, DecodeSide] | None:
-    """The mixed worker that meets both SLOs on its own, if one does: the first token soonest."""
-    kept = [
+    """The mixed worker that meets both SLOs on its own, with the earliest first token; None: there is none."""
+    able = [
         (prompts[side.name], side)
         for side in decodes
         if side.role is MIXED
@@ -308,16 +323,16 @@ def _whole(
         and prompts[side.name].steps
         and (slo.ttft_s is None or prompts[side.name].ttft_s <= EARLY * slo.ttft_s)
     ]
-    return min(kept, key=lambda both: (round(both[0].ttft_s, 6), both[1].tpot_s, both[0].name), default=None)
+    return min(able, key=lambda both: (round(both[0].ttft_s, 6), both[1].tpot_s, both[0].name), default=None)
 
 
-def _roomiest(sides: Sequence[DecodeSide], slo: SLO, *, spares: bool) -> DecodeSide:
-    """Who decodes: in time before late, at home before elsewhere; the shortest step.
+def _best_decode(sides: Sequence[DecodeSide], slo: SLO, *, can_spare: bool) -> DecodeSide:
+    """The best decode worker: meets the SLO, not a prefill worker; then the shortest step.
 
-    Not where it would end a prefill worker's time for prompts, unless they can spare one.
+    A prefill worker only if it could still compute prompts, or prompts can spare one.
     """
-    home = [side for side in sides if side.role is not PREFILL or side.leaves_time or spares] or sides
-    room = [side for side in home if side.has_room] or home
+    allowed = [side for side in sides if side.role is not PREFILL or side.leaves_time or can_spare] or sides
+    room = [side for side in allowed if side.has_room] or allowed
 
     def order(side: DecodeSide) -> tuple[bool, bool, float, int, str]:
         return _is_late(side, slo), side.role is PREFILL, round(side.tpot_s, 6), -side.free_tokens, side.name

@@ -1,9 +1,9 @@
-"""The few workers out of many that are worth an exact look: columns of numbers, a row for each worker of the view.
+"""A shortlist of many workers for exact evaluation: columns of numbers, with a row for each worker of the view.
 
     view, active requests ──changes──> rows ──a few operations on columns──> the best few by estimate
 
-What is summed and counted is exact; what a step costs is read off tables of each pool's `CostModel`, times the
-correction of the worker. Estimates only say who is looked at: `SLORouter` decides by the exact estimate of these.
+Sums and counts are exact. Step times are read from tables of each pool's `CostModel`, times the worker's correction.
+`SLORouter` decides by the exact `WorkerEstimate` of the shortlisted workers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LEAST_CHUNK, LatencyPredictor
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import NOTHING_SENT, Ask, Sent
-from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, Noted, Reported
+from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, OwnLoad, ReportedLoad
 from cluster.policy.routing.slo.exhaustive import has_time
-from cluster.policy.routing.slo.worker_estimate import MOST_FULL, PromptSide
+from cluster.policy.routing.slo.worker_estimate import MAX_FULL, PromptSide
 from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
 from workers.config import MISSED_SLO_SLOWDOWN
@@ -30,12 +30,12 @@ Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 
 REFRESH_S = 5.0  # each row is refreshed at least this often: corrections fade with time
-_MOST_GROUPS = 1 << 10
-_ONE_BY_ONE = 24  # rows: more are derived all at once
+_MAX_GROUPS = 1 << 10
+_ONE_BY_ONE = 24  # more changed rows are derived with numpy
 
 
 class Shortlist:
-    """Owned by a router, and the only one that asks its active requests for `news`. `tpot_slo_s`: this gateway's."""
+    """Owned by a router; the only reader of `ActiveRequests.changed`. `tpot_slo_s`: this gateway's."""
 
     def __init__(
         self, latency: LatencyPredictor, active: ActiveRequests, index: PrefixIndex, tpot_slo_s: float | None, few: int
@@ -47,23 +47,22 @@ class Shortlist:
         self._index = index
         self._rates: dict[str, CostColumns] = {}
         self._groups: dict[int, Rows] = {}  # bits of slots -> their rows
-        self._reaches: dict[str, Flags] = {}  # reader -> who is linked to it
+        self._reaches: dict[str, Flags] = {}  # reader -> mask is linked to it
         self._pairs: object = None
         self.workers: tuple[WorkerView, ...] = ()
         self._clear()
 
-    def look(self, ask: Ask, depths: Callable[[], Sequence[Depth]], expected_tokens: int) -> "Glance | None":
-        """At this request, of whose prompt workers have so much cached, and whose answer will be so long.
-
-        None where few can hold it: all of them are worth an exact look.
-        """
+    def candidates(
+        self, ask: Ask, depths: Callable[[], Sequence[Depth]], expected_tokens: int
+    ) -> "ShortlistedWorkers | None":
+        """Estimates for this request. `depths`: the cached prefixes of its prompt. None: at most `few` can hold it."""
         if len(ask.view.workers) <= self._few:
             return None
-        self._follow(ask)
+        self._refresh(ask)
         fits = self._fitting(ask)
         if np.count_nonzero(fits) <= self._few:
             return None
-        return Glance(self, ask, fits, *self._cached(ask, depths()), expected_tokens)
+        return ShortlistedWorkers(self, ask, fits, *self._cached(ask, depths()), expected_tokens)
 
     def _fitting(self, ask: Ask) -> Flags:
         """Ready workers that can hold the request."""
@@ -76,14 +75,14 @@ class Shortlist:
     # ---- rows ------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """A row for each of `workers`, nothing in them."""
+        """An empty row for each of `workers`."""
         count = len(self.workers)
         self.row = {worker.name: row for row, worker in enumerate(self.workers)}
-        # In the order of their fields; plain tuples, which are quicker to make.
+        # Fields of `ReportedLoad` and `OwnLoad`, as plain tuples, which are faster to make.
         self._reported: list[tuple[float, ...]] = [()] * count
-        self._noted: list[tuple[float, ...]] = [()] * count
-        self._noted_columns = np.zeros((len(Noted._fields), count))
-        self._fresh: set[int] = set()  # rows of `_noted` that these columns do not have yet
+        self._own: list[tuple[float, ...]] = [()] * count
+        self._own_columns = np.zeros((len(OwnLoad._fields), count))
+        self._fresh: set[int] = set()  # rows of `_own` that are not in these columns yet
         self._sent: Mapping[str, Sent] = {}
         self._membership_version = -1
         self._turn, self._turned_s = 0, 0.0
@@ -100,8 +99,8 @@ class Shortlist:
         self.foreign_s = columns[8]
         self._reaches.clear()
 
-    def _follow(self, ask: Ask) -> None:
-        """Write the rows of which something has changed."""
+    def _refresh(self, ask: Ask) -> None:
+        """Update the rows that have changed."""
         known, workers = self.workers, ask.view.workers
         reported: set[int] = set()
         if workers is not known:
@@ -113,30 +112,30 @@ class Shortlist:
                 others, known = list(range(len(workers))), ()
                 reported.update(others)
             for row in others:
-                self._place(row, workers[row])
+                self._set_worker(row, workers[row])
         if ask.sent or self._sent:
             before, now = self._sent, dict(ask.sent)
             resent = [name for name in before.keys() | now.keys() if before.get(name) is not now.get(name)]
             reported.update(self.row[name] for name in resent if name in self.row)
             self._sent = now
-        noted = {self.row[name] for name in self._active.changed() if name in self.row} | self._due(ask.now_s)
+        own = {self.row[name] for name in self._active.changed() if name in self.row} | self._due(ask.now_s)
         if not known:
-            noted = reported
-        reported |= noted
+            own = reported
+        reported |= own
         if self._membership_version != self._index.membership_version:
             self._membership_version = self._index.membership_version
             self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
             self._groups.clear()
-        changed = {*filter(self._note, noted), *filter(self._tell, reported)}
+        changed = {*filter(self._update_own, own), *filter(self._update_reported, reported)}
         if len(changed) <= _ONE_BY_ONE:
             for row in changed:
                 pool = self._pools[row]
-                self.columns[:, row] = self.rates[pool].row(self._reported[row], self._noted[row], self._bounds[pool])
+                self.columns[:, row] = self.rates[pool].row(self._reported[row], self._own[row], self._bounds[pool])
         else:
             self._derive(np.fromiter(changed, np.intp, len(changed)))
 
     def _due(self, now_s: float) -> set[int]:
-        """The next rows in turn, as many as time has passed."""
+        """The rows to refresh now, in turn, so that each one is refreshed every `REFRESH_S`."""
         count = len(self.workers)
         due = min(count, int(count * (now_s - self._turned_s) / REFRESH_S)) if count else 0
         if due <= 0:
@@ -144,8 +143,8 @@ class Shortlist:
         first, self._turn, self._turned_s = self._turn, (self._turn + due) % count, now_s
         return {row % count for row in range(first, first + due)}
 
-    def _place(self, row: int, worker: WorkerView) -> None:
-        """What of a worker seldom changes."""
+    def _set_worker(self, row: int, worker: WorkerView) -> None:
+        """Update what rarely changes of a worker."""
         rates = self._rates_of(worker)
         if rates not in self.rates:
             self.rates.append(rates)
@@ -154,7 +153,7 @@ class Shortlist:
             self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
             self.empty_s = np.array([each.empty_s for each in self.rates])
             self.speed = np.append(self.speed, self._latency.prompt_speed(worker))
-            self._is_carrying = np.array([each.is_carrying for each in self.rates])
+            self._has_mixed_steps = np.array([each.has_mixed_steps for each in self.rates])
             self._most_tokens = np.array([each.most_tokens for each in self.rates])
             self._bound_s = self.bounds_s(self._tpot_slo_s)
             self._bounds: list[float] = self._bound_s.tolist()
@@ -165,11 +164,11 @@ class Shortlist:
         self.is_decode_home[row] = worker.role is not Role.PREFILL
         self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
         self.pool[row] = self._pools[row] = self.rates.index(rates)
-        self._reported[row] = ()  # what follows may be another
+        self._reported[row] = ()  # it has to be derived again
         self._membership_version = -1  # it may be another incarnation
 
     def _rates_of(self, worker: WorkerView) -> CostColumns:
-        """Its pool's; pools that are alike share them."""
+        """The tables of its pool; equal pools share them."""
         known = self._rates.get(worker.pool)
         if known is None:
             cost, engine = self._latency.plain_cost(worker), self._latency.engine(worker)
@@ -177,8 +176,8 @@ class Shortlist:
             known = self._rates[worker.pool] = next(alike, None) or CostColumns(cost, engine)
         return known
 
-    def _tell(self, row: int) -> bool:
-        """What the worker reported, and what was sent since; whether it is new."""
+    def _update_reported(self, row: int) -> bool:
+        """Update the reported load. Returns whether it changed."""
         worker = self.workers[row]
         stats, since = worker.stats, self._sent.get(worker.name, NOTHING_SENT)
         seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
@@ -188,36 +187,36 @@ class Shortlist:
         self._reported[row] = reported
         return True
 
-    def _note(self, row: int) -> bool:
-        """What our active requests say; whether it is new."""
+    def _update_own(self, row: int) -> bool:
+        """Update our own load. Returns whether it changed."""
         worker = self.workers[row]
         ours, ratio = self._active.worker_load(worker.name), self._latency.prompt_correction(worker)
-        noted = (*ours.assigned, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
-        if noted == self._noted[row]:
+        own = (*ours.assigned, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
+        if own == self._own[row]:
             return False
-        self._noted[row] = noted
+        self._own[row] = own
         self._fresh.add(row)
         return True
 
     def _derive(self, rows: Rows) -> None:
-        """As `WorkerEstimate` and `LatencyPredictor` do, for these rows at once."""
+        """The estimates of `WorkerEstimate` and `LatencyPredictor` for these rows at once."""
         pool = self.pool[rows]
         fresh = list(self._fresh)
-        self._noted_columns[:, fresh] = _columns([self._noted[row] for row in fresh], len(Noted._fields))
+        self._own_columns[:, fresh] = _columns([self._own[row] for row in fresh], len(OwnLoad._fields))
         self._fresh.clear()
-        reported = Reported(*_columns([self._reported[row] for row in rows.tolist()], len(Reported._fields)))
-        noted = Noted(*self._noted_columns.take(rows, axis=1))
-        seen, ours, prompts, answers = reported.seen, noted.sequences, noted.prompt_tokens, noted.output_tokens
-        block, ratio, step_ratio = self._block_size[pool], noted.prompt_ratio, reported.step_ratio
+        reported = ReportedLoad(*_columns([self._reported[row] for row in rows.tolist()], len(ReportedLoad._fields)))
+        own = OwnLoad(*self._own_columns.take(rows, axis=1))
+        seen, ours, prompts, answers = reported.seen, own.sequences, own.prompt_tokens, own.output_tokens
+        block, ratio, step_ratio = self._block_size[pool], own.prompt_ratio, reported.step_ratio
         kv_tokens = reported.total_blocks * block
-        foreign = np.maximum(seen - ours - noted.num_waiting, 0.0)
+        foreign = np.maximum(seen - ours - own.num_waiting, 0.0)
         theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - reported.free_blocks * block - prompts, 0.0), 0.0)
-        batch, context = noted.begun + foreign, noted.begun_prompt_tokens + noted.begun_output_tokens // 2 + theirs
+        batch, context = own.begun + foreign, own.begun_prompt_tokens + own.begun_output_tokens // 2 + theirs
         first = pool * (TOP_BATCH + 1)
         at = first + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
-        self.until_s[rows], self.rest_s[rows], self.ratio[rows] = noted.until_s, noted.rest_s, ratio
+        self.until_s[rows], self.rest_s[rows], self.ratio[rows] = own.until_s, own.rest_s, ratio
         self.batch[rows] = batch
-        self.room_tokens[rows] = kv_tokens - prompts - answers - theirs - (1 - MOST_FULL) * kv_tokens
+        self.room_tokens[rows] = kv_tokens - prompts - answers - theirs - (1 - MAX_FULL) * kv_tokens
         self.step_s[rows] = ratio * (self._base_s.take(at) + self._token_s.take(at) * context)
         at = first + np.minimum(ours + foreign, TOP_BATCH - 1).astype(np.intp)
         context = prompts + answers // 2 + theirs
@@ -225,13 +224,13 @@ class Shortlist:
         self.tpot_s[rows] = step_ratio * self._base_s.take(at + 1) + token_s * context
         self.tpot_token_s[rows] = token_s
         self.foreign_s[rows] = 0.0
-        queued = np.maximum(reported.queued_tokens - noted.waiting_tokens, 0.0) - seen
+        queued = np.maximum(reported.queued_tokens - own.waiting_tokens, 0.0) - seen
         is_queued = queued > 0.0
         if is_queued.any():
             self.foreign_s[rows[is_queued]] = self._queue_seconds(rows[is_queued], queued[is_queued])
 
     def _queue_seconds(self, rows: Rows, tokens: Floats) -> Floats:
-        """Seconds for the prompts of other gateways, given their tokens on each of these."""
+        """Seconds of other gateways' prompts, given their tokens in each of these rows."""
         pool, work_s = self.pool[rows], np.empty(len(rows))
         for number in set(pool.tolist()):
             rates, here = self.rates[number], pool == number
@@ -239,19 +238,19 @@ class Shortlist:
         return self.beside(rows, work_s * self.ratio[rows], tokens, self._bound_s[pool])[0]
 
     def bounds_s(self, tpot_slo_s: float | None) -> Floats:
-        """Of each pool: what its steps with prompts may take."""
+        """Longest step with prompts, by pool."""
         return np.array([each.bound_s(tpot_slo_s) for each in self.rates])
 
     def beside(
         self, rows: Rows | slice, work_s: Floats, tokens: Floats | float, bound_s: Floats
     ) -> tuple[Floats, Flags]:
-        """Seconds of prompts, in steps that carry these rows' decodes, and who still meets these decodes' SLO."""
+        """Seconds of prompts beside each row's decodes, and whether these still meet their SLO."""
         step_s, pool = self.step_s[rows], self.pool[rows]
-        is_busy = (self.batch[rows] > 0.0) & self._is_carrying[pool]
+        is_busy = (self.batch[rows] > 0.0) & self._has_mixed_steps[pool]
         token_s = np.maximum(work_s, 1e-12) / tokens
         least = np.minimum(LEAST_CHUNK, tokens)
         chunk = (bound_s - step_s) / token_s
-        chunk = np.where(chunk >= least, chunk, (bound_s * self.ratio[rows] - step_s) / token_s)  # costs as given
+        chunk = np.where(chunk >= least, chunk, (bound_s * self.ratio[rows] - step_s) / token_s)  # uncorrected costs
         is_able = ~is_busy | (chunk >= least)
         chunk = np.where(is_able, chunk, np.maximum((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK))
         chunk = np.where(is_busy, chunk, np.inf)
@@ -262,34 +261,34 @@ class Shortlist:
     # ---- columns of a request --------------------------------------------------------------------------------
 
     def _cached(self, ask: Ask, depths: Sequence[Depth]) -> tuple[Floats | None, int]:
-        """Tokens of the prompt that need not be computed, and the most of them; None: no worker has any."""
+        """Cached tokens of the prompt by row (None: no worker has any), and their maximum."""
         cached, deepest, most = None, 0, ask.request.num_tokens - 1
-        for tokens, who, _ in depths:
-            if len(rows := self._rows(who)):
+        for tokens, holders, _ in depths:
+            if len(rows := self._rows(holders)):
                 cached = np.zeros(len(self.workers)) if cached is None else cached
                 cached[rows] = held = min(tokens, most)
                 deepest = max(deepest, held)
         return cached, deepest
 
     def of_pools(self, values: Sequence[float]) -> Floats | float:
-        """What holds for each pool's workers, by row; one number where all pools are alike."""
+        """A pool's value for each row; one number if there is one kind of pool."""
         return values[0] if len(values) == 1 else np.array(values)[self.pool]
 
-    def _rows(self, who: int) -> Rows:
-        """Where these workers stand. The same many hold common prefixes again and again."""
-        rows = self._groups.get(who)
+    def _rows(self, holders: int) -> Rows:
+        """The rows of these workers. Cached, because popular prefixes have the same holders again and again."""
+        rows = self._groups.get(holders)
         if rows is None:
-            if len(self._groups) >= _MOST_GROUPS:
+            if len(self._groups) >= _MAX_GROUPS:
                 self._groups.clear()
-            packed = np.frombuffer(who.to_bytes(who.bit_length() + 7 >> 3, "little"), np.uint8)
+            packed = np.frombuffer(holders.to_bytes(holders.bit_length() + 7 >> 3, "little"), np.uint8)
             flags = np.unpackbits(packed, bitorder="little")
             is_there = (self._slot >= 0) & (self._slot < len(flags))
             held = flags[np.where(is_there, self._slot, 0)].astype(np.bool_)
-            rows = self._groups[who] = np.flatnonzero(held & is_there)
+            rows = self._groups[holders] = np.flatnonzero(held & is_there)
         return rows
 
     def linked_to(self, ask: Ask, reader: str) -> Flags:
-        """Who may hand KV to this worker."""
+        """The workers that are linked to this reader."""
         if self._pairs is not ask.view.pairs or ask.view.pairs is None:
             self._reaches.clear()
             self._pairs = ask.view.pairs
@@ -300,8 +299,8 @@ class Shortlist:
         return reach
 
 
-class Glance:
-    """Estimates for one request; valid until the next. Tiers are tried in order until one has what is sought."""
+class ShortlistedWorkers:
+    """Estimates for one request, valid until the next one. Candidates come in tiers, the preferred ones first."""
 
     def __init__(
         self, table: Shortlist, ask: Ask, fits: Flags, cached: Floats | None, most_cached: int, expected_tokens: int
@@ -323,18 +322,18 @@ class Glance:
     def cached_tokens(self, worker: WorkerView) -> int:
         return 0 if self._cached is None else int(self._cached[self._table.row[worker.name]])
 
-    def _sibling(self) -> WorkerView | None:
-        """The worker that computes this prompt for a sibling."""
+    def _sample_worker(self) -> WorkerView | None:
+        """The worker that computes this prompt for another parallel sample."""
         row = self._table.row.get(self._ask.beside)
         return self._table.workers[row] if row is not None and self._fits[row] else None
 
     def prompts(self, slo: SLO, reader: str = "") -> Iterator[list[WorkerView]]:
-        """To compute the prompt: at home beside no decodes, at home, among decode workers; those linked to `reader`.
+        """For prefill: no decode workers, first those without decodes; then decode workers. All linked to `reader`.
 
-        Where nobody has time for it, who would do it soonest.
+        If no worker has time for it, the one that would finish first.
         """
-        if (sibling := self._sibling()) is not None and not reader:
-            yield [sibling]
+        if (sample_worker := self._sample_worker()) is not None and not reader:
+            yield [sample_worker]
             return
         table, fits = self._table, self._fits
         if reader:
@@ -348,31 +347,31 @@ class Glance:
             yield self._best(ttft_s, fits, 1)
 
     def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
-        """Of all workers with time for prompts, without decode workers, counted as a number of the fastest."""
-        if self._sibling() is not None:
+        """Speed of all prefill and mixed workers that have time for prompts, in units of the fastest pool's worker."""
+        if self._sample_worker() is not None:
             return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
         able = self._fits & self._table.is_prompt_home & self._with_decodes(slo)[1]
         return float(self._table.speed[self._table.pool[able]].sum())
 
-    def wholes(self, slo: SLO, early: float) -> list[WorkerView]:
-        """Mixed workers to do both phases; the first token comes within this share of its SLO."""
+    def mixed(self, slo: SLO, early: float) -> list[WorkerView]:
+        """Mixed workers for both phases, whose first token comes within this share of its SLO."""
         table = self._table
-        mixed = self._roomy(self._fits & table.is_decode_home) & table.is_mixed
-        if not np.count_nonzero(mixed):
+        able = self._roomy(self._fits & table.is_decode_home) & table.is_mixed
+        if not np.count_nonzero(able):
             return []
-        if (sibling := self._sibling()) is not None:
-            return [sibling]
+        if (sample_worker := self._sample_worker()) is not None:
+            return [sample_worker]
         ttft_s, is_able = self._with_decodes(slo)
-        soon = mixed & is_able
+        soon = able & is_able
         if slo.ttft_s is not None:
             soon &= ttft_s <= early * slo.ttft_s
-        kept = soon & self._has_room()
+        meets = soon & self._has_room()
         if slo.tpot_s is not None:
-            kept &= self._tpot_s() <= slo.tpot_s
-        return [*self._best(ttft_s, kept, 2), *self._best(ttft_s, soon & ~kept, 2)]  # others may have ended by then
+            meets &= self._tpot_s() <= slo.tpot_s
+        return [*self._best(ttft_s, meets, 2), *self._best(ttft_s, soon & ~meets, 2)]  # decodes may end until then
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
-        """To decode: at home with room; away with room, if prefill workers may decode; without room."""
+        """For decode: with room, first no prefill workers, then these if they may decode; then without room."""
         home = self._roomy(self._fits & self._table.is_decode_home)
         able = home | self._roomy(self._fits & self._table.is_prefill) if alone else home
         tpot_s, room = self._tpot_s(), self._has_room()
@@ -381,27 +380,27 @@ class Glance:
         if not (able & room).any():
             yield self._best(tpot_s, able, 1)
 
-    def _roomy(self, who: Flags) -> Flags:
+    def _roomy(self, mask: Flags) -> Flags:
         """As `picking.roomy`."""
         capacity = self._table.capacity
-        roomy: Flags = who & (capacity >= self._ask.needed_tokens(int(capacity[who].max(initial=0))))
+        roomy: Flags = mask & (capacity >= self._ask.needed_tokens(int(capacity[mask].max(initial=0))))
         return roomy
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
-        """The prefill worker that has most of the prompt, more than so much, and is linked to the reader."""
+        """The prefill worker with the most cached tokens, above `own_tokens`, that is linked to the reader."""
         if self._cached is None or self._most_cached <= own_tokens:
             return None
-        who = self._fits & self._table.is_prefill & (self._cached > own_tokens)
-        if not np.count_nonzero(who):
+        mask = self._fits & self._table.is_prefill & (self._cached > own_tokens)
+        if not np.count_nonzero(mask):
             return None
-        who &= self._table.linked_to(self._ask, reader)
-        who[self._table.row[reader]] = False
-        best = self._best(-self._cached, who, 1)
+        mask &= self._table.linked_to(self._ask, reader)
+        mask[self._table.row[reader]] = False
+        best = self._best(-self._cached, mask, 1)
         return (self.cached_tokens(best[0]), best[0].name) if best else None
 
-    def _best(self, values: Floats, who: Flags, most: int) -> list[WorkerView]:
-        """The least of these."""
-        rows, found = who.nonzero()[0], []
+    def _best(self, values: Floats, mask: Flags, most: int) -> list[WorkerView]:
+        """The rows of the mask with the lowest values."""
+        rows, found = mask.nonzero()[0], []
         values = values.take(rows)
         for _ in range(min(most, len(rows))):
             least = values.argmin()
@@ -412,7 +411,7 @@ class Glance:
         return found
 
     def _prompt_seconds(self) -> Floats:
-        """Computing it alone, on each: by a parabola in what is cached, through three points of each pool's costs."""
+        """Seconds of the prompt alone: a parabola in the cached tokens through three points of each pool's costs."""
         table, num_tokens = self._table, self._ask.request.num_tokens
         parabolas = (rates.prompt_parabola(num_tokens, self._most_cached) for rates in table.rates)
         alone, first, second = zip(*parabolas, strict=True)
@@ -422,7 +421,7 @@ class Glance:
         return seconds * table.ratio
 
     def _with_decodes(self, slo: SLO) -> tuple[Floats, Flags]:
-        """Seconds to the first token where prompts are cut to what decodes leave, and who has time for it at all."""
+        """Seconds to the first token beside decodes, and whether these leave time for the prompt."""
         if self._beside is None:
             table = self._table
             tokens: Floats | float = float(self._ask.request.num_tokens)

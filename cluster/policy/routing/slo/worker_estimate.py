@@ -1,7 +1,7 @@
-"""What a worker would make of a request: when the first token comes, how long the others take, whether there is room.
+"""Predicts how a worker would serve a request: time to the first token, step time, room in memory.
 
-Knows that prompts are cut to what the SLOs of decodes leave (`workers.engine.batching`): a worker whose decodes
-take most of each step computes prompts slowly, and one whose decodes take all of it should not be given any.
+Prompts are chunked to what the SLOs of decodes leave of each step (`workers.engine.batching`): a worker whose decodes
+take most of a step computes prompts slowly, and one whose decodes take all of it should get none.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from cluster.spec import Role
 from diptych.view import WorkerView
 from kvtransfer.ticket import LinkReport
 
-MOST_FULL = 0.97  # of a pool's tokens assigned
-NEAR_S = 0.25
-_MOST_ENDS = 4096  # workers of which these are kept
-PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED  # Python 3.11 takes its time to find an Enum's members
+MAX_FULL = 0.97  # share of the KV pool that may be assigned
+NEAR_S = 0.25  # a time this close counts as now
+_MAX_ENDS = 4096  # workers in the cache of ends
+PREFILL, DECODE, MIXED = Role.PREFILL, Role.DECODE, Role.MIXED  # finding an Enum's members is slow in Python 3.11
 
 
 class Decoding(Struct, frozen=True, gc=False):
-    """Decodes of a worker at a moment: sequences, the tokens they attend to, and those they will have in the end."""
+    """Decodes of a worker at a time: sequences, the tokens they attend to, and the tokens they will have in the end."""
 
     batch: int
     context_tokens: int
@@ -31,7 +31,7 @@ class Decoding(Struct, frozen=True, gc=False):
 
 
 class PromptSide(Struct, frozen=True, gc=False):
-    """One worker as who computes the prompt, in `steps`; 0: its decodes leave no time for it. Times in seconds.
+    """A worker as the prefill worker: it computes the prompt in `steps` (0: its decodes leave no time for it).
 
     `batch`: sequences that decode there.
     """
@@ -50,9 +50,9 @@ class PromptSide(Struct, frozen=True, gc=False):
 
 
 class DecodeSide(Struct, frozen=True, gc=False):
-    """One worker as who decodes.
+    """A worker as the decode worker.
 
-    `leaves_time`: it could still compute prompts, and meet this request's SLO; asked of prefill workers only.
+    `leaves_time`: it could still compute prompts within this request's SLO; known of prefill workers only.
     """
 
     name: str
@@ -64,7 +64,7 @@ class DecodeSide(Struct, frozen=True, gc=False):
 
 
 class _Ends(Struct, frozen=True, gc=False):
-    """When each request that decodes on a worker, or will, ends at the soonest; the first one first."""
+    """The earliest end of each request that decodes on a worker, or will; in order."""
 
     worker_load: WorkerLoad
     step_s: float
@@ -82,11 +82,9 @@ class WorkerEstimate:
         self._ends: dict[str, _Ends] = {}  # by worker
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
-        """`tpot_slo_s`: the SLO of decodes there, as far as that is known."""
+        """`tpot_slo_s`: the assumed SLO of the decodes there."""
         latency, worker_load = self._latency, self._active.worker_load(worker.name)
-        load = self._with_foreign(
-            ask, worker, worker_load, worker_load.begun
-        )  # who knows when the turn of the others comes
+        load = self._with_foreign(ask, worker, worker_load, worker_load.begun)  # the others may begin at any time
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
         prefill_s, steps = latency.prefill_beside(worker, new_tokens, cached_tokens, decodes)
@@ -96,13 +94,13 @@ class WorkerEstimate:
     def decode_side(
         self, ask: Ask, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
     ) -> DecodeSide:
-        """`answer`: its tokens, as expected; `begin_s`: when its prompt will be done, on the dispatcher's clock."""
+        """`answer`: its expected tokens. `begin_s`: when its prompt will be done, on the dispatcher's clock."""
         latency, num_tokens = self._latency, ask.request.num_tokens
         load = self._load(ask, worker, begin_s)
         capacity = latency.kv_tokens(worker)
         free_tokens, batch = capacity - load.assigned_tokens, load.batch + 1
         context = load.context_tokens + num_tokens + answer // 2
-        has_room = num_tokens + answer <= free_tokens - (1 - MOST_FULL) * capacity
+        has_room = num_tokens + answer <= free_tokens - (1 - MAX_FULL) * capacity
         leaves_time = True
         if tpot_slo_s is not None and worker.role is PREFILL:
             leaves_time = latency.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
@@ -110,10 +108,9 @@ class WorkerEstimate:
         return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time)
 
     def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Decoding:
-        """Of those that will not have ended by then, whether they have begun or not.
+        """The decodes that will not have ended at `at_s`, whether they have started yet or not.
 
-        A request of ours decodes from its first token, or when that is expected, for as many steps as its answer has
-        tokens; a moment that is near is now.
+        A request of ours decodes from its actual or predicted first token, for as many steps as its answer has tokens.
         """
         worker_load = self._active.worker_load(worker.name)
         ours: tuple[int, int, int] = worker_load.assigned
@@ -127,7 +124,7 @@ class WorkerEstimate:
     def _with_foreign(
         self, ask: Ask, worker: WorkerView, worker_load: WorkerLoad, ours: tuple[int, int, int]
     ) -> Decoding:
-        """These are ours; of other gateways, what the worker has beyond all of ours stays."""
+        """Our decodes, and those of other gateways: what the worker has beyond ours."""
         (batch, prompts, answers), stats = ours, worker.stats
         context, assigned = prompts + answers // 2, prompts + answers
         seen = stats.running + stats.reserved + ask.sent_to(worker.name).sequences
@@ -139,7 +136,7 @@ class WorkerEstimate:
         return Decoding(batch, context, assigned)
 
     def _ended(self, worker: WorkerView, worker_load: WorkerLoad, now_s: float, at_s: float) -> Iterator[Work]:
-        """Those of ours that will not decode there any more."""
+        """Our requests there that will have ended at `at_s`."""
         sequences, prompts, answers = worker_load.assigned
         step_s = self._latency.step_seconds(worker, sequences, prompts + answers)
         known = self._ends.get(worker.name)
@@ -148,7 +145,7 @@ class WorkerEstimate:
                 (work.first_token_s + work.output_tokens * step_s, work) for work in self._active.decoding(worker.name)
             ]
             works.sort(key=itemgetter(0))
-            if len(self._ends) >= _MOST_ENDS:
+            if len(self._ends) >= _MAX_ENDS:
                 self._ends.clear()
             known = self._ends[worker.name] = _Ends(worker_load, step_s, works)
         for end_s, work in known.works:
@@ -159,7 +156,7 @@ class WorkerEstimate:
                 yield work
 
     def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
-        """Seconds to move the KV of this many tokens on an idle link, as measured by preflight or by the cost model."""
+        """Seconds to move the KV of this many tokens over an idle link, by preflight or else by the cost model."""
         links = ask.view.links
         if links is not self._links:
             self._links, self._pairs = links, {(link.owner, link.reader): link for link in links}
