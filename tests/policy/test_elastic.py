@@ -110,7 +110,7 @@ def spec(prefill: int = 3, decode: int = 3, most: int | None = None, **elastic: 
 
 
 class Cluster:
-    """A controller's view that obeys decisions, under a load that gateways tell of each second."""
+    """A controller's view to which decisions are applied, under a load that gateways report each second."""
 
     def __init__(self, like: ClusterSpec) -> None:
         self.subject = Elastic(like)
@@ -327,7 +327,7 @@ def test_a_new_kind_of_prompts_shows_before_it_fills_the_window() -> None:
 
 
 def test_running_answers_keep_their_workers_when_the_kind_of_prompts_changes() -> None:
-    """Right behind the shift nine tenths of what decodes are long answers, which two workers alone could not hold."""
+    """Right after the shift nine tenths of the decodes are long answers, which do not fit on two workers."""
     mixed = replace(PROMPTS, answers=ANSWERS.decoded)
     assert shares(split(4, 2), mixed).tpot > 1.0 > shares(split(4, 2), PROMPTS).tpot
     assert shares(split(4, 2), mixed).ttft == shares(split(4, 2), PROMPTS).ttft
@@ -354,7 +354,7 @@ def test_an_infinite_share_that_stays_infinite_is_no_improvement() -> None:
 
 
 def test_few_requests_change_no_role_if_it_may_be_chance() -> None:
-    """As much work in fewer, longer prompts is as much of what can be borne, and says less of what will come."""
+    """The same work in fewer, longer prompts is the same share of full load, but a less certain one."""
     many = Mix(6.0, 2100, 2100, 40, ttft_s=8.0, tpot_s=0.04, spread=0.0)
     few = replace(many, rate=1.05, prompt_tokens=10_500, computed_tokens=10_500)
     assert CALM < shares(split(3, 3), few).worst <= shares(split(3, 3), many).worst + 0.05 < 1.0
@@ -367,7 +367,7 @@ def test_few_requests_change_no_role_if_it_may_be_chance() -> None:
 def test_if_some_equal_workers_are_mixed_all_become_mixed_unless_that_is_worse(
     rate: float, then: tuple[int, int, int]
 ) -> None:
-    """What is borne is in doubt, so no step is looked for. A calm cluster is left as it is."""
+    """The load is uncertain, so no other change is considered. Below `CALM` nothing changes."""
     cluster = Cluster(spec(window_s=6.0))
     for number, worker in enumerate(list(cluster.workers.values())):
         role = Role.PREFILL if number < 2 else Role.MIXED

@@ -30,7 +30,7 @@ def draining(each: WorkerView) -> WorkerView:
     return replace(each, state=WorkerState.DRAINING)
 
 
-class Floor:
+class Scenario:
     """Decodes of one gateway on workers d0, d1, ...; each with its answer's expected length."""
 
     def __init__(self, *, rebalances: bool = True) -> None:
@@ -65,188 +65,190 @@ def crowded(batch: int = 6, used: int = 60) -> ClusterView:
 
 
 def test_every_decode_leaves_a_draining_worker_a_few_at_a_time() -> None:
-    floor = Floor(rebalances=False)
-    keys = {floor.decode(f"r{n}", "d0", answer=50 + n) for n in range(6)}
+    scenario = Scenario(rebalances=False)
+    keys = {scenario.decode(f"r{n}", "d0", answer=50 + n) for n in range(6)}
     picture = view(draining(worker("d0", running=6, used=60)), worker("d1"), worker("p0"))
-    moves = floor.look(picture)
+    moves = scenario.look(picture)
     assert len(moves) == MAX_CONCURRENT and {move.target for move in moves} == {"d1"}
     assert moves[0].key == "r5/0", "the longest answer first"
-    assert floor.look(picture) == ()
+    assert scenario.look(picture) == ()
     for move in moves:
-        floor.end(move)
-    rest = floor.look(picture)
+        scenario.end(move)
+    rest = scenario.look(picture)
     assert {move.key for move in (*moves, *rest)} == keys
 
 
 def test_a_prefill_worker_takes_decodes_of_a_draining_worker_if_no_other_is_left() -> None:
-    floor = Floor(rebalances=False)
-    floor.decode("a", "d0")
+    scenario = Scenario(rebalances=False)
+    scenario.decode("a", "d0")
     leaving = draining(worker("d0", running=1, used=10))
-    assert [move.target for move in floor.look(view(leaving, worker("p0"), worker("m0", running=2, used=20)))] == ["m0"]
-    floor.end(Move("a/0", "d0", "m0", ""), moved=False)
-    assert floor.look(view(leaving, worker("p0")), RETRY_S / 2) == (), "what failed rests for a moment"
-    assert [move.target for move in floor.look(view(leaving, worker("p0")), RETRY_S)] == ["p0"]
+    assert [move.target for move in scenario.look(view(leaving, worker("p0"), worker("m0", running=2, used=20)))] == [
+        "m0"
+    ]
+    scenario.end(Move("a/0", "d0", "m0", ""), moved=False)
+    assert scenario.look(view(leaving, worker("p0")), RETRY_S / 2) == (), "a failed migration is retried later"
+    assert [move.target for move in scenario.look(view(leaving, worker("p0")), RETRY_S)] == ["p0"]
 
 
 def test_no_worker_takes_a_decode_without_room_for_it() -> None:
-    floor = Floor(rebalances=False)
-    floor.decode("a", "d0", length=3000)
+    scenario = Scenario(rebalances=False)
+    scenario.decode("a", "d0", length=3000)
     full = worker("d1", running=1, used=BLOCKS - 100)
-    assert floor.look(view(draining(worker("d0", running=1, used=200)), full)) == ()
+    assert scenario.look(view(draining(worker("d0", running=1, used=200)), full)) == ()
     small = replace(worker("d2"), capacity_tokens=3000)
-    assert floor.look(view(draining(worker("d0", running=1, used=200)), small)) == ()
+    assert scenario.look(view(draining(worker("d0", running=1, used=200)), small)) == ()
 
 
 def test_steps_above_the_slo_move_the_longest_answers() -> None:
-    floor = Floor()
+    scenario = Scenario()
     for n in range(6):
-        floor.decode(f"r{n}", "d0", answer=100 + 10 * n)
-    assert floor.look(crowded()) == (), "what passes by itself moves nothing"
-    moves = floor.look(crowded(), 1.1 * OVERLOAD_S)
+        scenario.decode(f"r{n}", "d0", answer=100 + 10 * n)
+    assert scenario.look(crowded()) == (), "a short overload causes no relief"
+    moves = scenario.look(crowded(), 1.1 * OVERLOAD_S)
     assert [move.key for move in moves] == ["r5/0", "r4/0"] and len(moves) == MAX_RELIEF_STARTS
     assert {(move.source, move.target) for move in moves} == {("d0", "d1")}
     assert "60 ms" in moves[0].reason and "45 ms" in moves[0].reason
 
 
 def test_a_worker_that_meets_its_slos_keeps_its_decodes() -> None:
-    floor = Floor()
+    scenario = Scenario()
     for n in range(4):
-        floor.decode(f"r{n}", "d0")
+        scenario.decode(f"r{n}", "d0")
     for _ in range(5):
-        assert floor.look(crowded(batch=4, used=40)) == ()
+        assert scenario.look(crowded(batch=4, used=40)) == ()
 
 
 def test_without_rebalancing_there_is_no_relief() -> None:
-    floor = Floor(rebalances=False)
+    scenario = Scenario(rebalances=False)
     for n in range(6):
-        floor.decode(f"r{n}", "d0")
+        scenario.decode(f"r{n}", "d0")
     for _ in range(5):
-        assert floor.look(crowded()) == ()
+        assert scenario.look(crowded()) == ()
 
 
 def test_a_worker_that_runs_out_of_blocks_is_relieved() -> None:
-    floor = Floor()
+    scenario = Scenario()
     for n in range(3):
-        floor.decode(f"r{n}", "d0", length=5200, answer=600, slo=SLO())
+        scenario.decode(f"r{n}", "d0", length=5200, answer=600, slo=SLO())
     picture = view(worker("d0", running=3, used=BLOCKS - 10), worker("d1"), worker("p0"))
-    floor.look(picture)
-    moves = floor.look(picture)
-    assert [move.target for move in moves] == ["d1"], "one less is enough"
+    scenario.look(picture)
+    moves = scenario.look(picture)
+    assert [move.target for move in moves] == ["d1"], "one migration is enough"
     assert "room for 160 tokens" in moves[0].reason
 
 
 @pytest.mark.parametrize(
-    "taker",
+    "target",
     [
         worker("d1", running=4, used=40),  # its SLO would be too tight
         worker("d1", running=1, used=BLOCKS - 20),  # no room
         worker("p1"),  # not what prefill workers are for
     ],
 )
-def test_relief_overloads_no_other_worker(taker: WorkerView) -> None:
-    floor = Floor()
+def test_relief_overloads_no_other_worker(target: WorkerView) -> None:
+    scenario = Scenario()
     for n in range(6):
-        floor.decode(f"r{n}", "d0")
+        scenario.decode(f"r{n}", "d0")
     for _ in range(4):
-        assert floor.look(view(worker("d0", running=6, used=60), taker)) == ()
+        assert scenario.look(view(worker("d0", running=6, used=60), target)) == ()
 
 
 def test_a_migration_that_costs_more_than_it_saves_is_not_planned() -> None:
-    floor = Floor()
+    scenario = Scenario()
     for n in range(6):
-        floor.decode(f"r{n}", "d0", length=900, answer=10)
+        scenario.decode(f"r{n}", "d0", length=900, answer=10)
     slow = crowded(used=340)
     heavy = replace(slow.workers[0], kv_token_bytes=10**7)  # nine seconds on its link, for sixteen tokens
     for _ in range(4):
-        assert floor.look(view(heavy, *slow.workers[1:])) == ()
-    assert floor.look(view(replace(heavy, kv_token_bytes=10**3), *slow.workers[1:]))
+        assert scenario.look(view(heavy, *slow.workers[1:])) == ()
+    assert scenario.look(view(replace(heavy, kv_token_bytes=10**3), *slow.workers[1:]))
 
 
 def test_a_migrated_decode_rests_and_the_way_back_is_closed() -> None:
-    floor = Floor()
+    scenario = Scenario()
     for n in range(6):
-        floor.decode(f"r{n}", "d0")
-    floor.look(crowded())
-    moves = floor.look(crowded())
+        scenario.decode(f"r{n}", "d0")
+    scenario.look(crowded())
+    moves = scenario.look(crowded())
     for move in moves:
-        floor.end(move)
+        scenario.end(move)
     for key in [f"r{n}/0" for n in range(5)]:
         if key not in {move.key for move in moves}:  # answers that ended where they were
-            floor.story.policy.ended(key, floor.now_s)
+            scenario.story.policy.ended(key, scenario.now_s)
     back = view(worker("d1", running=6, used=60), worker("d0", running=1, used=10))
     for n in range(6, 10):
-        floor.decode(f"r{n}", "d1")
+        scenario.decode(f"r{n}", "d1")
     for _ in range(int(REST_S) - 3):
-        assert floor.look(back) == ()
-    later = [move for _ in range(4) for move in floor.look(back)]
+        assert scenario.look(back) == ()
+    later = [move for _ in range(4) for move in scenario.look(back)]
     assert later and {move.target for move in later} == {"d0"}
 
 
 def test_sent_requests_count_before_the_statistics_show_them() -> None:
-    """Right behind moves its statistics are those of before."""
-    floor = Floor()
+    """Statistics are stale right after a migration."""
+    scenario = Scenario()
     for n in range(6):
-        floor.decode(f"r{n}", "d0")
+        scenario.decode(f"r{n}", "d0")
     for n in range(6, 10):
-        floor.decode(f"r{n}", "d1")
+        scenario.decode(f"r{n}", "d1")
     stale = view(worker("d0", running=6, used=60), worker("d1", running=1, used=10), worker("p0"))
     for _ in range(5):
-        assert floor.look(stale) == ()
+        assert scenario.look(stale) == ()
 
 
 def unlinked(picture: ClusterView, owner: str, reader: str) -> ClusterView:
-    """Without the one link."""
+    """The view without this link."""
     return dataclasses.replace(
         picture, links=tuple(each for each in picture.links if (each.owner, each.reader) != (owner, reader))
     )
 
 
 def test_nothing_migrates_without_a_proven_link() -> None:
-    floor = Floor(rebalances=False)
-    floor.decode("a", "d0")
+    scenario = Scenario(rebalances=False)
+    scenario.decode("a", "d0")
     picture = view(draining(worker("d0", running=1, used=10)), worker("d1"), worker("d2", running=3, used=30))
-    assert [move.target for move in floor.look(unlinked(picture, "d0", "d1"))] == ["d2"]
-    floor.end(Move("a/0", "d0", "d2", ""), moved=False)
+    assert [move.target for move in scenario.look(unlinked(picture, "d0", "d1"))] == ["d2"]
+    scenario.end(Move("a/0", "d0", "d2", ""), moved=False)
     alone = unlinked(unlinked(picture, "d0", "d1"), "d0", "d2")
-    assert floor.look(alone, 2 * RETRY_S) == ()
-    pressed = Floor()
+    assert scenario.look(alone, 2 * RETRY_S) == ()
+    overloaded = Scenario()
     for n in range(6):
-        pressed.decode(f"r{n}", "d0")
+        overloaded.decode(f"r{n}", "d0")
     for _ in range(4):
-        assert pressed.look(unlinked(crowded(), "d0", "d1")) == ()
-    assert pressed.look(crowded())
+        assert overloaded.look(unlinked(crowded(), "d0", "d1")) == ()
+    assert overloaded.look(crowded())
 
 
 def turned(*others: WorkerView, queued: int = 4000, used: int = 30) -> ClusterView:
-    """p1 was a decode worker, and three decode there still; p2 has prompts to compute."""
+    """p1 was a decode worker and still has three decodes; p2 has prompts to compute."""
     return view(worker("p1", running=3, used=used), worker("p2", queued_tokens=queued), *others)
 
 
 def test_decodes_leave_a_prefill_worker_while_prompts_wait() -> None:
-    floor = Floor()
-    keys = {floor.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.2)) for n in range(3)}
-    taker = worker("d0", running=1, used=10)
-    assert floor.look(turned(taker, queued=0)) == (), "whom should they disturb?"
-    moves = floor.look(turned(taker))
+    scenario = Scenario()
+    keys = {scenario.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.2)) for n in range(3)}
+    target = worker("d0", running=1, used=10)
+    assert scenario.look(turned(target, queued=0)) == (), "no prompts wait"
+    moves = scenario.look(turned(target))
     assert {move.key for move in moves} == keys and {move.target for move in moves} == {"d0"}
     assert {move.kind for move in moves} == {"role"}
-    assert Floor(rebalances=False).look(turned(taker)) == ()
+    assert Scenario(rebalances=False).look(turned(target)) == ()
 
 
 def test_of_two_prefill_workers_the_one_with_fewer_decodes_is_cleared_first() -> None:
-    floor = Floor()
+    scenario = Scenario()
     for n in range(MAX_CONCURRENT_ROLE + 4):
-        floor.decode(f"a{n}", "p1", slo=SLO(tpot_s=0.1))
-    few = {floor.decode(f"b{n}", "p2", slo=SLO(tpot_s=0.1)) for n in range(2)}
+        scenario.decode(f"a{n}", "p1", slo=SLO(tpot_s=0.1))
+    few = {scenario.decode(f"b{n}", "p2", slo=SLO(tpot_s=0.1)) for n in range(2)}
     many = worker("p1", running=MAX_CONCURRENT_ROLE + 4, used=8 * (MAX_CONCURRENT_ROLE + 4), queued_tokens=4000)
     picture = view(many, worker("p2", running=2, used=16), worker("d0", running=4, used=32))
-    moves = floor.look(picture)
+    moves = scenario.look(picture)
     assert {move.key for move in moves[:2]} == few
     assert len(moves) == 5, "nine fit into nine tenths of a tenth of a second"
 
 
 @pytest.mark.parametrize(
-    "taker",
+    "target",
     [
         worker("d0", running=9, used=90),  # its SLO would be missed
         worker("d0", running=1, used=BLOCKS - 20),  # no room
@@ -255,21 +257,21 @@ def test_of_two_prefill_workers_the_one_with_fewer_decodes_is_cleared_first() ->
         worker("p3"),
     ],
 )
-def test_decodes_stay_on_a_prefill_worker_if_their_migration_would_harm_others(taker: WorkerView) -> None:
-    floor = Floor()
+def test_decodes_stay_on_a_prefill_worker_if_their_migration_would_harm_others(target: WorkerView) -> None:
+    scenario = Scenario()
     for n in range(3):
-        floor.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.1))
-    assert floor.look(turned(taker)) == ()
+        scenario.decode(f"r{n}", "p1", slo=SLO(tpot_s=0.1))
+    assert scenario.look(turned(target)) == ()
 
 
 def test_answers_that_are_nearly_done_do_not_migrate() -> None:
-    floor = Floor()
+    scenario = Scenario()
     for n in range(3):
-        floor.decode(f"r{n}", "p1", length=900, answer=10, slo=SLO(tpot_s=0.2))
+        scenario.decode(f"r{n}", "p1", length=900, answer=10, slo=SLO(tpot_s=0.2))
     picture = turned(worker("d0", running=1, used=10), used=180)
     heavy = replace(picture.workers[0], kv_token_bytes=10**7)  # nine seconds on its link
-    assert floor.look(dataclasses.replace(picture, workers=(heavy, *picture.workers[1:]))) == ()
-    assert floor.look(picture)
+    assert scenario.look(dataclasses.replace(picture, workers=(heavy, *picture.workers[1:]))) == ()
+    assert scenario.look(picture)
 
 
 @settings(max_examples=60, deadline=None)
@@ -281,18 +283,18 @@ def test_planned_migrations_are_valid_for_any_view(
     sizes: list[tuple[int, str, bool]], steps: list[tuple[float, bool]]
 ) -> None:
     """Whether they succeed or not: no decode migrates twice at once or to a draining worker, and no relief returns."""
-    floor = Floor()
+    scenario = Scenario()
     names = [f"{kind}{index}" for index, (_, kind, _) in enumerate(sizes)]
     leaving = {name for name, (_, _, leaves) in zip(names, sizes, strict=True) if leaves}
     where: dict[str, str] = {}
     for name, (count, _, _) in zip(names, sizes, strict=True):
-        where |= {floor.decode(f"{name}-{n}", name, answer=20 + 30 * n): name for n in range(count)}
+        where |= {scenario.decode(f"{name}-{n}", name, answer=20 + 30 * n): name for n in range(count)}
     visited: dict[str, set[str]] = {key: {name} for key, name in where.items()}
     for after_s, moved in steps:
         counts = {name: sum(at == name for at in where.values()) for name in names}
         workers = [worker(name, running=counts[name], used=8 * counts[name]) for name in names]
         picture = view(*(draining(each) if each.name in leaving else each for each in workers))
-        moves = floor.look(picture, after_s)
+        moves = scenario.look(picture, after_s)
         assert len({move.key for move in moves}) == len(moves)
         for move in moves:
             assert where[move.key] == move.source != move.target and move.target not in leaving
@@ -300,9 +302,9 @@ def test_planned_migrations_are_valid_for_any_view(
                 target = next(each for each in picture.workers if each.name == move.target)
                 assert target.role is not Role.PREFILL
         for move in moves:
-            floor.end(move, moved=moved)
+            scenario.end(move, moved=moved)
             if moved:
-                assert move.target not in visited[move.key] or floor.now_s - 1000.0 > REST_S
+                assert move.target not in visited[move.key] or scenario.now_s - 1000.0 > REST_S
                 visited[move.key].add(move.target)
                 where[move.key] = move.target
-    floor.story.policy.active.check()
+    scenario.story.policy.active.check()

@@ -22,7 +22,7 @@ GATEWAY = GatewaySpec(classes=CLASSES, tenants=TENANTS, max_queued=12)
 
 
 def request(name: str, of: str = "interactive", tenant: str = "alice", tokens: int = 10, **slo: float) -> Request:
-    """Of so many tokens, one of them the answer's."""
+    """A request of this many tokens, one of them in the answer."""
     sampling = SamplingParams(seed=1, max_tokens=1)
     asked = Request(name, (1,) * (tokens - 1), sampling, SLO(class_name=of, **slo), tenant=tenant)  # type: ignore[arg-type]
     return Classes(GATEWAY).resolved(asked)
@@ -97,14 +97,14 @@ def test_unknown_classes_and_tenants_are_refused_with_the_known_ones() -> None:
         strict.resolved(Request("r", (1,), tenant="eve"))
     assert Classes(GATEWAY).share(Request("r", (1,), tenant="eve")) == ("*", 0.1)
     free = Request("r", (1,), slo=SLO(class_name="whatever"), tenant="anybody")
-    assert Classes(GatewaySpec()).resolved(free) is free, "without classes and shares all is as it was"
+    assert Classes(GatewaySpec()).resolved(free) is free, "without classes and shares nothing changes"
 
 
 def test_a_request_without_a_class_gets_the_gateway_s_slo_under_admission_by_slo() -> None:
     gateway = GatewaySpec(admission="slo", slo=SLO(1.0, 0.1), classes=CLASSES)
     assert Classes(gateway).resolved(Request("r", (1,))).slo == SLO(1.0, 0.1, "default", 0, True)
     own = Request("r", (1,), slo=SLO(ttft_s=0.5, class_name="relaxed"))
-    assert Classes(gateway).resolved(own).slo == SLO(0.5, None, "relaxed", 0, True), "its own time comes first"
+    assert Classes(gateway).resolved(own).slo == SLO(0.5, None, "relaxed", 0, True), "its own SLO comes first"
 
 
 PACKETS = st.lists(st.integers(2, 200), min_size=30, max_size=30)
@@ -166,7 +166,7 @@ ARRIVALS = st.lists(
 def test_no_request_starves_while_any_is_served(
     arrivals: list[tuple[float, str, str, int, float]], service_s: float
 ) -> None:
-    """One is served in every `service_s`. Whoever has waited for its patience has at most a room full before it."""
+    """One request is served every `service_s`. After `patience_s` at most one full queue is ahead of a request."""
     room, now_s, next_s = RequestQueue(GATEWAY), 0.0, service_s
     arrived: dict[QueuedRequest, tuple[float, str]] = {}
 

@@ -18,7 +18,7 @@ PICTURE = view(worker("p0"), worker("p1"), worker("d0"))
 
 
 class Queue:
-    """Prompts of one gateway, sent by hand; prompts take a millisecond a token."""
+    """Prompts of one gateway, sent by hand; a prompt token takes 1 ms."""
 
     def __init__(self, routing: str = "slo", *, is_on: bool = True) -> None:
         self.story = Story(routing, slo=TARGET)

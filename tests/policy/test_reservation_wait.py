@@ -87,7 +87,7 @@ def test_earlier_reservations_go_first() -> None:
 
 
 def told_and_seen(engine: EngineConfig, count: int = 40) -> list[tuple[float, float]]:
-    """Of requests that come much faster than they are served: the first token as predicted, and as it came."""
+    """Predicted and actual TTFT of requests that arrive much faster than they are served."""
 
     async def scene() -> list[tuple[float, float]]:
         spec = split(engine=engine)
@@ -115,7 +115,7 @@ def told_and_seen(engine: EngineConfig, count: int = 40) -> list[tuple[float, fl
 
 @pytest.mark.parametrize("scarce", [{"max_running": 4}, {"kv_blocks": 60}])
 def test_the_wait_for_a_slot_or_for_blocks_is_in_the_predicted_first_token(scarce: dict[str, int]) -> None:
-    """It is nearly all of it: seconds, where queue and prompt take a twentieth of one."""
+    """The wait is nearly all of TTFT: seconds, while queue and prompt take a twentieth of a second."""
     pairs = told_and_seen(replace(ENGINE, **scarce))  # type: ignore[arg-type]
     assert statistics.median(seen_s for _, seen_s in pairs) > 2.0
     errors = sorted((seen_s - told_s) / told_s for told_s, seen_s in pairs)
