@@ -75,10 +75,10 @@ def test_only_a_higher_priority_outranks_all_waiting_requests() -> None:
 def test_places_are_bounded_by_class_and_by_gateway() -> None:
     room = RequestQueue(GATEWAY)
     seats = [room.enter(request(f"i{n}"), 0.0, 0.1) for n in range(6)]
-    assert "6 of 6 places for class 'interactive'" in room.full(request("one more"))
+    assert "class 'interactive' is full (6 of 6)" in room.full(request("one more"))
     for n in range(6):
         room.enter(request(f"b{n}", "batch"), 0.0, 0.1)
-    assert "all 12 places of this gateway" in room.full(request("r", "relaxed"))
+    assert "the queue of this gateway is full (12 of 12)" in room.full(request("r", "relaxed"))
     room.leave(seats[3])
     assert not room.full(request("one more"))
     room.check()

@@ -146,12 +146,12 @@ class RequestQueue:
         return len(self._claims)
 
     def full(self, request: Request) -> str:
-        """Why the queue has no place for one more of its class; empty: it has."""
+        """Why the queue has no room for this request; empty: it has."""
         most, waiting = self._classes.of(request).max_queued, self._of_class[request.slo.class_name]
         if waiting >= most:
-            return f"{waiting} of {most} places for class {request.slo.class_name!r} are taken"
+            return f"the queue of class {request.slo.class_name!r} is full ({waiting} of {most})"
         if len(self) >= self._most:
-            return f"all {self._most} places of this gateway are taken"
+            return f"the queue of this gateway is full ({len(self)} of {self._most})"
         return ""
 
     def enter(self, request: Request, arrived_s: float, need_s: float) -> QueuedRequest:

@@ -57,7 +57,7 @@ async def test_each_of_several_answers_tells_of_its_own_place(client: AsyncClien
 async def test_no_place_to_wait_is_told_with_the_time_to_come_again(
     client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
-    dispatcher.error = Rejected("8 of 8 places for class 'batch' are taken; try again", 7.5, "queue-full")
+    dispatcher.error = Rejected("the queue of class 'batch' is full (8 of 8); try again", 7.5, "queue-full")
     with pytest.raises(DiptychError) as refused:
         await client.complete("hello", max_tokens=3)
     assert refused.value.code == "RESOURCE_EXHAUSTED" and refused.value.retry_after_s == 7.5
