@@ -170,10 +170,6 @@ class ActiveRequests:
         )
         return found
 
-    def ahead_s(self, worker: str, now_s: float) -> float:
-        """Seconds until our prompts there are computed, one after the other."""
-        return self.worker_load(worker).ahead_s(now_s)
-
     def decode_seconds(self, now_s: float) -> float:
         """Mean decode time of a request; infinite until one has ended.
 

@@ -54,7 +54,7 @@ def test_a_shared_prompt_counts_once() -> None:
     story = Story("least-loaded", "predictive", TIGHT)
     for n in range(3):
         story.send(CALM, request(f"r{n}", 400), beside="p0" if n else "")
-    assert story.policy.active.ahead_s("p0", story.now_s) == pytest.approx(0.402)
+    assert story.policy.active.worker_load("p0").ahead_s(story.now_s) == pytest.approx(0.402)
 
 
 def test_decodes_of_other_gateways_count() -> None:

@@ -115,7 +115,7 @@ class SLOAdmission(Admission):
         batch = max(num_sequences(ask, decode), len(ours))
         if not batch:
             return None
-        most = self._latency.most_running(decode)
+        most = self._latency.engine(decode).max_running
         if batch >= most:
             return f"all {most} decode slots of {decode.name} are taken", *self._ends_s(ask, decode, batch, 1)
         tpot_s = self._tpot_s(ask, placement, decode, batch)

@@ -221,10 +221,6 @@ class LatencyPredictor:
         measured_s = (now_s - work.prefilled_s) / (num_tokens - 1)
         self._steps.learn(work.decode, measured_s * steps, work.plain_tpot_s * steps, now_s, is_guess=work.is_guess)
 
-    def most_running(self, worker: WorkerView) -> int:
-        """The worker's decode slots."""
-        return self.engine(worker).max_running
-
     def cost(self, worker: WorkerView) -> CostModel:
         """The worker's step costs, corrected by its prompts' times."""
         return self._corrected(self._pools[worker.pool], worker)

@@ -68,7 +68,7 @@ class Requeue:
     def _waits_s(self, worker: str, now_s: float) -> Mapping[str, float]:
         """Seconds until each of our prompts there is done, oldest first."""
         works = self._active.prefilling(worker)
-        waits_s, until_s = {}, self._active.ahead_s(worker, now_s) - sum(work.prefill_s for work in works)
+        waits_s, until_s = {}, self._active.worker_load(worker).ahead_s(now_s) - sum(work.prefill_s for work in works)
         for work in works:
             until_s += work.prefill_s
             waits_s[work.key] = until_s

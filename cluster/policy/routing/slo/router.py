@@ -41,7 +41,7 @@ MAX_EXHAUSTIVE = 12  # workers; with more, only a shortlist is evaluated exactly
 FEW_DECODES = 4  # a prefill worker with at most this many computes prompts even if these miss their SLO
 RECENT_S = 10.0  # window of the prefill load
 MAX_PREFILL_LOAD = 0.6  # share of the prefill workers' time up to which prompts wait little
-MIN_PART_TOKENS = 128  # of a cut prompt; a shorter part costs more than it saves
+MIN_PART = 128  # tokens of a cut prompt; a shorter part costs more than it saves
 EARLY = 0.8  # share of the TTFT SLO
 
 Candidates = AllWorkers | ShortlistedWorkers
@@ -119,9 +119,8 @@ class SLORouter(CacheAware):
         if prefill is None:
             return None
         if prefill is local:
-            return self._with_prefix_fetch(
-                ask, candidates, _placed(local, decode, "first token soonest where it decodes")
-            )
+            placement = _placed(local, decode, "first token soonest where it decodes")
+            return self._with_prefix_fetch(ask, candidates, placement)
         if self._is_local(ask, worker, prefill, local, slo):
             return _placed(local, decode, "computed where it decodes as soon as its KV could arrive")
         placement = self._with_prefix_fetch(ask, candidates, _placed(prefill, decode, self.reason))
@@ -253,13 +252,7 @@ class SLORouter(CacheAware):
         """
         new_tokens = ask.request.num_tokens - prefill.cached_tokens
         waits = prefill.queue_s > prefill.prefill_s
-        if (
-            not waits
-            or not local.steps
-            or local.queue_s > 0.0
-            or slo.ttft_s is None
-            or new_tokens < 2 * MIN_PART_TOKENS
-        ):
+        if not waits or not local.steps or local.queue_s > 0.0 or slo.ttft_s is None or new_tokens < 2 * MIN_PART:
             return placement
         spare_s = EARLY * slo.ttft_s - prefill.ttft_s
         slower_s = local.prefill_s - prefill.prefill_s  # of the whole prompt
@@ -267,7 +260,7 @@ class SLORouter(CacheAware):
         if slower_s > 0.0:
             share = min(share, spare_s / slower_s)
         tail = int(new_tokens * share)
-        if tail < MIN_PART_TOKENS:
+        if tail < MIN_PART:
             return placement
         head_s, tail_s = prefill.prefill_s * (1.0 - share), local.prefill_s * share
         return structs.replace(
