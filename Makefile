@@ -1,6 +1,6 @@
-# make demo: a real prompt through a split cluster on this machine.   make test: what protects a change.
-# PYTHON=python3.12: another one than the first of 3.11, 3.12 and 3.13 that is there.
-# TORCH_INDEX=URL: a package index with the torch build to install; without it pip's own, whose torch brings CUDA.
+# make demo: a real prompt through a split cluster on this machine.   make test: the tests for a change.
+# PYTHON=python3.12: the Python to use; default: the first of 3.11, 3.12 and 3.13 that exists.
+# TORCH_INDEX=URL: a package index with the torch build to install; default: PyPI, whose torch includes CUDA.
 ifndef PYTHON
 PYTHON := $(firstword $(foreach each,python3.11 python3.12 python3.13,$(shell $(each) -c 'print("$(each)")' 2>/dev/null)))
 endif
@@ -12,9 +12,9 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraint
 # NIXL's build for the CUDA of the torch that is installed.
 NIXL_EXTRA = $(BIN)/python -P kvtransfer/backends/nixl_build.py
 JOBS ?= 2
-# Dozens of interpreters import the same files: they compile them once, whatever the environment says.
+# Tests start dozens of interpreters; with bytecode files each module is compiled once.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
-# What `make quick` runs: neither Ray nor a model, and little to import.
+# Tests of `make quick`: without Ray and without a model.
 QUICK := tests/test_imports.py tests/test_docs.py tests/test_configuration.py tests/engine tests/policy tests/costs
 
 .PHONY: demo quick test test-all format check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
@@ -22,8 +22,8 @@ QUICK := tests/test_imports.py tests/test_docs.py tests/test_configuration.py te
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
-# make fuzz ROUNDS=10: the property tests with new examples, over and over.
-# make chaos ROUNDS=10: kill workers under load, over and over, with other prompts each time.
+# make fuzz ROUNDS=10: the property tests with new examples, ROUNDS times.
+# make chaos ROUNDS=10: kill workers under load, ROUNDS times, with other prompts each time.
 
 demo: $(SERVES)
 	@$(BIN)/diptych demo
@@ -31,17 +31,17 @@ demo: $(SERVES)
 quick: $(READY)
 	@$(PYTEST) -n $(JOBS) -m "not full and not ray and not model" $(QUICK)
 
-# On two processes; which tests, says tests/conftest.py. JOBS=0: in one.
+# On two processes; tests/conftest.py selects the tests. JOBS=0: in one process.
 test: $(READY)
 	@$(PYTEST) -n $(JOBS) --no-loadscope-reorder -m "not full"
 
-# Everything, and what was skipped for which reason: the grids, the benchmarks and searches in small, the autoscaler and the pods.
+# All tests, with reasons of skips: grids, small runs of benchmarks and searches, the autoscaler and the pods.
 test-all: $(READY)
 	@$(PYTEST) -rs -n $(JOBS) --no-loadscope-reorder
 	@$(MAKE) --no-print-directory autoscaler
 	@$(MAKE) --no-print-directory pods
 
-# Benchmarks and searches in small: that they run, and that what they print is there.
+# Small runs of benchmarks and searches: that they work and print their figures.
 campaigns: $(READY)
 	@$(PYTEST) -n $(JOBS) -m campaign
 
@@ -58,7 +58,7 @@ check: $(READY)
 bench: $(READY)
 	@$(BIN)/python -m benchmarks
 
-# The engine beside its peers (once: bin/python -m benchmarks peer-install), with a chart in bench-results/.
+# The engine beside its peers (first: .venv/bin/python -m benchmarks peer-install), with a chart in bench-results/.
 bench-engine: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks engine step --out bench-results
 
@@ -70,7 +70,7 @@ $(VENV)/.bench: $(READY)
 study: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.study $(ARGS)
 
-# Loads that shift: ours against every system, every static split, colocated, and the best per phase, all simulated; writes
+# Shifting loads: ours against every system, every static split, colocated, and the best per phase, all simulated; writes
 # benchmarks/results/elastic-campaign.md and its pictures. ARGS=--quick, ARGS=--full, ARGS="bursts day", ARGS=--recorded.
 elastic: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.elastic $(ARGS)
@@ -79,11 +79,11 @@ elastic: $(VENV)/.bench
 sim-vs-real: $(READY)
 	@$(BIN)/python -m benchmarks.sim_vs_real $(ARGS)
 
-# Roles follow a load that shifts, on the real cluster, token for token: four minutes. ARGS=--modelled: four workers that sleep.
+# Roles follow a shifting load on a real cluster, with equal tokens: four minutes. ARGS=--modelled: four workers that sleep.
 shift: $(READY)
 	@$(BIN)/python -m benchmarks.shift $(ARGS)
 
-# A pool grows and shrinks by load alone, and Ray's autoscaler brings the nodes: a minute.
+# A pool grows and shrinks with the load, and Ray's autoscaler adds and removes nodes: a minute.
 autoscaler: $(READY)
 	@DIPTYCH_AUTOSCALER=1 $(BIN)/python -m pytest -q tests/ray/test_autoscaler.py -k load
 
@@ -96,19 +96,19 @@ pods: $(READY)
 image:
 	$(or $(BUILDER),docker build) -t diptych:0.1.0 $(ARGS) .
 
-# The image built by buildah on a Debian of its own, and run: ten minutes, as root, with buildah and debootstrap.
+# Builds the image with buildah on a bootstrapped Debian and runs it: ten minutes, as root, with buildah and debootstrap.
 image-test: $(READY)
 	@DIPTYCH_IMAGE=1 $(BIN)/python -m pytest -q -s tests/image/test_image.py
 
-# Long prompts arrive while others decode: whole prompts first, four sizes of chunks, and split, on the same two cores, with
-# five seeds; about an hour and a half. ARGS="--seeds 2 --rates 0.6": less. See docs/benchmarking.md.
+# Long prompts arrive during decodes: whole prompts first, four chunk sizes, and split, on the same two cores, with five
+# seeds; about an hour and a half. ARGS="--seeds 2 --rates 0.6": less. See docs/benchmarking.md.
 INTERFERENCE := $(addprefix examples/interference/,$(addsuffix .yaml,colocated chunk-64 chunk-128 chunk-256 chunk-512 split))
 compare: $(VENV)/.bench
 	@$(BIN)/diptych bench --compare $(INTERFERENCE) \
 		--workload poisson:rate=0.6,count=40,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6 \
 		--ttft 3 --tpot 0.15 --seeds 5 -o bench-results/interference $(ARGS)
 
-# guidellm and aiperf as they are, against our HTTP server; makes an environment for each at the first time (minutes).
+# guidellm and aiperf, unmodified, against our HTTP server; the first run creates an environment for each (minutes).
 bench-outside: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.outside $(ARGS)
 
@@ -118,7 +118,7 @@ chaos: $(READY)
 pairs: $(READY)
 	@DIPTYCH_PAIRS_MODEL=$(or $(MODEL),smollm2-135m) $(BIN)/python -m pytest -q tests/cluster/test_pairs.py
 
-# Placements of the literature, searched in full; minutes to a quarter of an hour.
+# Full searches of placements from the literature; minutes to a quarter of an hour.
 plan-acceptance: $(READY)
 	@DIPTYCH_PLAN_ACCEPTANCE=1 $(BIN)/python -m pytest -q -s -o timeout=3600 tests/offline/plan/test_acceptance.py
 
@@ -127,14 +127,14 @@ fuzz: $(READY)
 		HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -m hypothesis || exit 1; \
 	done
 
-# What the papers' own traces say, at length; needs the public traces (tests/shared.py says where).
+# Long checks against the papers' own traces; needs the public traces (see tests/shared.py).
 literature: $(READY)
 	@DIPTYCH_LITERATURE=1 $(BIN)/python -m pytest -q -s tests/literature
 
 proto: $(READY)
 	@$(BIN)/python -m cluster.frontend.grpc.generate_stubs
 
-# What serving needs. torch first and pinned: anything else that asks for torch then finds it, instead of the largest build.
+# For serving. torch comes first and pinned, so that its dependents do not install the largest build.
 $(SERVES): pyproject.toml constraints.txt
 	@$(if $(strip $(PYTHON)),,echo "Python 3.11, 3.12 or 3.13 is needed: install one, or name it: make PYTHON=/path/to/python" >&2; exit 1)
 	@echo "== creating $(VENV) ($$($(PYTHON) --version))"
@@ -146,7 +146,7 @@ $(SERVES): pyproject.toml constraints.txt
 	@touch $@
 
 $(READY): $(SERVES)
-	@echo "== installing what checks and tests need"
+	@echo "== installing the tools for checks and tests"
 	@$(INSTALL) -e ".[$$($(NIXL_EXTRA)),http,dev]"
 	@touch $@
 

@@ -1,23 +1,23 @@
-"""Which tests run when, and how.
+"""Selection, order and environment of the tests.
 
     make quick      some folders (QUICK in the Makefile), without Ray and without a model
-    make test       everything but what is marked `full`: protects a change
+    make test       everything except tests marked `full`; run it for every change
     make test-all   everything; CI runs it
 
-Marks decide, on a test or as a file's `pytestmark`:
+Marks, on a test or as a file's `pytestmark`, select:
 
     full        only `make test-all` runs it
-    campaign    a benchmark or a search in small; implies `full`
+    campaign    a small run of a benchmark or a search; implies `full`
     grid        of a parametrized test, `make test` runs one instance; grid(keep=4): four, evenly spaced
-    ray, model  starts Ray; needs the model file: `make quick` leaves them out
+    ray, model  starts Ray; needs the model file; `make quick` skips them
 
-`pytest tests/some/test_x.py` by hand runs everything in the file.
+`pytest tests/some/test_x.py` runs everything in the file.
 
-Property tests draw the same examples every time, so that a run proves a commit and not its luck. `make fuzz` draws new
-ones: what it finds becomes an `@example`. No clock decides: a busy machine fails no example.
+Property tests use the same examples every time, so a run is reproducible. `make fuzz` uses new ones; an example that
+fails becomes an `@example`. Examples have no deadline, so a busy machine fails none.
 
-The tests run on two processes, a file at a time. What starts Ray is one unit, which comes first: it takes longest, and
-two clusters of Ray would slow each other down.
+The tests run on two processes, a file at a time. The tests in tests/ray are one unit, which runs first: it takes
+longest, and two Ray clusters would slow each other down.
 """
 
 import gc
@@ -32,12 +32,12 @@ from hypothesis import HealthCheck, settings
 RAY = "tests/ray/"
 
 if os.environ.get("DIPTYCH_TEST_DEVICE", "cpu") == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is loaded, by whichever test comes first
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # teams that spin while they wait take the cores from the others
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test loads Triton
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting OpenMP threads that spin would block the cores
 
-gc.disable()  # imports make millions of objects and next to no garbage; pytest_collection_finish enables it again
+gc.disable()  # imports create millions of objects and little garbage; pytest_collection_finish enables it again
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background of a script; children inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CALM: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -47,7 +47,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "everyday"))
 
 
 def unit(nodeid: str) -> str:
-    """What one process runs as a whole: a file, so that what its tests share is made once."""
+    """The unit that one process runs: a file, so that its shared fixtures are created once."""
     path = nodeid.partition("::")[0]
     return RAY if path.startswith(RAY) else path
 
@@ -62,7 +62,7 @@ def grids(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def left_out(instances: list[pytest.Item]) -> list[pytest.Item]:
-    """Those that `make test` does not run: all but `keep`, evenly spaced."""
+    """The instances that `make test` skips: all but `keep`, evenly spaced."""
     marker = instances[0].get_closest_marker("grid")
     keep = marker.kwargs.get("keep", 1) if marker else len(instances)
     kept = {number * len(instances) // keep for number in range(keep)}
@@ -81,18 +81,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live until the end: no garbage collection looks at them again."""
+    """Exclude modules and tests from garbage collection: they live until the end."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # extensions complain at exit about objects that are left
+    gc.unfreeze()  # extensions warn at exit about leftover objects
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Commands keep their signal handlers until the process ends; here others come after them, and Ctrl-C must work."""
+    """Restore signal handlers after each test: commands replace them for the rest of the process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     outcome = yield
     for number, handler in before.items():

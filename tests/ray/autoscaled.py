@@ -1,4 +1,4 @@
-"""A Ray whose autoscaler starts and ends nodes: real raylets on this machine, by Ray's own fake node provider.
+"""A Ray whose autoscaler starts and stops nodes: real raylets on this machine, by Ray's fake node provider.
 
 `ray.cluster_utils.AutoscalingCluster` would end every other Ray of this machine, and needs a file that wheels lack.
 Every process carries a token of its own in its environment, by which all of them are found at the end.
@@ -32,13 +32,13 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 @dataclass(frozen=True)
 class Autoscaled:
-    """A running head. `environment` is what joins it."""
+    """A running head. `environment`: the variables to join it."""
 
     address: str
     environment: dict[str, str]
 
     async def status(self) -> str:
-        """`ray status`: the nodes of each type, what is used, and what is asked for in vain."""
+        """The output of `ray status`: nodes by type, usage and pending demands."""
         process = await asyncio.create_subprocess_exec(
             *(RAY, "status", f"--address={self.address}"),
             env=_clean() | self.environment,
@@ -46,17 +46,17 @@ class Autoscaled:
             stderr=asyncio.subprocess.STDOUT,
         )
         async with asyncio.timeout(COMMAND_S):
-            told, _ = await process.communicate()
-        assert process.returncode == 0, told.decode()
-        return told.decode()
+            output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
+        return output.decode()
 
 
 @asynccontextmanager
 async def autoscaled(
     head: dict[str, float], types: dict[str, dict[str, Any]], idle_s: float
 ) -> AsyncIterator[Autoscaled]:
-    """A head with these resources. `types`: of nodes, with `resources` and `max_workers` each; idle ones go."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short, as sockets' names are bounded
+    """A head with these resources. `types`: node types with `resources` and `max_workers`; idle nodes are removed."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short, because socket paths are limited
     host, port, token = ray.util.get_node_ip_address(), _free_port(), secrets.token_hex(32)
     config = folder / "autoscaler.json"
     config.write_text(json.dumps(_config(f"{host}:{port}", head, types, idle_s)))
@@ -78,8 +78,8 @@ async def autoscaled(
             start_new_session=True,
         )
         async with asyncio.timeout(START_S):
-            while "Ray runtime started" not in (told := (folder / "head.log").read_text()):
-                assert process.returncode is None, told
+            while "Ray runtime started" not in (output := (folder / "head.log").read_text()):
+                assert process.returncode is None, output
                 await asyncio.sleep(0.1)
         yield Autoscaled(f"{host}:{port}", joining)
     finally:
@@ -127,7 +127,7 @@ def _free_port() -> int:
 
 
 def _end(token: str) -> None:
-    """Kill all that carry the token, and those that they started meanwhile."""
+    """Kill all processes with the token in their environment, and their children."""
     while family := [process for process in psutil.process_iter() if _carries(process, token)]:
         for process in family:
             process.kill()

@@ -33,14 +33,14 @@ from tests.ray.served import ROOT, START_S, STOP_S
 LEFT, RIGHT, PREFIX = "10.77.0.1", "10.77.0.2", 24
 DEVICE = "link0"
 RAY_PORT = 6379
-RAY_FOLDER = "/dev/shm/ray"  # short, as sockets' names are bounded
+RAY_FOLDER = "/dev/shm/ray"  # short, because socket paths are limited
 COMMAND_S = 10.0
 RAY_START_S = 90.0
 TBF = ("burst", "128kb", "latency", "50ms")
 BURST_BYTES = 128 << 10
 CLONE_NEWNET = 0x40000000
 ALONE = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-OWN_FILES = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm"  # /sys as its network has it
+OWN_FILES = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm"  # /sys of this network namespace
 TRIAL = (
     f"{OWN_FILES} && ip link add name {DEVICE} type veth peer name {DEVICE}b && "
     f"tc qdisc add dev {DEVICE} root tbf rate 1gbit {' '.join(TBF)}"
@@ -48,7 +48,7 @@ TRIAL = (
 
 
 def why_not() -> str:
-    """ "" where two nodes can be made, else what is missing."""
+    """Why two nodes cannot be created here, or an empty text."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in ("ip", "tc", "unshare", "nsenter", "pgrep") if shutil.which(name) is None]
@@ -60,7 +60,7 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A network namespace with one address; `holder` is the process that keeps it."""
+    """A network namespace with one address; the process `holder` keeps it alive."""
 
     address: str
     holder: psutil.Process
@@ -70,23 +70,23 @@ class Node:
         return ("nsenter", f"--target={self.holder.pid}", "--net", "--pid", "--mount", *command)
 
     def run(self, *command: str, env: dict[str, str] | None = None, timeout_s: float = COMMAND_S) -> str:
-        """What `command` says; it must succeed."""
+        """The output of `command`, which must succeed."""
         done = subprocess.run(self.inside(*command), capture_output=True, text=True, env=env, timeout=timeout_s)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def network(self, pid: int | str = "self") -> str:
-        """The network namespace of a process, by its pid as processes on the nodes see it."""
+        """The network namespace of a process, by its pid inside the nodes."""
         return self.run("readlink", f"/proc/{pid}/ns/net")
 
     def socket(self) -> socket.socket:
-        """A socket of this node in our process: it stays in the network of the thread that made it."""
+        """A socket of this node in our process: a socket stays in the namespace of the thread that created it."""
         with ThreadPoolExecutor(1) as thread, open(f"/proc/{self.holder.pid}/ns/net") as network:
             return thread.submit(_socket_in, network.fileno()).result()
 
 
 def _socket_in(network: int) -> socket.socket:
-    """For a thread that ends behind this: it does not come back from there."""
+    """Move this thread into the node's network for good; the thread must end afterwards."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(network, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns to a node")
@@ -95,13 +95,13 @@ def _socket_in(network: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class Link:
-    """The cable between the two."""
+    """The veth pair between the nodes."""
 
     left: Node
     right: Node
 
     def shape(self, bits_per_s: int) -> None:
-        """From now on no side sends more than BURST_BYTES + bits_per_s / 8 * t bytes in any time t."""
+        """Limit each side to BURST_BYTES + bits_per_s / 8 * t bytes in any time t."""
         for node in (self.left, self.right):
             node.run("tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", f"{bits_per_s}bit", *TBF)
 
@@ -118,10 +118,10 @@ class Link:
 
 @contextmanager
 def linked_nodes() -> Iterator[Link]:
-    """Both namespaces and the cable; everything inside is killed at the end."""
+    """Both namespaces and their link; all processes inside are killed at the end."""
     with _nodes() as (left, right):
         cable = ("link", "add", "name", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", str(right.holder.pid))
-        into = ("nsenter", f"--target={left.holder.pid}", "--net")  # without its pids: ip is told one of ours
+        into = ("nsenter", f"--target={left.holder.pid}", "--net")  # not its pid namespace: ip gets a pid of ours
         subprocess.run([*into, "ip", *cable], check=True, timeout=COMMAND_S)
         for node in (left, right):
             node.run("ip", "address", "add", f"{node.address}/{PREFIX}", "dev", DEVICE)
@@ -132,7 +132,7 @@ def linked_nodes() -> Iterator[Link]:
 
 @contextmanager
 def _nodes() -> Iterator[tuple[Node, Node]]:
-    """Two namespaces that do not know each other."""
+    """Two unconnected namespaces."""
     hold = ("sh", "-c", f"{OWN_FILES} && exec cat")
     with _held(*ALONE, *hold) as holder:
         beside = ("nsenter", f"--target={holder.pid}", "--pid", "--mount", "unshare", "--net", "--mount")
@@ -142,7 +142,7 @@ def _nodes() -> Iterator[tuple[Node, Node]]:
 
 @contextmanager
 def _held(*command: str) -> Iterator[psutil.Process]:
-    """Run `command`, which ends as a `cat`; yields that one's process, and ends it with all that it holds."""
+    """Run `command`, which execs `cat`; yields its process, and ends it with everything inside its namespaces."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -152,14 +152,14 @@ def _held(*command: str) -> Iterator[psutil.Process]:
         (holder,) = psutil.Process(process.pid).children() or [psutil.Process(process.pid)]
         yield holder
     finally:
-        process.stdin.close()  # cat ends: as the init of a pid namespace, it takes everybody along
+        process.stdin.close()  # cat ends; it is the init of its pid namespace, so all processes inside end too
         process.wait(COMMAND_S)
         process.stdout.close()
 
 
 @asynccontextmanager
 async def served_on(link: Link, document: dict[str, Any], **environment: str) -> AsyncIterator[str]:
-    """`diptych serve` on the left of two Ray nodes; yields an endpoint on the host that leads to its door.
+    """`diptych serve` on the left of two Ray nodes; yields a host endpoint forwarded to its gRPC server.
 
     The Ray nodes have custom resources {left: 1} and {right: 1}, and live as long as `link`. At the end, serve gets
     its Ctrl-C and must end well.
@@ -185,7 +185,7 @@ async def served_on(link: Link, document: dict[str, Any], **environment: str) ->
     try:
         async with asyncio.timeout(START_S):
             await _tell(process, yaml.safe_dump(document))
-            port = await _door(process, lines)
+            port = await _grpc_port(process, lines)
         async with _relayed(link.left, port) as endpoint:
             yield endpoint
     finally:
@@ -207,8 +207,8 @@ async def _tell(process: asyncio.subprocess.Process, text: str) -> None:
     process.stdin.close()
 
 
-async def _door(process: asyncio.subprocess.Process, lines: list[str]) -> int:
-    """The port that serve says it listens on."""
+async def _grpc_port(process: asyncio.subprocess.Process, lines: list[str]) -> int:
+    """The port that serve prints."""
     assert process.stdout is not None
     async for raw in process.stdout:
         lines.append(raw.decode(errors="replace").rstrip())
@@ -218,7 +218,7 @@ async def _door(process: asyncio.subprocess.Process, lines: list[str]) -> int:
 
 
 async def _interrupt(process: asyncio.subprocess.Process, lines: list[str]) -> None:
-    """Ctrl-C for the serve that nsenter waits for; killed when that takes too long."""
+    """Press Ctrl-C in the serve below nsenter; kill it after a timeout."""
     assert process.stdout is not None
     inner = psutil.Process(process.pid).children() if process.returncode is None else []
     for each in inner:
@@ -234,7 +234,7 @@ async def _interrupt(process: asyncio.subprocess.Process, lines: list[str]) -> N
 
 @asynccontextmanager
 async def _relayed(node: Node, port: int) -> AsyncIterator[str]:
-    """An endpoint on the host; every connection to it is carried on to `port` of the node's loopback."""
+    """An endpoint on the host; connections are forwarded to `port` on the node's loopback."""
     ends: set[asyncio.StreamWriter] = set()
     carriers: set[asyncio.Task[None]] = set()
 
@@ -268,7 +268,7 @@ async def _relayed(node: Node, port: int) -> AsyncIterator[str]:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One direction of a connection, to its end."""
+    """Forward one direction of a connection."""
     with contextlib.suppress(ConnectionError):  # the other direction ends as well
         while data := await reader.read(1 << 16):
             writer.write(data)

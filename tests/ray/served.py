@@ -1,4 +1,4 @@
-"""`diptych serve` as a real process on a Ray of its own, for tests: started, spoken to, and surely ended."""
+"""Runs `diptych serve` as a process on a Ray of its own, for tests, and checks that nothing is left afterwards."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ class Served:
 
 
 def laptop(**changes: Any) -> dict[str, Any]:
-    """examples/laptop.yaml on any free port, with a router that always hands KV over."""
+    """examples/laptop.yaml on any free port, with a router that always splits prefill and decode."""
     document: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "laptop.yaml").read_text())
     document["gateway"] |= {"grpc_port": 0, "routing": "least-loaded"}
     document["name"] = f"test-{os.getpid()}"
@@ -46,7 +46,7 @@ def with_pools(document: dict[str, Any], **replicas: int) -> dict[str, Any]:
 
 @asynccontextmanager
 async def served(document: dict[str, Any], folder: Path, **environment: str) -> AsyncIterator[Served]:
-    """Serve until the block ends; then Ctrl-C, and prove that no process of it is left."""
+    """Serve until the block ends; then press Ctrl-C and check that no process is left."""
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -94,8 +94,18 @@ async def _read(subject: Served) -> None:
             subject.endpoint = line.removeprefix("ready: grpc://")
 
 
+def services(subject: Served) -> list[psutil.Process]:
+    """The processes of controller and gateway."""
+    children = psutil.Process(subject.process.pid).children(recursive=True)
+    return [each for each in children if "_ServiceActor" in " ".join(each.cmdline())]
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    return any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in process.net_connections())
+
+
 def streamed_tokens(events: list[TextEvent]) -> list[int]:
-    """The tokens; every position must come once and in order."""
+    """The tokens. Every position must arrive once and in order."""
     tokens: list[int] = []
     for event in events:
         if isinstance(event, TextDelta):

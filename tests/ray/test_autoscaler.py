@@ -1,4 +1,4 @@
-"""With Ray's own autoscaler: a pool that grows brings a node up, one that shrinks takes it down; no token is lost."""
+"""With Ray's autoscaler: a growing pool adds a node, a shrinking one removes it, and no token is lost."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from workers.executor.modelled import modelled_token
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5, 6, 7] * 7
-PREFILLS = {"step_s": 0.005, "decode_row_s": 1.0, "prefill_token_s": 0.0001}  # so that no change of roles helps
+PREFILLS = {"step_s": 0.005, "decode_row_s": 1.0, "prefill_token_s": 0.0001}  # so that a role change does not help
 DECODES = {"step_s": 0.2, "decode_row_s": 0.02, "prefill_token_s": 0.0001}
 TPOT_S = 0.45  # 12 decodes on one worker, and far from it with 2
 IDLE_S = 3.0
@@ -41,16 +41,16 @@ class Subject:
         return status
 
     async def nodes_until(self, is_so: Callable[[str], bool]) -> str:
-        """What `ray status` says, once it is so."""
+        """The output of `ray status`, once `is_so` holds."""
         end_s = asyncio.get_running_loop().time() + WAIT_S
-        while not is_so(told := await self.ray.status()):
-            assert asyncio.get_running_loop().time() < end_s, told
+        while not is_so(output := await self.ray.status()):
+            assert asyncio.get_running_loop().time() < end_s, output
             await asyncio.sleep(0.2)
-        return told
+        return output
 
 
 def document() -> dict[str, object]:
-    """One worker of each pool has room on the head; a second one that decodes has on a node of its own."""
+    """The head has room for one worker of each pool; a second decode worker needs a node of its own."""
     made = laptop(executor="modelled")
     prefill, decode = made["pools"]
     prefill |= {"resources": {"cpu": 0.5, "custom": {"prefill": 1}}, "cost": PREFILLS}
@@ -85,13 +85,13 @@ def has_gone(name: str) -> Callable[[ClusterStatus], bool]:
     return lambda status: worker(status, name) is None
 
 
-def nodes(told: str) -> int:
-    """Nodes of the type that a worker which decodes needs."""
-    return sum(int(count) for count in re.findall(r"^ (\d+) decodes$", told, re.MULTILINE))
+def nodes(output: str) -> int:
+    """The number of nodes for decode workers."""
+    return sum(int(count) for count in re.findall(r"^ (\d+) decodes$", output, re.MULTILINE))
 
 
 async def answer(client: AsyncClient, name: str, max_tokens: int, seen: Callable[[], None] = lambda: None) -> set[int]:
-    """The attempts that it took. Every token is the one that it must be: a modelled worker draws by the name."""
+    """Check every token of a request, which a modelled worker derives from its name. Returns its attempts."""
     tokens: list[int] = []
     attempts: set[int] = set()
     async for event in client.generate(PROMPT, request_id=name, max_tokens=max_tokens):
@@ -118,22 +118,22 @@ async def test_scale_up_adds_a_node_that_serves_until_scale_down(subject: Subjec
     streams = [asyncio.ensure_future(answer(client, f"stream-{n}", 60, flowing.set)) for n in range(4)]
     await flowing.wait()
     await subject.until(lambda status: bool((found := worker(status, "decode-1")) and found.stats.running))
-    assert nodes(await subject.nodes_until(lambda told: nodes(told) > 0)) == 1
+    assert nodes(await subject.nodes_until(lambda output: nodes(output) > 0)) == 1
     await client.drain("decode-1")
     await subject.until(has_gone("decode-1"))
     assert await asyncio.gather(*streams) == [{0}] * 4, "what decoded there went on elsewhere"
-    told = await subject.nodes_until(lambda told: nodes(told) == 0)
-    assert "1.0/1.0 decode" in told and "(no resource demands)" in told, "nothing is kept of the worker that left"
+    output = await subject.nodes_until(lambda output: nodes(output) == 0)
+    assert "1.0/1.0 decode" in output and "(no resource demands)" in output, "no demand is left of the removed worker"
 
 
 async def test_a_scale_up_without_a_matching_node_type_can_be_reverted(subject: Subject) -> None:
     await subject.client.scale("prefill", 2)
-    asked = await subject.nodes_until(lambda told: "(no resource demands)" not in told)
+    asked = await subject.nodes_until(lambda output: "(no resource demands)" not in output)
     assert re.search(r"'prefill': 1\.0.*1\+ pending placement groups", asked)
     await subject.client.scale("prefill", 1)
     status = await subject.until(has_gone("prefill-1"))
     assert worker(status, "prefill-0") is not None
-    await subject.nodes_until(lambda told: "(no resource demands)" in told)
+    await subject.nodes_until(lambda output: "(no resource demands)" in output)
 
 
 @pytest.mark.skipif("DIPTYCH_AUTOSCALER" not in os.environ, reason="a minute; make autoscaler")
@@ -146,7 +146,7 @@ async def test_load_adds_a_node_and_idleness_removes_it(subject: Subject) -> Non
             await answer(client, next(names), max_tokens)
 
     async def under(count: int, max_tokens: int, awaited: Awaitable[ClusterStatus]) -> ClusterStatus:
-        """So many ask, each one question after the other, until the cluster is as awaited."""
+        """Keep `count` requests running until the cluster is as expected."""
         over = asyncio.Event()
         asking = [asyncio.ensure_future(ask(max_tokens, over)) for _ in range(count)]
         try:
@@ -162,7 +162,7 @@ async def test_load_adds_a_node_and_idleness_removes_it(subject: Subject) -> Non
         return "done" in outcomes(status, "grow") and worker(status, "decode-1").stats.running > 0  # type: ignore[union-attr]
 
     status = await under(60, 12, subject.until(took_some))
-    assert nodes(await subject.nodes_until(lambda told: nodes(told) > 0)) == 1
+    assert nodes(await subject.nodes_until(lambda output: nodes(output) > 0)) == 1
     status = await under(2, 4, subject.until(lambda status: "done" in outcomes(status, "shrink")))
     assert outcomes(status, "grow") == ["done"] == outcomes(status, "shrink")
-    await subject.nodes_until(lambda told: nodes(told) == 0)
+    await subject.nodes_until(lambda output: nodes(output) == 0)

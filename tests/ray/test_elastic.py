@@ -1,4 +1,4 @@
-"""On Ray: a worker flips and another joins while requests stream; no token is lost, no role, and no process is left."""
+"""On Ray: a worker flips and another joins while requests stream; no token or role is lost, and no process is left."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from cluster.spec import Role
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.view import ClusterView, WorkerState
-from tests.ray.served import Served, laptop, served
+from tests.ray.served import Served, laptop, listens, served, services
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -58,7 +58,7 @@ async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
         flowing = asyncio.Event()
 
         async def stream(name: str) -> tuple[list[int], int]:
-            """A modelled worker draws by the request's name and seed."""
+            """A modelled worker derives tokens from the request's name and seed."""
             tokens: list[int] = []
             async for event in client.generate(PROMPT, request_id=name, seed=7, max_tokens=150):
                 tokens.extend(getattr(event, "tokens", ()))
@@ -79,9 +79,9 @@ async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
         }  # fmt: skip
         view = await until(client, lambda view: ready(view) == roles)
         assert view.linked("decode-1", "decode-2") and view.linked("decode-1", "decode-0")
-        told = await asyncio.gather(*streams)
-        assert told == await asyncio.gather(*(stream(name) for name in names))
-        assert all(len(tokens) == 150 and attempts == 1 for tokens, attempts in told)
+        answers = await asyncio.gather(*streams)
+        assert answers == await asyncio.gather(*(stream(name) for name in names))
+        assert all(len(tokens) == 150 and attempts == 1 for tokens, attempts in answers)
         with pytest.raises(DiptychError, match="FAILED_PRECONDITION"):
             await client.scale("decode", 4)
 
@@ -106,15 +106,6 @@ async def test_a_restarted_controller_knows_roles_and_new_workers_and_drains_a_w
         await client.scale("decode", 3)
         again = await until(client, lambda view: len(ready(view)) == 4)
         new = next(each for each in again.workers if each.name == "decode-2")
-        assert new.incarnation != left.incarnation, "the old one was not found by its name"
+        assert new.incarnation != left.incarnation, "the name was reused for a new worker"
         assert not psutil.pid_exists(left.pid)
         assert len((await client.complete(PROMPT, max_tokens=8, temperature=0.0)).output.tokens) == 8
-
-
-def services(subject: Served) -> list[psutil.Process]:
-    children = psutil.Process(subject.process.pid).children(recursive=True)
-    return [each for each in children if "_ServiceActor" in " ".join(each.cmdline())]
-
-
-def listens(process: psutil.Process, port: int) -> bool:
-    return any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in process.net_connections())

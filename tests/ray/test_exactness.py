@@ -1,4 +1,4 @@
-"""The real model on real Ray, with KV over NIXL: every token is the one that a colocated worker and transformers give.
+"""The real model on real Ray, with KV over NIXL: every token equals that of a colocated worker and of transformers.
 
 This also holds for streams whose worker is killed: they pause, and then continue with the same tokens. One cluster
 serves all tests of this file; a test that kills a worker waits until Ray has rebuilt it.
@@ -37,7 +37,7 @@ pytestmark = [
 
 MODEL = "smollm2-135m"
 OUTPUT_TOKENS = 64
-TIE = 1e-4  # two best logits closer than this may flip between equally right computations
+TIE = 1e-4  # two best logits closer than this may swap between equally exact computations
 LENGTHS = [5, 6, 7, 8, 9, 11, 13, 15, 16, 17, 19, 23, 29, 31, 32, 33, 41, 48, 57, 64, 65, 80, 97, 120, 150, 200, 256,
            333, 450, 700, 1200, 2000]  # fmt: skip
 SEEDED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
@@ -45,7 +45,7 @@ SEEDED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repeti
 STREAMS = 10
 STREAM_TOKENS = 32
 ROUNDS = int(os.environ.get("DIPTYCH_CHAOS_ROUNDS", "1"))  # make chaos asks for more
-ANSWER_S = 120.0  # a stream that takes longer hangs
+ANSWER_S = 120.0  # a stream that takes longer has hung
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 
 
@@ -64,7 +64,7 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 
 def prompts() -> list[tuple[int, ...]]:
-    """32 prompts of 5 to 2,000 tokens: running text cut at odd places, and every fourth random tokens."""
+    """32 prompts of 5 to 2,000 tokens: pieces of running text, and every fourth one random tokens."""
     try:
         folder = resolve(MODEL)
     except ModelError as error:
@@ -98,7 +98,7 @@ async def split(made: list[tuple[int, ...]], client: AsyncClient) -> dict[str, l
 
 
 async def colocated(made: list[tuple[int, ...]]) -> dict[str, list[list[int]]]:
-    """The same on one worker of our own in this process."""
+    """The same on a single worker in this process."""
     spec = mixed_spec(kv_blocks=1200, max_batch_tokens=256, max_running=32)
     transfer, health = replace(spec.transfer, backends=("tcp",)), replace(spec.health, dead_after_s=60.0)
     spec = replace(spec, model=MODEL, executor="torch", transfer=transfer, health=health)
@@ -182,7 +182,7 @@ def random_prompts(case: int) -> list[list[int]]:
 
 
 def sampling(index: int) -> dict[str, float]:
-    """Half of the streams are greedy, half drawn from a seed."""
+    """Half of the streams are greedy, half sampled with a seed."""
     return {"temperature": 0.0} if index % 2 else {"seed": index, **SAMPLED}
 
 
@@ -207,7 +207,7 @@ async def test_streams_survive_the_death_of_a_worker(client: AsyncClient, victim
     assert len(ends) == len(runs)
     hurt = [end for end in ends if end.attempts > 1]
     assert hurt, "nobody noticed the death: it came too late"
-    for events, end in zip(runs, ends, strict=True):  # one that finds its decode worker dead is not accepted
+    for events, end in zip(runs, ends, strict=True):  # an attempt whose decode worker is dead is not accepted
         told = [event.attempt for event in events if isinstance(event, Accepted)]
         assert told == sorted(set(told)) and told[-1] == end.attempts - 1
 

@@ -1,4 +1,4 @@
-"""Parallel pools on Ray, with the real model: exact, and taken down and rebuilt as a whole when a rank dies.
+"""Parallel pools on Ray with the real model: exact, and replaced as a whole when a rank dies.
 
 The prefill worker is 2 x 1 (SmolLM2's 9 query and 3 KV heads do not divide by two), the decode worker 1 x 2, with other
 blocks: every transfer re-shards.
@@ -33,7 +33,7 @@ pytestmark = [
 TIE = 1e-4
 OUTPUT_TOKENS = 24
 SEEDED = {"temperature": 0.8, "top_p": 0.95}
-PROMPTS = (0, 9, 18, 28)  # of 5, 17, 57 and 450 tokens
+PROMPTS = (0, 9, 18, 28)  # prompts of 5, 17, 57 and 450 tokens
 
 
 def document() -> dict[str, Any]:
@@ -62,7 +62,7 @@ async def stream(client: AsyncClient, prompt: list[int], **sampling: float) -> l
 
 
 def ranks(subject: Served) -> set[int]:
-    """The processes of ranks that are no leaders, by pid."""
+    """Processes of the ranks other than leaders, by pid."""
     family = psutil.Process(subject.process.pid).children(recursive=True)
     found = set()
     for process in family:

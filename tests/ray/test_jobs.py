@@ -43,7 +43,7 @@ def head(tmp_path: Path) -> Iterator[tuple[psutil.Process, str]]:
         name: free_port()
         for name in ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
     }
-    # A short path: sockets live below it, and their names are bounded.
+    # A short path, because socket paths are limited.
     folder = Path("/tmp") / f"dip-{os.getpid()}"
     command = [
         *RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1",
@@ -107,7 +107,7 @@ async def test_a_submitted_job_serves_until_it_is_stopped(head: tuple[psutil.Pro
     process, address = head
     document = laptop(name="jobs")
     port = document["gateway"]["grpc_port"] = free_port()
-    # Below the working directory, because that is what Ray ships; removed again at once.
+    # Ray uploads the working directory, so the file must be inside; it is removed at once.
     path = ROOT / "examples" / f".jobs-{os.getpid()}.yaml"
     path.write_text(yaml.safe_dump(document))
     try:

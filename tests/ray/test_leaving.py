@@ -1,4 +1,4 @@
-"""On three nodes of Ray: one leaves while requests stream, gateways join and end, and no request notices."""
+"""On three Ray nodes: one leaves and gateways join and end while requests stream; no request fails."""
 
 import asyncio
 import json
@@ -34,13 +34,13 @@ class Command:
 
     async def line(self, begins: str) -> str:
         assert self.process.stdout is not None
-        said = []
+        output = []
         async with asyncio.timeout(START_S):
             while line := (await self.process.stdout.readline()).decode().strip():
-                said.append(line)
+                output.append(line)
                 if line.startswith(begins):
                     return line
-        raise AssertionError("\n".join(said))
+        raise AssertionError("\n".join(output))
 
     async def ended(self) -> tuple[int, str]:
         async with asyncio.timeout(START_S):
@@ -103,7 +103,7 @@ async def stream(client: AsyncClient, index: int, first: asyncio.Event) -> Answe
 
 
 async def streams(client: AsyncClient, count: int) -> list["asyncio.Task[Answer]"]:
-    """Under way."""
+    """The request streams."""
     begun = [asyncio.Event() for _ in range(count)]
     tasks = [asyncio.ensure_future(stream(client, index, first)) for index, first in enumerate(begun)]
     await asyncio.gather(*(each.wait() for each in begun))
@@ -127,20 +127,20 @@ async def test_a_node_leaves_and_a_gateway_stops_under_load(nodes: Cluster, tmp_
             disturbed = []
             while leaving.process.returncode is None:
                 disturbed += await asyncio.gather(*await streams(client, 6))
-            code, said = await refused.ended()
-            assert code == 1 and said.endswith(
+            code, output = await refused.ended()
+            assert code == 1 and output.endswith(
                 f"has the controller of {name}, which would end with it; end `diptych serve` there"
             )
-            code, said = await leaving.ended()
-            assert code == 0, said
-            told = json.loads(said)
-            assert [each.partition("/")[2][:7] for each in told["left"]] == ["decode-"] and not told["still_there"]
+            code, output = await leaving.ended()
+            assert code == 0, output
+            report = json.loads(output)
+            assert [each.partition("/")[2][:7] for each in report["left"]] == ["decode-"] and not report["still_there"]
             assert {each.completed.attempts for each in disturbed} == {1}
             assert [each.output.tokens for each in disturbed] == undisturbed * (len(disturbed) // 6)
             workers = {each.name: each.state for each in (await client.status()).view.workers}
-            assert len(workers) == 3 and f"{told['left'][0].partition('/')[2]}" not in workers
+            assert len(workers) == 3 and f"{report['left'][0].partition('/')[2]}" not in workers
             last = await streams(client, 6)
             gateway.process.send_signal(signal.SIGTERM)
             assert [each.output.tokens for each in await asyncio.gather(*last)] == undisturbed
-            code, said = await gateway.ended()
-            assert (code, said.splitlines()[-1]) == (0, "closed")
+            code, output = await gateway.ended()
+            assert (code, output.splitlines()[-1]) == (0, "closed")

@@ -29,7 +29,7 @@ async def test_a_drained_worker_leaves_while_its_decodes_migrate(tmp_path: Path)
         flowing, left = asyncio.Event(), asyncio.Event()
 
         async def stream(name: str) -> list[int]:
-            """Until the worker has left, and some tokens more. A modelled worker draws by the request's name."""
+            """Stream until some tokens after the worker has left. Modelled tokens follow from the request's name."""
             tokens: list[int] = []
             attempts, behind = set(), 0
             async for event in client.generate(PROMPT, request_id=name, max_tokens=1500):

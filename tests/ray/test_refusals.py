@@ -1,4 +1,4 @@
-"""A parallel setting that cannot work is refused by `diptych serve` itself, in one line and with exit code 1."""
+"""An impossible parallel setting is refused by `diptych serve` itself, in one line and with exit code 1."""
 
 import subprocess
 import sys

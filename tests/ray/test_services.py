@@ -22,7 +22,7 @@ from diptych.errors import DiptychError
 from diptych.retry import Retry
 from diptych.view import ClusterView
 from tests.model.tiny import write_tiny_llama
-from tests.ray.served import ROOT, Served, at_rest, laptop, served, until, worker
+from tests.ray.served import ROOT, Served, at_rest, laptop, listens, served, services, until, worker
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -39,16 +39,6 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
         document["gateway"]["http_port"] = free.getsockname()[1]
     async with served(document, folder, RAY_metrics_report_interval_ms="1000") as subject:
         yield subject
-
-
-def services(subject: Served) -> list[psutil.Process]:
-    """The processes of controller and gateway."""
-    children = psutil.Process(subject.process.pid).children(recursive=True)
-    return [each for each in children if "_ServiceActor" in " ".join(each.cmdline())]
-
-
-def listens(process: psutil.Process, port: int) -> bool:
-    return any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in process.net_connections())
 
 
 def starts(view: ClusterView) -> dict[str, tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Two Ray nodes in two network namespaces: KV crosses a real link, a slow one shows, and a cut one costs an attempt.
+"""Two Ray nodes in two network namespaces: KV over a real link, also a slow one and one that is cut.
 
 UCX_TLS=tcp keeps NIXL out: both nodes are one machine, so it would read by CMA, past the link that is tested here.
 """
@@ -37,12 +37,12 @@ ENGINE: dict[str, Any] = {"kv_blocks": 256, "max_batch_tokens": 1024, "determini
 SEEDED = {"seed": 11, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
 DEAD_AFTER_S = 3.0
 ANSWER_S = 60.0
-HEAL_S = 60.0  # a worker is started again, and loads its model
+HEAL_S = 60.0  # a worker restarts and loads its model
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt, and how to answer it."""
+    """A prompt and its sampling parameters."""
 
     prompt: tuple[int, ...]
     num_tokens: int = 8
@@ -55,7 +55,7 @@ class Ask:
 
 @pytest.fixture(scope="module")
 def asks() -> dict[str, Ask]:
-    """Running text, each prompt from another place; `seeded` ones are drawn, all others greedy."""
+    """Pieces of running text; `seeded` ones are sampled, the others greedy."""
     try:
         folder = resolve(MODEL)
     except ModelError as error:
@@ -74,7 +74,7 @@ def asks() -> dict[str, Ask]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def expected(asks: dict[str, Ask]) -> dict[str, list[int]]:
-    """What one worker in this process answers, alone and without any transfer."""
+    """The answers of a single worker in this process, without KV transfer."""
     spec = mixed_spec()
     spec = replace(
         spec,
@@ -103,18 +103,18 @@ def link() -> Iterator[Link]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(asks: dict[str, Ask], link: Link) -> AsyncIterator[AsyncClient]:
-    """A cluster with prefill pool, door and controller on the left, and its decode pool on the right."""
+    """A cluster with prefill pool, gateway and controller on the left, and its decode pool on the right."""
     document = laptop(health={"dead_after_s": DEAD_AFTER_S})
     for pool, side in zip(document["pools"], ("left", "right"), strict=True):
         pool["resources"] = {"cpu": 1, "custom": {side: 1}}
-        pool["engine"] |= ENGINE | {"prefix_caching": False}  # all KV of a prompt has to come, each time
+        pool["engine"] |= ENGINE | {"prefix_caching": False}  # all KV of a prompt is transferred each time
     async with served_on(link, document, UCX_TLS="tcp") as endpoint, AsyncClient(endpoint) as client:
         await client.wait_ready(30.0)
         yield client
 
 
 async def handed_over(client: AsyncClient, ask: Ask) -> Answer:
-    """An answer whose KV came from the left through a socket, every block checked."""
+    """Generate an answer and check that all its KV came over TCP with verified digests."""
     answer = await client.complete(ask.prompt, timeout_s=ANSWER_S, **ask.options)
     (report,) = answer.completed.transfers
     assert report.path.startswith(f"tcp {LEFT}:")
@@ -135,12 +135,12 @@ async def until(client: AsyncClient, timeout_s: float, holds: Callable[[ClusterV
 
 
 def fastest_s(num_bytes: float) -> float:
-    """A link of a gigabit a second cannot move so many bytes in less: the shaper's definition."""
+    """The minimum seconds of a transfer over the shaped link."""
     return (num_bytes - BURST_BYTES) / (GIGABIT / 8)
 
 
 def after_compute_s(answer: Answer) -> float:
-    """What the ledger has between the end of the prefill's compute and the first decode step, and wires around."""
+    """Ledger seconds between the end of the prefill's compute and the first decode step, network included."""
     ledger = answer.completed.ledger
     phases = ("prefill_wire", "transfer_wait", "decode_queue", "decode_wire")
     return sum(ns for phase, ns in ledger.first + ledger.rest if phase in phases) / 1e9
@@ -163,7 +163,7 @@ async def test_each_pool_runs_on_its_node_and_kv_travels_over_tcp(client: AsyncC
 async def test_split_over_two_nodes_equals_colocated_token_for_token(
     client: AsyncClient, asks: dict[str, Ask], expected: dict[str, list[int]]
 ) -> None:
-    names = [name for name in asks if name != "longest"]  # that one goes alone, below
+    names = [name for name in asks if name != "longest"]  # that one runs alone, below
     answers = await asyncio.gather(*(handed_over(client, asks[name]) for name in names))
     assert [list(answer.output.tokens) for answer in answers] == [expected[name] for name in names]
 
@@ -180,7 +180,7 @@ async def test_a_gigabit_link_shows_in_report_and_ledger(
     assert after_compute_s(shaped) >= bound_s
 
     link.free()
-    for _ in range(FREE_TRIES):  # some may be slow for other reasons
+    for _ in range(FREE_TRIES):  # a try may be slow for other reasons
         free = await handed_over(client, asks["longest"])
         if after_compute_s(free) < bound_s:
             break
@@ -217,7 +217,7 @@ async def test_a_cut_link_costs_an_attempt_but_no_token_and_recovers(
 
 
 async def stream_over_a_cut(client: AsyncClient, link: Link, ask: Ask) -> list[TextEvent]:
-    """All events of a stream whose link is cut once some tokens have come, and heals when it has ended."""
+    """All events of a stream whose link is cut after `CUT_AT` tokens and restored at its end."""
     events: list[TextEvent] = []
     cut = False
     try:
@@ -246,11 +246,11 @@ async def test_a_pipeline_over_two_nodes_answers_like_one_rank(
     pool["parallel"] = {"pipeline": 2, "placement": "strict_spread"}
     pool["engine"] |= ENGINE
     document["pools"] = [pool]
-    with linked_nodes() as other:  # that of the tests above still stands
+    with linked_nodes() as other:  # the cluster of the other tests still runs
         async with served_on(other, document, UCX_TLS="tcp") as endpoint, AsyncClient(endpoint) as client:
             await client.wait_ready(30.0)
             leader = worker((await client.status()).view, "mixed-0").pid
-            rank = other.left.run("pgrep", "-f", "ray::_RankActor")  # the one that is no leader
+            rank = other.left.run("pgrep", "-f", "ray::_RankActor")  # the rank that is not the leader
             where = {other.left.network(pid) for pid in (leader, rank)}
             assert where == {other.left.network(), other.right.network()}, "both stages lie on one node"
             names = ["short", "middle", "seeded short", "stream"]

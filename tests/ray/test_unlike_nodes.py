@@ -1,4 +1,4 @@
-"""Two Ray nodes that differ, on this machine: workers are placed by their pool's labels and custom resources."""
+"""Two different Ray nodes on this machine: workers are placed by their pool's labels and custom resources."""
 
 import secrets
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ PLACE_S = 20.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def runtime() -> AsyncIterator[RayRuntime]:
-    """An h100 and an a100 node, as labels say; the a100 one has a custom resource too."""
+    """Nodes labeled h100 and a100; the a100 node has a custom resource too."""
     nodes = Cluster()
     nodes.add_node(num_cpus=4, labels={"gpu": "h100"}, object_store_memory=STORE, include_dashboard=False)
     nodes.add_node(num_cpus=4, labels={"gpu": "a100"}, resources={"cheap": 1}, object_store_memory=STORE)
@@ -62,9 +62,9 @@ async def test_pools_run_on_the_nodes_that_they_name(runtime: RayRuntime) -> Non
 async def test_an_unavailable_resource_is_refused_with_the_available_ones(runtime: RayRuntime) -> None:
     with pytest.raises(RuntimeUnavailable) as labels:
         await runtime.start_worker(order("l4-0", Resources(labels={"gpu": "l4"}), 0.5))
-    told = str(labels.value)
-    assert "no room for l4-0: it needs {CPU: 1}, labels {gpu: l4}; no node has these labels" in told
-    assert "gpu: h100" in told and "gpu: a100" in told and "\n" not in told
+    message = str(labels.value)
+    assert "no room for l4-0: it needs {CPU: 1}, labels {gpu: l4}; no node has these labels" in message
+    assert "gpu: h100" in message and "gpu: a100" in message and "\n" not in message
     with pytest.raises(RuntimeUnavailable, match=r"it needs \{CPU: 1, dear: 1\}; the 2 nodes, if empty, would hold"):
         await runtime.start_worker(order("dear-0", Resources(custom={"dear": 1.0}), 0.5))
     with pytest.raises(RuntimeUnavailable, match="which others hold on the only node with these labels"):
