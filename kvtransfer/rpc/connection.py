@@ -192,7 +192,7 @@ class RpcConnection:
             else:
                 future.set_result(outcome)
         else:
-            raise ProtocolError(f"it sent a frame of kind {kind} and number {number}, which nobody expects")
+            raise ProtocolError(f"it sent a frame of kind {kind} and number {number}, which is not expected")
 
     async def _serve(self, number: int, request: Any) -> None:
         """Every call gets an answer, whatever happens."""

@@ -63,7 +63,7 @@ def result(plan: StepPlan, seconds: float = 0.01) -> StepResult:
 def step(
     engine: Engine, now_s: float = 0.0, device: "Device | None" = None
 ) -> tuple[StepPlan | None, list[EngineOutput]]:
-    """One schedule and commit; the plan and all that was told."""
+    """One schedule and commit; returns the plan and the outputs."""
     plan = engine.schedule(now_s)
     if plan is not None:
         engine.check()
@@ -78,9 +78,9 @@ def step(
 
 def planned(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> tuple[StepPlan, list[EngineOutput]]:
     """A step that has something to compute."""
-    plan, told = step(engine, now_s, device)
+    plan, emitted = step(engine, now_s, device)
     assert plan is not None
-    return plan, told
+    return plan, emitted
 
 
 def scheduled(engine: Engine, now_s: float = 0.0) -> StepPlan:
@@ -89,21 +89,21 @@ def scheduled(engine: Engine, now_s: float = 0.0) -> StepPlan:
     return plan
 
 
-def answers(told: list[EngineOutput]) -> list[TokensOut]:
-    return [each for each in told if isinstance(each, TokensOut)]
+def answers(emitted: list[EngineOutput]) -> list[TokensOut]:
+    return [each for each in emitted if isinstance(each, TokensOut)]
 
 
 def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = None) -> list[EngineOutput]:
-    told: list[EngineOutput] = []
+    emitted: list[EngineOutput] = []
     while True:
         plan, more = step(engine, now_s, device)
-        told += more
+        emitted += more
         if plan is None:
-            return told
+            return emitted
 
 
-def tokens_of(told: list[EngineOutput], key: str) -> list[int]:
-    return [token for each in told if isinstance(each, TokensOut) and each.key == key for token in each.tokens]
+def tokens_of(emitted: list[EngineOutput], key: str) -> list[int]:
+    return [token for each in emitted if isinstance(each, TokensOut) and each.key == key for token in each.tokens]
 
 
 class Pipeline:
@@ -150,7 +150,7 @@ class Pipeline:
         return plan
 
     def run(self, now_s: float = 0.0) -> list[StepPlan]:
-        """Until nothing is left to compute. Answers the plans that ended."""
+        """Run until nothing is left to compute. Returns the plans that ended."""
         ended: list[StepPlan] = []
         while True:
             self.fill(now_s)
@@ -161,7 +161,7 @@ class Pipeline:
 
 
 class Device:
-    """Block memory that remembers which token stands in which slot."""
+    """Block memory that records which token is in which slot."""
 
     def __init__(self, block_size: int = 4) -> None:
         self._size = block_size
@@ -170,7 +170,7 @@ class Device:
         self._tokens: dict[str, list[int]] = {}  # key -> what stands at each position
 
     def know(self, request: Request) -> Request:
-        """From now on the request's tokens are checked wherever it attends to them."""
+        """Check the request's tokens from now on, wherever it attends to them."""
         self._tokens[request.key] = [*request.prompt, *request.generated]
         return request
 
@@ -188,7 +188,7 @@ class Device:
             self._attend(chunk)
 
     def check_leases(self, engine: Engine) -> None:
-        """What a reader would find behind each watermark is the prompt."""
+        """The blocks up to each lease's watermark hold the prompt."""
         for lease in engine.leases:
             tokens = self._tokens[lease.key][: lease.num_tokens][: len(lease.digests) * self._size]
             for position, token in enumerate(tokens):
@@ -196,7 +196,7 @@ class Device:
                 assert found == token, f"the reader of {lease.key} finds {found} instead of {token} at {position}"
 
     def fill(self, blocks: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-        """What a transfer brings."""
+        """Write the tokens that a transfer brings."""
         for position, token in enumerate(tokens):
             self._slots[blocks[position // self._size], position % self._size] = token
 

@@ -1,4 +1,4 @@
-"""The property that defines each batching policy, seen from outside: in the plans it makes."""
+"""The defining property of each batching policy, in the plans it makes."""
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +42,7 @@ def test_every_policy_has_its_name() -> None:
         EngineConfig(batching="sjf")
 
 
-def test_static_admits_nobody_until_the_longest_answer_has_ended() -> None:
+def test_static_admits_no_sequence_until_the_batch_has_ended() -> None:
     subject = engine(batching="static")
     subject.add(request("short", prompt(4), max_tokens=2), 0.0, hold=False)
     subject.add(request("long", prompt(4, 50), max_tokens=4), 0.0, hold=False)
@@ -67,18 +67,18 @@ def test_orca_lets_prompts_join_and_answers_leave_at_every_iteration() -> None:
 
 
 @pytest.mark.parametrize("batching", ["orca", "static"])
-def test_whole_answers_are_set_aside_so_that_nobody_is_preempted(batching: str) -> None:
+def test_reserving_whole_answers_avoids_preemption(batching: str) -> None:
     subject = engine(batching=batching, kv_blocks=12)  # 10 usable blocks of 4
     for name in "abc":
         subject.add(request(name, prompt(4, ord(name)), max_tokens=12), 0.0, hold=False)  # 4 blocks each in the end
     step(subject)
     assert subject.stats().running == 2 and subject.stats().waiting == 1
-    told = run_to_end(subject)
+    emitted = run_to_end(subject)
     assert subject.stats().preemptions == 0
-    assert len(tokens_of(told, "c/0")) == 12
+    assert len(tokens_of(emitted, "c/0")) == 12
 
 
-def test_on_demand_blocks_let_more_in_than_their_longest_answers_would() -> None:
+def test_blocks_on_demand_admit_more_sequences_than_reserved_answers() -> None:
     subject = engine(kv_blocks=12)
     for name in "abc":
         subject.add(request(name, prompt(4, ord(name)), max_tokens=12), 0.0, hold=False)
@@ -86,7 +86,7 @@ def test_on_demand_blocks_let_more_in_than_their_longest_answers_would() -> None
     assert subject.stats().running == 3
 
 
-def test_prefill_first_stops_the_decodes_for_whole_prompts() -> None:
+def test_prefill_first_pauses_decodes_for_whole_prompts() -> None:
     subject = engine(batching="prefill-first")
     subject.add(request("a", prompt(4), max_tokens=3), 0.0, hold=False)
     step(subject)
@@ -96,7 +96,7 @@ def test_prefill_first_stops_the_decodes_for_whole_prompts() -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "orca", "prefill-first"])
-def test_a_prompt_longer_than_the_budget_runs_whole_where_prompts_are_never_cut(batching: str) -> None:
+def test_policies_without_chunks_run_a_prompt_longer_than_the_budget_whole(batching: str) -> None:
     subject = engine(batching=batching, max_batch_tokens=16)
     subject.add(request("a", prompt(40), max_tokens=2), 0.0, hold=False)
     assert plans(subject)[0] == [("a", 40)]
@@ -118,36 +118,36 @@ def test_chunked_computes_all_decodes_and_hits_the_budget_exactly() -> None:
 COST = LinearCost(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)
 
 
-def test_chunked_cuts_prompts_to_what_the_tpot_promise_leaves() -> None:
-    """10 ms for the step, 1 ms for the decode and for each prompt token: a promise of 20 ms leaves 9 tokens."""
+def test_chunked_limits_chunks_by_the_tpot_slo() -> None:
+    """10 ms for the step, 1 ms for the decode and for each prompt token: an SLO of 20 ms leaves 9 tokens."""
     subject = engine(max_batch_tokens=64, tpot_slo_s=0.020, cost=COST)
     _decoding(subject)
     subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
     assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 9)]
 
 
-def test_the_tightest_promise_of_the_decodes_counts() -> None:
+def test_the_tightest_slo_of_the_decodes_counts() -> None:
     subject = engine(max_batch_tokens=64, cost=COST)
     _decoding(subject, slo=SLO(tpot_s=0.016))
     subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
     assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 5)]
 
 
-def test_a_promise_that_cannot_be_kept_still_lets_prompts_move() -> None:
+def test_prompts_advance_under_an_slo_that_cannot_be_met() -> None:
     subject = engine(max_batch_tokens=64, tpot_slo_s=0.001, cost=COST)
     _decoding(subject)
     subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
     assert shape(subject.schedule(0.0)) == [("a", 1), ("b", 11)]  # twice the 11 ms of the decode alone
 
 
-def test_without_decodes_the_promise_binds_nothing() -> None:
+def test_the_tpot_slo_limits_nothing_without_decodes() -> None:
     subject = engine(max_batch_tokens=64, tpot_slo_s=0.001, cost=COST)
     subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
     assert shape(subject.schedule(0.0)) == [("b", 40)]
 
 
 def test_the_estimate_learns_how_fast_the_machine_is() -> None:
-    """Steps that take twice what the model says leave half the room for prompts."""
+    """Steps that take twice the predicted time leave half the tokens for prompts."""
     subject = engine(max_batch_tokens=64, tpot_slo_s=0.040, cost=COST)
     _decoding(subject, speed=2.0)
     subject.add(request("b", prompt(40, 50), max_tokens=2), 0.0, hold=False)
@@ -197,8 +197,8 @@ def test_a_short_prompt_overtakes_at_most_one_window() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), batching=st.sampled_from(BATCHING), order=st.sampled_from(["fcfs", "sjf", "ljf"]))
-def test_under_every_policy_all_end_with_the_same_tokens(data: st.DataObject, batching: str, order: str) -> None:
-    """Late arrivals, tight pools, any budget: nobody starves, and no answer depends on its company."""
+def test_every_policy_generates_the_same_tokens(data: st.DataObject, batching: str, order: str) -> None:
+    """Late arrivals, tight pools, any budget: no request starves, and no answer depends on the other requests."""
     device = Device()
     subject = engine(
         batching=batching,
@@ -209,7 +209,7 @@ def test_under_every_policy_all_end_with_the_same_tokens(data: st.DataObject, ba
         cost=COST,
         tpot_slo_s=data.draw(st.sampled_from([None, 0.02])),
     )
-    lengths, told = {}, []
+    lengths, emitted = {}, []
     for index in range(data.draw(st.integers(1, 12))):
         length, most = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 12))
         made = device.know(request(f"r{index}", prompt(length, 1 + 20 * data.draw(st.integers(0, 2))), max_tokens=most))
@@ -219,21 +219,21 @@ def test_under_every_policy_all_end_with_the_same_tokens(data: st.DataObject, ba
             continue
         lengths[made.key] = length, most
         for _ in range(data.draw(st.integers(0, 3))):
-            told += step(subject, float(index), device)[1]
+            emitted += step(subject, float(index), device)[1]
     for _ in range(600):
         plan, more = step(subject, 100.0, device)
-        told += more
+        emitted += more
         if plan is None:
             break
     for key, (length, most) in lengths.items():
-        outputs = [each for each in told if isinstance(each, TokensOut) and each.key == key]
+        outputs = [each for each in emitted if isinstance(each, TokensOut) and each.key == key]
         room = min(most, subject.max_length - length)
         assert [each.tokens[0] for each in outputs] == [next_token(key, length + n) for n in range(room)]
         assert [each.finish is not None for each in outputs] == [False] * (room - 1) + [True]
     assert subject.stats().free_blocks == subject.stats().total_blocks
 
 
-def test_adaptive_cuts_no_prompt_that_fits_unless_somebody_decodes() -> None:
+def test_adaptive_cuts_a_prompt_that_fits_only_beside_decodes() -> None:
     subject = engine(batching="adaptive", max_batch_tokens=16)
     for name, length in (("a", 10), ("b", 9), ("c", 6)):
         subject.add(request(name, prompt(length, ord(name)), max_tokens=2), 0.0, hold=False)
@@ -244,8 +244,8 @@ def test_adaptive_cuts_no_prompt_that_fits_unless_somebody_decodes() -> None:
     assert [plan[0][1] for plan in plans(long)] == [16, 16, 8, 1]
 
 
-def test_adaptive_takes_for_prompts_what_streams_are_ahead_and_lets_none_pause_for_long_or_fall_behind() -> None:
-    promise_s, token_s = 0.01, 0.001
+def test_adaptive_spends_the_slack_of_streams_on_prompts_and_delays_none_beyond_its_slo() -> None:
+    slo_s, token_s = 0.01, 0.001
     cost = LinearCost(step_s=0.004, prefill_token_s=token_s, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
     subject = engine(batching="adaptive", cost=cost, max_batch_tokens=64)
     now_s = 0.0
@@ -259,27 +259,27 @@ def test_adaptive_takes_for_prompts_what_streams_are_ahead_and_lets_none_pause_f
         subject.commit(plan, result(plan, seconds), now_s)
         return shape(plan)
 
-    subject.add(request("d", prompt(6), max_tokens=100, slo=SLO(tpot_s=promise_s)), now_s, hold=False)
+    subject.add(request("d", prompt(6), max_tokens=100, slo=SLO(tpot_s=slo_s)), now_s, hold=False)
     run()
     began_s = now_s
     subject.add(request("e", prompt(10, 40), max_tokens=1), now_s, hold=False)
-    assert [run() for _ in range(2)] == [[("d", 1), ("e", 5)]] * 2, "nobody is ahead"
+    assert [run() for _ in range(2)] == [[("d", 1), ("e", 5)]] * 2, "no stream has slack"
     for _ in range(10):
         run()
     subject.add(request("f", prompt(60, 60), max_tokens=1), now_s, hold=False)
     sizes: list[int] = []
     for count in range(13, 40):
         before_s, sizes = now_s, [*sizes, dict(run()).get("f", 0)]
-        assert now_s - before_s <= Adaptive.PAUSE * promise_s + 1e-9
-        assert now_s <= began_s + count * promise_s
-    assert sizes[0] == round((Adaptive.PAUSE * promise_s - 0.004) / token_s) and sum(sizes) == 60
+        assert now_s - before_s <= Adaptive.PAUSE * slo_s + 1e-9
+        assert now_s <= began_s + count * slo_s
+    assert sizes[0] == round((Adaptive.PAUSE * slo_s - 0.004) / token_s) and sum(sizes) == 60
 
 
 @pytest.mark.parametrize(
     ("late_s", "arrivals_before", "with_prompt"),
     [(0.05, 0, [False, True, True]), (0.09, 0, [False, False, True]), (0.09, 20, [True, True, True])],
 )
-def test_adaptive_pauses_prompts_for_a_stream_that_arrived_in_mid_step_while_few_arrive(
+def test_adaptive_pauses_prompts_for_a_stream_that_arrived_during_a_step_while_few_arrive(
     late_s: float, arrivals_before: int, with_prompt: list[bool]
 ) -> None:
     """A decode step takes 40 ms: beyond 16 arrivals in 10 s, two such steps for each are 0.13 of the time."""

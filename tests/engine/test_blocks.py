@@ -1,4 +1,4 @@
-"""The block pool: nobody gets a block twice, nothing is lost, prefixes are found and evicted in order."""
+"""The block pool: no block is allocated twice or lost, prefixes are found and evicted in order."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes, tail_ha
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random owners allocate, share, name and free; a model of plain lists says who holds what."""
+    """Random owners allocate, share, name and free; a model of plain lists knows which owner holds what."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The log of what a cache has: whoever reads it, however far behind, ends with what is there."""
+"""The cache log: any reader, however far behind, ends with the names that are cached."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ NAMES = st.integers(1, 12)
 
 
 class Reader:
-    """Holds what it was told."""
+    """A reader's copy of the cache's names."""
 
     def __init__(self) -> None:
         self.last = self.reach = 0
@@ -34,7 +34,7 @@ class Reader:
         self.last, self.reach = news.last, news.reach
 
     def catch_up(self, log: CacheLog, most: int) -> int:
-        """Ask until nothing is new. Answers how often."""
+        """Read until nothing is new. Returns the number of reads."""
         for asked in range(1, 100):
             self.take(log.since(self.last, self.reach, most))
             if self.reach == self.last:
@@ -43,7 +43,7 @@ class Reader:
 
 
 class LogMachine(RuleBasedStateMachine):
-    """Two readers, one that follows and one that comes when it likes; the log forgets removals soon."""
+    """Two readers, one that reads after every change and one at random times; the log forgets removals soon."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ LogMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40
 TestLogMachine = LogMachine.TestCase
 
 
-def test_an_answer_is_bounded_and_the_next_one_goes_on() -> None:
+def test_a_reply_is_bounded_and_the_next_one_continues() -> None:
     log, reader = CacheLog(16), Reader()
     for name in range(10_000):
         log.add(Tier.DEVICE, name)
@@ -102,7 +102,7 @@ def test_an_answer_is_bounded_and_the_next_one_goes_on() -> None:
     assert reader.catch_up(log, 4096) == 3 and len(reader.names[Tier.DEVICE]) == 10_000
 
 
-def test_who_is_too_far_behind_begins_anew() -> None:
+def test_a_reader_that_is_too_far_behind_gets_everything() -> None:
     log, reader = CacheLog(16, most_removed=10), Reader()
     for name in range(20):
         log.add(Tier.DEVICE, name)
@@ -115,7 +115,7 @@ def test_who_is_too_far_behind_begins_anew() -> None:
     assert log.since(99, 99).whole, "a number of another life"
 
 
-def test_what_went_and_came_back_is_there() -> None:
+def test_a_name_that_is_removed_and_added_again_is_present() -> None:
     log, reader = CacheLog(16), Reader()
     log.add(Tier.DEVICE, 1)
     reader.catch_up(log, 9)
@@ -145,7 +145,7 @@ def computed(pool: BlockPool, tokens: range) -> list[int]:
     return blocks
 
 
-def test_what_is_evicted_cleared_or_in_doubt_is_told() -> None:
+def test_evicted_cleared_and_forgotten_blocks_are_logged_as_removed() -> None:
     pool = BlockPool(8, 64)
     first, second = range(256), range(1000, 1256)
     pool.free(computed(pool, first))
@@ -166,17 +166,17 @@ def engine(block_size: int, num_blocks: int) -> Engine:
 
 
 def run(subject: Engine, request: Request, *, hold: bool = False) -> int:
-    """To the end; how many tokens of it were cached."""
+    """Run to the end; returns how many of its tokens were cached."""
     subject.add(request, 0.0, hold=hold)
     cached = 0
     while (plan := subject.schedule(0.0)) is not None:
         subject.commit(plan, answer(plan), 0.0)
         subject.check()
-        for told in subject.drain():
-            if isinstance(told, Lease):
-                subject.leases.release(told.key, told.epoch)
+        for emitted in subject.drain():
+            if isinstance(emitted, Lease):
+                subject.leases.release(emitted.key, emitted.epoch)
             else:
-                cached = max(cached, getattr(told, "cached_tokens", 0))
+                cached = max(cached, getattr(emitted, "cached_tokens", 0))
     return cached
 
 
@@ -190,24 +190,24 @@ def answer(plan: StepPlan) -> StepResult:
     st.sampled_from([16, 64, 128, 256]),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.integers(1, 80), st.booleans()), max_size=12),
 )
-def test_an_engine_finds_what_its_log_says(block_size: int, asked: list[tuple[int, int, int, bool]]) -> None:
-    """One request at a time, on a pool too small for all: what was told of it is cached, up to the last token."""
+def test_an_engine_finds_the_prefixes_in_its_log(block_size: int, asked: list[tuple[int, int, int, bool]]) -> None:
+    """One request at a time, on a pool too small for all: the logged prefix of a prompt is cached, up to the last token."""
     subject, reader = engine(block_size, 1024 // block_size), Reader()
     for number, (first, length, most, hold) in enumerate(asked):
         prompt = tuple(range(1 + 100 * first, 1 + 100 * first + length))
         sampling = SamplingParams(seed=1, max_tokens=most)
         reader.catch_up(subject.pool.log, 3)
         assert subject.stats().cache_number == reader.last
-        told = 0
+        emitted = 0
         for name in chain(prompt[:-1])[max(GRAIN, block_size) // GRAIN - 1 :: max(GRAIN, block_size) // GRAIN]:
             if name not in reader.names[Tier.DEVICE]:
                 break
-            told += max(GRAIN, block_size)
+            emitted += max(GRAIN, block_size)
         cached = run(subject, Request(f"r{number}", prompt, sampling), hold=hold)
-        assert told <= cached < told + max(GRAIN, block_size)
+        assert emitted <= cached < emitted + max(GRAIN, block_size)
 
 
-def test_without_prefix_caching_there_is_nothing_to_tell() -> None:
+def test_the_log_is_empty_without_prefix_caching() -> None:
     config = EngineConfig(prefix_caching=False)
     subject = Engine(config, context_length=4096, eos_token_ids=(0,), vocab_size=10_000, lease_s=10.0)
     run(subject, Request("r", tuple(range(1, 400)), SamplingParams(seed=1, max_tokens=4)))

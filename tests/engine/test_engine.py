@@ -1,4 +1,4 @@
-"""The engine: batching, hand-off, leases, preemption and endings, block for block."""
+"""The engine: batching, KV handoff, leases, preemption and endings, block for block."""
 
 from dataclasses import replace
 
@@ -59,8 +59,8 @@ def test_positions_count_up_and_the_last_token_says_why() -> None:
 def test_a_held_prompt_keeps_its_blocks_until_its_reader_releases_them() -> None:
     subject = engine()
     subject.add(request("a", tuple(range(1, 11))), 0.0, hold=True)
-    _, told = step(subject)
-    lease = next(each for each in told if isinstance(each, Lease))
+    _, emitted = step(subject)
+    lease = next(each for each in emitted if isinstance(each, Lease))
     assert len(lease.blocks) == 3 and subject.stats().leases == 1
     progress = subject.leases.progress("a/0", lease.epoch, 0, 1.0)
     assert progress.finished and progress.ready_blocks == 3
@@ -73,8 +73,8 @@ def test_a_held_prompt_keeps_its_blocks_until_its_reader_releases_them() -> None
 def test_the_watermark_moves_with_every_chunk() -> None:
     subject = engine(max_batch_tokens=8)
     subject.add(request("a", tuple(range(1, 21))), 0.0, hold=True)
-    _, told = step(subject)
-    lease = next(each for each in told if isinstance(each, Lease))
+    _, emitted = step(subject)
+    lease = next(each for each in emitted if isinstance(each, Lease))
     ready = [subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks]
     for _ in range(2):
         step(subject)
@@ -85,8 +85,8 @@ def test_the_watermark_moves_with_every_chunk() -> None:
 def test_an_expired_lease_returns_its_blocks_and_fences_its_reader() -> None:
     subject = engine()
     subject.add(request("a", tuple(range(1, 11))), 0.0, hold=True)
-    _, told = step(subject)
-    epoch = next(each for each in told if isinstance(each, Lease)).epoch
+    _, emitted = step(subject)
+    epoch = next(each for each in emitted if isinstance(each, Lease)).epoch
     subject.expire(9.9)
     subject.leases.progress("a/0", epoch, 0, 9.9)  # a heartbeat
     subject.expire(19.8)
@@ -98,7 +98,7 @@ def test_an_expired_lease_returns_its_blocks_and_fences_its_reader() -> None:
         subject.leases.release("a/0", epoch)
 
 
-def test_a_lease_that_expires_under_its_prompt_fails_the_leg() -> None:
+def test_a_prompt_fails_when_its_lease_expires() -> None:
     subject = engine(max_batch_tokens=8)
     subject.add(request("a", tuple(range(1, 21))), 0.0, hold=True)
     step(subject)
@@ -109,7 +109,7 @@ def test_a_lease_that_expires_under_its_prompt_fails_the_leg() -> None:
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_a_request_without_finite_logits_fails_alone_and_nobody_finds_its_kv(hold: bool) -> None:
+def test_a_request_without_finite_logits_fails_alone_and_its_kv_is_not_cached(hold: bool) -> None:
     subject = engine()
     subject.add(request("ill", tuple(range(1, 11))), 0.0, hold=hold)
     subject.add(request("well", (1, 2, 3), max_tokens=1), 0.0, hold=False)
@@ -120,8 +120,8 @@ def test_a_request_without_finite_logits_fails_alone_and_nobody_finds_its_kv(hol
         None if chunk.key == "ill/0" else token for chunk, token in zip(plan.chunks, made.tokens, strict=True)
     )
     subject.commit(plan, structs.replace(made, tokens=tokens), 0.0)
-    told = {each.key: each for each in subject.drain() if not isinstance(each, Lease)}
-    ill, well = told["ill/0"], told["well/0"]
+    emitted = {each.key: each for each in subject.drain() if not isinstance(each, Lease)}
+    ill, well = emitted["ill/0"], emitted["well/0"]
     assert isinstance(ill, FailedOut) and ill.final and "logits are not finite behind token 10" in ill.reason
     assert isinstance(well, TokensOut) and well.finish is FinishReason.LENGTH
     subject.check()
@@ -145,25 +145,25 @@ def test_prompt_logprobs_that_are_not_finite_fail_the_request() -> None:
 def test_a_new_hold_of_the_same_key_fences_the_old_reader() -> None:
     subject = engine()
     subject.add(request("a", (1, 2, 3, 4, 5)), 0.0, hold=True)
-    _, told = step(subject)
-    old = next(each for each in told if isinstance(each, Lease)).epoch
+    _, emitted = step(subject)
+    old = next(each for each in emitted if isinstance(each, Lease)).epoch
     subject.add(request("a", (1, 2, 3, 4, 5)), 0.0, hold=True)
-    _, told = step(subject)
-    new = next(each for each in told if isinstance(each, Lease)).epoch
+    _, emitted = step(subject)
+    new = next(each for each in emitted if isinstance(each, Lease)).epoch
     assert new > old
     with pytest.raises(LeaseLost, match="epoch"):
         subject.leases.progress("a/0", old, 0, 0.0)
 
 
-def test_a_decode_leg_begins_when_kv_and_first_token_are_both_there() -> None:
+def test_a_decode_starts_once_its_kv_and_first_token_are_there() -> None:
     subject = engine()
     subject.reserve(request("a", (1, 2, 3, 4, 5), max_tokens=3), 0.0)
     assert step(subject)[0] is None
     subject.decode("a/0", [77], 1.0)
     assert step(subject)[0] is None
     subject.fetched("a/0", 3.0)
-    plan, told = planned(subject, 4.0)
-    (out,) = answers(told)
+    plan, emitted = planned(subject, 4.0)
+    (out,) = answers(emitted)
     assert plan.chunks[0].tokens == (77,) and plan.chunks[0].first_position == 5
     assert (out.timing.wait_s, out.timing.queue_s) == (2.0, 1.0)
     assert out.first_position == 1
@@ -198,14 +198,14 @@ def test_a_shared_prefix_is_digested_for_each_prompt_that_waits_for_it_and_once_
     plan, _ = planned(subject)
     assert [slots for _, slots in plan.digest_blocks] == [4, 4, 2]
     subject.add(request("b", (*range(1, 9), 50, 51, 52)), 0.0, hold=True)
-    plan, told = planned(subject)
-    lease = next(each for each in told if isinstance(each, Lease))
+    plan, emitted = planned(subject)
+    lease = next(each for each in emitted if isinstance(each, Lease))
     assert plan.digest_blocks == ((lease.blocks[2], 3),)
     cells = tuple(map(digest_of, lease.blocks, (4, 4, 3)))
     assert subject.leases.progress("b/0", lease.epoch, 0, 0.0).cells == (cells,)
 
 
-def test_a_promise_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_a_reservation_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     subject = engine(staging_blocks=4)
     subject.reserve(request("a", tuple(range(1, 13))), 0.0)
     with pytest.raises(Overloaded):
@@ -229,7 +229,7 @@ def test_blocks_of_an_aborted_fetch_stay_quarantined_until_it_settles() -> None:
     assert subject.stats().free_blocks == subject.stats().total_blocks
 
 
-def test_an_abort_in_mid_step_waits_for_the_step() -> None:
+def test_an_abort_during_a_step_waits_for_the_step() -> None:
     subject = engine()
     subject.add(request("a", (1, 2, 3)), 0.0, hold=False)
     plan = scheduled(subject)
@@ -274,19 +274,19 @@ def test_out_of_blocks_the_youngest_is_preempted_and_still_gets_the_same_tokens(
     subject = engine(kv_blocks=10, max_batch_tokens=16)  # 8 usable blocks of 4
     for index in range(3):
         subject.add(request(f"r{index}", (1 + index,) * 5, max_tokens=10), float(index), hold=False)
-    told = run_to_end(subject)
+    emitted = run_to_end(subject)
     assert subject.stats().preemptions > 0
     for index in range(3):
         key = f"r{index}/0"
-        assert tokens_of(told, key) == [next_token(key, 5 + n) for n in range(10)]
-        assert [e.first_position for e in answers(told) if e.key == key] == list(range(10))
+        assert tokens_of(emitted, key) == [next_token(key, 5 + n) for n in range(10)]
+        assert [e.first_position for e in answers(emitted) if e.key == key] == list(range(10))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObject) -> None:
     subject = engine(kv_blocks=data.draw(st.integers(8, 34)), max_batch_tokens=data.draw(st.integers(8, 20)))
-    now, count, told = 0.0, 0, []
+    now, count, emitted = 0.0, 0, []
     reading: list[tuple[int, ...]] = []
     for _ in range(data.draw(st.integers(5, 60))):
         now += data.draw(st.sampled_from([0.0, 0.1, 3.0]))
@@ -303,7 +303,7 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
             except (Overloaded, InvalidRequest):
                 count -= 1
         elif action == "step":
-            told += step(subject, now)[1]
+            emitted += step(subject, now)[1]
         elif action == "abort":
             subject.abort(key)
         elif action == "expire":
@@ -327,15 +327,15 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
     for index in range(count):
         subject.abort(f"r{index}/0")
     subject.expire(now + 100.0)
-    told += run_to_end(subject, now)
+    emitted += run_to_end(subject, now)
     subject.check()
     assert subject.stats().free_blocks == subject.stats().total_blocks
-    for key in {each.key for each in told if isinstance(each, TokensOut)}:
-        positions = [each.first_position for each in told if isinstance(each, TokensOut) and each.key == key]
+    for key in {each.key for each in emitted if isinstance(each, TokensOut)}:
+        positions = [each.first_position for each in emitted if isinstance(each, TokensOut) and each.key == key]
         assert positions == list(range(positions[0], positions[0] + len(positions)))
 
 
-def test_a_promise_waits_behind_prompts_that_came_earlier() -> None:
+def test_a_reservation_waits_behind_earlier_prompts() -> None:
     subject = engine(kv_blocks=10)  # 8 usable blocks of 4
     subject.add(request("running", tuple(range(1, 13)), max_tokens=20), 0.0, hold=False)
     step(subject)
@@ -347,7 +347,7 @@ def test_a_promise_waits_behind_prompts_that_came_earlier() -> None:
     subject.reserve(request("late", (1, 2, 3)), 2.0)
 
 
-def test_a_promise_does_not_wait_for_prompts_whose_turn_has_not_come() -> None:
+def test_a_reservation_does_not_wait_for_later_prompts() -> None:
     subject = engine(kv_blocks=34, max_running=3)
     for name in ("first", "second"):
         subject.add(request(name, tuple(range(1, 33))), 1.0, hold=False)  # two steps each, one at a time

@@ -1,4 +1,4 @@
-"""Errors nobody foresaw: one request's is its own, a step's costs those in it, and everybody else goes on exactly."""
+"""Unexpected errors: a request's error fails that request, a step's error fails its requests, all others continue exactly."""
 
 import asyncio
 import random
@@ -19,8 +19,8 @@ from workers.request import FailedOut
 COST = LinearCost(0.0, 0.001, 0.0, 0.001, 0.0, 0.0, 1e-9)
 
 
-def failed(told: list[EngineOutput]) -> set[str]:
-    return {each.key for each in told if isinstance(each, FailedOut)}
+def failed(emitted: list[EngineOutput]) -> set[str]:
+    return {each.key for each in emitted if isinstance(each, FailedOut)}
 
 
 def expected(key: str, length: int, count: int = 8) -> list[int]:
@@ -28,7 +28,7 @@ def expected(key: str, length: int, count: int = 8) -> list[int]:
 
 
 class Computes:
-    """An executor that fails the steps that `fails` says."""
+    """An executor that fails the steps for which `fails` returns an error."""
 
     def __init__(self, fails: object, depth: int = 1) -> None:
         self.depth = depth
@@ -44,9 +44,9 @@ class Computes:
 
 
 async def pumped(subject: Engine, executor: Computes) -> list[EngineOutput]:
-    """Until nothing is left to do."""
-    told: list[EngineOutput] = []
-    pump = Pump(subject, executor, told.extend, lambda: 0.0)  # type: ignore[arg-type]
+    """Run until nothing is left to do."""
+    emitted: list[EngineOutput] = []
+    pump = Pump(subject, executor, emitted.extend, lambda: 0.0)  # type: ignore[arg-type]
     pumping = asyncio.ensure_future(pump.run())
     async with asyncio.timeout(20.0):
         while subject.has_work and not pumping.done():
@@ -54,22 +54,22 @@ async def pumped(subject: Engine, executor: Computes) -> list[EngineOutput]:
         pump.stop()
         await pumping
     subject.check()
-    return told
+    return emitted
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("x"), TypeError("x"), RuntimeError("x")])
-async def test_a_failed_step_costs_those_in_it_and_the_others_go_on(depth: int, error: Exception) -> None:
+async def test_a_failed_step_fails_its_sequences_and_no_others(depth: int, error: Exception) -> None:
     subject = engine(depth=depth, max_running=2)
     for name in "abcd":
         subject.add(request(name, (1, 2, 3, 4, 5)), 0.0, hold=False)
-    told = await pumped(subject, Computes(lambda plan: error if plan.number == 4 else None, depth))
-    ended = failed(told)
+    emitted = await pumped(subject, Computes(lambda plan: error if plan.number == 4 else None, depth))
+    ended = failed(emitted)
     assert ended and "d/0" not in ended
     for name in "abcd":
         if f"{name}/0" not in ended:
-            assert tokens_of(told, f"{name}/0") == expected(f"{name}/0", 5)
-    assert all(type(error).__name__ in each.reason for each in told if isinstance(each, FailedOut))
+            assert tokens_of(emitted, f"{name}/0") == expected(f"{name}/0", 5)
+    assert all(type(error).__name__ in each.reason for each in emitted if isinstance(each, FailedOut))
 
 
 async def test_a_device_that_fails_every_step_makes_its_worker_unfit() -> None:
@@ -81,7 +81,7 @@ async def test_a_device_that_fails_every_step_makes_its_worker_unfit() -> None:
     assert executor.steps == MOST_FAILURES
 
 
-async def test_books_that_do_not_balance_after_a_failed_step_make_the_worker_unfit() -> None:
+async def test_a_failed_check_after_a_failed_step_makes_the_worker_unfit() -> None:
     subject = engine()
     subject.add(request("a", (1, 2)), 0.0, hold=False)
 
@@ -93,7 +93,7 @@ async def test_books_that_do_not_balance_after_a_failed_step_make_the_worker_unf
         await pumped(subject, Computes(lose_a_block))
 
 
-async def test_an_error_over_one_sequence_while_a_step_is_made_costs_that_one(monkeypatch) -> None:
+async def test_an_error_while_a_chunk_is_built_fails_its_sequence_only(monkeypatch) -> None:
     draw = Sequence.draw
 
     def broken(self: Sequence, end_tokens: tuple[int, ...]):
@@ -105,13 +105,13 @@ async def test_an_error_over_one_sequence_while_a_step_is_made_costs_that_one(mo
     subject = engine()
     for name in "abc":
         subject.add(request(name, (1, 2, 3, 4, 5)), 0.0, hold=False)
-    told = await pumped(subject, Computes(lambda plan: None))
-    assert failed(told) == {"b/0"}
+    emitted = await pumped(subject, Computes(lambda plan: None))
+    assert failed(emitted) == {"b/0"}
     for key in ("a/0", "c/0"):
-        assert tokens_of(told, key) == expected(key, 5)
+        assert tokens_of(emitted, key) == expected(key, 5)
 
 
-async def test_an_error_over_one_sequence_when_its_token_comes_costs_that_one(monkeypatch) -> None:
+async def test_an_error_while_a_token_is_committed_fails_its_sequence_only(monkeypatch) -> None:
     finish_reason = Sequence.finish_reason
 
     def broken(self: Sequence, end_tokens: tuple[int, ...]):
@@ -123,25 +123,25 @@ async def test_an_error_over_one_sequence_when_its_token_comes_costs_that_one(mo
     subject = engine(depth=2)
     for name in "abc":
         subject.add(request(name, (1, 2, 3, 4, 5)), 0.0, hold=False)
-    told = await pumped(subject, Computes(lambda plan: None, 2))
-    assert failed(told) == {"b/0"}
+    emitted = await pumped(subject, Computes(lambda plan: None, 2))
+    assert failed(emitted) == {"b/0"}
     for key in ("a/0", "c/0"):
-        assert tokens_of(told, key) == expected(key, 5)
+        assert tokens_of(emitted, key) == expected(key, 5)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-async def test_an_error_while_a_prompt_is_let_in_costs_that_prompt(depth: int) -> None:
+async def test_an_error_during_admission_fails_that_prompt_only(depth: int) -> None:
     subject = engine(depth=depth)
     subject.add(request("a", (1, 2, 3, 4, 5)), 0.0, hold=False)
     step(subject)
     subject.add(request("b", (1.5,) * 8), 0.0, hold=False)  # type: ignore[arg-type]
     subject.add(request("c", (1, 2, 3, 4, 5)), 0.0, hold=False)
-    told = await pumped(subject, Computes(lambda plan: None, depth))
-    assert failed(told) - {"a/0"} == {"b/0"}, "a may be in the same step"
-    assert tokens_of(told, "c/0") == expected("c/0", 5)
+    emitted = await pumped(subject, Computes(lambda plan: None, depth))
+    assert failed(emitted) - {"a/0"} == {"b/0"}, "a may be in the same step"
+    assert tokens_of(emitted, "c/0") == expected("c/0", 5)
 
 
-def test_a_step_that_cannot_be_made_and_touched_nobody_is_not_tried_for_ever(monkeypatch) -> None:
+def test_a_step_that_fails_before_it_has_a_sequence_is_not_repeated_forever(monkeypatch) -> None:
     subject = engine()
     subject.add(request("a", (1, 2)), 0.0, hold=False)
 
@@ -155,12 +155,12 @@ def test_a_step_that_cannot_be_made_and_touched_nobody_is_not_tried_for_ever(mon
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_whichever_steps_fail_the_survivors_attend_to_the_right_kv(seed: int, preemption: str) -> None:
-    """Swapped, shared, copied and cached blocks: nothing that a failed step was to copy is ever read."""
+def test_survivors_of_any_failed_steps_attend_to_the_right_kv(seed: int, preemption: str) -> None:
+    """Swapped, shared, copied and cached blocks: the target of a copy in a failed step is never read."""
     draw, device = random.Random(seed), Device()
     sizes = {"kv_blocks": 18, "swap_blocks": 24, "host_cache_blocks": 24, "max_running": 6}
     subject = engine(cost=COST, block_bytes=1, preemption=preemption, **sizes)
-    told: list[EngineOutput] = []
+    emitted: list[EngineOutput] = []
     lengths, copied = {}, 0
     for index in range(60):
         prompt = (*range(1, 5 + draw.randrange(4) * 4), draw.randrange(1, 4))
@@ -179,15 +179,15 @@ def test_whichever_steps_fail_the_survivors_attend_to_the_right_kv(seed: int, pr
                 device.execute(plan)
                 subject.commit(plan, result(plan), 0.0)
             subject.check()
-            told += subject.drain()
-    assert not subject.has_work and failed(told) and copied
-    assert len(failed(told)) < len(lengths)
+            emitted += subject.drain()
+    assert not subject.has_work and failed(emitted) and copied
+    assert len(failed(emitted)) < len(lengths)
     for key, (length, count) in lengths.items():
-        if key not in failed(told):
-            assert tokens_of(told, key) == expected(key, length, count)
+        if key not in failed(emitted):
+            assert tokens_of(emitted, key) == expected(key, length, count)
 
 
-async def test_an_error_over_one_reservation_is_its_callers_and_the_next_is_granted() -> None:
+async def test_an_error_in_one_reservation_goes_to_its_caller_and_the_next_is_granted() -> None:
     subject = engine()
     reservations = ReservationQueue(subject, lambda request: None)
     bad = request("a", ("x", "y"))  # type: ignore[arg-type]

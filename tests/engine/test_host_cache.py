@@ -1,4 +1,4 @@
-"""Prefixes that fall out of the device's cache and come back from the host, on a memory that remembers every token."""
+"""Prefixes evicted from the device and restored from the host, on a memory that records every token."""
 
 from typing import Any
 
@@ -41,15 +41,15 @@ def small(cost: CostModel = CHEAP, *, host: int = 32, **config: Any) -> tuple[En
 def answer(
     subject: Engine, device: Device, made: Request, *, hold: bool = False
 ) -> tuple[int, int, list[EngineOutput]]:
-    """To the end: tokens computed of the prompt, how many were cached, and what was told."""
+    """Run to the end; returns tokens computed of the prompt, cached tokens, and outputs."""
     subject.add(device.know(made), 0.0, hold=hold)
     computed = 0
-    told: list[EngineOutput] = []
+    emitted: list[EngineOutput] = []
     while (done := step(subject, 0.0, device))[0] is not None:
         computed += sum(len(chunk.tokens) for chunk in done[0].chunks if chunk.first_position < made.num_tokens)
-        told += done[1]
-    cached = max(getattr(each, "cached_tokens", 0) for each in told)
-    return computed, cached, told
+        emitted += done[1]
+    cached = max(getattr(each, "cached_tokens", 0) for each in emitted)
+    return computed, cached, emitted
 
 
 def prompt(first: int, length: int = 40) -> tuple[int, ...]:
@@ -60,13 +60,13 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host() -> None:
     subject, device = small()
     for number, first in enumerate((100, 300, 500)):
         answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
-    computed, cached, told = answer(subject, device, request("again", prompt(100), max_tokens=3))
+    computed, cached, emitted = answer(subject, device, request("again", prompt(100), max_tokens=3))
     assert (computed, cached) == (4, 36), "nine of ten blocks: a token is left to compute"
-    assert tokens_of(told, "again/0") == [next_token("again/0", 40 + n) for n in range(3)]
+    assert tokens_of(emitted, "again/0") == [next_token("again/0", 40 + n) for n in range(3)]
 
 
 @pytest.mark.parametrize(("cost", "host"), [(DEAR, 32), (CHEAP, 0)])
-def test_without_a_host_cache_or_where_swaps_are_dear_it_is_computed_again(cost: CostModel, host: int) -> None:
+def test_an_evicted_prefix_is_recomputed_without_a_host_cache_or_with_slow_swaps(cost: CostModel, host: int) -> None:
     subject, device = small(cost, host=host)
     for number, first in enumerate((100, 300, 500)):
         answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
@@ -76,7 +76,7 @@ def test_without_a_host_cache_or_where_swaps_are_dear_it_is_computed_again(cost:
 
 
 @pytest.mark.parametrize("digest", [True, False])
-def test_what_comes_back_for_a_reader_is_ready_only_when_it_is_there(digest: bool) -> None:
+def test_restored_blocks_are_ready_for_a_reader_after_their_step(digest: bool) -> None:
     subject, device = small()
     subject.leases._digest = digest
     for number, first in enumerate((100, 300, 500)):
@@ -95,7 +95,7 @@ def test_what_comes_back_for_a_reader_is_ready_only_when_it_is_there(digest: boo
         assert progress.cells[0] == tuple(digest_of(block, 4) for block in lease.blocks)
 
 
-def test_what_comes_back_is_not_handed_over_before_it_is_there() -> None:
+def test_restored_blocks_do_not_migrate_before_their_step_has_ended() -> None:
     subject, device = small()
     subject.leases._digest = False
     for number, first in enumerate((100, 300, 500)):
@@ -111,7 +111,7 @@ def test_what_comes_back_is_not_handed_over_before_it_is_there() -> None:
     device.check_leases(subject)
 
 
-def test_a_prompt_that_trusts_no_cache_trusts_no_host_either() -> None:
+def test_a_fresh_prompt_ignores_the_host_cache() -> None:
     subject, device = small()
     for number, first in enumerate((100, 300, 500)):
         answer(subject, device, request(f"r{number}", prompt(first), max_tokens=1))
@@ -127,7 +127,7 @@ def test_an_idle_pool_with_room_saves_nothing() -> None:
 
 
 def test_saved_blocks_are_not_written_before_they_are_saved() -> None:
-    """Nobody gets a block, for a transfer for example, that a step in flight still copies."""
+    """A block that a step in flight still copies is not allocated, for a transfer for example."""
     subject, device = small()
     answer(subject, device, request("r0", prompt(100), max_tokens=1))
     subject.add(device.know(request("r1", prompt(300, 20), max_tokens=1)), 0.0, hold=False)
@@ -159,7 +159,7 @@ def test_a_host_cache_needs_a_prefix_cache() -> None:
         EngineConfig(host_cache_blocks=-1)
 
 
-def test_learning_leaves_the_time_of_copies_out() -> None:
+def test_the_estimate_excludes_the_time_of_copies() -> None:
     subject, device = small(LinearCost(swap_byte_s=1e-6))
     before = subject._estimate.cost.prefill_seconds(16)
     run_to_end(subject, 0.0, device)

@@ -1,4 +1,4 @@
-"""Who holds which blocks when there are too few: swap, recomputation, siblings, copy-on-write. On a checked memory."""
+"""Block ownership when blocks are scarce: swap, recomputation, siblings, copy-on-write. On a checked memory."""
 
 import contextlib
 from typing import Any
@@ -48,16 +48,16 @@ def test_the_cost_model_chooses_between_swap_and_recomputation(cost: CostModel, 
     subject, device = starved(swap_blocks=16, cost=cost, block_bytes=1000)
     moved = recomputed = 0
     begun: set[str] = set()
-    told = []
+    emitted = []
     while (made := step(subject, 9.0, device))[0] is not None:
         moved += len(made[0].swap_out)
         recomputed += sum(c.first_position == 0 and c.key in begun for c in made[0].chunks)
         begun |= {chunk.key for chunk in made[0].chunks}
-        told += made[1]
+        emitted += made[1]
     assert subject.stats().preemptions > 0
     assert (moved > 0, recomputed > 0) == (swapped, not swapped)
     for index in range(3):
-        assert tokens_of(told, f"r{index}/0") == [next_token(f"r{index}/0", 5 + n) for n in range(10)]
+        assert tokens_of(emitted, f"r{index}/0") == [next_token(f"r{index}/0", 5 + n) for n in range(10)]
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
@@ -111,13 +111,13 @@ def siblings(subject, device: Device, count: int, *, hold: bool = False, prompt:
 def test_siblings_compute_their_prompt_once(length: int) -> None:
     subject, device = engine(kv_blocks=66), Device()
     keys = siblings(subject, device, 3, prompt=tuple(range(1, length + 1)))
-    computed, told = 0, []
+    computed, emitted = 0, []
     while (made := step(subject, 0.0, device))[0] is not None:
         computed += sum(len(c.tokens) for c in made[0].chunks if c.first_position < length)
-        told += made[1]
+        emitted += made[1]
     assert computed <= length + 2 * max(1, length % 4)  # the others: one token each, or their own last block
     for key in keys:
-        assert tokens_of(told, key) == [next_token(key, length + n) for n in range(8)]
+        assert tokens_of(emitted, key) == [next_token(key, length + n) for n in range(8)]
 
 
 def test_siblings_share_blocks_and_copy_only_the_one_they_write() -> None:
@@ -131,7 +131,7 @@ def test_siblings_share_blocks_and_copy_only_the_one_they_write() -> None:
     assert subject.stats().total_blocks - subject.stats().free_blocks == 1 + 3  # one full block shared, a tail each
 
 
-def test_a_strangers_prompt_passes_siblings_that_wait() -> None:
+def test_a_prompt_of_another_group_overtakes_waiting_siblings() -> None:
     subject, device = engine(max_batch_tokens=8), Device()
     siblings(subject, device, 2, prompt=tuple(range(1, 21)))
     step(subject, 0.0, device)
@@ -146,15 +146,15 @@ def test_a_sibling_goes_on_when_the_one_it_waits_for_is_aborted() -> None:
     first, second = siblings(subject, device, 2, prompt=tuple(range(1, 21)))
     step(subject, 0.0, device)
     subject.abort(first)
-    told = run_to_end(subject, 0.0, device)
-    assert tokens_of(told, second) == [next_token(second, 20 + n) for n in range(8)]
+    emitted = run_to_end(subject, 0.0, device)
+    assert tokens_of(emitted, second) == [next_token(second, 20 + n) for n in range(8)]
 
 
 def test_held_siblings_are_leased_apart_but_share_blocks() -> None:
     subject, device = engine(), Device()
     siblings(subject, device, 2, hold=True)
-    told = run_to_end(subject, 0.0, device)
-    first, second = (each.blocks for each in told if isinstance(each, Lease))
+    emitted = run_to_end(subject, 0.0, device)
+    first, second = (each.blocks for each in emitted if isinstance(each, Lease))
     assert first[0] == second[0] and first[1] != second[1]
     assert subject.stats().leases == 2
 
@@ -169,7 +169,7 @@ def untimed(subject: Engine, device: Device) -> None:
 
 
 def admit_a_held_sibling_without_a_token() -> tuple[Engine, Device, StepPlan, Request]:
-    """A decode's promise leaves time for four tokens of a prompt's beginning: one of three takes it, and what is left
+    """A decode's SLO leaves time for four tokens of a prompt's beginning: one of three takes it, and what is left
     is too short for the sibling's last token, which looks at more before it.
     """
     cost = LinearCost(step_s=0.004, prefill_token_s=1e-3, prefill_pair_s=2e-4, decode_row_s=0.0, decode_context_s=0.0)
@@ -192,15 +192,15 @@ def test_a_held_sibling_that_gets_no_token_yet_is_leased_on_the_block_that_it_wi
     lease = next(each for each in subject.drain() if isinstance(each, Lease) and each.key == second.key)
     device.execute(plan)
     subject.commit(plan, result(plan), 0.0)
-    plan, told = planned(subject, 0.0, device)
+    plan, emitted = planned(subject, 0.0, device)
     assert [chunk.blocks for chunk in plan.chunks if chunk.key == second.key] == [lease.blocks]
     progress = subject.leases.progress(second.key, lease.epoch, 0, 0.0)
     assert progress.finished and progress.ready_blocks == 2
-    assert tokens_of(told, second.key) == [next_token(second.key, len(PROMPT))]
+    assert tokens_of(emitted, second.key) == [next_token(second.key, len(PROMPT))]
 
 
 def test_a_block_is_not_given_away_before_the_step_that_copies_into_it() -> None:
-    """A transfer could land in it at once, and the copy on top of that."""
+    """A transfer could write to it at once, and the copy would then overwrite that."""
     subject, _, plan, second = admit_a_held_sibling_without_a_token()
     subject.abort(second.key)
     subject.check()
@@ -208,35 +208,35 @@ def test_a_block_is_not_given_away_before_the_step_that_copies_into_it() -> None
     assert targets and not targets & set(subject.pool.allocate(subject.pool.num_free))
 
 
-def test_who_was_let_in_by_a_step_is_not_preempted_by_it() -> None:
+def test_a_step_does_not_preempt_a_sequence_that_it_admitted() -> None:
     """The sibling's tail is copied in the same step: saved before, it would be garbage."""
     subject, device = engine(kv_blocks=10, batching="static", swap_blocks=16, preemption="swap"), Device()
     subject.add(device.know(request("r#0", PROMPT, max_tokens=1, group="r")), 0.0, hold=False)
     run_to_end(subject, 0.0, device)
-    leg = device.know(request("leg", tuple(range(50, 57)), max_tokens=1))
-    subject.reserve(leg, 0.0)
-    blocks = tuple(subject.reserved(leg.key).blocks)
+    sequence = device.know(request("arrived", tuple(range(50, 57)), max_tokens=1))
+    subject.reserve(sequence, 0.0)
+    blocks = tuple(subject.reserved(sequence.key).blocks)
     subject.pool.begin_transfer(blocks)  # not settled: its last block must be copied before it is written
-    device.fill(blocks, leg.prompt)
-    subject.fetched(leg.key, 0.0)
-    subject.decode(leg.key, [next_token(leg.key, 7)], 0.0)
+    device.fill(blocks, sequence.prompt)
+    subject.fetched(sequence.key, 0.0)
+    subject.decode(sequence.key, [next_token(sequence.key, 7)], 0.0)
     subject.add(device.know(request("wide", tuple(range(70, 81)), max_tokens=1)), 1.0, hold=False)
     late = device.know(request("r#1", PROMPT, max_tokens=2, group="r"))
     subject.add(late, 2.0, hold=False)
-    told = run_to_end(subject, 3.0, device)
-    assert tokens_of(told, late.key) == [next_token(late.key, 6), next_token(late.key, 7)]
+    emitted = run_to_end(subject, 3.0, device)
+    assert tokens_of(emitted, late.key) == [next_token(late.key, 6), next_token(late.key, 7)]
 
 
-def test_a_held_prompt_is_computed_where_its_reader_looks() -> None:
-    """Chunks that end inside a block go on in that very block, although the lease holds it too."""
+def test_a_held_prompt_is_computed_in_its_leased_blocks() -> None:
+    """A chunk after one that ended inside a block continues in that block, although the lease holds it too."""
     subject, device = engine(max_batch_tokens=9), Device()
     subject.add(device.know(request("a", tuple(range(1, 24)))), 0.0, hold=True)
-    copies, told = 0, []
+    copies, emitted = 0, []
     while (made := step(subject, 0.0, device))[0] is not None:
         copies += len(made[0].copies)
-        told += made[1]
+        emitted += made[1]
     assert copies == 0
-    lease = next(each for each in told if isinstance(each, Lease))
+    lease = next(each for each in emitted if isinstance(each, Lease))
     assert subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks == 6
 
 
@@ -269,7 +269,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.count = 0
-        self.told: list = []
+        self.emitted: list = []
         self.alive: dict[str, Request] = {}
         self.reading: list[tuple[int, ...]] = []
 
@@ -329,7 +329,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), settle=st.booleans(), goes_on=st.booleans())
     def fetch(self, data: st.DataObject, settle: bool, goes_on: bool) -> None:
-        """Some of the prompt comes, and some tokens that were drawn elsewhere; or none, and it goes on by itself."""
+        """Part of the prompt's KV arrives, with tokens sampled elsewhere; or with none, and it samples by itself."""
         key = data.draw(st.sampled_from(sorted(self.alive)))
         try:
             sequence = self.engine.reserved(key)
@@ -371,7 +371,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.flow.plans:
             self.flow.begin(self.now_s)
         self.flow.end(self.now_s)
-        self.told += self.engine.drain()
+        self.emitted += self.engine.drain()
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -387,12 +387,12 @@ class EngineMachine(RuleBasedStateMachine):
         with contextlib.suppress(UnknownSequence):
             lease = self.engine.hand_over(key, most, self.now_s)
             if lease is not None:
-                self.told.append(lease)
+                self.emitted.append(lease)
 
-    @precondition(lambda self: any(isinstance(each, Lease) for each in self.told))
+    @precondition(lambda self: any(isinstance(each, Lease) for each in self.emitted))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        lease = data.draw(st.sampled_from([each for each in self.told if isinstance(each, Lease)]))
+        lease = data.draw(st.sampled_from([each for each in self.emitted if isinstance(each, Lease)]))
         with contextlib.suppress(LeaseLost):
             self.engine.leases.release(lease.key, lease.epoch)
 
@@ -425,7 +425,7 @@ class EngineMachine(RuleBasedStateMachine):
             if not any(self.engine.holds(key) for key in self.alive):
                 break
         else:
-            raise AssertionError("somebody starves")
+            raise AssertionError("a sequence starves")
         while self.flow.plans:
             self.end_step()
         self.now_s += 100.0
@@ -434,7 +434,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.free_blocks == stats.total_blocks
         for key in self.alive:
-            outputs = [each for each in self.told if isinstance(each, TokensOut) and each.key == key]
+            outputs = [each for each in self.emitted if isinstance(each, TokensOut) and each.key == key]
             positions = [each.first_position for each in outputs]
             assert positions == list(range(positions[0], positions[0] + len(positions))) if positions else True
 

@@ -1,4 +1,4 @@
-"""Several plans in flight: who is in which, that nobody waits or starves, and that blocks outlive their last reader."""
+"""Several plans in flight: which sequences they have, that none waits or starves, and that blocks outlive their last reader."""
 
 from collections import Counter
 from typing import Any
@@ -38,7 +38,7 @@ def decoding(subject: Engine, depth: int, count: int, **fields: Any) -> Pipeline
     for index in range(count):
         fields.setdefault("max_tokens", 60)
         subject.add(device.know(request(f"d{index}", (1 + index,), **fields)), 0.0, hold=False)
-    while sum(isinstance(told, TokensOut) for told in subject.drain()) < count:
+    while sum(isinstance(emitted, TokensOut) for emitted in subject.drain()) < count:
         flow.fill()
         while flow.plans:
             flow.end()
@@ -52,9 +52,7 @@ def decoding(subject: Engine, depth: int, count: int, **fields: Any) -> Pipeline
     ("count", "depth", "groups"),
     [(8, 4, [2, 2, 2, 2]), (9, 4, [3, 2, 2, 2]), (3, 4, [1, 1, 1]), (1, 4, [1]), (5, 2, [3, 2]), (5, 1, [5])],
 )
-def test_decodes_are_dealt_out_over_as_many_plans_as_there_are_stages(
-    count: int, depth: int, groups: list[int]
-) -> None:
+def test_decodes_are_spread_over_one_plan_for_each_stage(count: int, depth: int, groups: list[int]) -> None:
     flow = decoding(engine(max_running=12, depth=depth), depth, count)
     for _ in range(3):
         assert [len(plan.chunks) for plan in flow.fill()] == groups
@@ -62,7 +60,7 @@ def test_decodes_are_dealt_out_over_as_many_plans_as_there_are_stages(
             flow.end()
 
 
-def test_a_stage_that_is_done_with_its_group_gets_the_same_group_again() -> None:
+def test_a_group_of_decodes_stays_together() -> None:
     flow = decoding(engine(depth=3), 3, 6)
     flow.fill()
     for _ in range(9):
@@ -77,10 +75,8 @@ def test_a_stage_that_is_done_with_its_group_gets_the_same_group_again() -> None
     answers=st.lists(st.integers(2, 14), min_size=1, max_size=12),
     joins=st.lists(st.integers(0, 9), min_size=12, max_size=12),
 )
-def test_groups_stay_balanced_and_nobody_waits_while_sequences_join_and_leave(
-    depth: int, answers: list[int], joins: list[int]
-) -> None:
-    """No plan takes more than its part, and with a plan's place free nobody who could decode is left out."""
+def test_groups_stay_balanced_while_sequences_join_and_leave(depth: int, answers: list[int], joins: list[int]) -> None:
+    """No plan takes more than its part, and every decode that is ready runs while a plan can start."""
     subject = engine(kv_blocks=100, max_running=12, depth=depth, batching="prefill-first")
     flow = Pipeline(subject, depth)
     coming = [(joins[index], request(f"r{index}", (1 + index,), max_tokens=most)) for index, most in enumerate(answers)]
@@ -99,7 +95,7 @@ def test_groups_stay_balanced_and_nobody_waits_while_sequences_join_and_leave(
     assert rounds == {made.key: most for (_, made), most in zip(coming, answers, strict=True)}
 
 
-def test_a_lone_decode_waits_for_nobody() -> None:
+def test_a_single_decode_continues_when_its_step_has_ended() -> None:
     flow = decoding(engine(depth=4), 4, 1)
     assert [shape(plan) for plan in flow.fill()] == [[("d0", 1)]]
     assert flow.begin() is None  # its next token hangs on the one in flight
@@ -107,7 +103,7 @@ def test_a_lone_decode_waits_for_nobody() -> None:
     assert [shape(plan) for plan in flow.fill()] == [[("d0", 1)]]
 
 
-def test_those_who_waited_longest_come_first() -> None:
+def test_decodes_that_waited_longest_run_first() -> None:
     """A prompt takes a plan of its own, so more wait than the next plan takes."""
     subject = engine(batching="prefill-first", depth=2)
     flow = decoding(subject, 2, 4)
@@ -124,7 +120,7 @@ def test_those_who_waited_longest_come_first() -> None:
 # ---- prompts -----------------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_one_prompt_are_in_flight_together_and_only_the_last_draws() -> None:
+def test_chunks_of_one_prompt_are_in_flight_together_and_only_the_last_samples() -> None:
     device, subject = Device(), engine(depth=3, max_batch_tokens=16, cost=DEAR_STEPS)
     flow = Pipeline(subject, 3, device)
     subject.add(device.know(request("a", prompt(40), max_tokens=2)), 0.0, hold=False)
@@ -161,7 +157,9 @@ def test_many_prompts_fill_the_budget_of_every_plan() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(num_tokens=st.integers(1, 100_000), stages=st.integers(1, 8), step_s=st.floats(0, 1), token_s=st.floats(0, 0.1))
-def test_the_cut_is_never_slower_than_the_whole(num_tokens: int, stages: int, step_s: float, token_s: float) -> None:
+def test_splitting_a_prompt_is_never_slower_than_running_it_whole(
+    num_tokens: int, stages: int, step_s: float, token_s: float
+) -> None:
     share = prompt_share(LinearCost(step_s, token_s, prefill_pair_s=0.0), num_tokens, stages)
 
     def seconds(part: int) -> float:
@@ -175,7 +173,7 @@ def test_the_cut_is_never_slower_than_the_whole(num_tokens: int, stages: int, st
 
 
 @pytest.mark.parametrize("batching", ["static", "orca", "prefill-first"])
-def test_whole_prompts_are_dealt_out_and_never_cut(batching: str) -> None:
+def test_orca_spreads_whole_prompts_over_plans(batching: str) -> None:
     subject = engine(batching=batching, depth=4, max_batch_tokens=64, kv_blocks=100, cost=FREE_STEPS)
     flow = Pipeline(subject, 4)
     for name in "abcd":
@@ -183,7 +181,7 @@ def test_whole_prompts_are_dealt_out_and_never_cut(batching: str) -> None:
     assert [shape(plan) for plan in flow.fill()] == [[(name, 12)] for name in "abcd"]
 
 
-def test_static_admits_nobody_until_the_longest_answer_has_ended_at_any_depth() -> None:
+def test_static_admits_no_sequence_until_the_batch_has_ended_at_any_depth() -> None:
     subject = engine(batching="static", depth=2)
     flow = Pipeline(subject, 2)
     for name, most in (("short", 2), ("long", 5)):
@@ -203,7 +201,7 @@ def test_prefill_only_keeps_the_size_of_its_chunks_and_never_mixes() -> None:
     assert not any(name == "a" for plan in plans[3:] for name, _ in plan)
 
 
-def test_a_promise_binds_prompts_in_the_plans_beside_a_decode() -> None:
+def test_a_tpot_slo_limits_prompts_in_the_plans_beside_a_decode() -> None:
     """10 ms for the step, 1 ms for each prompt token: 20 ms leave 10, with or without a decode of one's own."""
     cost = LinearCost(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
     subject = engine(depth=2, max_batch_tokens=64, cost=cost)
@@ -257,7 +255,7 @@ def test_an_abort_waits_for_the_last_of_several_steps() -> None:
 
 
 def test_a_swapped_in_sequence_without_a_token_keeps_its_blocks_until_they_are_filled() -> None:
-    """An abort between order and copy must not hand the target blocks to a transfer, which writes at once."""
+    """An abort between schedule and copy must not free the target blocks for a transfer, which writes at once."""
     subject, device = engine(depth=2, kv_blocks=10, swap_blocks=16, preemption="swap"), Device()
     flow = Pipeline(subject, 2, device)
     for index in range(3):
@@ -275,7 +273,7 @@ def test_a_swapped_in_sequence_without_a_token_keeps_its_blocks_until_they_are_f
 
 
 def test_an_older_decode_waits_for_the_youngest_in_flight_and_then_takes_its_blocks() -> None:
-    """The young prompt gets no further chunk once somebody older wants its blocks."""
+    """The young prompt gets no further chunk once an older sequence needs its blocks."""
     subject = engine(depth=2, kv_blocks=13, max_running=2, max_batch_tokens=3, cost=DEAR_STEPS)  # 11 blocks of 4
     device = Device()
     flow = Pipeline(subject, 2, device)
@@ -292,21 +290,21 @@ def test_an_older_decode_waits_for_the_youngest_in_flight_and_then_takes_its_blo
         ordered += sum(count for name, count in shape(ended) if name == "young")
     assert subject.stats().preemptions == 1 and 0 < ordered < 36
     flow.run(3.0)
-    told = subject.drain()
-    assert tokens_of(told, "old/0") == [next_token("old/0", 3 + n) for n in range(20)]
-    assert tokens_of(told, "young/0") == [next_token("young/0", 36 + n) for n in range(2)]
+    emitted = subject.drain()
+    assert tokens_of(emitted, "old/0") == [next_token("old/0", 3 + n) for n in range(20)]
+    assert tokens_of(emitted, "young/0") == [next_token("young/0", 36 + n) for n in range(2)]
 
 
-def test_answers_that_are_computed_again_get_their_share_when_nobody_else_has_a_prompt() -> None:
+def test_recomputed_answers_get_their_share_when_there_is_no_other_prompt() -> None:
     subject, device = engine(depth=2, kv_blocks=10, max_running=2, max_batch_tokens=3), Device()
     flow = Pipeline(subject, 2, device)
     for index in range(2):
         subject.add(device.know(request(f"r{index}", (1 + index,) * 5, max_tokens=20)), float(index), hold=False)
     flow.run(9.0)
-    told = subject.drain()
+    emitted = subject.drain()
     assert subject.stats().preemptions > 0
     for index in range(2):
-        assert tokens_of(told, f"r{index}/0") == [next_token(f"r{index}/0", 5 + n) for n in range(20)]
+        assert tokens_of(emitted, f"r{index}/0") == [next_token(f"r{index}/0", 5 + n) for n in range(20)]
 
 
 def test_a_plan_is_committed_in_its_turn_only() -> None:
@@ -321,7 +319,7 @@ def test_a_plan_is_committed_in_its_turn_only() -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(data=st.data(), batching=st.sampled_from(BATCHING), depth=st.integers(1, 4))
-def test_at_every_depth_all_end_with_the_same_tokens(data: st.DataObject, batching: str, depth: int) -> None:
+def test_every_depth_generates_the_same_tokens(data: st.DataObject, batching: str, depth: int) -> None:
     """Late arrivals, siblings, held prompts, tight pools, any budget, steps computed early or late."""
     device = Device()
     budget = data.draw(st.integers(2, 24))
@@ -338,14 +336,14 @@ def test_at_every_depth_all_end_with_the_same_tokens(data: st.DataObject, batchi
     flow = Pipeline(subject, depth, device)
     lengths: dict[str, tuple[int, int]] = {}
     leases: list[Lease] = []
-    told: list[object] = []
+    emitted: list[object] = []
 
     def go_on(now_s: float) -> bool:
         begun = flow.begin(now_s) if data.draw(st.booleans()) else None
         for _ in range(data.draw(st.integers(0, 2))):
             flow.compute()
         ended = flow.end(now_s) if begun is None else begun
-        told.extend(subject.drain())
+        emitted.extend(subject.drain())
         return ended is not None
 
     for index in range(data.draw(st.integers(1, 10))):
@@ -361,15 +359,15 @@ def test_at_every_depth_all_end_with_the_same_tokens(data: st.DataObject, batchi
         for _ in range(data.draw(st.integers(0, 4))):
             go_on(float(index))
     for _ in range(1000):
-        told.extend(subject.drain())
-        for lease in [each for each in told if isinstance(each, Lease) and each not in leases and each.finished]:
+        emitted.extend(subject.drain())
+        for lease in [each for each in emitted if isinstance(each, Lease) and each not in leases and each.finished]:
             leases.append(lease)
             subject.leases.release(lease.key, lease.epoch)
         flow.fill(100.0)
         if flow.end(100.0) is None:
             break
     for key, (length, room) in lengths.items():
-        outputs = [each for each in told if isinstance(each, TokensOut) and each.key == key]
+        outputs = [each for each in emitted if isinstance(each, TokensOut) and each.key == key]
         assert [each.tokens[0] for each in outputs] == [next_token(key, length + n) for n in range(room)]
         assert [each.first_position for each in outputs] == list(range(room))
     assert subject.stats().free_blocks == subject.stats().total_blocks

@@ -1,4 +1,4 @@
-"""Prefixes that are fetched from another worker: what is held meanwhile, and what stays."""
+"""Prefixes fetched from another worker: what is held during the fetch, and what stays."""
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ class Side:
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
 
     def computed(self, tokens: range, *, key_digests: int = 99) -> None:
-        """A prompt was computed here, held for a reader, and let go."""
+        """A prompt was computed here, held for a reader, and released."""
         names = prefix_hashes(tokens, BLOCK)
         shared = self.pool.match(names)
         try:
@@ -46,7 +46,7 @@ class Side:
         self.pool.check([*(lease.blocks for lease in self.leases), *(fetch.blocks for fetch in self.prefix_fetches)])
 
 
-def test_what_is_held_is_all_ready_and_stays_until_it_is_released() -> None:
+def test_a_held_prefix_is_ready_at_once_and_stays_until_released() -> None:
     side = Side()
     side.computed(range(10))
     lease = side.prefix_fetches.hold("r:prefix", range(20), 0.0)
@@ -60,7 +60,7 @@ def test_what_is_held_is_all_ready_and_stays_until_it_is_released() -> None:
     assert side.cached(range(10)) == 2 and side.pool.num_free == 8
 
 
-def test_nothing_is_lent_to_another_tenant() -> None:
+def test_a_prefix_is_not_held_for_another_tenant() -> None:
     side = Side()
     side.computed(range(10))
     assert side.prefix_fetches.hold("r:prefix", range(20), 0.0, "eve") is None
@@ -74,7 +74,7 @@ def test_nothing_is_lent_to_another_tenant() -> None:
     side.check()
 
 
-def test_nothing_is_lent_of_what_is_not_here() -> None:
+def test_only_cached_blocks_are_held() -> None:
     side = Side()
     side.computed(range(10))
     assert side.prefix_fetches.hold("r", range(50, 60), 0.0) is None
@@ -82,7 +82,7 @@ def test_nothing_is_lent_of_what_is_not_here() -> None:
     assert side.pool.num_free == 8 and len(side.leases) == 0
 
 
-def test_blocks_without_a_digest_are_lent_only_where_nobody_digests() -> None:
+def test_blocks_without_a_digest_are_held_only_when_digests_are_off() -> None:
     for digest, held in ((True, 4), (False, 12)):
         side = Side(digest=digest)
         side.computed(range(12), key_digests=1)
@@ -91,7 +91,7 @@ def test_blocks_without_a_digest_are_lent_only_where_nobody_digests() -> None:
         side.check()
 
 
-def test_a_reader_that_never_comes_is_waited_for_no_longer_than_the_lease() -> None:
+def test_a_held_prefix_is_freed_when_its_lease_expires() -> None:
     side = Side()
     side.computed(range(8))
     lease = side.prefix_fetches.hold("r", range(8), 0.0)
@@ -102,7 +102,7 @@ def test_a_reader_that_never_comes_is_waited_for_no_longer_than_the_lease() -> N
         side.leases.release("r", lease.epoch)
 
 
-def test_what_was_borrowed_is_in_the_cache_and_what_did_not_come_is_free() -> None:
+def test_a_fetched_prefix_is_cached_and_a_failed_fetch_is_freed() -> None:
     side = Side()
     for arrived, cached in ((False, 0), (True, 2)):
         fetch = side.prefix_fetches.begin(range(9))  # two full blocks and one token
@@ -112,7 +112,7 @@ def test_what_was_borrowed_is_in_the_cache_and_what_did_not_come_is_free() -> No
         assert (side.cached(range(9)), side.pool.num_free) == (cached, 8)
 
 
-def test_only_what_is_not_here_is_borrowed() -> None:
+def test_only_missing_blocks_are_fetched() -> None:
     side = Side(num_blocks=16, prefix_blocks=2)
     side.computed(range(12))
     fetch = side.prefix_fetches.begin(range(24))
@@ -140,7 +140,7 @@ def test_a_prefix_that_does_not_fit_changes_nothing() -> None:
     ),
     st.booleans(),
 )
-def test_any_order_of_holding_and_fetching_balances(steps: list[tuple[str, int]], digest: bool) -> None:
+def test_blocks_balance_for_any_order_of_holds_and_fetches(steps: list[tuple[str, int]], digest: bool) -> None:
     side = Side(num_blocks=12, digest=digest)
     prompts = [range(100 * (n // 2), 100 * (n // 2) + 8 + 5 * (n % 2)) for n in range(4)]
     held: list[Lease] = []

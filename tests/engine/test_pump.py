@@ -15,7 +15,7 @@ from workers.request import TokensOut
 
 
 class Stages:
-    """An executor by hand: a plan ends when the test says so."""
+    """An executor whose plans end when the test ends them."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -34,16 +34,16 @@ class Stages:
 
 async def pumped(subject: Engine, stages: Stages, end: Callable[[], None], count: int) -> list[EngineOutput]:
     """Runs until `count` answers have ended; `end` ends some plans whenever all others wait."""
-    told: list[EngineOutput] = []
-    pump = Pump(subject, stages, told.extend, lambda: 0.0)  # type: ignore[arg-type]
+    emitted: list[EngineOutput] = []
+    pump = Pump(subject, stages, emitted.extend, lambda: 0.0)  # type: ignore[arg-type]
     pumping = asyncio.ensure_future(pump.run())
     async with asyncio.timeout(20.0):
-        while not pumping.done() and sum(isinstance(e, TokensOut) and e.finish is not None for e in told) < count:
+        while not pumping.done() and sum(isinstance(e, TokensOut) and e.finish is not None for e in emitted) < count:
             end()
             await asyncio.sleep(0)
         pump.stop()
         await pumping
-    return told
+    return emitted
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -57,10 +57,10 @@ async def test_as_many_plans_as_stages_are_in_flight_and_committed_in_order_whic
             if not ended.done():
                 ended.set_result(result(plan))
 
-    told = await pumped(subject, stages, end, 6)
+    emitted = await pumped(subject, stages, end, 6)
     assert stages.most == depth
     for index in range(6):
-        assert tokens_of(told, f"r{index}/0") == [next_token(f"r{index}/0", 1 + n) for n in range(8)]
+        assert tokens_of(emitted, f"r{index}/0") == [next_token(f"r{index}/0", 1 + n) for n in range(8)]
 
 
 async def test_a_lost_rank_ends_the_pump_once_however_many_plans_it_hits() -> None:
@@ -80,5 +80,5 @@ async def test_a_lost_rank_ends_the_pump_once_however_many_plans_it_hits() -> No
     with pytest.raises(RankLost, match="rank 1 is gone"):
         await pumped(subject, stages, end, 3)
     await asyncio.sleep(0)
-    gc.collect()  # what nobody asked is complained of when it goes
+    gc.collect()  # an exception that was not retrieved is logged when its future is collected
     assert not complaints

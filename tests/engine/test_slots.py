@@ -1,4 +1,4 @@
-"""Promises inside an engine: who may have a decode slot, and whose prompt is next."""
+"""SLOs inside an engine: which request gets a decode slot, and which prompt is next."""
 
 from itertools import accumulate, combinations
 from typing import Any
@@ -24,7 +24,7 @@ def enforced(name: str, tpot_s: float | None, **fields: Any) -> Request:
     return request(name, (ord(name[0]),) * 4, slo=SLO(tpot_s=tpot_s, is_enforced=True), **fields)
 
 
-def test_a_slot_is_given_while_the_tightest_promise_is_kept() -> None:
+def test_a_slot_is_granted_while_the_tightest_slo_is_met() -> None:
     subject = engine(cost=COST, kv_blocks=200, max_running=8)
     subject.reserve(enforced("a", 0.03), 0.0)
     subject.reserve(enforced("b", None), 0.0)
@@ -38,19 +38,19 @@ def test_a_slot_is_given_while_the_tightest_promise_is_kept() -> None:
     subject.check()
 
 
-def test_what_was_only_wished_for_binds_nobody() -> None:
+def test_an_slo_that_is_not_enforced_limits_no_slots() -> None:
     subject = engine(cost=COST)
     for name in "abc":
         subject.reserve(request(name, (ord(name),) * 4, slo=SLO(tpot_s=0.01)), 0.0)
 
 
-def test_an_empty_worker_takes_whoever_comes_and_an_impossible_promise_binds_nobody() -> None:
+def test_an_empty_worker_accepts_any_request_and_an_impossible_slo_is_ignored() -> None:
     subject = engine(cost=COST)
     subject.reserve(enforced("a", 0.001), 0.0)
     subject.reserve(enforced("b", 0.001), 0.0)
 
 
-def test_an_answer_that_was_lost_half_way_is_not_held_up() -> None:
+def test_a_retried_answer_always_gets_a_slot() -> None:
     subject = engine(cost=COST)
     subject.reserve(enforced("a", 0.015), 0.0)
     for fields in ({}, {"attempt": 1}, {"generated": (1,), "num_moves": 1}):
@@ -66,14 +66,14 @@ def test_a_prompt_held_for_a_reader_takes_no_slot() -> None:
     subject.reserve(enforced("a", 0.015), 0.0)
 
 
-def test_of_several_steps_in_flight_each_has_its_part() -> None:
+def test_each_step_in_flight_has_an_equal_part_of_the_decodes() -> None:
     decoding = [Sequence(enforced(name, 0.02), 0.0) for name in "abc"]
     assert slot_refusal(COST, decoding, enforced("d", 0.02))
     assert not slot_refusal(COST, decoding, enforced("d", 0.02), depth=2)
 
 
 def decoding_in(subject: Engine) -> list[Sequence]:
-    """Those that decode here, or will."""
+    """Requests that decode here or have a reservation."""
     sequences = subject._sequences.values()
     return [each for each in sequences if each.state in (State.RESERVED, State.RUNNING) and not each.hold]
 
@@ -83,7 +83,7 @@ PROMISES = st.sampled_from([None, 0.005, 0.02, 0.04, 0.07, 0.2])
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(PROMISES, st.integers(1, 40), st.integers(1, 6), st.booleans()), max_size=30))
-def test_whoever_got_a_slot_breaks_no_promise_that_stands(
+def test_a_granted_slot_breaks_no_slo(
     asked: list[tuple[float | None, int, int, bool]],
 ) -> None:
     subject = engine(cost=CONTEXT_COST, kv_blocks=400, max_running=30, max_batch_tokens=64)
@@ -95,7 +95,7 @@ def test_whoever_got_a_slot_breaks_no_promise_that_stands(
         try:
             subject.reserve(wanted, 0.0)
         except Overloaded:
-            assert before, "an empty worker refuses nobody"
+            assert before, "an empty worker refuses no request"
         else:
             decoding = decoding_in(subject)
             step_s = cost.decode_seconds(len(decoding), sum(len(each.tokens) for each in decoding))
@@ -131,7 +131,7 @@ def waiting(line: list[tuple[int, float | None, int, float]]) -> list[Sequence]:
 
 @settings(max_examples=100, deadline=None)
 @given(LINE, st.integers(1, 8), st.floats(0.0, 1.0))
-def test_of_a_window_and_a_priority_those_are_first_with_whom_most_are_in_time(
+def test_the_deadline_order_meets_the_most_deadlines_within_a_window_and_priority(
     line: list[tuple[int, float | None, int, float]], window: int, now_s: float
 ) -> None:
     config = EngineConfig(prompt_order="deadline", prompt_window=window)
@@ -176,7 +176,7 @@ def due_s(sequence: Sequence) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(LINE, st.integers(1, 6), st.integers(0, 5))
-def test_an_engine_lets_nobody_be_overtaken_by_more_than_a_window(
+def test_a_prompt_is_overtaken_by_at_most_one_window(
     line: list[tuple[int, float | None, int, float]], window: int, early: int
 ) -> None:
     subject = engine(
@@ -193,7 +193,7 @@ def test_an_engine_lets_nobody_be_overtaken_by_more_than_a_window(
         begun += more
         now_s += 0.02
     first = list(dict.fromkeys(begun))
-    assert set(first) == set(number_of), "nobody starves"
+    assert set(first) == set(number_of), "no prompt starves"
     for place, key in enumerate(first):
         passed_by = [other for other in first[:place] if number_of[other] > number_of[key]]
         assert all(number_of[other] < number_of[key] + window for other in passed_by)

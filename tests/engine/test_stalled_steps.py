@@ -1,4 +1,4 @@
-"""A step that gets on by nothing is noticed in seconds; one that is only slow, or among the first, is let be."""
+"""A step without progress is noticed in seconds; a slow step, or one of the first, is not interrupted."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from workers.engine.step import StepPlan, StepResult
 
 
 class Computes:
-    """Steps take no time, but for one: that takes `slow_s`, in which its ticks grow or do not."""
+    """Steps take no time except one, which takes `slow_s`; its ticks grow or not."""
 
     depth = 1
 
@@ -30,13 +30,13 @@ class Computes:
 
 
 def pumped(executor: Computes) -> float:
-    """How long it took to compute an answer. Raises what ends the pump."""
+    """Seconds that an answer took. Raises the error that ends the pump."""
 
     async def scene() -> float:
         subject, loop = engine(), asyncio.get_running_loop()
         subject.add(request("a", (1, 2), max_tokens=20), 0.0, hold=False)
         begun_s = loop.time()
-        pump = Pump(subject, executor, lambda told: None, loop.time)  # type: ignore[arg-type]
+        pump = Pump(subject, executor, lambda emitted: None, loop.time)  # type: ignore[arg-type]
         pumping = asyncio.ensure_future(pump.run())
         while subject.has_work and not pumping.done():
             await asyncio.sleep(0.01)
@@ -51,18 +51,18 @@ def pumped(executor: Computes) -> float:
     return clock.run(scene())
 
 
-def test_a_step_that_hangs_is_given_up_in_ten_seconds() -> None:
+def test_a_hanging_step_is_given_up_after_ten_seconds() -> None:
     with pytest.raises(RuntimeError, match="hangs: no rank made progress") as caught:
         pumped(Computes(FIRST_STEPS + 3, 1e6, gets_on=False))
     took_s = float(str(caught.value).rpartition("(")[2].rstrip(")"))
     assert STALLED_S <= took_s <= STALLED_S + 2 * BEAT_S
 
 
-def test_a_slow_step_that_gets_on_is_let_be() -> None:
+def test_a_slow_step_that_makes_progress_is_not_interrupted() -> None:
     assert pumped(Computes(FIRST_STEPS + 3, 0.9 * STEP_TIMEOUT_S, gets_on=True)) > 0.9 * STEP_TIMEOUT_S
 
 
-def test_a_step_that_gets_on_and_never_ends_is_given_up_too() -> None:
+def test_a_step_that_never_ends_is_given_up_despite_progress() -> None:
     with pytest.raises(RuntimeError, match=f"has not ended within {STEP_TIMEOUT_S:.0f} s"):
         pumped(Computes(FIRST_STEPS + 3, 1e6, gets_on=True))
 

@@ -1,4 +1,4 @@
-"""A server hands out its worker once it has loaded, to callers who mean this incarnation, until it is closed."""
+"""A server gives access to its worker once it has loaded, to callers of this incarnation, until it is closed."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def server() -> WorkerServer:
     return build_worker(config, shared=SharedMemory())
 
 
-async def test_no_worker_is_handed_out_before_it_has_loaded() -> None:
+async def test_a_worker_is_unavailable_until_it_has_loaded() -> None:
     subject = server()
     with pytest.raises(WorkerClosed, match="still loading"):
         subject.worker()
@@ -25,7 +25,7 @@ async def test_no_worker_is_handed_out_before_it_has_loaded() -> None:
     await subject.close()
 
 
-async def test_a_caller_who_means_an_earlier_incarnation_is_refused() -> None:
+async def test_a_call_to_an_earlier_incarnation_is_refused() -> None:
     subject = server()
     worker = await subject.open()
     assert subject.worker(subject.incarnation) is worker

@@ -87,6 +87,6 @@ class MemoryLeases:
         return held
 
     def _wake(self, held: _Lease) -> None:
-        """Wake all who wait now; whoever waits later waits for the next change."""
+        """Wake all current waiters; later waiters wait for the next change."""
         held.changed.set()
         held.changed = asyncio.Event()

@@ -94,9 +94,9 @@ class Child:
 
     def ask(self, *request: object) -> Any:
         self.pipe.send(request)
-        return self.hear()
+        return self.receive()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         assert self.pipe.poll(30), "the child process does not answer"
         return self.pipe.recv()
 
@@ -118,7 +118,7 @@ def start_owner(
     backend: str, incarnation: str, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS
 ) -> tuple[Child, PeerAddress]:
     child = start(own, backend, incarnation, layout, num_blocks)
-    return child, child.hear()
+    return child, child.receive()
 
 
 def own(pipe: Connection, backend: str, incarnation: str, layout: KVLayout, num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""The lease protocol: who may speak, what a watch answers, and what a release proves."""
+"""The lease protocol: authentication, the replies to a watch, and what a release proves."""
 
 import asyncio
 import os
@@ -97,7 +97,7 @@ async def test_an_owner_that_cannot_prove_the_secret_is_refused() -> None:
     server.close()
 
 
-async def test_nobody_at_the_port_is_a_lost_peer() -> None:
+async def test_a_port_without_a_listener_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost):
         await ControlClient.connect("127.0.0.1", 1, SECRET)
 
@@ -115,7 +115,7 @@ async def test_a_reader_without_descriptors_does_not_blame_the_owner(owner: Owne
     await asyncio.gather(reader.close(), other.close())
 
 
-async def test_an_owner_that_says_nothing_times_out() -> None:
+async def test_a_silent_owner_times_out() -> None:
     server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
     with pytest.raises(TransferTimeout):
         await ControlClient.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET, deadline_s=0.2)
@@ -258,11 +258,11 @@ async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owne
 
 
 async def silent(port: int, count: int) -> list[asyncio.StreamWriter]:
-    """Connections of peers that say nothing."""
+    """Connections of silent peers."""
     return [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(count)]
 
 
-async def test_strangers_take_no_readers_place() -> None:
+async def test_unauthenticated_connections_take_no_readers_place() -> None:
     server = ControlServer(MemoryLeases(LAYOUT), lambda: PEER, SECRET, max_readers=2)
     port = await server.start("127.0.0.1")
     crowd = await silent(port, 3 * MAX_UNAUTHENTICATED)
@@ -286,12 +286,12 @@ async def test_strangers_take_no_readers_place() -> None:
 
 async def test_the_control_port_accepts_again_once_there_are_descriptors(owner: Owner) -> None:
     caller = socket.socket()
-    loop, said = asyncio.get_running_loop(), asyncio.Event()
-    loop.set_exception_handler(lambda _, context: said.set() if "out of system resource" in str(context) else None)
+    loop, reported = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_exception_handler(lambda _, context: reported.set() if "out of system resource" in str(context) else None)
     with no_descriptors_left():
         caller.setblocking(False)
         await loop.sock_connect(caller, ("127.0.0.1", owner.port))
-        await asyncio.wait_for(said.wait(), 5)
+        await asyncio.wait_for(reported.wait(), 5)
     caller.close()
     assert (await owner.meet()).peer == PEER
 

@@ -31,7 +31,7 @@ def plans_of(case: Case, rank: int) -> list[tuple[Piece, Copies]]:
 
 @settings(deadline=None)
 @given(cases())
-def test_the_plans_bring_every_rank_what_a_loop_over_single_numbers_brings(case: Case) -> None:
+def test_plans_copy_the_same_numbers_as_a_loop_over_single_numbers(case: Case) -> None:
     random = np.random.default_rng(0)
     whole = case.sources[0]
     truth = random.integers(
@@ -148,7 +148,7 @@ def test_kv_of_other_weights_is_refused() -> None:
         pieces_of([other], TINY, 0)
 
 
-def test_kv_that_nobody_holds_is_refused() -> None:
+def test_kv_that_no_rank_holds_is_refused() -> None:
     first, _ = shards(SMOLLM2, 1, 2)
     with pytest.raises(PeerRefused, match=r"layers \(0, 30\).*not all of it"):
         pieces_of([first], SMOLLM2, 0)
@@ -159,7 +159,7 @@ def test_kv_that_nobody_holds_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sources", "targets"), [((1, 2), (1,)), ((1,), (1, 2)), ((1, 2), (3, 3)), ((-1, 0), (0, 1)), ((0, 1), (-1, 0))]
 )
-def test_orders_that_make_no_sense_raise(sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+def test_invalid_orders_raise(sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         plan_copies(WHOLE, TINY, TINY, sources, targets, 0, 2)
 

@@ -14,8 +14,8 @@ from tests.kvtransfer.grids import Case, by_slots, cases
 from tests.kvtransfer.peers import LAYOUT, cells_of, make_region, whole_piece
 
 
-def told(case: Case, piece: Piece, truth: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> tuple[int, ...]:
-    """What the owner says of a piece of each block."""
+def reported(case: Case, piece: Piece, truth: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> tuple[int, ...]:
+    """The owner's digests of a piece of each block."""
     layout = case.sources[piece.shard]
     region = make_region(layout, case.pool_blocks)
     case.fill(layout, np.frombuffer(region.bytes(), np.uint8), truth)
@@ -26,7 +26,7 @@ def told(case: Case, piece: Piece, truth: "np.ndarray[tuple[int, ...], np.dtype[
 
 @settings(deadline=None)
 @given(cases())
-def test_what_arrived_agrees_and_any_changed_byte_does_not(case: Case) -> None:
+def test_digests_match_what_arrived_and_detect_any_changed_byte(case: Case) -> None:
     random = np.random.default_rng(0)
     whole = case.sources[0]
     shape = case.num_tokens, whole.num_kv_heads, whole.num_layers, 2, whole.slot_bytes
@@ -44,7 +44,7 @@ def test_what_arrived_agrees_and_any_changed_byte_does_not(case: Case) -> None:
                 spans = spans_of(
                     whole.block_size, target.block_size, case.target_blocks, case.first_token, case.num_tokens
                 )
-                digests = told(case, piece, truth)
+                digests = reported(case, piece, truth)
                 verify_piece(memoryview(pool.data), target, piece, spans, digests, case.source_blocks)
 
             verify()
@@ -97,7 +97,7 @@ def test_a_piece_of_no_rank_is_refused(shard: int) -> None:
         watch_reply([(bytes(64),)], [LAYOUT], (replace(whole_piece(), shard=shard),), 0, 1, finished=True, ttl_s=1.0)
 
 
-def test_more_digests_than_fit_one_answer_are_left_to_the_next() -> None:
+def test_digests_that_exceed_one_reply_come_in_the_next() -> None:
     pieces = (whole_piece(),) * 4096
     count = MAX_DIGESTS // len(pieces) + 3
     cells = [(bytes(8 * whole_piece().num_cells),) * count]

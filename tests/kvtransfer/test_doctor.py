@@ -1,4 +1,4 @@
-"""What the doctor says was found by trying."""
+"""The doctor's facts come from trials on this machine."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_only_the_table_of_remote_reads_names_the_path() -> None:
     assert parse_read_paths(TABLE) == ("cma/memory",)
 
 
-def test_an_emulated_read_is_told_from_a_real_one() -> None:
+def test_an_emulated_read_is_recognised() -> None:
     emulated = TABLE.replace("zero-copy  ", "software emulation").replace("cma/memory", "tcp/eth0")
     assert parse_read_paths(emulated) == ("tcp/eth0: software emulation",)
 
@@ -43,7 +43,7 @@ def test_the_facts_are_those_of_this_machine() -> None:
         assert facts.nixl_path == "UCX cma/memory (same host)"
 
 
-def test_a_user_who_forces_ucx_over_tcp_is_told_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ucx_forced_over_tcp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     need("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert "forbids CMA" in transfer_facts().nixl_path

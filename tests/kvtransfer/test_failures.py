@@ -1,4 +1,4 @@
-"""What happens when one side dies, hangs, or talks nonsense in the middle of a read."""
+"""What happens when one side dies, hangs, or sends invalid bytes during a read."""
 
 import asyncio
 import contextlib
@@ -82,7 +82,7 @@ async def test_a_killed_reader_leaves_the_owner_alive(backend: str) -> None:
     child, peer = await start_large_owner(backend)
     for delay_s in (0.02, 0.1):
         victim = await asyncio.to_thread(start, read_for_ever, backend, peer)
-        await asyncio.to_thread(victim.hear)
+        await asyncio.to_thread(victim.receive)
         await asyncio.sleep(delay_s)
         victim.end()
     assert child.ask("still there?") == "alive"
@@ -165,22 +165,22 @@ def test_garbage_does_not_hurt_a_tcp_owner(tcp_owner: tuple[Child, PeerAddress])
     assert child.ask("still there?") == "alive"
 
 
-def strangers(port: int, count: int) -> list[socket.socket]:
-    """Connections of peers that say nothing."""
+def silent_connections(port: int, count: int) -> list[socket.socket]:
+    """Connections of silent peers."""
     links = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
     for link in links:
         link.settimeout(5)
     return links
 
 
-async def test_strangers_take_no_readers_place() -> None:
+async def test_unauthenticated_connections_take_no_readers_place() -> None:
     owner = open_set(make_region(filled=True), ("tcp",), "owner", max_readers=3)
     tcp = owner._transports[0]._owner  # type: ignore[attr-defined]
-    crowd = await asyncio.to_thread(strangers, tcp.port, 3 * MAX_UNAUTHENTICATED)
+    crowd = await asyncio.to_thread(silent_connections, tcp.port, 3 * MAX_UNAUTHENTICATED)
     readers = [open_set(make_region(), ("tcp",), f"reader-{number}") for number in range(4)]
     for reader in readers[:3]:
         await reader.connect(address_of(owner, "owner"))
-    assert tcp.num_connections <= MAX_UNAUTHENTICATED + 3 + 1, "a displaced stranger's thread may still be ending"
+    assert tcp.num_connections <= MAX_UNAUTHENTICATED + 3 + 1, "a displaced connection's thread may still be ending"
     with pytest.raises(TransportUnavailable, match=r"serves 3 readers already.*raise that.*ulimit -n"):
         await readers[3].connect(address_of(owner, "owner"))
     await readers[0].close()
@@ -194,10 +194,10 @@ async def test_strangers_take_no_readers_place() -> None:
     assert tcp.num_connections == 0
 
 
-def test_a_stranger_that_drips_bytes_is_cut_off_at_the_handshakes_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_handshake_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_owner, "HANDSHAKE_S", 0.5)
     owner = tcp_owner.TcpOwner(make_region(), "127.0.0.1", SECRET, "owner", 3)
-    [link] = strangers(owner.port, 1)
+    [link] = silent_connections(owner.port, 1)
     cut_off = False
     for _ in range(50):  # a byte each 0.1 s: within any timeout of one call
         try:
@@ -246,7 +246,7 @@ async def test_a_tcp_owner_accepts_again_once_there_are_threads(monkeypatch: pyt
 
 
 class StuckAgent:
-    """Stands for a NIXL agent whose reads never end."""
+    """A fake NIXL agent whose reads never end."""
 
     lost = ConnectionError
     made = 0
@@ -375,7 +375,7 @@ if __name__ == "__main__":
 """
 
 
-def test_nixl_says_nothing_and_leaves_cleanly_when_its_owner_dies(tmp_path: Path) -> None:
+def test_nixl_prints_nothing_and_exits_cleanly_when_its_owner_dies(tmp_path: Path) -> None:
     need("nixl")
     script = tmp_path / "story.py"
     script.write_text(QUIET_STORY)

@@ -138,7 +138,7 @@ async def test_a_path_that_does_not_work_falls_back_to_the_next() -> None:
     await owner.close()
 
 
-async def test_a_backend_that_cannot_work_is_kept_for_the_doctor() -> None:
+async def test_the_doctor_reports_a_backend_that_cannot_work() -> None:
     opened = open_set(make_region(), ("memory", "tcp"), "alone")
     assert [(each.backend, each.ok) for each in opened.doctor()] == [("memory", False), ("tcp", True)]
     await opened.close()
@@ -149,7 +149,7 @@ async def test_opening_nothing_that_works_raises() -> None:
         open_set(make_region(), ("memory",), "alone")
 
 
-async def test_an_incarnation_that_came_back_is_a_new_peer(two: Two) -> None:
+async def test_a_restarted_worker_is_a_new_peer(two: Two) -> None:
     _, theirs, _, _ = two
     first = open_set(theirs, ("tcp",), "first-life")
     old = address_of(first, "first-life")

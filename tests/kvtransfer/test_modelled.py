@@ -17,9 +17,9 @@ MODEL = LinkModel(latency_s=0.5, bytes_per_s=LAYOUT.block_bytes)  # a block a se
 
 
 def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
-    """Tell the story to a connected set; answers what it returns."""
+    """Run `story` with a connected set; returns its result."""
 
-    async def tell() -> float:
+    async def run() -> float:
         region = Region(LAYOUT, 64, address=0, owner=None)
         owner, reader = (open_set(region, ("modelled",), name, model=MODEL) for name in ("owner", "reader"))
         report = await reader.connect(address_of(owner, "owner"), deadline_s=1e6)
@@ -30,7 +30,7 @@ def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
         finally:
             await reader.close()
 
-    return clock.run(tell())
+    return clock.run(run())
 
 
 def order(num_blocks: int, deadline_s: float = 100.0) -> PullOrder:

@@ -35,7 +35,7 @@ def test_the_extra_is_that_of_torch_s_cuda(cuda: str | None, extra: str) -> None
         ("not usable", "13.0", ""),
     ],
 )
-def test_another_build_than_torch_s_is_named_with_its_cure(module: str, cuda: str | None, words: str) -> None:
+def test_a_nixl_build_for_another_cuda_is_reported_with_its_fix(module: str, cuda: str | None, words: str) -> None:
     assert module in MODULES or module == "not usable"
     assert mismatch(module, cuda) == (f"{module} is built for {words}" if words else "")
 

@@ -46,7 +46,7 @@ class StubAgent:
     def destroy(self, nixl_peer: list[NixlPeer], *, idle: bool) -> None: ...
 
 
-async def test_a_read_under_way_is_asked_about_even_when_the_pause_is_over_before_it_begins(
+async def test_a_read_in_flight_is_polled_even_with_a_very_short_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So short a pause is what a busy machine makes of a longer one. The last job was queued while the thread was busy,

@@ -113,7 +113,7 @@ async def test_chunks_are_read_while_later_chunks_still_compute(story: Story) ->
     assert [block_of(story.ours, target) for target in TARGETS] == [block_bytes_of(block) for block in BLOCKS]
 
 
-async def test_a_prefix_that_is_here_already_is_not_read(story: Story) -> None:
+async def test_a_cached_prefix_is_not_read(story: Story) -> None:
     story.compute(*BLOCKS)
     story.leases.finish("lease")
     report = await story.pull(skip_blocks=4)
@@ -121,7 +121,7 @@ async def test_a_prefix_that_is_here_already_is_not_read(story: Story) -> None:
     assert not any(block_of(story.ours, TARGETS[0]))
 
 
-async def test_a_prompt_that_is_here_whole_is_released_without_a_read(story: Story) -> None:
+async def test_a_completely_cached_prompt_is_released_without_a_read(story: Story) -> None:
     report = await story.pull(skip_blocks=6)
     assert (report.num_reads, report.num_bytes) == (0, 0)
     assert story.leases.released == ["lease"]
@@ -189,7 +189,7 @@ async def test_cancelling_a_pull_leaves_its_reads_to_settle(story: Story) -> Non
     assert not read.done.cancelled()
 
 
-async def test_an_owner_that_stops_short_loses_the_pull(story: Story) -> None:
+async def test_an_owner_that_finishes_too_early_fails_the_pull(story: Story) -> None:
     story.compute(*BLOCKS[:3])
     story.leases.finish("lease")
     with pytest.raises(TransferError, match="3 of 6"):
@@ -223,7 +223,7 @@ async def test_heartbeats_go_on_while_a_long_read_runs(story: Story) -> None:
     assert 3 <= client.watches <= 5, "about one for each third of the lease's 0.3 s"
 
 
-async def test_an_owner_that_reports_nonsense_is_refused(story: Story) -> None:
+async def test_an_owner_with_an_invalid_report_is_refused(story: Story) -> None:
     for progress in (
         Progress(7, 0, ((1,) * 7,), True, 30.0),
         Progress(6, 2, ((1,) * 4,), True, 30.0),

@@ -47,9 +47,9 @@ OWNERS = {
 }
 STAGING = 30_000  # bytes: a few blocks to a slot, so that an order needs several
 CASES = {
-    "another block size, cut anew": ("2x1", Side(1, 2, 24), 0),
+    "another block size, recut": ("2x1", Side(1, 2, 24), 0),
     "another block size, staged": ("2x1", Side(1, 2, 24), STAGING),
-    "smaller blocks, cut anew": ("1x3", Side(2, 1, 4), 0),
+    "smaller blocks, recut": ("1x3", Side(2, 1, 4), 0),
     "narrower, and another block size": ("2x1", Side(1, 2, 24, "bfloat16"), STAGING),
     "wider, from replicated heads": ("5x1", Side(2, 2, 8), STAGING),
     "to replicated heads": ("1x3", Side(4, 1, 16), 0),
@@ -86,10 +86,10 @@ class Reader:
         blocks = blocks_of(theirs[0])[first_block:stop_block]
         pieces = union_of_pieces(theirs, [(layout, rank) for rank, layout in enumerate(self.side.ranks)])
         slots = tuple((b, min(size, NUM_TOKENS - i * size)) for i, b in enumerate(blocks, first_block))
-        told = watch_reply(self.ask("cells", slots), theirs, pieces, 0, len(blocks), finished=True, ttl_s=1.0)
+        reply = watch_reply(self.ask("cells", slots), theirs, pieces, 0, len(blocks), finished=True, ttl_s=1.0)
         first, stop = first_block * size, min(stop_block * size, NUM_TOKENS)
         start, end = covering(self.side.block_size, first, stop - first)
-        digests = tuple(zip(pieces, told.digests, strict=True))
+        digests = tuple(zip(pieces, reply.digests, strict=True))
         return PullOrder(self.peer.incarnation, blocks, self.blocks[start:end], first, stop - first, digests, 10.0)
 
     async def pull(self, order: PullOrder) -> list[ReadStats]:
@@ -128,7 +128,7 @@ def nixl_gangs() -> Iterator[tuple[Child, dict[str, PeerAddress]]]:
 
 def _gangs(backend: str) -> Iterator[tuple[Child, dict[str, PeerAddress]]]:
     child = start(own_gangs, backend, {name: side.ranks for name, side in OWNERS.items()})
-    yield child, child.hear()
+    yield child, child.receive()
     child.end()
 
 
@@ -183,8 +183,8 @@ async def test_ranks_of_a_pull_touch_no_other_block(meet: Meet) -> None:
         assert (pool.blocks[reader.blocks[-1], :, :, :, tail:] == 7).all()
 
 
-@pytest.mark.parametrize("name", ["another block size, cut anew", "narrower, and another block size"])
-async def test_one_damaged_bit_is_found(meet: Meet, name: str) -> None:
+@pytest.mark.parametrize("name", ["another block size, recut", "narrower, and another block size"])
+async def test_one_flipped_bit_is_detected(meet: Meet, name: str) -> None:
     reader = await meet(*CASES[name])
     order = reader.order(0, 6)
     reader.ask("damage", order.source_blocks[5])
@@ -194,8 +194,8 @@ async def test_one_damaged_bit_is_found(meet: Meet, name: str) -> None:
     await reader.pull(order)
 
 
-@pytest.mark.parametrize("name", ["another block size, cut anew", "narrower, and another block size"])
-async def test_two_blocks_that_changed_places_are_found(meet: Meet, name: str) -> None:
+@pytest.mark.parametrize("name", ["another block size, recut", "narrower, and another block size"])
+async def test_two_swapped_blocks_are_detected(meet: Meet, name: str) -> None:
     reader = await meet(*CASES[name])
     order = reader.order(0, 6)
     reader.ask("swap", *order.source_blocks[:2])
@@ -235,7 +235,7 @@ async def test_without_room_a_staged_pull_times_out_and_settles(meet: Meet) -> N
         slots.put_nowait(offset)
 
 
-async def test_another_dtype_without_a_staging_area_is_refused_when_they_meet(meet: Meet) -> None:
+async def test_another_dtype_without_a_staging_area_is_refused_at_preflight(meet: Meet) -> None:
     with pytest.raises(PeerRefused, match=r"float32, ours bfloat16.*set transfer\.staging_bytes to \d+"):
         await meet("2x1", Side(1, 1, 16, "bfloat16"), 0)
 

@@ -1,4 +1,4 @@
-"""The framed RPC under leases, gangs and TCP transfer: who gets in, how calls end, what a broken peer costs."""
+"""The framed RPC under leases, gangs and TCP transfer: authentication, how calls end, effects of a broken peer."""
 
 import asyncio
 import os
@@ -53,7 +53,7 @@ def test_both_ends_learn_what_the_other_sent() -> None:
     assert greeted(ListenerHandshake("a", SECRET), CallerHandshake("a", SECRET, "life-1", "it")) == ("life-1", b"body")
 
 
-def test_a_claim_is_worth_nothing_on_another_connection() -> None:
+def test_a_claim_is_invalid_on_another_connection() -> None:
     first, second = ListenerHandshake("a", SECRET), ListenerHandshake("a", SECRET)
     claim = CallerHandshake("a", SECRET, "life-1", "it").claim(first.hello)
     assert first.verify(claim) == "life-1"
@@ -61,7 +61,7 @@ def test_a_claim_is_worth_nothing_on_another_connection() -> None:
         second.verify(claim)
 
 
-def test_a_proof_that_is_sent_back_proves_nothing() -> None:
+def test_a_reflected_proof_is_refused() -> None:
     listener, caller = ListenerHandshake("a", SECRET), CallerHandshake("a", SECRET, "", "it")
     claim = msgspec.msgpack.decode(caller.claim(listener.hello), type=handshakes.Claim)
     with pytest.raises(PeerRefused, match="it and this process don't share one secret"):
@@ -69,7 +69,7 @@ def test_a_proof_that_is_sent_back_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("changed", ["target", "body", "error"])
-def test_what_is_sent_with_a_proof_cannot_be_changed(changed: str) -> None:
+def test_content_sent_with_a_proof_cannot_be_changed(changed: str) -> None:
     listener, caller = ListenerHandshake("a", SECRET), CallerHandshake("a", SECRET, "life-1", "it")
     claim = msgspec.msgpack.decode(caller.claim(listener.hello), type=handshakes.Claim)
     if changed == "target":
@@ -165,7 +165,7 @@ async def test_a_reply_after_the_deadline_is_dropped_and_the_connection_goes_on(
         assert [await caller.call(Ask(word), 5) for word in "ab"] == ["a", "b"]
 
 
-async def test_calls_that_nobody_answers_are_bounded_at_both_ends() -> None:
+async def test_unanswered_calls_are_bounded_at_both_ends() -> None:
     started: list[str] = []
     go_on = asyncio.Event()
 
@@ -201,7 +201,7 @@ async def test_a_broken_connection_fails_every_call_at_once_and_every_later_one(
                 await call
 
 
-async def test_no_bytes_of_a_stranger_or_of_a_broken_peer_hurt_the_others() -> None:
+async def test_invalid_bytes_of_one_peer_do_not_affect_the_others() -> None:
     draw = random.Random(0)
     async with connected(echo) as (caller, served):
         port = served._stream._writer.get_extra_info("sockname")[1]

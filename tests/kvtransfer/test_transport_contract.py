@@ -1,4 +1,4 @@
-"""What every transport that moves bytes promises; tcp and nixl read from a second process."""
+"""The contract of every transport that moves bytes; tcp and nixl read from a second process."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -22,7 +22,7 @@ DEADLINE_S = 8.0
 
 
 class Pending:
-    """An event that the device passes only when the test says so."""
+    """A device event that is pending until the test completes it."""
 
     def __init__(self, device: "SlowDevice") -> None:
         self._device = device
@@ -37,7 +37,7 @@ class Pending:
 
 
 class SlowDevice:
-    """Stands where a GPU's queue stands: every mark on it is an event that stays pending until the test ends it."""
+    """A fake GPU queue: every mark on it is an event that stays pending until the test completes it."""
 
     def __init__(self) -> None:
         self.waited_for: queue.Queue[Pending] = queue.Queue()
@@ -56,7 +56,7 @@ class SlowDevice:
 
 
 async def settle_down() -> None:
-    """All that the event loop could do now is done."""
+    """Let the event loop run everything that is ready."""
     for _ in range(20):
         await asyncio.sleep(0.001)
 

@@ -1,4 +1,4 @@
-"""`deterministic`: the bits of a sequence's logits do not depend on its company or on how its prompt was cut."""
+"""`deterministic`: the bits of a sequence's logits do not depend on the batch or on how its prompt was cut."""
 
 import random
 from pathlib import Path

@@ -205,7 +205,7 @@ async def test_the_real_model_says_paris(smollm2: ModelFolder, tmp_path: Path) -
     await executor.close()
 
 
-async def test_a_row_whose_logits_are_not_finite_draws_nothing_and_hurts_no_other(tiny: ModelFolder) -> None:
+async def test_a_row_without_finite_logits_samples_nothing_and_affects_no_other_row(tiny: ModelFolder) -> None:
     executor = await open_tiny(tiny)
     well, ill = prompt_plan().chunks[0], Chunk("b/0", (5, 6, 7), 0, (7,), Draw(GREEDY, 0, 3))
     (alone,) = (await executor.execute(StepPlan(1, (well,)))).tokens

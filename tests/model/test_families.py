@@ -159,7 +159,7 @@ def test_kv_kept_in_half_precision_computes_in_float32(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["llama 3", "qwen 2", "gemma 3", "phi 3, long", "mixtral", "qwen 2 moe"])
-def test_deterministic_logits_are_the_same_bits_in_any_company(tmp_path: Path, name: str) -> None:
+def test_deterministic_logits_do_not_depend_on_the_rest_of_the_batch(tmp_path: Path, name: str) -> None:
     try:
         attention = best_attention(CPU, torch.float32, deterministic=True)
     except ModelError as error:

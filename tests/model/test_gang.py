@@ -154,7 +154,7 @@ async def test_a_lost_rank_fails_the_gang(nine_heads: ModelFolder, busy: bool) -
 
 
 async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolder) -> None:
-    """A stranger who connects first is refused: the real rank joins."""
+    """An unknown rank that connects first is refused, and the real rank joins."""
 
     class Intruded(RankTasks):
         def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
@@ -354,8 +354,8 @@ async def test_an_opening_that_is_given_up_ends_its_ranks(nine_heads: ModelFolde
 async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: ModelFolder) -> None:
     class Crowded(ProcessRanks):
         def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
-            self.door = (specs[0].leader_host, specs[0].leader_port)
-            self.strangers = [asyncio.ensure_future(asyncio.open_connection(*self.door)) for _ in range(5)]
+            self.leader = (specs[0].leader_host, specs[0].leader_port)
+            self.strangers = [asyncio.ensure_future(asyncio.open_connection(*self.leader)) for _ in range(5)]
             return super().launch(specs)
 
     launcher = Crowded(nine_heads)
@@ -374,7 +374,9 @@ async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: 
         await asyncio.gather(*(ended(process) for process in launcher.processes))
 
 
-async def test_strangers_at_the_door_keep_no_rank_out(nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unauthenticated_connections_keep_no_rank_out(
+    nine_heads: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gang_module, "MAX_UNAUTHENTICATED", 4)
 
     class Crowded(RankTasks):

@@ -152,7 +152,7 @@ def test_a_mixed_step_costs_its_parts() -> None:
     assert mixed == pytest.approx(parts - COST.step_s)
 
 
-def test_costs_grow_with_the_work_and_refuse_nonsense() -> None:
+def test_costs_grow_with_the_work_and_invalid_ones_are_refused() -> None:
     assert COST.prefill_seconds(100, 50) > COST.prefill_seconds(100) > COST.prefill_seconds(50)
     whole = COST.prefill_seconds(100)
     halves = COST.prefill_seconds(50) + COST.prefill_seconds(50, 50)

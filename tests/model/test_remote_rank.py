@@ -69,7 +69,7 @@ def frame(kind: int, number: int, body: object) -> bytes:
         (pack_header(Kind.MESSAGE, 0, 3) + b"abc", "broke the protocol"),
         (pack_header(Kind.MESSAGE, 0, 1 << 40), "broke the protocol: .* exceeds the limit"),
         (b"\x02\x00", "hung up"),
-        (frame(Kind.REPLY, 99, STEP), "broke the protocol: .* number 99, which nobody expects"),
+        (frame(Kind.REPLY, 99, STEP), "broke the protocol: .* number 99, which is not expected"),
         (frame(Kind.REPLY, 2, SHARD), "broke the protocol: ValidationError"),
         (frame(Kind.MESSAGE, 0, wire.Settled(99)), "broke the protocol: KeyError: 99"),
         (frame(Kind.CALL, 1, wire.Execute(StepPlan(1, ()))), "broke the protocol: .* kind 2"),
@@ -96,16 +96,16 @@ async def test_frames_that_no_rank_sends_lose_the_rank(sent: bytes, reason: str)
         await read.settled
 
 
-async def test_a_reply_to_a_caller_who_has_left_is_dropped_and_a_second_one_is_not() -> None:
+async def test_a_reply_to_a_cancelled_call_is_dropped_and_a_second_reply_is_an_error() -> None:
     async with asyncio.timeout(SOON_S), Wire() as rank:
         step = rank.remote.execute(StepPlan(1, ()))
         step.cancel()
-        rank.stream.send(Kind.ERROR, 1, msgspec.msgpack.encode({"error": "ValueError", "reason": "nobody waits"}))
+        rank.stream.send(Kind.ERROR, 1, msgspec.msgpack.encode({"error": "ValueError", "reason": "no call waits"}))
         other = rank.remote.execute(StepPlan(2, ()))
         rank.reply(2, STEP)
         assert (await other).tokens == (5,)
         rank.reply(2, STEP)
-        assert "number 2, which nobody expects" in str(await rank.lost)
+        assert "number 2, which is not expected" in str(await rank.lost)
 
 
 async def test_a_rank_that_is_silent_from_the_first_moment_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

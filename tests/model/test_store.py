@@ -171,7 +171,7 @@ def test_a_damaged_safetensors_header_says_so(tmp_path: Path) -> None:
 
 
 class FakeIndex:
-    """Stands for the package index: hands out one file, and counts how often."""
+    """A fake package index: serves one file, and counts how often."""
 
     def __init__(self, source: Path, monkeypatch: pytest.MonkeyPatch, sha256: str | None = None) -> None:
         self.fetched = 0

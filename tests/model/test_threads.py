@@ -14,7 +14,7 @@ CORES = usable_cores()
 
 @pytest.fixture(autouse=True)
 def own_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of other tests hold no cores here."""
+    """Keep cores apart from those that workers of other tests hold."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 

@@ -155,7 +155,7 @@ def test_any_tokens_grow_into_what_they_decode_to(
 
 @settings(max_examples=150, deadline=None)
 @given(numbers=st.lists(st.integers(0, 10**6), max_size=60), text=TEXTS)
-def test_fallback_bytes_without_sense_do_not_spoil_the_text_behind_them(
+def test_invalid_fallback_bytes_do_not_damage_the_text_after_them(
     by_kind: dict[str, ModelTokenizer], numbers: list[int], text: str
 ) -> None:
     tokenizer = by_kind["byte-fallback"]
@@ -236,7 +236,7 @@ def test_the_bytes_of_a_characters_parts_make_the_character(by_kind: dict[str, M
     assert b"".join(map(tokenizer.token_bytes, tokens)).endswith("\U0001f41a".encode())
 
 
-def test_what_others_need_to_tokenize_alike_is_told_as_json(tmp_path: Path) -> None:
+def test_the_tokenizer_exports_as_json_what_another_one_needs(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", "byte-level", chat_template="{{ messages }}", bos_token="<s>")
     tokenizer = ModelTokenizer(folder)
     assert json.loads(json.dumps(tokenizer.info)) == {

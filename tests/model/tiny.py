@@ -1,4 +1,4 @@
-"""A small random Llama on disk: config, weights, a byte-level tokenizer with a chat template. For everybody's tests."""
+"""A small random Llama on disk: config, weights, a byte-level tokenizer with a chat template. For all tests."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def write_tiny_llama(
     shards: int = 1,
     seed: int = 0,
 ) -> Path:
-    """Write the model and answer `folder`. The vocabulary holds 256 bytes and 3 special tokens: at least 259."""
+    """Write the model and return `folder`. The vocabulary holds 256 bytes and 3 special tokens: at least 259."""
     assert vocab_size >= 256 + len(SPECIAL)
     folder.mkdir(parents=True, exist_ok=True)
     config = {

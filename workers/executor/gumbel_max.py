@@ -11,16 +11,14 @@ without the kernel; the token is the same.
 Sources: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011); Maddison et al., A* sampling (2014).
 """
 
-import ctypes
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.ops.native.library import Pointer, Size, function
+from workers.ops.native.library import kernel, library
 
 _MULTIPLIERS = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 _WEYL = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
@@ -32,7 +30,6 @@ _SLACK = 1.0 - 1e-12
 # Below this the division overflows float32; the likeliest token has all the mass long before.
 _MIN_TEMPERATURE = 1e-6
 _UNDECIDED = -1  # instead of a token: too close to call
-_Word = ctypes.c_uint64
 
 Row = NDArray[np.float32]  # [vocab]
 
@@ -66,9 +63,9 @@ def weights_of(scores: Row, temperature: float) -> Row:
 
 def uniforms_of_all(seed: int, position: int, vocab_size: int) -> NDArray[np.float64]:
     """The uniform number [vocab] of every token."""
-    if kernel := _kernel("uniforms", Pointer, _Word, _Word, Size):
+    if library() is not None:
         numbers = np.empty(vocab_size)
-        kernel(numbers.ctypes.data, seed, position, vocab_size)
+        kernel("uniforms")(numbers.ctypes.data, seed, position, vocab_size)
         return numbers
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, position], dtype=np.uint64)))
     numbers = generator.random(vocab_size)
@@ -113,8 +110,7 @@ def _exact_token(row: Categorical) -> int:
 
 def _clear_tokens(rows: Sequence[Categorical]) -> list[int]:
     """Each row's token if it leads by more than the rounding differences between math libraries, else `_UNDECIDED`."""
-    kernel = _kernel("gumbel_max", *[Pointer] * 6, *[Size] * 3)
-    if kernel is None or not rows:
+    if library() is None or not rows:
         return [_UNDECIDED] * len(rows)
     contiguous = [np.ascontiguousarray(row.scores) for row in rows]
     scores = np.array([row.ctypes.data for row in contiguous], np.uintp)
@@ -123,15 +119,10 @@ def _clear_tokens(rows: Sequence[Categorical]) -> list[int]:
     seeds = np.array([row.seed for row in rows], np.uint64)
     positions = np.array([row.position for row in rows], np.uint64)
     found = np.empty(len(rows), np.int64)
-    arrays = (scores, largest, temperatures, seeds, positions, found)
-    kernel(*[array.ctypes.data for array in arrays], len(rows), len(contiguous[0]), torch.get_num_threads())
+    pointers = [array.ctypes.data for array in (scores, largest, temperatures, seeds, positions, found)]
+    kernel("gumbel_max")(*pointers, len(rows), len(contiguous[0]), torch.get_num_threads())
     tokens: list[int] = found.tolist()
     return tokens
-
-
-@functools.cache
-def _kernel(name: str, *arguments: type) -> Callable[..., None] | None:
-    return function(f"diptych_{name}", arguments)
 
 
 def _product(x: NDArray[np.uint64], y: np.uint64) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

@@ -4,14 +4,11 @@ Native kernels for float32 on a CPU take a few microseconds per call instead of 
 the same up to rounding. A row's bits depend on no other row.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.ops.native.library import Float, Pointer, Size, function, library, pointer
+from workers.ops.native.library import kernel, library, pointer
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # by the names that checkpoints use
 _GATES = {SILU: 0, GELU_TANH: 1}
@@ -23,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     x = x.contiguous()
     y, size = torch.empty_like(x), x.shape[-1]
-    _kernel("rms_norm")(
+    kernel("rms_norm")(
         pointer(x), size, pointer(weight) if weight is not None else None, pointer(y), x.numel() // size, size, eps,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -37,7 +34,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
         return total, F.rms_norm(total, (x.shape[-1],), weight, eps)
     x, delta = x.contiguous(), delta.contiguous()
     total, y = torch.empty_like(x), torch.empty_like(x)
-    _kernel("add_rms_norm")(
+    kernel("add_rms_norm")(
         pointer(x), pointer(delta), pointer(weight), pointer(total), pointer(y), *x.shape, eps, torch.get_num_threads()
     )
     return total, y
@@ -51,7 +48,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, size)
     gate_up = gate_up.contiguous()
-    _kernel("gated")(pointer(gate_up), pointer(y), rows, size, _GATES[activation], torch.get_num_threads())
+    kernel("gated")(pointer(gate_up), pointer(y), rows, size, _GATES[activation], torch.get_num_threads())
     return y
 
 
@@ -67,7 +64,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     tokens, heads, head_dim = x.shape
     y = torch.empty(tokens, heads, head_dim)
     cos, sin = cos.contiguous(), sin.contiguous()
-    _kernel("rotate")(
+    kernel("rotate")(
         pointer(x), x.stride(0), x.stride(1), pointer(cos), pointer(sin), pointer(y), tokens, heads, head_dim, half,
         torch.get_num_threads(),
     )  # fmt: skip
@@ -77,18 +74,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _native(*tensors: Tensor | None) -> bool:
     plain = all(each is None or (each.dtype == torch.float32 and each.device.type == "cpu") for each in tensors)
     return plain and library() is not None
-
-
-_ARGUMENTS: dict[str, Sequence[type]] = {
-    "rms_norm": [Pointer, Size, Pointer, Pointer, Size, Size, Float, Size],
-    "add_rms_norm": [Pointer] * 5 + [Size, Size, Float, Size],
-    "gated": [Pointer] * 2 + [Size] * 4,
-    "rotate": [Pointer, Size, Size] + [Pointer] * 3 + [Size] * 5,
-}
-
-
-@functools.cache
-def _kernel(name: str) -> Callable[..., None]:
-    kernel = function(f"diptych_{name}", _ARGUMENTS[name])
-    assert kernel is not None
-    return kernel

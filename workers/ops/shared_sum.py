@@ -12,7 +12,7 @@ import secrets
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from workers.errors import RankLost
-from workers.ops.native.library import Pointer, Size, function, pointer
+from workers.ops.native.library import kernel, library, pointer
 
 FOLDER = Path("/dev/shm")
 PLACE_BYTES = 64  # the C++ source's `Place`
@@ -43,9 +43,7 @@ class SharedSum:
         self._turn = 0
         self._missing = ctypes.c_int64()
         self._memory = torch.frombuffer(mmap.mmap(file, file_bytes(len(names))), dtype=torch.uint8)
-        kernel = _kernel()
-        assert kernel is not None
-        self._kernel = kernel
+        self._kernel = kernel("shared_sum")
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, rank))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -103,7 +101,8 @@ def open_shared_sum(store: Store, rank: int, names: Sequence[str], timeout_s: fl
         store.wait(keys, timedelta(seconds=timeout_s))
         return [store.get(key).decode() for key in keys]
 
-    hosts = set(exchange("host", _host() if _kernel() is not None else ""))
+    usable = sys.platform == "linux" and library() is not None
+    hosts = set(exchange("host", _host() if usable else ""))
     if len(hosts) > 1 or hosts == {""}:
         return None
     path = _make(file_bytes(len(names))) if rank == 0 else None
@@ -158,9 +157,3 @@ def _host() -> str:
 
 def _lock(kind: int, rank: int) -> bytes:
     return struct.pack(_LOCK, kind, os.SEEK_SET, rank, 1, 0)
-
-
-def _kernel() -> Callable[..., None] | None:
-    if sys.platform != "linux":
-        return None
-    return function("diptych_shared_sum", [Pointer, *[Size] * 3, Pointer, *[Size] * 4, Pointer])

@@ -52,8 +52,8 @@ class Bfloat16Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, deterministic: bool = False) -> None:
         self._compute: Kernel
         if library() is not None:
-            kernel = "bfloat16" if deterministic else "bfloat16_tiled"
-            self._compute = Panels(weight, weight.shape[1], bias, "bfloat16", kernel)
+            linear = "bfloat16" if deterministic else "bfloat16_tiled"
+            self._compute = Panels(weight, weight.shape[1], bias, "bfloat16", linear)
         else:
             self._compute = Linear(weight.bfloat16().float(), bias, deterministic)
 

@@ -4,14 +4,11 @@ pack:    weights in their format -> panels, on huge pages
 linear:  x, panels, bias -> y, on torch's number of threads
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from workers.ops.memory import PAGES
-from workers.ops.native.library import Pointer, Size, function, pointer
+from workers.ops.native.library import kernel, pointer
 
 _OUT_MULTIPLE = 64  # a multiple of every CPU's panel width
 # Columns, the bytes that they take in one row of a panel, and further bytes of the row.
@@ -29,7 +26,7 @@ _SIZES = {
 class Panels:
     """y = x Wᵀ + b by a native kernel; see `workers/ops/native/gemm_*.cpp`."""
 
-    def __init__(self, weight: Tensor, columns: int, bias: Tensor | None, layout: str, kernel: str = "") -> None:
+    def __init__(self, weight: Tensor, columns: int, bias: Tensor | None, layout: str, linear: str = "") -> None:
         """`weight` [out, ...]: float32 numbers, or the bytes of each row, depending on `layout`."""
         assert weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.uint8)
         weight = weight.contiguous()
@@ -37,11 +34,11 @@ class Panels:
         padded = -(-self._out // _OUT_MULTIPLE) * _OUT_MULTIPLE
         width, width_bytes, row_bytes = _SIZES[layout]
         self._panels = PAGES.empty(padded * (-(-columns // width) * width_bytes + row_bytes))
-        _kernel(f"pack_{layout}", 2, 2)(pointer(weight), pointer(self._panels), self._out, columns)
+        kernel(f"pack_{layout}")(pointer(weight), pointer(self._panels), self._out, columns)
         self._bias = torch.zeros(padded)
         if bias is not None:
             self._bias[: self._out] = bias
-        self._linear = _kernel(f"linear_{kernel or layout}", 4, 4)
+        self._linear = kernel(f"linear_{linear or layout}")
         self._panels_at, self._bias_at = pointer(self._panels), pointer(self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -51,10 +48,3 @@ class Panels:
         threads = torch.get_num_threads()
         self._linear(pointer(x), self._panels_at, self._bias_at, pointer(y), rows, self._in, self._out, threads)
         return y
-
-
-@functools.cache
-def _kernel(name: str, pointers: int, sizes: int) -> Callable[..., None]:
-    kernel = function(f"diptych_{name}", [Pointer] * pointers + [Size] * sizes)
-    assert kernel is not None  # callers check `library()`
-    return kernel

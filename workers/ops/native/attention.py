@@ -4,16 +4,11 @@ Knows how tensors become pointers and strides. Needs `library()`. The bits of a 
 keys.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
-from workers.ops.native.library import SWITCH, Float, Pointer, Size, function, pointer
-
-Kernel = Callable[..., None]
+from workers.ops.native.library import kernel, pointer
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -22,7 +17,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     """See `workers.ops.attention.Attention`."""
     _, kv_heads, layers, _, block_size, head_dim = _shape(pool)
     key, value = _dense_heads(key), _dense_heads(value)
-    _write_kernel()(
+    kernel("write_kv")(
         pointer(key),
         key.stride(0),
         pointer(value),
@@ -51,7 +46,7 @@ def attend(
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     tables = batch.block_tables
     sequences, table_stride = tables.shape  # dense
-    _attend_kernel()(
+    kernel("attend")(
         pointer(rows),
         token_stride,
         head_stride,
@@ -85,22 +80,3 @@ def _dense_heads(tensor: Tensor) -> Tensor:
     """[tokens, kv_heads, head_dim] in float32, with each token's numbers contiguous."""
     tensor = tensor if tensor.dtype == torch.float32 else tensor.float()
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()
-
-
-@functools.cache
-def _attend_kernel() -> Kernel:
-    strides, pool = [Size] * 2, [Pointer, *[Size] * 7]
-    metadata = [Pointer, Pointer, Pointer, Size, Size]
-    return _kernel("diptych_attend", [Pointer, *strides, Pointer, *pool, *metadata, Float, Size, Float])
-
-
-@functools.cache
-def _write_kernel() -> Kernel:
-    return _kernel("diptych_write_kv", [Pointer, Size, Pointer, Size, Pointer, *[Size] * 6, Pointer, Size])
-
-
-def _kernel(name: str, arguments: Sequence[type]) -> Kernel:
-    found = function(name, arguments)
-    if found is None:
-        raise RuntimeError(f"{name} needs the native kernels: install g++ and do not set {SWITCH}")
-    return found

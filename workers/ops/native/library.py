@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,6 +33,24 @@ COMPILE_TIMEOUT_S = 300.0
 Pointer = ctypes.c_void_p
 Size = ctypes.c_int64
 Float = ctypes.c_float
+Word = ctypes.c_uint64
+
+# Argument types of the functions `diptych_<name>` in the C++ sources; none returns a value.
+_LAYOUTS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k")
+_PACK, _LINEAR = [Pointer] * 2 + [Size] * 2, [Pointer] * 4 + [Size] * 4
+_ARGUMENTS: dict[str, list[type]] = {
+    "rms_norm": [Pointer, Size, Pointer, Pointer, Size, Size, Float, Size],
+    "add_rms_norm": [Pointer] * 5 + [Size, Size, Float, Size],
+    "gated": [Pointer] * 2 + [Size] * 4,
+    "rotate": [Pointer, Size, Size] + [Pointer] * 3 + [Size] * 5,
+    "attend": [Pointer, Size, Size] + [Pointer] * 2 + [Size] * 7 + [Pointer] * 3 + [Size] * 2 + [Float, Size, Float],
+    "write_kv": [Pointer, Size, Pointer, Size, Pointer] + [Size] * 6 + [Pointer, Size],
+    "shared_sum": [Pointer] + [Size] * 3 + [Pointer] + [Size] * 4 + [Pointer],
+    "uniforms": [Pointer, Word, Word, Size],
+    "gumbel_max": [Pointer] * 6 + [Size] * 3,
+    **{f"pack_{layout}": _PACK for layout in _LAYOUTS},
+    **{f"linear_{layout}": _LINEAR for layout in (*_LAYOUTS, "bfloat16_tiled")},
+}
 
 
 @functools.cache
@@ -48,13 +66,14 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def function(name: str, arguments: Sequence[type]) -> "ctypes._NamedFuncPointer | None":
-    """A kernel by name with its argument types (it returns nothing), or None without a library."""
+@functools.cache
+def kernel(name: str) -> Callable[..., None]:
+    """The C++ function `diptych_<name>`. Raises `RuntimeError` without a library."""
     loaded = library()
     if loaded is None:
-        return None
-    found = getattr(loaded, name)
-    found.argtypes, found.restype = list(arguments), None
+        raise RuntimeError(f"{name} needs the native kernels: install g++ and do not set {SWITCH}")
+    found = getattr(loaded, f"diptych_{name}")
+    found.argtypes, found.restype = _ARGUMENTS[name], None
     return found  # type: ignore[no-any-return]
 
 
