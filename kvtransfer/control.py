@@ -1,9 +1,9 @@
 """The lease protocol between a reader and an owner: one authenticated connection, many calls on it.
 
     Watch -> Progress        a long poll and a heartbeat: the owner extends the lease with each
-    Release -> None          succeeds only while the lease is valid, so all reads before it were valid too
+    Release -> None          succeeds only while the lease is valid, which proves all earlier reads valid
 
-Knows leases and peers; knows no KV byte and no frame (`kvtransfer.rpc`).
+Knows leases and peers; knows no KV bytes and no frames (`kvtransfer.rpc`).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     epoch: int
     have_blocks: int
     timeout_s: float
-    pieces: tuple[Piece, ...]  # of which the reader wants digests
+    pieces: tuple[Piece, ...]  # for which the reader needs digests
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -62,7 +62,7 @@ class LeaseSource(Protocol):
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
     ) -> Progress:
-        """Extend the lease; return when more than `have_blocks` are ready or no more will come, else at the timeout.
+        """Extend the lease; return when more than `have_blocks` are ready or all are, at the latest at the timeout.
 
         The result has digests for `pieces`. Raises `PeerRefused` when no rank holds one of them.
         """
@@ -76,7 +76,7 @@ class LeaseSource(Protocol):
 class ControlServer:
     """The owner's end. `address` is called for every handshake, because a rebuilt transport changes it.
 
-    `max_readers` bounds the readers that are connected; peers without proof of the secret have a bound of their own.
+    `max_readers` bounds connected readers; unauthenticated peers have a separate bound.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ControlClient:
     async def watch(
         self, lease: str, epoch: int, have_blocks: int, timeout_s: float, pieces: tuple[Piece, ...]
     ) -> Progress:
-        """The owner's progress once it is beyond `have_blocks`, with digests of `pieces`. Extends the lease.
+        """The owner's progress beyond `have_blocks`, with digests of `pieces`. Extends the lease.
 
         Raises `LeaseLost`.
         """
@@ -175,7 +175,7 @@ class ControlClient:
         return progress
 
     async def release(self, lease: str, epoch: int) -> None:
-        """End the lease. Raises `LeaseLost` when it was no longer valid: then nothing read under it may be used."""
+        """End the lease. Raises `LeaseLost` if it was no longer valid; then nothing read under it may be used."""
         await self._call(Release(lease, epoch), GRACE_S)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Maps blocks to byte ranges between an owner's rank and one of ours, however the two are sharded.
+"""Maps blocks to byte ranges between ranks of an owner and a reader with any two shardings.
 
 Pure arithmetic over layouts. Knows no memory, no peer and no backend.
 
@@ -49,7 +49,7 @@ def pieces_of(sources: Sequence[KVLayout], target: KVLayout, rank: int) -> tuple
 
 
 def union_of_pieces(sources: Sequence[KVLayout], targets: Sequence[tuple[KVLayout, int]]) -> tuple[Piece, ...]:
-    """The pieces of all of a reader's ranks (layout, rank), each once: those its leader requests digests for."""
+    """The pieces of all of a reader's ranks (layout, rank), each once; its leader requests their digests."""
     return tuple(dict.fromkeys(piece for target, rank in targets for piece in pieces_of(sources, target, rank)))
 
 
@@ -79,7 +79,7 @@ def plan_copies(
         plan = np.stack(np.broadcast_arrays(owner_bases, our_bases, lengths), axis=-1).reshape(-1, 3)
     else:
         plan = _recut(piece, source, target, owner_blocks, our_blocks, order, first_token, num_tokens)
-    # Ranges of different blocks touch only where both pools hold nothing but the piece: at the ends of whole blocks.
+    # Ranges of different blocks are adjacent only if both pools hold exactly the piece.
     is_whole = _box(source) == _box(target) == (piece.heads, piece.layers)
     return merge(plan) if is_whole else plan
 
@@ -146,7 +146,9 @@ def _recut(
     index = starts // source.block_size + np.arange(most)  # of the owner's block in the sequence [our block, part]
     starts = np.maximum(starts, index * source.block_size)
     lengths = np.maximum(np.minimum(stops, (index + 1) * source.block_size) - starts, 0)
-    index = np.minimum(index - first_token // source.block_size, len(owner_blocks) - 1)  # parts of no length go nowhere
+    index = np.minimum(
+        index - first_token // source.block_size, len(owner_blocks) - 1
+    )  # parts of length 0 are dropped below
     owner_starts = owner_blocks[index] * source.block_bytes + starts % source.block_size * source.slot_bytes
     our_starts = our_blocks[order, None] * target.block_bytes + starts % target.block_size * target.slot_bytes
     heads, layers = np.arange(*piece.heads)[:, None, None], np.arange(*piece.layers)[:, None]

@@ -1,4 +1,4 @@
-"""Digests of cells: compares what the owner computed with what arrived, however the two sides are sharded.
+"""Digests of cells: compares KV that the owner computed with KV that arrived, for any two shardings.
 
 A cell is the KV of one block, head and layer: its K slots, then its V slots, without those that hold no token. Its
 digest is xxh3 (64 bit), seeded by head and layer. The owner makes one for each cell on each rank; a piece of a block
@@ -149,7 +149,7 @@ def _box_of(layout: KVLayout) -> Piece:
 
 
 def _places(box: Piece, layout: KVLayout) -> tuple[slice, slice]:
-    """Where absolute heads and layers stand in the blocks of one rank."""
+    """The index ranges of absolute heads and layers in the blocks of one rank."""
     head, layer = layout.heads[0], layout.layers[0]
     return slice(box.heads[0] - head, box.heads[1] - head), slice(box.layers[0] - layer, box.layers[1] - layer)
 

@@ -1,6 +1,6 @@
-"""What this machine allows KV transfer to do: facts for a person, found by trying.
+"""Facts about KV transfer on this machine, found by trials.
 
-Two processes of our own read each other's memory through NIXL, so the path is the one UCX really took. Knows no
+One child process reads another's memory through NIXL, so the path is the one that UCX really chose. Knows no
 cluster and no peer; for a pair's path see `LinkReport`.
 """
 
@@ -26,7 +26,7 @@ UNSET = "(unset)"
 
 @dataclass(frozen=True, slots=True)
 class TransferFacts:
-    """`nixl_path` is what UCX reported for a read between two processes here, or why there was none."""
+    """`nixl_path`: UCX's report on a read between two processes here, or why there was none."""
 
     nixl_module: str
     ucx_version: str
@@ -55,7 +55,7 @@ def transfer_facts() -> TransferFacts:
 
 
 def _try_nixl() -> tuple[str, str, str]:
-    """Module, UCX version and path, as a reading child reports them about an owning child."""
+    """Module, UCX version and path, reported by a child process that reads another child's memory."""
     command = [sys.executable, "-m", "kvtransfer.doctor"]
     owner = subprocess.Popen(
         [*command, "own"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT

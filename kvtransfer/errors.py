@@ -23,11 +23,11 @@ class PeerLost(TransferError):
 
 
 class PeerRefused(TransferError):
-    """The peer answered but does not accept us, or its KV does not fit ours."""
+    """The peer answered but does not accept this process, or its KV is not compatible."""
 
 
 class LeaseLost(TransferError):
-    """The owner no longer keeps these blocks for us: nothing read so far may be trusted."""
+    """The owner no longer holds these blocks for this reader: nothing read so far may be used."""
 
 
 class DigestMismatch(TransferError):
@@ -46,7 +46,7 @@ _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def unreachable(where: str, error: Exception) -> TransferError:
-    """What a failed connection to `where` means: the owner is gone, unless it is this process that has run out."""
+    """The error for a failed connection to `where`: the owner is gone, or this process lacks resources."""
     if isinstance(error, OSError) and error.errno in _OURS:
         return TransportUnavailable(
             f"this process cannot connect to {where}: {error.strerror}; raise the limit of open files (ulimit -n)"

@@ -1,4 +1,4 @@
-"""What this machine allows: the identity of this process, and what the kernel allows between processes.
+"""The identity of this process, and what the kernel allows between processes.
 
 Knows /proc, /sys and one system call; knows no backend.
 """

@@ -2,7 +2,7 @@
 
 Knows preference, probes and digests; does not know which backends exist (`kvtransfer.open` does), nor leases.
 
-    connect(peer) ── for each of its ranks that holds KV of ours, for each transport both sides have, in our order
+    connect(peer) ── for each of its ranks with KV for this rank, for each common transport, in our order
                          ── connect, probe real bytes, measure ──> LinkReport of the slowest
     pull(order)   ── each piece: plan copies ── read ── compare digests ──> done, when all are
                                                   └── settled, and the check is over ──> settled, when all are
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from kvtransfer.backends.pending_read import mark_seen
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
 from kvtransfer.piece_reader import PeerLink, PieceReader
 from kvtransfer.probe import measure, verify_probe
+from kvtransfer.rpc.connection import observe
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank_name
 from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
 
@@ -26,7 +26,7 @@ PROBE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class BackendHealth:
-    """One line of `doctor`: a backend that works in this process, or why it does not."""
+    """Whether a backend works in this process, or why it does not."""
 
     backend: str
     ok: bool
@@ -35,7 +35,7 @@ class BackendHealth:
 
 @dataclass(frozen=True, slots=True)
 class TransportStats:
-    """`unsettled`: reads into whose target blocks a byte may still land."""
+    """`unsettled`: pulls whose target blocks may still be written."""
 
     peers: int
     reads: int
@@ -47,8 +47,8 @@ class TransportStats:
 class TransportSet:
     """Owns the transports of one rank. Close it before the region's memory goes.
 
-    `verifies` is False where bytes cannot be compared: none move (modelled), or the pool lies on a device. A pull's
-    stats then count no digests. `place` brings staged KV into the pool's form; None: this rank cannot.
+    `verifies` is False if bytes cannot be compared: none move (modelled), or the pool is on a device. A pull's
+    stats then count no digests. `place` converts staged KV into the pool; None: this rank cannot.
     """
 
     def __init__(
@@ -66,8 +66,7 @@ class TransportSet:
         self._transports = transports
         self._health = health
         self._verifies = verifies
-        self._links: dict[str, tuple[PeerLink, ...]] = {}  # incarnation -> one for each of its ranks that we read
-        self._reports: dict[str, LinkReport] = {}
+        self._links: dict[str, tuple[PeerLink, ...]] = {}  # incarnation -> one for each rank that is read
         self._scratch = asyncio.Lock()  # the scratch block serves one probe at a time
         self._meeting: dict[str, asyncio.Lock] = {}  # one preflight of a peer at a time
         self._pulls: set[asyncio.Task[None]] = set()
@@ -83,21 +82,16 @@ class TransportSet:
     def doctor(self) -> tuple[BackendHealth, ...]:
         return self._health
 
-    def report(self, incarnation: str) -> LinkReport | None:
-        """What preflight found for a connected peer."""
-        return self._reports.get(incarnation)
-
     def stats(self) -> TransportStats:
         return TransportStats(len(self._links), self._reads, len(self._pulls), self._num_bytes, self._failures)
 
     def check(self) -> None:
-        """Prove the invariants: a report for every link, and nothing unsettled that is not counted."""
-        assert self._links.keys() == self._reports.keys()
+        """Prove the invariants of pulls and staging slots. Raises AssertionError."""
         assert all(not task.done() for task in self._pulls)
         self._piece_reader.check()
 
-    async def connect(self, peer: PeerAddress, *, reader: str = "", deadline_s: float = PROBE_S) -> LinkReport:
-        """Find the best path to each of the peer's ranks that holds KV of ours, prove it with real bytes, measure it.
+    async def connect(self, peer: PeerAddress, *, deadline_s: float = PROBE_S) -> LinkReport:
+        """Find the best path to each of the peer's ranks with KV for this rank, verify it with real bytes, measure.
 
         `deadline_s` bounds each step. Connecting again measures again, and leaves pulls in flight alone. Raises
         `PeerRefused` when the peer's KV cannot become ours, else the most serious error of the transports. On cancel
@@ -110,19 +104,17 @@ class TransportSet:
                 for piece in pieces:
                     connected.append(await self._choose(peer, piece, deadline_s))
             except BaseException:
-                if peer.incarnation not in self._links:  # else others may be reading over them
+                if peer.incarnation not in self._links:  # else pulls may be using them
                     await asyncio.gather(*(link.transport.forget(link.name) for link, _ in connected))
                 raise
         self._links[peer.incarnation] = tuple(link for link, _ in connected)
-        report = replace(slowest([report for _, report in connected]), reader=reader)
-        self._reports[peer.incarnation] = report
-        return report
+        return slowest([report for _, report in connected])
 
     def pull(self, order: PullOrder) -> Read:
         """Read our pieces of an order from a connected peer and check them. Every failure comes through the futures."""
         loop = asyncio.get_running_loop()
         read = Read(loop.create_future(), loop.create_future())
-        read.done.add_done_callback(mark_seen)
+        read.done.add_done_callback(observe)
         task = loop.create_task(self._pull(order, read))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
@@ -131,7 +123,6 @@ class TransportSet:
     async def forget(self, incarnation: str) -> None:
         """Drop a peer that is gone. Pulls from it end with `PeerLost`."""
         links = self._links.pop(incarnation, ())
-        self._reports.pop(incarnation, None)
         self._meeting.pop(incarnation, None)
         await asyncio.gather(*(transport.forget(link.name) for link in links for transport in self._transports))
 
@@ -141,7 +132,6 @@ class TransportSet:
         await asyncio.gather(*self._pulls)
         self._checker.shutdown(wait=True)
         self._links.clear()
-        self._reports.clear()
 
     def _pieces(self, peer: PeerAddress) -> tuple[Piece, ...]:
         """The pieces to read from each of its ranks. Raises `PeerRefused`."""
@@ -184,7 +174,7 @@ class TransportSet:
                     await verify_probe(transport, self._region, name, num_bytes, deadline_s)
                 quality = await measure(transport, self._region, name, num_bytes, deadline_s)
         except BaseException:
-            if peer.incarnation not in self._links:  # else others may be reading over it
+            if peer.incarnation not in self._links:  # else pulls may be using it
                 await transport.forget(name)
             raise
         return LinkReport(

@@ -1,4 +1,4 @@
-"""Which backends exist, which work here, and how they are opened: the one place that chooses.
+"""Opens the transport backends that work in this process; the only place that chooses among them.
 
 Everything else sees a `TransportSet`.
 """
@@ -25,12 +25,12 @@ __all__ = [
     "stamp_probe_block",
 ]
 
-BACKENDS = ("memory", "nixl", "tcp")  # what moves bytes, in order of preference
+BACKENDS = ("memory", "nixl", "tcp")  # that move bytes, in order of preference
 
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """What a backend may need when it is opened."""
+    """The arguments for opening a backend."""
 
     region: Region
     name: str  # of the rank
@@ -59,14 +59,14 @@ def open_transports(
     """Open `backends`, in this order of preference, over one rank's pool, and stamp its probe block.
 
     `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
-    blocks; `max_readers` ranks may read over `tcp` at once; `place` brings KV of another dtype into the pool's form.
+    blocks; `max_readers` ranks may read over `tcp` at once; `place` converts KV of another dtype into the pool.
     A backend that cannot work here is left out, and `doctor` reports why. `modelled` moves no bytes, so it works only
     alone. Raises `TransportUnavailable` when nothing is left.
     """
     moves_bytes = "modelled" not in backends
     verifies = moves_bytes and region.device == "cpu"
     if not moves_bytes and len(backends) > 1:
-        raise ValueError("the modelled backend moves no bytes: it cannot stand beside one that does")
+        raise ValueError("the modelled backend moves no bytes: it cannot be combined with one that does")
     name = rank_name(incarnation, rank)
     opening = _Opening(region, name, host, secret, quarantine_s, max_readers, shared, model)
     if verifies:

@@ -24,7 +24,7 @@ RESERVED_BLOCKS = 2
 
 LATENCY_BYTES = 64
 ROUNDS = 5
-BANDWIDTH_BYTES = 8 << 20  # enough to see past the fixed cost, little enough not to disturb
+BANDWIDTH_BYTES = 8 << 20  # enough to hide the fixed cost, small enough not to disturb traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def probe_pattern(name: str, num_bytes: int) -> bytes:
 
 
 def stamp_probe_block(region: Region, name: str) -> None:
-    """Write the pattern into our block 0. Do it again if anything ever wrote there."""
+    """Write the pattern into block 0 of this rank's pool."""
     size = region.layout.block_bytes
     if region.num_blocks <= RESERVED_BLOCKS:
         raise ValueError(f"a pool of {region.num_blocks} blocks has no room beside its {RESERVED_BLOCKS} reserved ones")
@@ -78,7 +78,7 @@ async def measure(transport: Transport, region: Region, name: str, num_bytes: in
 
 
 def _probe(region: Region, num_bytes: int) -> Copies:
-    """From the owner's block 0, wherever blocks are of what size, into our scratch block."""
+    """From the owner's block 0, at any block size, into our scratch block."""
     return np.array([[PROBE_BLOCK, SCRATCH_BLOCK * region.layout.block_bytes, num_bytes]], np.int64)
 
 

@@ -5,7 +5,7 @@
                                    finished, all read ──> release ──> report
 
 Knows the protocol; knows no socket and frees no block: the caller frees the target blocks when their reads have
-settled, which may be after the pull failed or was cancelled.
+settled, possibly after the pull failed or was cancelled.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ async def pull(
     pieces: tuple[Piece, ...],
     skip_tokens: int = 0,
 ) -> TransferReport:
-    """Read the prompt's KV into `target_blocks` of `block_size` tokens; its first `skip_tokens` tokens are here.
+    """Read the prompt's KV into `target_blocks` of `block_size` tokens; the first `skip_tokens` tokens are here.
 
     `pieces` are those of all our ranks. Returns when every byte has arrived, all digests match, and the owner has
     confirmed that the lease was valid to the end. Otherwise raises a `TransferError` (`PeerRefused` when the tokens

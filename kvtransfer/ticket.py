@@ -12,7 +12,7 @@ from kvtransfer.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """One rank's registered pool and every way to reach it.
+    """One rank's registered pool and its addresses.
 
     `transports` maps a backend's name to its opaque address bytes, in the owner's order of preference.
     """
@@ -45,13 +45,13 @@ class PeerAddress:
 
 
 def rank_name(incarnation: str, rank: int) -> str:
-    """The name of one rank of one incarnation, for transports: a rank that replies in another's place is detected."""
+    """The name of one rank of one incarnation, for transports: this detects a reply from another rank."""
     return f"{incarnation}/{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The box of KV that a reader's rank takes of an owner's: absolute half-open ranges of KV heads and of layers.
+    """The KV that a reader's rank takes from an owner's rank: absolute half-open ranges of KV heads and layers.
 
     `shard` is an index into the owner's `PeerAddress.shards`.
     """

@@ -1,4 +1,4 @@
-"""The port between "these blocks must arrive here" and the backend that moves the bytes.
+"""The port of the backends that move bytes between pools.
 
 One `Transport` per rank and backend. It owns that rank's registration and its peers. It knows byte ranges;
 it knows no lease, no request, no token. All methods are called from one event loop; a backend that blocks keeps
@@ -8,7 +8,7 @@ its own thread.
                   └────> read.settled  (no further byte can land in local memory)
 
 `done` may come before `settled`: a NIXL transfer cannot be cancelled, so after a timeout the bytes may go on
-landing. Whoever owns the target blocks frees them on `settled`, never on `done`.
+landing. The owner of the target blocks frees them on `settled`, never on `done`.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ class Region:
 
         | block 0 | block 1 | ... | last block | (aligned) staging area |
 
-    `owner` keeps the memory alive (a tensor, an array). `device` is "cpu" or "cuda:N". In the staging area lands what
-    must be brought into this pool's form before it may enter a block.
+    `owner` keeps the memory alive (a tensor, an array). `device` is "cpu" or "cuda:N". The staging area receives
+    KV that must be converted before it enters a block.
     """
 
     layout: KVLayout
@@ -48,7 +48,7 @@ class Region:
 
     @property
     def pool_bytes(self) -> int:
-        """Of the blocks alone: what peers may read."""
+        """Bytes of the blocks, which peers may read; without the staging area."""
         return self.num_blocks * self.layout.block_bytes
 
     @property
@@ -123,7 +123,7 @@ class PullOrder:
 
 
 class Place(Protocol):
-    """Brings staged KV into the form of the pool and into its blocks. Called off the event loop, once at a time."""
+    """Converts staged KV into blocks of the pool. Called off the event loop, one call at a time."""
 
     def __call__(
         self, staged: memoryview, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
@@ -141,7 +141,7 @@ class Transport(Protocol):
     name: str
 
     def address(self) -> bytes:
-        """Opaque bytes with which a peer's `connect` reaches this pool."""
+        """Opaque bytes for a peer's `connect` to this pool."""
         ...
 
     async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:

@@ -8,9 +8,9 @@ from diptych.view import PLACEMENTS as PLACEMENTS
 from diptych.view import ParallelConfig as ParallelConfig
 from workers.costs import CostModel
 
-# What batching policies make of a TPOT SLO. Routers predict steps by the same numbers.
+# How batching policies apply a TPOT SLO; routers predict steps with the same numbers.
 ADAPTIVE_MARGIN = 0.97  # of the SLO that `adaptive` uses in a single step
-MISSED_SLO_SLOWDOWN = 2.0  # where even the smallest chunk misses it: times the decodes alone that a step may take
+MISSED_SLO_SLOWDOWN = 2.0  # largest step, relative to its decodes alone, where even the smallest chunk misses the SLO
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
 CHOICES = {
     "batching": BATCHING,
@@ -167,11 +167,10 @@ class TransferConfig:
 class WorkerConfig:
     """Everything one worker needs to start. `secret` is the cluster's: peers without it are refused.
 
-    `prefix_tokens`: a cached prefix counts for a prompt that another worker computes only up to a multiple of so many
-    tokens; the least common multiple of both block sizes, where they differ. `staging_bytes` of memory, on each rank,
-    take KV that comes in another dtype or block size. `cost` is what the engine takes its steps to cost before it has
-    seen any; None: it only knows their proportions. `memory_part`: of its device that each rank may fill, where
-    `engine.kv_blocks` is 0.
+    `prefix_tokens`: for a prompt that another worker computes, a cached prefix is used up to a multiple of this many
+    tokens (the least common multiple of different block sizes). `staging_bytes`: memory of each rank for KV that
+    arrives in another dtype or block size. `cost`: the engine's initial estimate of step times; None: a default with
+    the right proportions. `memory_part`: share of its device that each rank may use if `engine.kv_blocks` is 0.
     """
 
     name: str

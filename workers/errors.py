@@ -2,9 +2,9 @@
 
     WorkerError
     ├── InvalidRequest          the request can never work as written (field, what to do)
-    ├── PromptTooLong           a text that certainly has more tokens than a context holds
+    ├── PromptTooLong           a text that certainly has more tokens than fit the context
     ├── ModelError              a model that is missing, truncated, or of an unknown architecture
-    ├── Overloaded              no room now; try another worker or later (retry_after_s)
+    ├── Overloaded              no free slot or blocks; try another worker, or later (retry_after_s)
     ├── UnknownSequence         no such sequence here: finished, cancelled, or lost in a restart
     ├── RankLost                a process of a parallel worker died or does not answer: the whole worker is replaced
     └── WorkerClosed            the worker is shutting down
@@ -14,7 +14,7 @@ All of them survive pickling: `args` are the constructor's arguments.
 
 
 class WorkerError(Exception):
-    """Base of all that a worker tells its caller."""
+    """Base of the errors that a worker raises to its caller."""
 
 
 class InvalidRequest(WorkerError):
@@ -42,7 +42,7 @@ class ModelError(WorkerError):
 
 
 class Overloaded(WorkerError):
-    """The worker has no room for this now."""
+    """The worker has no free slot or blocks for this now."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)

@@ -16,17 +16,17 @@ _NAME_BITS = 60  # two digits of a Python integer, which takes a third less memo
 
 
 class NameChanges(Struct, frozen=True, gc=False):
-    """Names that came to one tier of a cache, and those that went."""
+    """Names added to one tier of a cache, and names removed."""
 
     added: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
 
 
 class KVEvents(Struct, frozen=True, gc=False):
-    """How a cache changed behind event `first`, up to event `last`: take the removed names away, then add the others.
+    """Changes of a cache after event `first`, up to event `last`: apply removals first, then additions.
 
-    `whole`: forget what was known before, this starts over. Names that came by events up to `reach` are included;
-    where that is not `last` yet, there are more to ask for. Prefixes of multiples of `grain` tokens have names here.
+    `whole`: discard all earlier names first. Additions up to event `reach` are included; if `reach` < `last`, read
+    again for the others. Prefixes of multiples of `grain` tokens have names.
     """
 
     first: int
@@ -39,11 +39,11 @@ class KVEvents(Struct, frozen=True, gc=False):
 
 
 def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = (), salt: str = "") -> list[int]:
-    """A name for each full `grain` of tokens: equal names mean, but for a collision, equal tokens from position 0 on,
-    and an equal salt (`Request.cache_salt`).
+    """A name for each full `grain` of tokens: equal names mean equal tokens from position 0 on and an equal salt
+    (`Request.cache_salt`), except for collisions.
 
-    `known` are the names of the first ones, as computed before. A collision costs a wrong guess about a cache, never a
-    wrong token. Behind a token that no worker would take, nothing is named.
+    `known`: the first names, computed earlier. A collision costs a wrong routing estimate, never a wrong token. Nothing
+    is named after a token that does not fit in 32 bits.
     """
     names = list(known)
     name = names[-1] if names else xxh3_64_intdigest(salt.encode()) if salt else 0
@@ -63,6 +63,6 @@ def _packer(grain: int) -> Callable[..., bytes]:
 
 
 def name_of_block(names: Sequence[int], index: int, block_size: int) -> int | None:
-    """The name, of this chain, of all tokens up to the end of this block; None: none ends there."""
+    """The name in this chain of all tokens up to the end of this block; None: no name ends there."""
     end = (index + 1) * block_size
     return None if end % GRAIN else names[end // GRAIN - 1]

@@ -1,4 +1,4 @@
-"""What a log line is about besides its message: component, request, figures. Knows no handler and no format."""
+"""Structured fields of a log line: component, request, figures. Knows no handler and no format."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""What one subscriber has not yet taken: outputs wait here for its next poll, acknowledged like a one-place window.
+"""The outputs for one subscriber until its next poll, with one unacknowledged bundle at a time.
 
-A bundle that was sent but not acknowledged is sent again, so a lost answer loses no token. Owned by a Worker; knows no
-transport. Bounded by the subscriber's own requests: each adds at most its tokens.
+A bundle is sent again until it is acknowledged, so a lost reply loses no token. Owned by a Worker; knows no transport.
+Its size is bounded by the tokens of the subscriber's requests.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ class Mailbox:
 
     def __init__(self, now_s: float) -> None:
         self.last_poll_s = now_s
-        self.number = 0  # of the last bundle that was made
+        self.number = 0  # of the newest bundle
         self.polling = 0
         self._fresh: list[Output] = []
         self._sent: tuple[Output, ...] = ()
         self._arrived: asyncio.Future[None] | None = None  # while a poll waits
         self._heartbeat = Timer(self.pulse)
-        self._turn = asyncio.Lock()  # a poll given up by its caller may still be waiting when the next one comes
+        self._turn = asyncio.Lock()  # a poll whose caller has left may still wait when the next one arrives
 
     def put(self, output: Output) -> None:
-        """Add an output; unfetched tokens of one sequence become one output."""
+        """Add an output; adjacent tokens of one sequence are merged."""
         last = self._fresh[-1] if self._fresh else None
         if isinstance(output, TokensOut) and isinstance(last, TokensOut) and _adjacent(last, output):
             self._fresh[-1] = _merged(last, output)
@@ -35,12 +35,12 @@ class Mailbox:
         self.pulse()
 
     def pulse(self) -> None:
-        """Let a waiting poll answer now."""
+        """Let a waiting poll return now."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
     def close(self) -> None:
-        """Close: a poll that waits now gets its answer."""
+        """Stop the heartbeat and let a waiting poll return."""
         self._heartbeat.close()
         self.pulse()
 
@@ -56,7 +56,7 @@ class Mailbox:
             return self.number, self._sent
 
     async def _wait(self, wait_s: float) -> None:
-        self._heartbeat.start(wait_s)  # when nothing comes, an empty bundle is the heartbeat
+        self._heartbeat.start(wait_s)  # without outputs, an empty bundle is the heartbeat
         self._arrived = asyncio.get_running_loop().create_future()
         await self._arrived
         self._heartbeat.stop()

@@ -19,9 +19,9 @@ from workers.stats import WorkerStats
 
 MOST_BIASES = 1024
 MOST_ANSWERS = 64
-MOST_REPEATS = 256  # of a step that is timed
-LONGEST_SHOWN = 80  # characters of a wrong list that a message repeats
-MIXED_KV = "mixed"  # of no one dtype
+MOST_REPEATS = 256  # repetitions of a timed step
+LONGEST_SHOWN = 80  # characters of an invalid list in an error message
+MIXED_KV = "mixed"  # the `kv_dtype` of KV computed in several dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,14 @@ class SamplingParams:
     """How tokens are sampled. Raises `InvalidRequest` naming the field.
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 mean "off".
-    `seed` None lets the gateway draw one: a draw depends on (seed, position) only, so a request that is moved or
-    recomputed goes on with the same tokens. `logprobs` None gives none, 0 the chosen token's, k also the k best;
-    `prompt_logprobs` likewise, of the prompt's own tokens. Presence and frequency count the answer's tokens,
-    repetition those of the prompt too. `logit_bias` are (token, what is added to its logit).
+    `seed` None: the gateway chooses one. A sample depends on (seed, position) only, so a request that migrates or is
+    recomputed continues with the same tokens. `logprobs`: None for none, 0 for the sampled token's, k for those of the
+    k likeliest tokens too; `prompt_logprobs`: the same for the prompt's tokens. Presence and frequency penalties count
+    tokens of the answer, the repetition penalty also those of the prompt. `logit_bias`: pairs (token, number to add to
+    its logit).
 
-    Workers ignore what concerns text or several answers: `stop`, `include_stop_in_output`, `skip_special_tokens`, `n`
-    answers, of which `best_of` are made. The gateway deals with these.
+    The gateway handles `stop`, `include_stop_in_output`, `skip_special_tokens`, `n` and `best_of` (generate `best_of`
+    answers, return the best `n`); workers ignore them.
     """
 
     temperature: float = 1.0
@@ -106,12 +107,12 @@ class SamplingParams:
 
     @property
     def num_answers(self) -> int:
-        """How many answers are made, whether they are given out or not."""
+        """Number of answers to generate, returned or not."""
         return self.best_of or self.n
 
 
 def _shown(value: object) -> str:
-    """As a client may have written it: a list rather than a tuple, and no more of it than a message needs."""
+    """The value as JSON for an error message: a list instead of a tuple, truncated."""
     if not isinstance(value, tuple):
         return repr(value)
     text = json.dumps(value, ensure_ascii=False)
@@ -120,15 +121,15 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One attempt at one request. `generated` are tokens the client already has from an earlier attempt.
+    """One attempt at one request.
 
-    `group`: siblings of one request for several answers share it, and share the work on their common prompt.
-    It came to its gateway `waited_s` before it was sent to workers. `fresh`: trust no cached KV of this prompt, an
-    earlier attempt found it corrupt. `reply_to` names the subscriber (see `Worker.poll`) that gets the outputs.
-    `tenant`: on whose behalf; tenants share what is scarce by their weights, and cached KV only with `shares_prefixes`.
-    `num_moves`: how often the attempt had been moved to another decode worker when this one got it.
-    `kv_dtype`: of the worker that computes the KV which this one is to fetch, or `MIXED_KV`; empty: as this one's own.
-    `origin`: the gateway process that sends it and its count of requests; clients choose `id`, so `id` is not unique.
+    `generated`: tokens from earlier attempts, which the client already has. `fresh`: do not use cached KV of this
+    prompt, because an earlier attempt found it corrupt. `reply_to`: the subscriber (see `Worker.poll`) that gets the
+    outputs. `group`: common to the siblings of a request for several answers; they compute their prompt once.
+    `tenant`: tenants share capacity by their weights, and cached KV only with `shares_prefixes`. `waited_s`: seconds
+    between its arrival at the gateway and the call to a worker. `num_moves`: earlier migrations of this attempt.
+    `kv_dtype`: dtype of the KV that another worker computes for this one, or `MIXED_KV`; empty: this worker's own.
+    `origin`: the gateway process and its request counter; clients choose `id`, so `id` is not unique.
     """
 
     id: str
@@ -150,9 +151,10 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Unique for each gateway process, request, attempt, and decode worker it is moved to: the name on workers.
+        """The sequence's name on workers, unique for each gateway process, request, attempt and migration.
 
-        So a late event of a dead attempt, of a worker that was left, or of another request of this id goes nowhere.
+        Late outputs of an earlier attempt, of the source of a migration, or of another request with this id are
+        therefore ignored.
         """
         move = f".{self.num_moves}" if self.num_moves else ""
         origin = f"@{self.origin}" if self.origin else ""
@@ -160,7 +162,7 @@ class Request:
 
     @property
     def cache_salt(self) -> str:
-        """Part of the names of its blocks, so that requests of different salts never find each other's KV."""
+        """Part of the block hashes: requests with different salts never share cached KV."""
         return "" if self.shares_prefixes else self.tenant
 
     @property
@@ -168,21 +170,20 @@ class Request:
         return len(self.prompt) + len(self.generated)
 
     def is_sibling(self, other: "Request") -> bool:
-        """Whether both are of one group, and have their whole prompt in common."""
+        """Whether both have the same group and the same prompt."""
         return self.group == other.group != "" and self.prompt == other.prompt and self.cache_salt == other.cache_salt
 
     def retry(self, generated: tuple[int, ...], *, fresh: bool) -> "Request":
-        """The next attempt, going on after `generated`."""
+        """The next attempt, which continues after `generated`."""
         return replace(self, generated=generated, attempt=self.attempt + 1, fresh=self.fresh or fresh)
 
 
 class SequenceTiming(Struct, frozen=True, gc=False):
-    """Durations of one sequence on its worker's clock, up to now. They follow one another without a gap.
+    """Consecutive durations of one sequence up to now, on its worker's clock.
 
-    To the first token of a prompt computed here: `queue_s` arrival to first step, `compute_s` first step to token.
-    After it, in the same sequence: `compute_s` alone, counted from that token.
-    Prefilled elsewhere: `wait_s` decode call to KV arrival, `queue_s` to its first step, `compute_s` to its newest
-    token.
+    First token of a prompt computed here: `queue_s` from arrival to the first step, `compute_s` from there to the
+    token. Later tokens of that sequence: `compute_s` since the first token. Prefilled elsewhere: `wait_s` from the
+    decode call to the KV's arrival, `queue_s` from there to the first step, `compute_s` from there to the newest token.
     """
 
     wait_s: float
@@ -193,7 +194,7 @@ class SequenceTiming(Struct, frozen=True, gc=False):
 class TokensOut(Struct, frozen=True, gc=False):
     """New tokens of one sequence. `first_position` counts output tokens from 0, over all attempts.
 
-    `prefilled`: the first token of a prompt that this worker computed; `timing` then is that of the prefill.
+    `prefilled`: this is the first token of a prompt computed here, and `timing` is that of the prefill.
     """
 
     key: str
@@ -209,14 +210,14 @@ class TokensOut(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class TicketOut:
-    """The first chunk of a held prompt is under way: its blocks are known and a reader may start."""
+    """A held prompt has its blocks and its first chunk is scheduled, so a reader may start."""
 
     key: str
     ticket: TransferTicket
 
 
 class HeadOut(Struct, frozen=True, gc=False):
-    """The head of a cut prompt is computed, and held for its reader; `timing` as for a first token."""
+    """The beginning of a cut prompt is computed and held for its reader; `timing` as for a first token."""
 
     key: str
     timing: SequenceTiming
@@ -225,7 +226,7 @@ class HeadOut(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class FetchedOut:
-    """All KV of the sequence lies in this worker's pool, verified."""
+    """All KV of the ticket is in this worker's pool, verified."""
 
     key: str
     report: TransferReport
@@ -233,7 +234,7 @@ class FetchedOut:
 
 @dataclass(frozen=True, slots=True)
 class FailedOut:
-    """It ended without finishing; another attempt may succeed unless `final`. `corrupt`: bytes not as digested."""
+    """The sequence failed; another attempt may succeed unless `final`. `corrupt`: a digest did not match."""
 
     key: str
     reason: str
@@ -245,9 +246,9 @@ Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut
 
 
 class Bundle(Struct, frozen=True, gc=False):
-    """The outputs of one worker for one subscriber since the last bundle; when there are none, a heartbeat.
+    """The outputs of one worker for one subscriber since the last bundle; without outputs, a heartbeat.
 
-    `number` counts a subscriber's bundles from 1. The next poll acknowledges it; until then it is sent again.
+    `number` counts a subscriber's bundles from 1. The bundle is sent again until a poll acknowledges it.
     """
 
     worker: str
@@ -259,7 +260,7 @@ class Bundle(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A decode worker holds blocks for the whole prompt. `cached_tokens` of them need not be moved."""
+    """Blocks on a decode worker for the whole prompt. The first `cached_tokens` tokens need no transfer."""
 
     key: str
     incarnation: str
@@ -268,7 +269,7 @@ class Reservation:
 
 
 def check_prompt(request: Request, max_length: int, vocab_size: int) -> None:
-    """Check that a worker of this longest sequence and vocabulary can take it. Raises `InvalidRequest`."""
+    """Raise `InvalidRequest` unless the prompt fits in `max_length` tokens and its tokens are in the vocabulary."""
     if not request.prompt:
         raise InvalidRequest("prompt", "is empty; give at least one token")
     if request.num_tokens >= max_length:
@@ -282,7 +283,7 @@ def check_prompt(request: Request, max_length: int, vocab_size: int) -> None:
 
 
 def check_shape(engine: EngineConfig, shape: Shape, repeats: int) -> None:
-    """Check a step that a worker is asked to time, as far as that needs no engine. Raises `InvalidRequest`."""
+    """Check a step to be timed against the configuration. Raises `InvalidRequest`."""
     refuse_outside("repeats", repeats, 1, MOST_REPEATS)
     refuse_outside("the number of decodes", shape.batch, 0, engine.max_running)
     refuse_outside("the number of chunks", len(shape.chunks), 0, engine.max_batch_tokens)

@@ -1,4 +1,4 @@
-"""What a runtime runs: it loads one worker, and hands it out once it is there. Knows no request."""
+"""Loads one worker for a runtime, and gives access to it once it has loaded. Knows no request."""
 
 import asyncio
 import uuid
@@ -24,7 +24,7 @@ class WorkerServer:
         self._closed = False
 
     async def open(self) -> Worker:
-        """Load the model and start the worker; repeated calls answer the same one, and try again after a failure.
+        """Load the model and start the worker; repeated calls return the same one, or try again after a failure.
 
         Errors: `ModelError`, `TransportUnavailable`, `RankLost`, `WorkerClosed`.
         """
@@ -45,7 +45,7 @@ class WorkerServer:
         return opening is not None and opening.done() and not opening.cancelled() and opening.exception() is None
 
     def worker(self, incarnation: str = "") -> Worker:
-        """The worker. Raises `WorkerClosed` while it loads, or if the caller means another incarnation ("": any)."""
+        """The worker. Raises `WorkerClosed` while it loads, or if the caller expects another incarnation ("": any)."""
         if incarnation not in ("", self.incarnation):
             raise WorkerClosed(f"worker {self.config.name} restarted: {incarnation} is gone")
         if self._opening is None or not self.is_open:

@@ -1,4 +1,4 @@
-"""How a worker is doing, as one immutable record; cheap enough to travel with every bundle."""
+"""A worker's identity and statistics, as immutable records."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kvtransfer.ticket import PeerAddress
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Who a worker is, known once it is ready. `capacity_tokens`: the longest sequence it can hold."""
+    """A worker's identity, known once it is ready. `capacity_tokens`: the longest sequence that it can hold."""
 
     name: str
     pool: str
@@ -24,7 +24,7 @@ class WorkerInfo:
     memory_bytes: int
     transports: tuple[str, ...]
     tokenizer: str = ""  # its id
-    default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) of what the model's makers recommend
+    default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     notes: tuple[str, ...] = ()  # such as why a backend is not there
 
     @property

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED_CANCELS = 4096  # a cancel may arrive before the call that it cancels
 SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that has not polled for this long is gone, and its requests with it
 SWEEP_S = 0.5
-MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; an always late loop must reclaim too
+MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; a loop that is always late must still reclaim
 
 
 class Worker:

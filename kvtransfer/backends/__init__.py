@@ -1,1 +1,1 @@
-"""The ways bytes can move, one file each. Nobody but `kvtransfer.open` chooses among them."""
+"""The transport backends, one file each. Only `kvtransfer.open` chooses among them."""

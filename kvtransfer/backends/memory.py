@@ -1,6 +1,6 @@
 """Copies between pools of one process: the reference in tests, and the path of workers that share a process.
 
-Knows the pools that joined the same `SharedMemory`; knows no thread and no socket. A read is over before it returns.
+Knows the pools that joined the same `SharedMemory`; knows no thread and no socket. A read has settled when it returns.
 """
 
 import asyncio

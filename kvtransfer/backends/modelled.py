@@ -1,7 +1,7 @@
-"""A transport that moves time instead of bytes, for simulation.
+"""A transport that takes the time of a transfer but moves no bytes, for simulation.
 
-Knows a link's latency and bandwidth; touches no memory, no thread and no clock but the event loop's, so it runs
-under virtual time. Reads over one link queue behind each other, as they would on a wire.
+Knows a link's latency and bandwidth; uses no memory, no thread and only the event loop's clock, so it runs under
+virtual time. Reads over one link queue behind each other, as on a wire.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class LinkModel:
 
 @dataclass(slots=True)
 class _Wire:
-    """One owner's link to us: the size of its pool, and when all reads requested so far will have passed."""
+    """The link to one owner: the size of its pool in bytes, and when the reads queued so far end."""
 
     source_bytes: int
     free_s: float = 0.0
@@ -36,7 +36,7 @@ class _Wire:
 class ModelledTransport:
     """`Transport` whose reads take modelled seconds. At the deadline a read stops and settles at once.
 
-    Those behind it on the wire come when they would have come.
+    A stopped read still occupies the wire: later reads end no earlier.
     """
 
     name = "modelled"

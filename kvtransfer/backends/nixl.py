@@ -1,9 +1,9 @@
 """KV over NIXL on UCX: memory to memory between processes of one host (CMA), or over RDMA and NVLink.
 
-Reads only. A NIXL read cannot be cancelled: one that outlives its deadline stays quarantined until it is over, and
-past `quarantine_s` the whole agent is destroyed and rebuilt, because nothing less keeps late bytes out. Then
-`address` changes, and every peer must be connected again. UCX installs exit handlers that can crash a process on
-hosts with rdma-core: leave such a process by `os._exit` after `close`.
+Reads only. A NIXL read cannot be cancelled: one that outlives its deadline stays quarantined until it ends.
+After `quarantine_s` the whole agent is destroyed and rebuilt, because nothing less keeps late bytes out. Then `address`
+changes, and every peer must be connected again. UCX installs exit handlers that can crash a process on hosts with
+rdma-core: end such a process with `os._exit` after `close`.
 """
 
 import asyncio

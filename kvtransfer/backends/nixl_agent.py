@@ -1,7 +1,7 @@
 """One NIXL agent: a registration of the whole pool, the peers it knows, and reads from them.
 
-Blocking and single-threaded: `kvtransfer.backends.nixl` calls it from one thread. An agent never changes its name or
-its registration: the fence is to destroy it and make another.
+Blocking and single-threaded: `kvtransfer.backends.nixl_pump` calls it from one thread. An agent never changes its name
+or its registration: a fence destroys it and creates another.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 FRAME_VERSION = 1
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
 TRIAL_BYTES = 64
-PROGRESS_PAUSE_US = 100  # a read that needs the thread (connecting, RDMA) may wait so long for it
+PROGRESS_PAUSE_US = 100  # a read that needs the thread (connecting, RDMA) waits at most this long for it
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
-    """What travels in a shard's address. NIXL doesn't check its metadata, so this holds its length and digest."""
+    """The content of a shard's NIXL address. It has a digest, because NIXL does not check its metadata."""
 
     version: int
     metadata: bytes
@@ -87,10 +87,10 @@ def fabrics(device: str) -> tuple[str, ...]:
 
 @contextmanager
 def _calm_progress(bindings: Any) -> Iterator[None]:
-    """Agents made inside let their progress thread rest between rounds.
+    """Agents created inside pause their progress thread between rounds.
 
-    NIXL 1.5.1's wrapper fixes the pause at 0, and an idle agent then spins a whole core (95 % seen; 3 % with a pause).
-    The bindings below it take any; so the pause is set where the wrapper hands its configuration down.
+    NIXL 1.5.1's wrapper sets the pause to 0, and an idle agent then uses a whole core (95 %; 3 % with a pause). The
+    bindings below accept a pause, so it is set where the wrapper passes its configuration to them.
     """
     construct = bindings.nixlAgent
 
@@ -145,7 +145,7 @@ class NixlAgent:
         )
 
     def add_peer(self, peer: str, address: NixlAddress) -> NixlPeer:
-        """Register a peer's metadata, unless a read would go over emulated TCP: then raises `TransportUnavailable`."""
+        """Register a peer's metadata. Raises `TransportUnavailable` if reads would go over emulated TCP."""
         safe_route(self._identity, self._region.device, address)
         try:
             name = self._agent.add_remote_agent(address.metadata).decode()
@@ -160,14 +160,14 @@ class NixlAgent:
         return NixlPeer(name, address, "", blocks)
 
     def trial_read(self, peer: NixlPeer) -> Any:
-        """Start a tiny read of the peer's first bytes into memory of our own, so that UCX must choose a path."""
+        """Prepare a tiny read of the peer's first bytes into a private buffer, so that UCX must choose a path."""
         memory, device = ("DRAM", 0) if peer.address.device == "cpu" else ("VRAM", _ordinal(peer.address.device))
         local = self._agent.get_xfer_descs([(self._trial_buffer.ctypes.data, TRIAL_BYTES, 0)], mem_type="DRAM")
         remote = self._agent.get_xfer_descs([(peer.address.base, TRIAL_BYTES, device)], mem_type=memory)
         return self._agent.initialize_xfer("READ", local, remote, peer.name, b"")
 
     def trial_path(self, peer: NixlPeer, log_position: int) -> str:
-        """The path in words, from what UCX reported during the trial read. Raises when it would read over TCP."""
+        """The path as text, from UCX's report on the trial read. Raises `TransportUnavailable` for a path over TCP."""
         route = safe_route(self._identity, self._region.device, peer.address)
         paths = ucx_report.read_paths(log_position)
         if any(path.startswith("tcp") or "emulation" in path for path in paths):
@@ -177,7 +177,7 @@ class NixlAgent:
         return self._paths.get(route, f"UCX ({route}; UCX did not report its path)")
 
     def prepare(self, peer: NixlPeer, copies: Copies) -> Any:
-        """A read's handle, not yet posted. Whole blocks go by index, anything else by address."""
+        """A read's handle, not yet posted. Whole blocks are addressed by index, other ranges by address."""
         size = self._region.layout.block_bytes
         source, target, num_bytes = copies.T
         if size == peer.address.block_bytes and not (copies % size).any():
@@ -197,7 +197,7 @@ class NixlAgent:
         )
 
     def post(self, handle: Any) -> bool:
-        """Start it. True: the bytes are here already. Over CMA the whole copy happens in this call."""
+        """Start it. True: it has ended already. Over CMA the whole copy happens in this call."""
         return _over(self._agent.transfer(handle))
 
     def poll(self, handle: Any) -> bool:
@@ -210,7 +210,7 @@ class NixlAgent:
         quietly("removing a peer", self._agent.remove_remote_agent, peer.name)
 
     def destroy(self, peers: list[NixlPeer], *, idle: bool) -> None:
-        """Drop every reference. `idle`: nothing is in flight, so the memory can be deregistered in good order."""
+        """Drop every reference. `idle`: nothing is in flight, so the memory can be deregistered."""
         for peer in peers:
             quietly("releasing a peer's blocks", peer.blocks.release)
             peer.blocks = None  # a list keeps the agent alive
@@ -223,7 +223,7 @@ class NixlAgent:
 
 
 def quietly(what: str, action: Callable[..., object], *arguments: object) -> None:
-    """Clean up before something is dropped anyway. NIXL raises for peers that it has dropped itself."""
+    """Call `action` and log its error: NIXL raises for peers that it has dropped itself."""
     try:
         action(*arguments)
     except Exception as error:
@@ -231,7 +231,7 @@ def quietly(what: str, action: Callable[..., object], *arguments: object) -> Non
 
 
 def safe_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
-    """Why a one-sided read is safe between the two. Raises `TransportUnavailable` when nothing makes it so."""
+    """Why a one-sided read is safe between the two. Raises `TransportUnavailable` if none is."""
     shared = sorted(set(fabrics(device)) & set(theirs.fabrics))
     if shared:
         return f"{' and '.join(shared)} on both sides"
@@ -270,7 +270,7 @@ def _rows(base: int, size: int, count: int, device: int) -> "np.ndarray[Any, np.
 
 
 def _indices(offsets: Any, num_bytes: Any, size: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """The whole blocks under these ranges, in order."""
+    """The indices of the blocks in these ranges, in order."""
     counts = num_bytes // size
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     indices: np.ndarray[Any, np.dtype[np.int32]] = (np.repeat(offsets // size, counts) + within).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Which build of NIXL belongs to this torch: both must use the same CUDA. `make` runs this file to choose the extra."""
+"""The build of NIXL for this torch: both must use the same CUDA. `make` runs this file to choose the extra."""
 
 
 def nixl_extra(cuda: str | None) -> str:
@@ -7,7 +7,7 @@ def nixl_extra(cuda: str | None) -> str:
 
 
 def mismatch(module: str, cuda: str | None) -> str:
-    """What to do about a NIXL module that was built for another CUDA than torch; empty when nothing is wrong."""
+    """How to fix a NIXL module built for another CUDA than torch; empty if it matches."""
     built_for = module.partition("_cu")[2]
     if cuda is None or not built_for or int(cuda.partition(".")[0]) == int(built_for):
         return ""

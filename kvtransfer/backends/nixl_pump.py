@@ -1,4 +1,4 @@
-"""The one thread that talks to a NIXL agent: posts reads, polls those in flight, fences those that never end.
+"""The thread that drives a NIXL agent: posts reads, polls reads in flight, fences reads that never end.
 
     job ──> begin ──> posted ──> complete               (settled)
                         ├──────> peer lost              (settled; the peer is forgotten)
@@ -7,7 +7,7 @@
     quarantined for longer than `quarantine_s` ──> fence: the agent is destroyed, all reads settle, a new agent starts
 
 All methods but `submit` and `abandon` run on the thread. Its jobs wait in a `queue.Queue`: before CPython 3.13,
-`SimpleQueue.get` waits for ever when a short timeout ends before the wait begins, and then nobody polls.
+`SimpleQueue.get` blocks forever when a short timeout ends before the wait begins, and then nothing polls.
 """
 
 import concurrent.futures
@@ -34,14 +34,14 @@ POLL_MIN_S, POLL_MAX_S = 50e-6, 200e-6  # polling more often competes with UCX's
 
 @dataclass(slots=True, eq=False)
 class _Posted:
-    """A read that NIXL has, until it is provably over."""
+    """A read that was posted to NIXL, until it has certainly ended."""
 
     pending: PendingRead
     nixl_peer: NixlPeer
     handle: Any
     begun_s: float
     fence_s: float
-    log_position: int | None = None  # set for a trial read: where UCX's report on its path begins
+    log_position: int | None = None  # of a trial read: where UCX's report on its path begins
     in_doubt: bool = False
 
 
@@ -64,8 +64,8 @@ class NixlPump:
         self.thread.start()
 
     def submit(self, action: Callable[[], Result]) -> "concurrent.futures.Future[Result]":
-        """Run `action` on the thread; the future has its outcome. After `stop` it runs at once: without an agent
-        nothing blocks.
+        """Run `action` on the thread; the future has its result. After `stop` it runs in the caller, where nothing
+        blocks without an agent.
         """
         outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
@@ -84,7 +84,7 @@ class NixlPump:
         return outcome
 
     def abandon(self, pending: PendingRead) -> None:
-        """A read that has not begun never begins, and settles; one that has begun settles when it is over."""
+        """A read that has not begun never begins, and settles; one that has begun settles when it ends."""
         with self._lock:
             pending.abandoned = True
         if not pending.begun:
@@ -98,7 +98,7 @@ class NixlPump:
             raise TransportUnavailable(f"NIXL cannot start here: {error}") from error
 
     def connect(self, pending: PendingRead, address: NixlAddress) -> None:
-        """Complete `pending` once the peer is known, a tiny read has succeeded and its path is no emulation."""
+        """Complete `pending` once the peer is registered and a tiny read over a path without emulation worked."""
         known = self._peers.get(pending.peer)
         if known and known.address == address:
             pending.post(pending.complete, 0.0)
@@ -121,7 +121,7 @@ class NixlPump:
         return self._known(peer).path
 
     def read(self, pending: PendingRead) -> None:
-        """Post a read. What fails before the post has moved nothing, so it settles at once."""
+        """Post a read. A failure before the post has moved no bytes, so it settles at once."""
         if not self._begin(pending):
             return
         try:
@@ -135,7 +135,7 @@ class NixlPump:
             pending.post(pending.abort, self._translate(error, pending.peer))
 
     def forget(self, peer: str) -> None:
-        """Drop a peer; as long as a read of it is in flight, the agent keeps it."""
+        """Drop a peer; the agent keeps it while a read from it is in flight."""
         nixl_peer = self._peers.pop(peer, None)
         if nixl_peer:
             self._retire(nixl_peer)
@@ -183,7 +183,7 @@ class NixlPump:
                 self._check(posted, self._live_agent().poll)
 
     def _check(self, posted: _Posted, state_of: Callable[[Any], bool]) -> None:
-        """One post or one poll, and what follows from it."""
+        """Post or poll a read once and handle the result."""
         pending = posted.pending
         try:
             over = state_of(posted.handle)
@@ -219,7 +219,7 @@ class NixlPump:
         self._release_forgotten()
 
     def _drop_peer(self, posted: _Posted) -> None:
-        """Drop the peer of a lost read, unless it was connected again in the meantime."""
+        """Drop the peer of a lost read, unless it has been connected again."""
         if self._peers.get(posted.pending.peer) is posted.nixl_peer:
             del self._peers[posted.pending.peer]
         if posted.nixl_peer not in self._forgotten:
@@ -230,7 +230,7 @@ class NixlPump:
         self._release_forgotten()
 
     def _release_forgotten(self) -> None:
-        """Remove forgotten peers that no read holds any more."""
+        """Remove forgotten peers without reads in flight."""
         held = {id(posted.nixl_peer) for posted in self._posted}
         for nixl_peer in [each for each in self._forgotten if id(each) not in held]:
             self._forgotten.remove(nixl_peer)
@@ -251,7 +251,7 @@ class NixlPump:
             logger.error("%s", error)
 
     def _destroy(self, cause: PeerLost) -> None:
-        """The fence itself: without the last reference to the agent no byte can land, so everything settles."""
+        """Fence: once the last reference to the agent is gone, no byte can land, so all reads settle."""
         agent, self._agent = self._agent, None
         posted, self._posted = self._posted, []
         reading = (each.nixl_peer for each in posted)

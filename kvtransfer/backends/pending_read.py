@@ -1,8 +1,8 @@
-"""One read between the event loop that asked for it and whatever moves its bytes.
+"""One read, shared by the event loop that requested it and the backend that moves its bytes.
 
     in flight ──> complete  (done = stats)           ──> settled
        ├────────> failed    (done = error)           ──> settled
-       └────────> overdue   (done = TransferTimeout) ··> settled, when the backend knows that nothing lands any more
+       └────────> overdue   (done = TransferTimeout) ··> settled, when the backend knows that no byte can land
 
 Methods run on the event loop; `post` calls them from other threads.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvtransfer.errors import TransferTimeout
+from kvtransfer.rpc.connection import observe
 from kvtransfer.transport import Copies, Read, ReadStats
 
 NO_COPIES: Copies = np.empty((0, 3), np.int64)
@@ -30,14 +31,14 @@ class PendingRead:
         self._loop = asyncio.get_running_loop()
         self._overdue = overdue
         self.deadline_s = deadline_s
-        self.begun = False  # both belong to the backend, under its lock: a read either begins
-        self.abandoned = False  # or is abandoned before it did, and then no byte of it can land
+        self.begun = False  # both are guarded by the backend's lock: a read either begins,
+        self.abandoned = False  # or is abandoned before, and then no byte of it can land
         self.read = Read(self._loop.create_future(), self._loop.create_future())
-        self.read.done.add_done_callback(mark_seen)
+        self.read.done.add_done_callback(observe)
         self._timer = self._loop.call_later(deadline_s, self._expire)
 
     def complete(self, seconds: float) -> None:
-        """Every byte is here: done and settled."""
+        """All bytes have arrived: done and settled."""
         if not self.read.done.done():
             self.read.done.set_result(ReadStats(self.num_bytes, len(self.copies), seconds))
         self.settle()
@@ -49,7 +50,7 @@ class PendingRead:
             self.read.done.set_exception(error)
 
     def abort(self, error: Exception) -> None:
-        """The read is lost and nothing lands any more."""
+        """The read is lost and no byte can land."""
         self.fail(error)
         self.settle()
 
@@ -59,7 +60,7 @@ class PendingRead:
             self.read.settled.set_result(None)
 
     def post(self, action: Callable[..., None], *arguments: object) -> None:
-        """Run a method of this pending on the loop, from another thread."""
+        """Run a method of this read on the event loop, from another thread."""
         call_loop(self._loop, action, *arguments)
 
     def _expire(self) -> None:
@@ -74,7 +75,7 @@ class PendingRead:
 
 
 def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arguments: object) -> None:
-    """call_soon_threadsafe that tolerates a closed loop, which has no waiters."""
+    """`call_soon_threadsafe` that ignores a closed loop."""
     if loop.is_closed():
         return
     try:
@@ -82,9 +83,3 @@ def call_loop(loop: asyncio.AbstractEventLoop, action: Callable[..., None], *arg
     except RuntimeError:
         if not loop.is_closed():
             raise
-
-
-def mark_seen(done: "asyncio.Future[ReadStats]") -> None:
-    """Mark the error as retrieved: a cancelled pull does not await it."""
-    if not done.cancelled():
-        done.exception()

@@ -1,9 +1,9 @@
-"""KV over our own TCP sockets: the path that works between any two hosts.
+"""KV over TCP sockets, which works between any two hosts.
 
-Taken whenever TCP is the only common fabric, because a one-sided read emulated over TCP can take the owner down with a
-dying reader. One connection and one thread for each owner we read from; the thread receives straight into the pool,
-outside the GIL and off the event loop. The fence is the socket: once it is cut and its thread has left the read,
-nothing can land.
+Used whenever TCP is the only common fabric, because a dying reader can crash the owner of a one-sided read that UCX
+emulates over TCP. There is one connection and one thread for each owner; the thread receives directly into the pool,
+without the GIL and off the event loop. The socket is the fence: once it is cut and its thread has left the read, no
+byte can land.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
 
 
 class TcpTransport:
-    """`Transport` over our own sockets. `host` is the address of ours that peers can reach."""
+    """`Transport` over TCP sockets. `host`: this host's address for peers."""
 
     name = "tcp"
 
@@ -98,10 +98,9 @@ class TcpTransport:
 
 
 class _Link:
-    """The reader's end: one owner, one thread, one connection, connected again after it broke.
+    """The reader's end for one owner: one thread and one connection, which reconnects after a failure.
 
-    `_lock` guards the moment at which a pending becomes the current one: a deadline must cut the socket only under
-    its own pending, never under the next.
+    `_lock` guards `_current`: a deadline may cut the socket only during its own read, never during the next.
     """
 
     def __init__(self, peer: str, address: TcpAddress, source_bytes: int, region: Region, secret: bytes) -> None:
@@ -126,7 +125,7 @@ class _Link:
         return pending.read
 
     def abandon(self, pending: PendingRead) -> None:
-        """Stop a pending: cut the socket under it, or never start it. The thread settles what it had begun."""
+        """Stop a read: cut the socket, or never start it. The thread settles a read that has begun."""
         with self._lock:
             pending.abandoned = True
             if pending is self._current:
@@ -162,7 +161,7 @@ class _Link:
         call_loop(self._loop, _resolve, self._ended)
 
     def _attempt(self, pending: PendingRead) -> Exception | None:
-        """Fetch it. The thread outlives every failure: the error reaches the awaiter of the read."""
+        """Fetch it; returns the error for the read's future, so that the thread survives every failure."""
         where = f"{self._peer} at {self.address.host}:{self.address.port}"
         try:
             link = self._socket or self._connect(pending)
@@ -210,7 +209,7 @@ class _Link:
 
 
 def _joined(ranges: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
-    """Ranges (offset, length) with neighbours joined: on a stream each side joins its own, whatever the other does."""
+    """Ranges (offset, length) with adjacent ones joined. On a stream each side may join its own ranges."""
     offsets, lengths = ranges.T
     firsts = np.flatnonzero(np.concatenate(([True], offsets[:-1] + lengths[:-1] != offsets[1:])))
     return tuple(zip(offsets[firsts].tolist(), np.add.reduceat(lengths, firsts).tolist(), strict=True))

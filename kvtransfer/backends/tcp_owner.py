@@ -1,8 +1,8 @@
-"""The owner's end of our TCP link: serves byte ranges of one registered pool to authenticated readers.
+"""The owner's end of a TCP link: serves byte ranges of one registered pool to authenticated readers.
 
-One thread accepts, one thread serves each connection; the bytes go from the pool to the kernel without a copy and
-without the GIL. Whatever a reader sends, the worst it can reach is its own connection. Whatever stops an accept (no
-file descriptors, no memory, no threads) stops it only as long as it lasts.
+One thread accepts, and one thread serves each connection; the bytes go from the pool to the kernel without a copy and
+without the GIL. Invalid data from a reader ends only its own connection. After a failed accept (no file descriptors,
+memory or threads) the owner tries again.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ACCEPT_RETRY_MIN_S, ACCEPT_RETRY_MAX_S = 0.05, 1.0
 
 
 class TcpOwner:
-    """Owned by its transport. `close` returns when no thread touches the pool any more."""
+    """Owned by its transport. `close` returns when no thread uses the pool."""
 
     def __init__(self, region: Region, host: str, secret: bytes, incarnation: str, max_readers: int) -> None:
         self._region = region
@@ -53,7 +53,7 @@ class TcpOwner:
         return len(self._serving)
 
     def close(self) -> None:
-        """Disconnect everybody. Blocks until the threads have ended: call it off the event loop."""
+        """Disconnect all readers. Blocks until the threads have ended: call it off the event loop."""
         with self._lock:
             self._closed.set()
             serving = dict(self._serving)
@@ -88,14 +88,14 @@ class TcpOwner:
                 pause_s = ACCEPT_RETRY_MIN_S
 
     def _start(self, link: socket.socket, address: str) -> None:
-        """Serve a connection on a thread of its own. Raises `RuntimeError` when the process can have no more."""
+        """Serve a connection on a new thread. Raises `RuntimeError` when the process cannot start one."""
         thread = threading.Thread(target=self._serve, args=(link,), name="kv-tcp-serve", daemon=True)
         with self._lock:
             if self._closed.is_set():
                 link.close()
                 return
             try:
-                thread.start()  # it takes the lock before it changes what is recorded here
+                thread.start()  # takes the lock before it changes these records
             except BaseException:
                 link.close()
                 raise
@@ -122,7 +122,7 @@ class TcpOwner:
             link.close()
 
     def _admit(self, link: socket.socket, target: str) -> None:
-        """Count a peer that has proven the secret as a reader. Raises the `TransferError` that refuses it."""
+        """Admit a reader that has proven the secret. Raises the `TransferError` with which it is refused."""
         with self._lock:
             self._unauthenticated.discard(link)
             if target != self._incarnation:
@@ -132,14 +132,14 @@ class TcpOwner:
             self._readers.add(link)
 
     def _answer(self, link: socket.socket) -> None:
-        """One call: wait for it, however long, and reply with the bytes of its ranges."""
+        """Wait for one call, without a time limit, and reply with the bytes of its ranges."""
         number, ranges = _receive_call(link, self._region.pool_bytes)
         pool = self._region.bytes()
         blocking.send_frame(link, Kind.REPLY, number, [pool[offset : offset + length] for offset, length in ranges])
 
 
 def _receive_call(link: socket.socket, pool_bytes: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Number and ranges of the next call; once it has begun, its rest must come within `STALL_S`."""
+    """Number and ranges of the next call; the rest of a call must arrive within `STALL_S` of its first byte."""
     link.settimeout(None)
     head = blocking.receive_exactly(link, 1)
     stop_s = time.monotonic() + STALL_S
@@ -157,5 +157,5 @@ def _receive_call(link: socket.socket, pool_bytes: int) -> tuple[int, tuple[tupl
 
 def _cut(link: socket.socket) -> None:
     """Wake every thread that blocks on this socket."""
-    with contextlib.suppress(OSError):  # not connected, or cut already: then nobody blocks on it
+    with contextlib.suppress(OSError):  # not connected, or cut already: then no thread blocks on it
         link.shutdown(socket.SHUT_RDWR)

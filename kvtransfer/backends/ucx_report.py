@@ -1,8 +1,8 @@
-"""What UCX reports about the path it chose, and the environment in which it is loaded.
+"""UCX's report on the path that it chose, and the environment variables for loading it.
 
-UCX prints a table for each kind of operation once it has chosen a protocol. We have it written to an anonymous file
-instead of stderr, and read there which fabric remote reads take: a path is known because UCX reported it, never
-because it is likely. UCX keeps its log file per process, so this file does too.
+UCX prints a table for each kind of operation once it has chosen a protocol. Here it prints to an anonymous file
+instead of stderr, and the table names the fabric of remote reads: a path is always reported, never guessed. UCX has
+one log file per process, and so has this module.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _ROW = re.compile(r"\|\s*\d\S*\.\.\S+\s*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\||\|\s*
 
 @functools.cache
 def _log_file() -> int | None:
-    """The descriptor UCX logs to, or None where the user wants its log elsewhere. One for the process, as in UCX."""
+    """The descriptor of UCX's log, one for the process; None if the user sets the log's place."""
     if "UCX_LOG_FILE" in os.environ or "UCX_PROTO_INFO" in os.environ or not hasattr(os, "memfd_create"):
         return None
     return os.memfd_create("ucx-log")
@@ -30,7 +30,7 @@ def _log_file() -> int | None:
 
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
-    """Load NIXL and create its backend inside. Only what the user left unset is set; the log settings go again."""
+    """Load NIXL and create its backend inside. Keeps variables that the user has set; unsets the log's again."""
     log = _log_file()
     defaults = dict(QUIET)
     if not rdma_devices():
@@ -46,12 +46,12 @@ def environment() -> Iterator[None]:
 
 
 def position() -> int:
-    """How much UCX has reported so far: `read_paths` can skip it."""
+    """The length of the report so far, for `read_paths`."""
     return len(_text())
 
 
 def read_paths(after: int = 0) -> tuple[str, ...]:
-    """Fabrics UCX chose for remote reads ("cma/memory", "tcp/lo: software emulation"), reported since `after`."""
+    """Fabrics of remote reads ("cma/memory", "tcp/lo: software emulation") in the report from `after` on."""
     return parse_read_paths(_text()[after:])
 
 

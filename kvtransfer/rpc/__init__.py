@@ -5,9 +5,9 @@
     tcp     kvtransfer.backends.tcp   owner       its readers        the caller calls, one call at a time
     gang    workers.executor   leader             the other ranks    the listener calls
 
-    handshake    who may connect: proof of the secret, and a bounded number of peers that have not proven it
+    handshake    proof of the secret, and a bound on peers that have not proven it
     frames       bytes on an asyncio stream            blocking     the same bytes on a blocking socket
-    listener     accepts and greets, for asyncio       connection   numbered calls and one-way messages, for asyncio
+    listener     accepts and authenticates, asyncio     connection   numbered calls and one-way messages, for asyncio
 
 Knows no KV, no lease and no rank.
 """

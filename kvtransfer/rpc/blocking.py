@@ -1,6 +1,6 @@
 """Frames and handshake on a blocking socket, for bulk data: bodies move between memory and the kernel without a copy.
 
-Whatever a peer sends is bounded before it is read. Knows sockets; knows no pool and no thread.
+The length of all data is bounded before it is read. Knows sockets; knows no pool and no thread.
 """
 
 import socket
@@ -15,7 +15,7 @@ MAX_IOVECS = 512  # below the kernel's 1024 for one call
 
 
 def tune(link: socket.socket) -> None:
-    """Send small packets at once, and notice a peer whose host vanished within half a minute."""
+    """Send small packets at once, and detect the loss of the peer's host within half a minute."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -24,9 +24,9 @@ def tune(link: socket.socket) -> None:
 
 
 def receive_into(link: socket.socket, views: Sequence[memoryview], stop_s: float | None = None) -> None:
-    """Fill all views in order, straight from the kernel. Raises `ConnectionError` when the peer ends early.
+    """Fill all views in order, directly from the kernel. Raises `ConnectionError` when the peer closes early.
 
-    `stop_s` (of `time.monotonic`) bounds the whole; a socket's own timeout starts again with every byte that arrives.
+    `stop_s` (of `time.monotonic`) bounds the whole call; a socket's own timeout restarts with every byte.
     """
     pending = [view for view in views if view.nbytes]
     first = 0
@@ -60,7 +60,7 @@ def send_frame(link: socket.socket, kind: Kind, number: int, views: Sequence[mem
 
 
 def _advance(pending: list[memoryview], first: int, num_bytes: int) -> int:
-    """Skip what was moved; a view that was moved in part is shortened in place."""
+    """The first view that is not complete; a partly moved view is shortened in place."""
     while first < len(pending) and num_bytes >= pending[first].nbytes:
         num_bytes -= pending[first].nbytes
         first += 1
@@ -83,7 +83,7 @@ def greet_caller(
 ) -> None:
     """The listener's half, until `stop_s`. `admit` is called with the target of a caller that knows the secret.
 
-    Raises the `TransferError` that the caller got instead of a welcome, msgspec's errors, `OSError`, `ProtocolError`.
+    Raises the `TransferError` with which the caller is refused, msgspec's errors, `OSError`, `ProtocolError`.
     """
     link.settimeout(max(1e-3, stop_s - time.monotonic()))
     _send_handshake(link, handshake.hello)

@@ -3,8 +3,8 @@
     call(request) ── CALL ──> on_call(request) ── REPLY | ERROR ──> its result or error    many at once, in any order
     notify(message) ── MESSAGE ──> on_message(message)                                     in the order sent
 
-Both ends may do both, as far as their `RpcProtocol` has calls and messages. When the connection breaks, every call that
-waits fails at once, and so does every later one.
+Both ends may send calls and messages, if their `RpcProtocol` has any. When the connection breaks, all waiting and later
+calls fail at once.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ KEEPALIVE_S = 1.0
 
 @dataclass(frozen=True)
 class RpcProtocol:
-    """What two ends may send each other: msgspec types, and errors that travel by name.
+    """The calls, messages and errors between two ends: msgspec types, and errors sent by name.
 
     `calls` maps each type of request (a tagged Struct) to the type of its reply. An error whose class is in one of
-    `errors`' modules and takes a message alone arrives as the same class, any other as `other_error`. Calls on a broken
+    `errors`' modules and takes only a message arrives as the same class, any other as `other_error`. Calls on a broken
     connection fail with `lost_error`.
     """
 
@@ -42,7 +42,7 @@ class RpcProtocol:
     other_error: type[Exception]
     lost_error: type[Exception]
     max_frame_bytes: int
-    max_calls: int  # that wait for their reply at once: an end that serves as many reads no further
+    max_calls: int  # in flight; an end that serves this many stops reading
 
     @cached_property
     def requests(self) -> "msgspec.msgpack.Decoder[Any]":
@@ -68,7 +68,7 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 class RpcConnection:
-    """One end. Owned by whoever made it: `run` it until it ends, then `close` it.
+    """One end. Owned by its creator: `run` it until it ends, then `close` it.
 
     `on_lost` is called once with the error that calls fail with, unless this end closed the connection.
     """
@@ -90,7 +90,7 @@ class RpcConnection:
         self._on_message = on_message
         self._on_lost = on_lost
         self._number = 0
-        self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}  # that wait for their reply, and its type
+        self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}  # waiting calls: (future, type of the reply)
         self._serving: set[asyncio.Task[None]] = set()
         self._keeping_alive: asyncio.Task[None] | None = None
         self._silent_s = 0.0
@@ -98,7 +98,7 @@ class RpcConnection:
         self.error: Exception | None = None  # once the connection is lost or closed
 
     async def run(self) -> None:
-        """Serve the peer's frames until the connection ends, whatever ended it."""
+        """Serve the peer's frames until the connection ends, for whatever reason."""
         try:
             while self.error is None:
                 kind, number, body = await self._stream.receive(self._protocol.max_frame_bytes)
@@ -106,7 +106,7 @@ class RpcConnection:
                 self._take(kind, number, body)
                 if len(self._serving) >= self._protocol.max_calls:
                     await asyncio.wait(self._serving, return_when=asyncio.FIRST_COMPLETED)
-        except Exception as error:  # nothing may end this unseen: calls would wait for ever
+        except Exception as error:  # any error must fail the calls, which would wait forever
             self._lose(_reason(error))
 
     def begin(self, request: msgspec.Struct) -> "asyncio.Future[Any]":
@@ -124,7 +124,7 @@ class RpcConnection:
         return future
 
     async def call(self, request: msgspec.Struct, timeout_s: float) -> Any:
-        """A call with a deadline in which this event loop ran. Raises TimeoutError, or what the call raised."""
+        """A call; its timeout does not count pauses of this event loop. Raises TimeoutError or the call's error."""
         async with patient_timeout(timeout_s):
             return await self.begin(request)
 
@@ -135,20 +135,20 @@ class RpcConnection:
     def keep_alive(self, message: Callable[[], msgspec.Struct], patience_s: float) -> None:
         """Send a message every second from now on; the connection is lost when the peer is silent for `patience_s`.
 
-        Both ends do it. Silence is counted in messages of our own: a process that was itself stopped or starved doesn't
-        blame its peer.
+        Both ends call it. Silence is counted in messages that this end has sent, so a process that was itself stopped
+        does not blame its peer.
         """
         self.patience_s = patience_s
         self._keeping_alive = asyncio.ensure_future(self._keep_alive(message))
 
     def disconnect(self, error: Exception) -> None:
-        """Give the connection up at once: all calls fail with `error`."""
+        """Disconnect at once: all calls fail with `error`."""
         if self.error is None:
             self._fail(error)
             self._stream.abort()
 
     async def close(self) -> None:
-        """Fail our calls, cancel those that are served here, send what is written, and disconnect."""
+        """Fail calls of this end, cancel calls served here, flush, and disconnect."""
         if self.error is None:
             self._fail(self._lost("is disconnected: this end closed the connection"))
         tasks = (*self._serving, *([self._keeping_alive] if self._keeping_alive else []))
@@ -195,7 +195,7 @@ class RpcConnection:
             raise ProtocolError(f"it sent a frame of kind {kind} and number {number}, which is not expected")
 
     async def _serve(self, number: int, request: Any) -> None:
-        """Every call gets an answer, whatever happens."""
+        """Serve one call; it gets a reply or an error in any case."""
         assert self._on_call is not None
         kind = Kind.REPLY
         try:
@@ -231,7 +231,7 @@ class RpcConnection:
 
 
 def observe(done: "asyncio.Future[Any]") -> None:
-    """Mark a future's error as seen, whether or not anybody waits for it."""
+    """Mark a future's error as retrieved, so that asyncio does not log it."""
     if not done.cancelled():
         done.exception()
 

@@ -17,7 +17,7 @@ from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("!QI")
-HEADER_BYTES = _HEADER.size  # a longer one costs 20 us in the kernel with a body of 64 KiB
+HEADER_BYTES = _HEADER.size  # a longer header costs 20 us in the kernel with a body of 64 KiB
 MAX_NUMBER = (1 << 32) - 1
 LINGER_S = 1.0
 
@@ -31,10 +31,10 @@ class Kind(enum.IntEnum):
 
 
 class ProtocolError(Exception):
-    """The peer sent what this protocol doesn't allow: disconnect it."""
+    """The peer violated the protocol: disconnect it."""
 
 
-BROKEN = (OSError, EOFError, msgspec.MsgspecError, ProtocolError)  # a cut connection, or a peer that sends nonsense
+BROKEN = (OSError, EOFError, msgspec.MsgspecError, ProtocolError)  # a lost connection, or invalid data from the peer
 
 
 def pack_header(kind: int, number: int, length: int) -> bytes:
@@ -64,7 +64,7 @@ class FrameStream:
 
     @property
     def peer_host(self) -> str:
-        """Where the connection comes from; "" if it is closed already."""
+        """The peer's address; "" if the connection is closed."""
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else ""
 
@@ -90,11 +90,11 @@ class FrameStream:
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Send what is written, for a moment, then disconnect whatever the peer does."""
+        """Flush for at most `LINGER_S`, then disconnect."""
         self._writer.close()
         try:
             async with asyncio.timeout(LINGER_S):
-                # Shielded: the stream has one future for all who wait, and a cancelled one would fail the others.
+                # Shielded: all waiters share the stream's future, and cancelling it would fail the others.
                 await asyncio.shield(self._writer.wait_closed())
         except TimeoutError:
             self._writer.transport.abort()

@@ -1,7 +1,7 @@
 """The handshake: both ends prove that they share the cluster's secret, without sending it.
 
     listener -> caller   Hello(protocol, version, nonce)
-    caller -> listener   Claim(nonce, target, proof)       target: whom the caller means to reach
+    caller -> listener   Claim(nonce, target, proof)       target: the end that the caller expects
     listener -> caller   Verdict(proof, error, body)       welcome, or an error of `kvtransfer.errors` and its reason
 
 A proof is an HMAC over the protocol, the role of its sender, both nonces and the content sent with it. The role keeps a
@@ -48,7 +48,7 @@ class Verdict(msgspec.Struct, frozen=True):
 def require_secret(secret: bytes) -> bytes:
     """Refuse to start with an empty secret."""
     if not secret:
-        raise ValueError("the cluster's secret is empty: anybody could read the KV pool")
+        raise ValueError("the cluster's secret is empty: any process could read the KV pool")
     return secret
 
 
@@ -63,7 +63,7 @@ class ListenerHandshake:
         self.hello = msgspec.msgpack.encode(Hello(protocol, VERSION, self._ours))
 
     def verify(self, data: bytes) -> str:
-        """The target of a caller that knows the secret. Raises `PeerRefused`, or msgspec's errors for nonsense."""
+        """The target of a caller that knows the secret. Raises `PeerRefused`, or msgspec's errors for invalid bytes."""
         claim = msgspec.msgpack.decode(data, type=Claim)
         expected = _proof(self._secret, self._protocol, "caller", self._ours, claim.nonce, claim.target)
         if not hmac.compare_digest(claim.proof, expected):
@@ -87,7 +87,7 @@ class ListenerHandshake:
 class CallerHandshake:
     """The caller's half, for one connection: `claim` is the reply to the hello, `accept` reads the verdict.
 
-    `target` is whom the caller expects; `listener` names the other end in errors.
+    `target`: the end that the caller expects; `listener` names the other end in errors.
     """
 
     def __init__(self, protocol: str, secret: bytes, target: str, listener: str) -> None:
@@ -155,7 +155,7 @@ ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
 class Unauthenticated(Generic[ConnectionT]):
-    """At most `limit` connections without proof. One more displaces the oldest one of the address that has the most.
+    """At most `limit` unauthenticated connections. One more displaces the oldest one of the address with the most.
 
     A handshake takes milliseconds, so the oldest connection is the least likely to be a member of the cluster, and a
     flood from one address displaces only its own connections. Not safe for threads: the caller holds a lock.
@@ -179,12 +179,12 @@ class Unauthenticated(Generic[ConnectionT]):
         return oldest
 
     def discard(self, connection: ConnectionT) -> None:
-        """It has proven the secret, or is closed."""
+        """The connection has proven the secret, or is closed."""
         self._addresses.pop(connection, None)
 
 
 def too_many_readers(limit: int) -> str:
-    """Why an owner refuses one more reader, and what to do."""
+    """The reason for refusing one more reader, and how to fix it."""
     return (
         f"serves {limit} readers already, as many as its transfer.max_readers allows: raise that, and the limit of "
         "open files (ulimit -n) with it"

@@ -1,4 +1,4 @@
-"""A listening port for asyncio: bounds the callers that have not proven the secret, and hands over those that have.
+"""A listening port for asyncio: authenticates callers, and bounds those that are not authenticated yet.
 
 Knows the handshake; the protocol decides who is admitted and what happens on an admitted connection.
 """
@@ -51,7 +51,7 @@ class RpcListener:
 
     @property
     def num_callers(self) -> int:
-        """Connections that have proven the secret."""
+        """Number of authenticated connections."""
         return len(self._serving)
 
     @property
@@ -72,7 +72,7 @@ class RpcListener:
         await _cancel(self._greeting)
 
     async def close(self) -> None:
-        """Disconnect everybody."""
+        """Disconnect all callers."""
         await self.stop_accepting()
         await _cancel(self._serving)
         if self._server:
@@ -97,7 +97,7 @@ class RpcListener:
             logger.info("%s port: a caller from %s was refused: %s", self._protocol, host, error or "it sent nothing")
         except asyncio.CancelledError:
             if not self._closing:
-                raise  # asyncio logs a stream's task that ends as cancelled, and `close` is no error
+                raise  # asyncio logs a stream's cancelled task as an error, which `close` is not
         finally:
             self._unauthenticated.discard(stream)
             self._greeting.discard(task)
@@ -105,7 +105,7 @@ class RpcListener:
             await stream.close()
 
     async def _greet(self, stream: FrameStream) -> str:
-        """The listener's half of the handshake; returns whom the caller means to reach."""
+        """The listener's half of the handshake; returns the caller's target."""
         handshake = ListenerHandshake(self._protocol, self._secret)
         stream.send(Kind.HANDSHAKE, 0, handshake.hello)
         async with asyncio.timeout(self._handshake_s):

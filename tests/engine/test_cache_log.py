@@ -191,7 +191,7 @@ def answer(plan: StepPlan) -> StepResult:
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.integers(1, 80), st.booleans()), max_size=12),
 )
 def test_an_engine_finds_the_prefixes_in_its_log(block_size: int, asked: list[tuple[int, int, int, bool]]) -> None:
-    """One request at a time, on a pool too small for all: the logged prefix of a prompt is cached, up to the last token."""
+    """One request at a time, on a pool too small for all: a prompt's logged prefix is cached, up to its last token."""
     subject, reader = engine(block_size, 1024 // block_size), Reader()
     for number, (first, length, most, hold) in enumerate(asked):
         prompt = tuple(range(1 + 100 * first, 1 + 100 * first + length))

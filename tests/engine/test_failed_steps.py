@@ -1,4 +1,4 @@
-"""Unexpected errors: a request's error fails that request, a step's error fails its requests, all others continue exactly."""
+"""Unexpected errors: a request's error fails that request, a step's error its requests; all others continue exactly."""
 
 import asyncio
 import random

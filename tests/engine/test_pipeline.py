@@ -1,4 +1,4 @@
-"""Several plans in flight: which sequences they have, that none waits or starves, and that blocks outlive their last reader."""
+"""Several plans in flight: their sequences, no waits and no starvation, and blocks that outlive their last reader."""
 
 from collections import Counter
 from typing import Any

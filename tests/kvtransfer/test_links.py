@@ -130,8 +130,8 @@ async def test_an_empty_secret_does_not_start() -> None:
 async def test_a_path_that_does_not_work_falls_back_to_the_next() -> None:
     owner = open_set(make_region(), ("memory", "tcp"), "owner", shared=SharedMemory())
     reader = open_set(make_region(), ("memory", "tcp"), "reader", shared=SharedMemory())
-    report = await reader.connect(address_of(owner, "owner"), reader="decode-0")
-    assert (report.transport, report.reader, report.owner) == ("tcp", "decode-0", "worker-owner")
+    report = await reader.connect(address_of(owner, "owner"))
+    assert (report.transport, report.owner) == ("tcp", "worker-owner")
     assert report.skipped[0].startswith("memory: owner/0 lives in another process")
     assert report.latency_s > 0 and report.bytes_per_s > 0
     await reader.close()

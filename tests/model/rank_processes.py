@@ -118,7 +118,7 @@ async def ended(process: BaseProcess) -> None:
 
 
 def lead(config: Any, folder: ModelFolder, pipe: Any, block_in_a_step: bool) -> None:
-    """A leader's process: sends its rank specs through the pipe to the process that runs the ranks, then a message when it is open."""
+    """A leader's process: sends its rank specs to the process that runs the ranks, and a message once open."""
     from workers.executor.gang import open_gang
 
     class Elsewhere:

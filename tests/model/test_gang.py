@@ -159,7 +159,7 @@ async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolde
     class Intruded(RankTasks):
         def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
             strange = replace(specs[0], config=replace(specs[0].config, secret="guessed"))
-            self.stranger = asyncio.ensure_future(serve_rank(strange, lambda _: nine_heads))
+            self.unknown_rank = asyncio.ensure_future(serve_rank(strange, lambda _: nine_heads))
             return super().launch(specs)
 
     shared = SharedMemory()
@@ -167,7 +167,7 @@ async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolde
     gang = await open_gang(config(2, 1), nine_heads, "w-1", launcher, shared)
     async with asyncio.timeout(10):
         with pytest.raises(PeerRefused, match="secret"):
-            await launcher.stranger
+            await launcher.unknown_rank
     assert (await gang.execute(plans()[0])).number == 1
     await gang.close()
 
@@ -351,22 +351,22 @@ async def test_an_opening_that_is_given_up_ends_its_ranks(nine_heads: ModelFolde
         await ended(launcher.processes[0])
 
 
-async def test_ranks_listen_at_their_host_only_and_the_door_is_shut(nine_heads: ModelFolder) -> None:
-    class Crowded(ProcessRanks):
+async def test_ranks_listen_on_their_host_only_and_the_port_closes_after_opening(nine_heads: ModelFolder) -> None:
+    class EarlyConnections(ProcessRanks):
         def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
             self.leader = (specs[0].leader_host, specs[0].leader_port)
-            self.strangers = [asyncio.ensure_future(asyncio.open_connection(*self.leader)) for _ in range(5)]
+            self.connections = [asyncio.ensure_future(asyncio.open_connection(*self.leader)) for _ in range(5)]
             return super().launch(specs)
 
-    launcher = Crowded(nine_heads)
+    launcher = EarlyConnections(nine_heads)
     async with asyncio.timeout(SOON_S):
         gang = await open_gang(config(2, 2), nine_heads, "w-1", launcher)
-        for stranger in launcher.strangers:
-            reader, writer = await stranger
+        for opening in launcher.connections:
+            reader, writer = await opening
             await reader.read()  # a greeting, then the end of the stream
             writer.close()
         with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(*launcher.door)
+            await asyncio.open_connection(*launcher.leader)
         for pid in (os.getpid(), *(process.pid for process in launcher.processes)):
             listening = [each for each in psutil.Process(pid).net_connections("inet") if each.status == "LISTEN"]
             assert {each.laddr.ip for each in listening} <= {"127.0.0.1"}
@@ -379,7 +379,7 @@ async def test_unauthenticated_connections_keep_no_rank_out(
 ) -> None:
     monkeypatch.setattr(gang_module, "MAX_UNAUTHENTICATED", 4)
 
-    class Crowded(RankTasks):
+    class EarlyConnections(RankTasks):
         def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[object]]:
             self._tasks = [asyncio.ensure_future(self._behind_a_crowd(spec)) for spec in specs]
             return self._tasks
@@ -393,7 +393,7 @@ async def test_unauthenticated_connections_keep_no_rank_out(
 
     shared = SharedMemory()
     async with asyncio.timeout(SOON_S):
-        gang = await open_gang(config(2, 1), nine_heads, "w-1", Crowded(lambda _: nine_heads, shared), shared)
+        gang = await open_gang(config(2, 1), nine_heads, "w-1", EarlyConnections(lambda _: nine_heads, shared), shared)
         await gang.close()
 
 

@@ -160,7 +160,7 @@ class Engine:
             self.pool.forget(sequence.hashes)
         kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
         if not self._kv.reserve(sequence, self.prefix_fetches.known(sequence.hashes), kept):
-            return f"{total} blocks wanted, {self.pool.num_free} free, {kept} kept for prompts that came earlier"
+            return f"{total} blocks wanted, {self.pool.num_free} free, {kept} kept for prompts that arrived earlier"
         return ""
 
     def _refuse_known(self, request: Request) -> None:

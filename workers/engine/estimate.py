@@ -1,4 +1,4 @@
-"""What the engine believes its next steps will cost: a cost model, corrected by the steps it has seen.
+"""The engine's estimate of step times: a cost model, corrected by the steps that ran.
 
 Pure: seconds are arguments; it reads no clock.
 """
@@ -10,12 +10,15 @@ from workers.engine.step import StepPlan
 
 _MEMORY = 0.1  # weight of the newest step; single steps are noisy, ten of them are not
 _USUAL_PROMPT = 512  # tokens
-_FADE = 0.9  # of what is known, for each step with prompts
-_BOUND = 100.0  # a step that was this much off says nothing about speed
+_FADE = 0.9  # decay of the sums below with each step that has prompts
+_BOUND = 100.0  # largest correction of one step
 
 
 def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
-    """Prompts, and the batch of decodes and its context tokens. A chunk of one token that draws is a decode."""
+    """Prompts (tokens, computed before), number of decodes, and their context tokens.
+
+    A chunk of one token that is sampled from is a decode.
+    """
     batch = context_tokens = 0
     prompts = []
     for chunk in plan.chunks:
@@ -29,18 +32,18 @@ def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
 
 
 def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
-    """What the cost model says of this plan."""
+    """Predicted seconds of this plan."""
     return cost.mixed_seconds(*_parts(plan))
 
 
 def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
-    """How many of `num_tokens` prompt tokens a plan should take, so that `stages` work on some at the same time.
+    """How many of `num_tokens` prompt tokens a plan should take, so that all `stages` work at the same time.
 
-    Stages are idle while the first part reaches the last stage, and behind the last part. In m equal parts the tokens
-    are through after (stages - 1 + m) / stages plans of fixed_s + num_tokens * token_s / m seconds: least when
-    m² = (stages - 1) * num_tokens * token_s / fixed_s. Never more parts than stages: from there on little is left to
-    win, and a step's fixed cost is what the model knows least. `fixed_s` is an empty step, `token_s` what a token of a
-    prompt of usual length adds to it.
+    Stages idle while the first part moves to the last stage, and after the last part. With m equal parts, the tokens
+    take (stages - 1 + m) / stages plans of fixed_s + num_tokens * token_s / m seconds, which is minimal at
+    m² = (stages - 1) * num_tokens * token_s / fixed_s. There are at most as many parts as stages: more gain little, and
+    the fixed cost of a step is the least certain number. `fixed_s`: seconds of an empty step; `token_s`: seconds that
+    one token of a prompt of usual length adds.
     """
     fixed_s = cost.mixed_seconds((), 0, 0)
     usual = min(num_tokens, _USUAL_PROMPT)
@@ -50,17 +53,17 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
 
 
 class StepEstimate:
-    """Owned by an Engine. `block_bytes`: what a block's swap moves."""
+    """Owned by an Engine. `block_bytes`: KV bytes of a block."""
 
     def __init__(self, cost: CostModel, block_bytes: int = 0) -> None:
         self._given = cost
         self._block_bytes = block_bytes
         self._ratio = 1.0
         self._seen = False
-        self._prompts_took_s = self._prompts_alone_s = 0.0  # of late; fading
+        self._prompts_took_s = self._prompts_alone_s = 0.0  # recent steps, decayed
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """A plan took so long through all stages, the waits for other plans left out."""
+        """Correct the estimate: `plan` took `seconds` through all stages, without waits for other plans."""
         prompts, batch, context_tokens = _parts(plan)
         expected = self._given.mixed_seconds(prompts, batch, context_tokens)
         if prompts:
@@ -75,16 +78,16 @@ class StepEstimate:
         self._seen = True
 
     def prompt_seconds(self, num_tokens: int, num_cached: int) -> float:
-        """What a prompt takes here, with such company as prompts had of late."""
+        """Predicted seconds of a prompt in steps shared with other sequences, as recent prompts were."""
         pace = self._prompts_took_s / self._prompts_alone_s if self._prompts_alone_s else self._ratio
         return pace * self._alone_seconds(num_tokens, num_cached)
 
     def _alone_seconds(self, num_tokens: int, num_cached: int) -> float:
-        """Without a step's fixed part."""
+        """Predicted seconds of a prompt without a step's fixed cost."""
         given = self._given
         return max(1e-9, given.prefill_seconds(num_tokens, num_cached) - given.mixed_seconds((), 0, 0))
 
     @property
     def cost(self) -> CostModel:
-        """The model as corrected so far."""
+        """The corrected cost model."""
         return self._given.scaled(self._ratio) if self._seen else self._given

@@ -1,6 +1,6 @@
-"""ReservationQueue that wait for blocks and a slot: granted in the order they were asked for, each within its own time.
+"""Reservations that wait for blocks and a slot: granted in the order of the calls, each with its own timeout.
 
-Knows the engine's word on whether one fits; knows no subscriber and no wire.
+The engine decides whether one fits. Knows no subscriber and no wire.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from workers.request import Request, Reservation
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A reservation that somebody waits for."""
+class _Waiting:
+    """A reservation that is not granted yet."""
 
     request: Request
     future: "asyncio.Future[Reservation]"
     asked_s: float
-    wanted: Sequence | None = None  # made when it is first its turn: hashing a long prompt takes milliseconds
+    wanted: Sequence | None = None  # made at its first turn: hashing a long prompt takes milliseconds
 
 
 class ReservationQueue:
@@ -31,29 +31,29 @@ class ReservationQueue:
     def __init__(self, engine: Engine, granted: Callable[[Request], None]) -> None:
         self._engine = engine
         self._granted = granted
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: deque[_Waiting] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def ask(self, request: Request, timeout_s: float) -> Coroutine[Any, Any, Reservation]:
-        """Queue up at once; then wait for blocks and a slot.
+        """Queue at once; the coroutine waits for blocks and a slot.
 
-        The wait raises `Overloaded` after `timeout_s`, `InvalidRequest`, or `UnknownSequence` when it was given up.
+        It raises `Overloaded` after `timeout_s`, `InvalidRequest`, or `UnknownSequence` after `give_up`.
         """
         loop = asyncio.get_running_loop()
-        asked = _Asked(request, loop.create_future(), loop.time())
+        asked = _Waiting(request, loop.create_future(), loop.time())
         self._waiting.append(asked)
         self.grant()
         return self._answer(asked, timeout_s)
 
-    async def _answer(self, asked: _Asked, timeout_s: float) -> Reservation:
+    async def _answer(self, asked: _Waiting, timeout_s: float) -> Reservation:
         try:
             async with asyncio.timeout(timeout_s):
                 return await asked.future
         except TimeoutError:
             if asked.future.done() and not asked.future.cancelled():
-                return asked.future.result()  # granted in the moment in which the time was over
+                return asked.future.result()  # granted at the moment of the timeout
             raise Overloaded(f"no decode slot or blocks within {timeout_s:.1f} s", retry_after_s=1.0) from None
         finally:
             if asked in self._waiting:
@@ -61,7 +61,7 @@ class ReservationQueue:
                 self.grant()
 
     def grant(self) -> None:
-        """Something may fit now. The first that does not blocks the rest, unless it waits for the KV of a sibling."""
+        """Grant what fits now, in order. One that does not fit blocks the rest, unless it waits for a sibling's KV."""
         for asked in tuple(self._waiting):
             if not asked.future.done():
                 if self._engine.waits_for_sibling(asked.request):
@@ -73,12 +73,12 @@ class ReservationQueue:
                     self._granted(asked.request)
                 except Overloaded:
                     return
-                except Exception as error:  # of this request alone; the others are asked for all the same
+                except Exception as error:  # of this request only
                     asked.future.set_exception(error)
             self._waiting.remove(asked)
 
-    def give_up(self, whose: Callable[[Request], bool], reason: str) -> None:
-        """Those that wait for these requests fail."""
+    def give_up(self, matches: Callable[[Request], bool], reason: str) -> None:
+        """Fail the waiting reservations of matching requests."""
         for asked in self._waiting:
-            if whose(asked.request) and not asked.future.done():
+            if matches(asked.request) and not asked.future.done():
                 asked.future.set_exception(UnknownSequence(f"{asked.request.key}: {reason}"))

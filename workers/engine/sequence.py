@@ -1,4 +1,4 @@
-"""One attempt at one request inside an engine, and the lease under which its KV is kept for a reader."""
+"""One attempt at one request inside an engine, and the lease that holds its KV for a reader."""
 
 import math
 from array import array
@@ -18,7 +18,7 @@ class State(Enum):
                ^           │ preempted, its KV dropped
                └───────────┤
             SWAPPED <──────┘ preempted, its KV in host memory; waits in the same queue
-    reserve ──> RESERVED ──> RUNNING        (KV fetched, and what was drawn elsewhere known)
+    reserve ──> RESERVED ──> RUNNING        (KV fetched, and the tokens sampled elsewhere known)
     """
 
     WAITING = "waiting"
@@ -29,10 +29,9 @@ class State(Enum):
 
 
 class TokenCounts:
-    """Which tokens a sequence has, and how often its answer has each: what penalties ask for at every draw.
+    """The distinct tokens of a sequence and their counts in the answer, for penalties.
 
-    Only new tokens are counted, so a draw costs two copies and no walk over the history. Owned by its Sequence, whose
-    tokens only ever grow.
+    Counts incrementally, so a read costs two copies of the arrays. Owned by a Sequence, which only appends tokens.
     """
 
     def __init__(self) -> None:
@@ -42,9 +41,9 @@ class TokenCounts:
         self._num_read = 0
 
     def read(self, tokens: Items[int], num_prompt: int, *, with_prompt: bool) -> tuple[bytes, bytes]:
-        """(each distinct token, how often it stands behind the prompt) as int32, up to the newest token.
+        """Distinct tokens and their counts after the prompt, each [n] int32 as bytes, up to the newest token.
 
-        Without the prompt, tokens that stand there alone are left out.
+        `with_prompt`: include tokens that occur only in the prompt.
         """
         start = max(self._num_read, 0 if with_prompt else num_prompt)
         assert start <= len(tokens), f"{self._num_read} tokens were counted, {len(tokens)} are left"
@@ -65,16 +64,16 @@ class TokenCounts:
 class Sequence:
     """Owned by its Engine. Tokens at positions below `num_computed` have their KV in `blocks`.
 
-    The `num_ordered` tokens behind them are in steps in flight: a prompt's chunks may be ordered before the ones in
-    front of them have come back, since steps run in order.
+    The next `num_ordered` tokens are in steps in flight: several chunks of a prompt may be in flight, since steps run
+    in order.
     """
 
     request: Request
     arrival_s: float
     hold: bool = False  # stop after the first token and keep the KV for a reader
-    kv_dtype: str = ""  # in which others computed the KV it came with, where that is not ours, or MIXED_KV
+    kv_dtype: str = ""  # of KV that was fetched, if it is not this worker's, or MIXED_KV
     cut_tokens: int = 0  # held: only this many tokens are computed, and none is sampled (0: all of the prompt)
-    leased: bool = False  # a lease holds its blocks too
+    leased: bool = False  # a lease also holds its blocks
     max_length: int = 0
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)
@@ -82,26 +81,26 @@ class Sequence:
     num_ordered: int = 0
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)  # of a swapped sequence
-    number: int = 0  # counts the prompts of one engine as they came
+    number: int = 0  # of the prompt in the engine's order of arrival
     was_preempted: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     hashes: list[bytes] = field(default_factory=list)
-    chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as they were needed
+    chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as computed
     num_named: int = 0  # leading blocks already offered to the prefix index
-    in_flight: int = 0  # steps under way that read or write its blocks
+    in_flight: int = 0  # number of steps in flight that use its blocks
     last_step: int = 0  # the newest step that computes some of it
     doomed: bool = False  # aborted while in flight: ends when its last step does
     cached_tokens: int = 0
     fetched: bool = False
-    goes_on: bool = False  # starts as soon as its KV is here, without a call
+    goes_on: bool = False  # starts when its KV has arrived, without a `decode` call
     decode_called_s: float | None = None
-    ready_s: float | None = None  # KV and first token both here
+    ready_s: float | None = None  # when KV and first token had both arrived
     first_step_s: float | None = None
     first_token_s: float | None = None  # of a prompt computed here
-    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # read when a penalty asks for it
+    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # read if a penalty is set
     key: str = field(init=False)
     num_prompt: int = field(init=False)
-    num_given: int = field(init=False)  # tokens it came with: the prompt and what was generated before
+    num_given: int = field(init=False)  # tokens at its start: the prompt and those generated by earlier attempts
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.generated]
@@ -113,7 +112,7 @@ class Sequence:
 
     @property
     def salt(self) -> str:
-        """Part of its blocks' names: whose they are, and what was rounded on the way here. No tenant has a newline."""
+        """Part of its block hashes: the tenant, and the dtype of fetched KV. No tenant has a newline."""
         salt = self.request.cache_salt
         return f"{salt}\n{self.kv_dtype}" if self.kv_dtype else salt
 
@@ -124,11 +123,11 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's own log probabilities are still to come: they go out with the first token."""
+        """Whether prompt log probabilities are requested and not yet sent; they are sent with the first token."""
         return self.request.sampling.prompt_logprobs is not None and self.num_output == 0
 
     def begin(self, now_s: float) -> None:
-        """Reserved, and what others computed of it is here: what that leaves of its tokens is computed first."""
+        """Start a reserved sequence whose KV has arrived. Tokens without KV are computed first."""
         self.state = State.RUNNING
         self.ready_s = now_s
         self.num_computed = min(self.num_computed, len(self.tokens) - 1)
@@ -136,7 +135,7 @@ class Sequence:
             self.num_given = len(self.tokens)
 
     def next_due_s(self, tpot_s: float) -> float:
-        """When its next token is due, at `tpot_s` for each since it began to decode here."""
+        """When its next token is due, at `tpot_s` per token since decoding began here."""
         began_s = self.first_token_s if self.first_token_s is not None else self.ready_s
         return -math.inf if began_s is None else began_s + (len(self.tokens) - self.num_given) * tpot_s
 
@@ -150,7 +149,7 @@ class Sequence:
         return SequenceTiming(wait_s, self.first_step_s - began_s, now_s - self.first_step_s)
 
     def restart(self) -> None:
-        """Its KV is gone: all tokens are to be computed again, and here."""
+        """Its KV is lost: compute all tokens again, on this worker."""
         if self.kv_dtype:
             self.kv_dtype, self.hashes, self.chain = "", [], []
         self.state = State.WAITING
@@ -163,7 +162,7 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """More than the newest token still has to come back from a step: the prompt, or an answer that lost its KV."""
+        """Whether more than the newest token lacks KV: a prompt, or an answer that is recomputed."""
         return self.num_computed < max(len(self.tokens) - 1, self.num_given)
 
     def draw(self, end_tokens: tuple[int, ...]) -> Draw:
@@ -181,7 +180,7 @@ class Sequence:
         return Draw(params, params.seed, len(self.tokens), seen, counts, banned)
 
     def chunk(self, first: int, count: int, block_size: int, end_tokens: tuple[int, ...], now_s: float) -> Chunk:
-        """Its tokens at positions `first` ... `first + count - 1`, for the step that begins now."""
+        """The chunk of positions `first` ... `first + count - 1`, for the step that begins now."""
         if self.first_step_s is None:
             self.first_step_s = now_s
         stop = first + count
@@ -212,7 +211,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Blocks of a sequence's first `num_tokens` tokens, kept for one reader. Owned by the Engine.
+    """Blocks of a sequence's first `num_tokens` tokens, held for one reader. Owned by the Engine.
 
     `digests[i]` are those of block i's cells, on each rank; their number is the ready watermark.
     """
@@ -225,5 +224,5 @@ class Lease:
     deadline_s: float
     digests: list[tuple[bytes, ...]] = field(default_factory=list)
     finished: bool = False
-    offered: bool = False  # by a sequence that goes on meanwhile
-    num_asked: int = 0  # leading blocks whose digests are there or ordered from steps in flight
+    offered: bool = False  # by a sequence that continues to run
+    num_asked: int = 0  # leading blocks that are digested, or will be by steps in flight

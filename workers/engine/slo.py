@@ -9,11 +9,11 @@ from workers.costs import CostModel
 from workers.engine.sequence import Sequence
 from workers.request import Request
 
-CAREFUL = 1.3  # safety factor on predicted prompt times: a prompt that is just late was computed for nothing
+CAREFUL = 1.3  # safety factor on predicted prompt times: computing a prompt that is then late is wasted
 
 
 def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, depth: int = 1) -> str:
-    """Why no decode slot is left beside those that decode or have a reservation; empty: one is left.
+    """Why no decode slot is free beside the `decoding` sequences; empty: one is free.
 
     With the newcomer, a step must stay within the TPOT SLO of every request. An SLO that its request would miss even
     alone does not count, so an empty worker takes any request. Every worker takes an answer that was interrupted
@@ -37,10 +37,10 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
 def next_prompt(
     candidates: Iterable[Sequence], config: EngineConfig, prompt_seconds: Callable[[int, int], float], now_s: float
 ) -> Sequence:
-    """The first in `prompt_order` of those that arrived less than `prompt_window` arrivals after the oldest.
+    """The first in `prompt_order` among candidates less than `prompt_window` arrivals after the oldest.
 
     "deadline": lowest priority number first. Among equals, the largest set that can meet its TTFT deadlines together,
-    earliest deadline first; then those that would make others late, then those without a deadline.
+    earliest deadline first; then prompts that would make others late, then prompts without a deadline.
     `prompt_seconds(tokens, computed)` is the time to compute `tokens` after `computed` ones. Raises ValueError without
     candidates.
     """

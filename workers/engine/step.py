@@ -30,8 +30,8 @@ class Draw(Struct, frozen=True, gc=False):
 class Chunk(Struct, frozen=True, gc=False):
     """A run of one sequence's tokens to compute.
 
-    `tokens` stand at positions first_position ...; `blocks` is the block table up to the chunk's end: token at
-    position p lives in slot p % block_size of blocks[p // block_size]. A decode is a chunk of one token.
+    `tokens` have the positions first_position ...; `blocks` is the block table up to the chunk's end: the token at
+    position p is in slot p % block_size of blocks[p // block_size]. A decode is a chunk of one token.
     `draw` None: a chunk in the middle of a prompt, nothing to sample. `targets` are the prompt tokens that follow the
     chunk's first rows, for prompt log probabilities with the `num_top` best of each row.
     """
@@ -54,7 +54,7 @@ class StepPlan(Struct, frozen=True, gc=False):
     """One iteration: first the copies, in this order, then the chunks, then the digests.
 
     `swap_out` are pairs (block, host block) to save, `swap_in` pairs (host block, block) to restore, `copies` pairs
-    (source block, target block) within the pool. Chunks of one token that draw (decodes) come first.
+    (source block, target block) within the pool. Decodes (chunks of one token with a draw) come first.
     `digest_blocks` are pairs (block, slots that hold tokens) to digest after the step, when their KV is complete.
     """
 
