@@ -259,7 +259,7 @@ async def test_an_order_without_digests_of_our_piece_is_refused(meet: Meet) -> N
 async def test_the_link_of_several_pieces_reports_its_slowest(meet: Meet) -> None:
     reader = await meet("2x1", Side(1, 1, 16), 0)
     report = await reader.sets[0].connect(reader.peer)
-    assert report.owner == "worker-2x1" and report.reader == "decode-0"
+    assert report.owner == "worker-2x1"
     assert report.latency_s > 0 and report.bytes_per_s > 0
     assert " + " not in report.transport
 

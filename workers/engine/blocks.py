@@ -65,7 +65,7 @@ class Cached(NamedTuple):
 class BlockPool:
     """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
 
-    `host_blocks` of host memory, from id `first_host` on, keep what is evicted here.
+    `host_blocks` of host memory, from id `first_host` on, keep the content of evicted blocks.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to blocks that are held."""
         for block in blocks:
-            assert self._references[block] > 0, f"block {block} is shared but nobody holds it"
+            assert self._references[block] > 0, f"block {block} is shared but not held"
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ class BlockPool:
         A tail block that has been filled since gets its new hash instead. `prefix`: the cache log's name of the prefix
         that ends with this block, if it has one.
         """
-        assert self._references[block] > 0, f"block {block} is named but nobody holds it"
+        assert self._references[block] > 0, f"block {block} is named but not held"
         if not self._prefix_caching or content in self._blocks:
             return
         if block in self._names:

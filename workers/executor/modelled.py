@@ -48,7 +48,7 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
 Observe = Callable[[StepPlan, float, float], None]  # plan, begin of its first stage, end of its last stage
 Pace = Callable[
     [float], Awaitable[float]
-]  # waits for a step that takes so many seconds alone; returns the seconds it took
+]  # waits for a step that takes this long on an idle device; returns the seconds it took
 
 
 @dataclass(frozen=True, slots=True)

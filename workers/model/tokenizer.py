@@ -30,7 +30,7 @@ OWN_VARIABLES = {
 REJECTIONS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # The decoder's output for bytes that are not a complete character.
 _REPLACEMENT = "\ufffd"
-# A character has at most four bytes: after so many tokens without one, the bytes are invalid.
+# A character has at most four bytes: after this many tokens without one, the bytes are invalid.
 _MAX_PENDING_TOKENS = 16
 
 

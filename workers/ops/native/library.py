@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ Word = ctypes.c_uint64
 # Argument types of the functions `diptych_<name>` in the C++ sources; none returns a value.
 _LAYOUTS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k")
 _PACK, _LINEAR = [Pointer] * 2 + [Size] * 2, [Pointer] * 4 + [Size] * 4
-_ARGUMENTS: dict[str, list[type]] = {
+_ARGUMENTS: dict[str, Sequence[type]] = {
     "rms_norm": [Pointer, Size, Pointer, Pointer, Size, Size, Float, Size],
     "add_rms_norm": [Pointer] * 5 + [Size, Size, Float, Size],
     "gated": [Pointer] * 2 + [Size] * 4,
