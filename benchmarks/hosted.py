@@ -17,7 +17,7 @@ MODEL = "smollm2-135m"
 START_TIMEOUT_S = 300.0
 ENGINE = EngineConfig(kv_blocks=384, max_batch_tokens=256, threads=1)
 SHARE = Resources(cpu=0.5)  # for Ray's accounting: two clusters fit on two cores
-# A slow worker on a busy machine must not be taken for dead.
+# A slow worker on a busy machine must not count as dead.
 PATIENT = HealthSpec(heartbeat_s=0.25, dead_after_s=20.0)
 
 

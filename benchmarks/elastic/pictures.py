@@ -48,7 +48,7 @@ HEADLINE_NAMES = {OURS: "Diptych", SYSTEM: "best other system", SPLIT: "best sta
 
 
 def missing() -> str:
-    """Why nothing can be drawn; empty when it can."""
+    """The reason why nothing can be drawn, or an empty text."""
     from importlib.util import find_spec
 
     return "" if find_spec("matplotlib") else MISSING
@@ -93,14 +93,14 @@ def _labeled(result: Result, kind: str) -> tuple[str, str, Entry] | None:
 
 
 def _kind(entry: Entry) -> str:
-    """As drawn: Diptych's own router is no other router, and counts only together with its admission."""
+    """The kind in the pictures. Diptych's own router is not among the routers, and is shown only with its admission."""
     if entry.kind != ROUTER or not contender_named(entry.name).is_ours_in_part:
         return entry.kind
     return FIXED_ROLES if contender_named(entry.name).routing == WITH_ADMISSION else ""
 
 
 def _bars(panel: Any, labeled: list[tuple[str, str, Entry]], gpus: int) -> None:
-    """Bars from the bottom up, each with its figure behind its interval."""
+    """Bars from the bottom up, each labeled with its figure after its interval."""
     entries = [entry for _, _, entry in labeled]
     rates = [entry.rate / gpus for entry in entries]
     highs = [entry.high / gpus for entry in entries]

@@ -1,4 +1,4 @@
-"""The study as pictures, from its figures alone: the same figures give the same bytes. Needs matplotlib, an extra."""
+"""The study as pictures; the same figures give the same bytes. Needs matplotlib (`diptych[pictures]`)."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ Measure = Callable[[StudyFigures], float]
 
 
 def missing() -> str:
-    """Why nothing can be drawn; empty when it can."""
+    """The reason why nothing can be drawn, or an empty text."""
     from importlib.util import find_spec
 
     return "" if find_spec("matplotlib") else MISSING
@@ -82,7 +82,7 @@ def _picture(rows: int, columns: int, width: float, height: float, **options: An
 
 
 def _plain(axis: Any) -> None:
-    """Whole and broken numbers instead of powers of ten on a logarithmic axis, at few places."""
+    """A few plain numbers as ticks of a logarithmic axis, instead of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -91,7 +91,7 @@ def _plain(axis: Any) -> None:
 
 
 def _scale(panel: Any, logarithmic: bool) -> None:
-    """Of the upright axis: logarithmic, or from zero on."""
+    """The scale of the y axis: logarithmic, or from zero."""
     if logarithmic:
         panel.set_yscale("log")
         _plain(panel.yaxis)
@@ -100,7 +100,7 @@ def _scale(panel: Any, logarithmic: bool) -> None:
 
 
 def _tradeoff(grid: Grid) -> Any:
-    """Time to first token against worst gap, one panel a mix: down is good for those who read, left for who waits."""
+    """TTFT against worst gap, one panel per mix: lower means smoother streams, further left faster first tokens."""
     picture, panels = _picture(2, 3, 10.5, 6.6)
     cells = list(panels.flat)
     for panel, mix in zip(cells, MIXES, strict=False):
@@ -156,7 +156,7 @@ def _load(grid: Grid) -> Any:
 
 
 def _chunk(grid: Grid) -> Any:
-    """What the budget of a step does, for chunked and prefill-only, beside prefill-first."""
+    """The effect of a step's budget, for chunked and prefill-only, beside prefill-first."""
     rows: Sequence[tuple[str, float | None, bool, Measure]] = (
         ("TTFT p50, s", LOAD, False, lambda figures: figures.ttft_p50_s),
         ("TPOT mean, ms", LOAD, False, lambda figures: 1e3 * figures.tpot_mean_s),
@@ -187,7 +187,7 @@ def _chunk(grid: Grid) -> Any:
 
 
 def _naive(measured: Measured) -> Any:
-    """Three columns that are easily taken for one another."""
+    """Three columns that are easily confused."""
     batches = [each.batch for each in measured.naive]
     columns = (
         ("duration of the batch, s", [each.duration_s for each in measured.naive]),
@@ -204,7 +204,7 @@ def _naive(measured: Measured) -> Any:
 
 
 def _fit(measured: Measured) -> Any:
-    """Relative error of the cost model over the measured time; only filled points were not seen by the fit."""
+    """Relative error of the cost model over the measured time; filled points are held out from the fit."""
     picture, panels = _picture(1, 1, 7.5, 3.2)
     panel = panels[0][0]
     kinds = {"prompts": COLOURS["prefill-first"], "decodes": COLOURS["chunked"], "mixed": COLOURS["orca"]}

@@ -95,7 +95,7 @@ class LlamaContext:
         sequences: list[int],
         rows: list[int],
     ) -> tuple[list[int], LapTimer]:
-        """The likeliest token behind each of `rows`."""
+        """The most likely token after each of `rows`."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for row, (token, position, sequence) in enumerate(zip(tokens, positions, sequences, strict=True)):
@@ -112,7 +112,7 @@ class LlamaContext:
         return best, watch
 
     def _logits(self, row: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-        """[vocab], behind one row of the last batch."""
+        """[vocab], after one row of the last batch."""
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, row), (self._vocab_size,))
 
     def _rewind(self, sequence: int, length: int) -> None:
