@@ -1,4 +1,4 @@
 """Programs that measure one engine each; engines are loaded once and measured in turns. `protocol` is their interface.
 
-Each runs in the Python of its engine, so a program and `lines` need nothing but that engine and the standard library.
+Each runs in the Python of its engine, so a program and `protocol` need only that engine and the standard library.
 """
