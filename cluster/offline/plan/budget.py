@@ -57,6 +57,8 @@ class Budget:
 
     def each(self, work: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
         """Like the builtin `map`, in the processes. Raises `TimeUp` once the time is up, and what `work` raises."""
+        if self.ended_by:
+            raise TimeUp
         with self._time_up():
             futures = [self._pool.submit(work, *each) for each in zip(*arguments, strict=False)]
         return self._results(futures)
@@ -69,7 +71,7 @@ class Budget:
 
     @contextmanager
     def _time_up(self) -> Iterator[None]:
-        """A pool that was shut down by `end` raises `TimeUp`."""
+        """A pool that was broken by `end` raises `TimeUp`."""
         try:
             yield
         except (BrokenExecutor, CancelledError, RuntimeError):
@@ -78,11 +80,14 @@ class Budget:
             raise
 
     def end(self, ended_by: str) -> None:
-        """Stop. Runs in progress are lost."""
+        """Stop. Runs in progress are lost: the processes exit, which breaks the pool.
+
+        Only `__exit__` shuts the pool down: after `shutdown(wait=False)` it could not wait for the pool's thread,
+        which would close its pipe while the interpreter writes to it at exit.
+        """
         if not self.ended_by:
             self.ended_by = ended_by
             self._alive.close()
-            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def run(self, search: Callable[[], T], tick: Callable[[float], None] = lambda left_s: None) -> T:
         """Run the search in its own thread and return its result. `tick` gets the seconds left, every `TICK_S`."""

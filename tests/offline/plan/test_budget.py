@@ -66,17 +66,20 @@ def test_what_ends_a_search_ends_its_processes(by: str, tmp_path: Path) -> None:
 
     def search() -> str:
         if by == INTERRUPT:
-            threading.Thread(target=interrupt).start()
+            threading.Thread(target=interrupt, name="interrupt").start()
         try:
             return str(list(budget.each(stay, [path])))
         except TimeUp:
             return "the best so far"
 
+    threads = set(threading.enumerate())
     with Budget(limit_s, 1) as budget:
         assert budget.run(search) == "the best so far"
         assert budget.ended_by == by
         with pytest.raises(TimeUp):
             budget.each(square, [1])
+    left = set(threading.enumerate()) - threads
+    assert not [thread for thread in left if thread.name != "interrupt"], "the interpreter would race with it at exit"
     if by == INTERRUPT:
         wait_until(lambda: not is_alive(int(path.read_text())))
 
