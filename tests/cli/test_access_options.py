@@ -80,7 +80,7 @@ def refused(result: Result) -> str:
     return lines[-1]
 
 
-def test_every_command_that_asks_a_gateway_gets_in(served: Served, tmp_path: Path) -> None:
+def test_every_client_command_authenticates(served: Served, tmp_path: Path) -> None:
     at = "--endpoint", served.grpc, *served.options
     assert run("generate", "--raw", "abc", "--max-tokens", "3", *at).stdout == "abc\n"
     assert run("chat", *at, "--max-tokens", "3", stdin="hello\n").stdout == "abc\n"
@@ -95,7 +95,7 @@ def test_every_command_that_asks_a_gateway_gets_in(served: Served, tmp_path: Pat
 
 
 @pytest.mark.parametrize("server", ["grpc", "http"])
-def test_a_benchmark_gets_in_at_both_servers(served: Served, server: str) -> None:
+def test_bench_authenticates_on_both_servers(served: Served, server: str) -> None:
     address = served.grpc if server == "grpc" else served.http
     load = "--concurrency", "2", "--count", "4", "--lengths", "8/4", "--json"
     result = run("bench", "--endpoint", address, *served.options, *load)
@@ -106,7 +106,7 @@ def test_a_benchmark_gets_in_at_both_servers(served: Served, server: str) -> Non
     assert KEY not in result.output
 
 
-def test_all_may_stand_in_the_environment(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_access_options_may_come_from_the_environment(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = served.files.folder
     values = served.grpc, str(served.files.servers.ca), f"{folder}/client.pem", f"{folder}/client-key.pem", KEY
     names = "ENDPOINT", "CA", "CERT", "CERT_KEY", "API_KEY"
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_one_line(served: Served, tmp_path: Path) -> None:
         assert words in refused(run("generate", "--raw", "abc", *options)), words
 
 
-def test_a_benchmark_says_how_to_give_a_key(served: Served) -> None:
+def test_bench_explains_how_to_give_a_key(served: Served) -> None:
     load = "--concurrency", "1", "--count", "1"
     error = refused(run("bench", "--endpoint", served.http, *served.options[:6], *load))
     assert "give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY" in error
@@ -159,7 +159,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_serve_refuses_files_before_it_starts_anything(
+def test_serve_checks_files_before_it_starts_anything(
     served: Served, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(served.files.folder)
@@ -168,7 +168,7 @@ def test_serve_refuses_files_before_it_starts_anything(
     assert words in refused(run("serve", "--port", "0", "--runtime", "local", *options))
 
 
-def test_serve_gives_gateways_whole_paths_and_follows_no_link(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_passes_absolute_paths_and_keeps_symbolic_links(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes renews a mounted Secret by turning a link."""
     monkeypatch.chdir(served.files.folder)
     if not Path("now").exists():

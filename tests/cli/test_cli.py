@@ -72,7 +72,7 @@ def test_generate_reads_standard_input_and_stops(endpoint: str) -> None:
     assert (result.exit_code, result.stdout) == (0, "SEA IS \n")
 
 
-def test_generate_report_shows_the_way_and_the_ledger(endpoint: str) -> None:
+def test_generate_report_shows_route_and_ledger(endpoint: str) -> None:
     result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint, "--report")
     assert result.exit_code == 0
     for words in ("prefill-0 (pid 4711", "memory, in-process copy", "3 digests", "prefill_compute", "sum"):
@@ -87,7 +87,7 @@ def test_generate_json_is_one_object_whose_ledger_adds_up(endpoint: str) -> None
     assert document["transfers"][0]["digests_verified"] == 3
 
 
-def test_several_answers_stand_apart_and_numbered(endpoint: str) -> None:
+def test_several_answers_are_printed_with_numbers(endpoint: str) -> None:
     result = run("generate", "--raw", "the sea is salty", "--endpoint", endpoint, "--n", "2")
     assert result.exit_code == 0
     assert result.stdout == (
@@ -134,13 +134,13 @@ def test_a_malformed_bias_is_one_line(endpoint: str) -> None:
     assert result.exit_code != 0 and "'42:1' is not ID=BIAS, such as 42=-100" in result.stderr
 
 
-def test_the_server_refuses_what_cannot_be(endpoint: str) -> None:
+def test_invalid_requests_are_refused_by_the_server(endpoint: str) -> None:
     line = refused(run("generate", "--raw", "hi", "--endpoint", endpoint, "--logit-bias", "7=1000"))
     assert "sampling.logit_bias" in line and "between -100 and 100" in line
     assert "between 1 and 64" in refused(run("generate", "--raw", "hi", "--endpoint", endpoint, "--n", "65"))
 
 
-def test_chat_answers_each_piped_line_and_remembers(endpoint: str) -> None:
+def test_chat_answers_each_piped_line_and_remembers_the_conversation(endpoint: str) -> None:
     result = run("chat", "--endpoint", endpoint, stdin="first\n\nsecond one\n/reset\n/quit\nnever\n")
     assert (result.exit_code, result.stdout) == (0, "<USER>FIRST\n\n>SECOND ONE\n\n")
 
@@ -179,7 +179,7 @@ def test_chat_reports_a_dead_server_before_the_first_message() -> None:
     assert "nothing answers at" in refused(run("chat", "--endpoint", "127.0.0.1:1", stdin=""))
 
 
-def test_a_misspelt_key_names_its_place_and_its_neighbour(tmp_path: Path) -> None:
+def test_a_misspelled_key_has_its_path_and_a_suggestion(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(SPEC.format(folder="x", port=0).replace("grpc_port", "grcp_port"))
     line = refused(run("serve", "-f", str(file)))
@@ -206,7 +206,7 @@ def test_an_unknown_model_is_one_line() -> None:
     assert "no model 'no-such-model'" in refused(run("models", "inspect", "no-such-model"))
 
 
-def test_a_model_is_inspected_in_words(tmp_path: Path) -> None:
+def test_a_model_is_inspected_as_text(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path / "tiny")
     result = run("models", "inspect", str(folder))
     assert result.exit_code == 0 and not any(letter in result.stdout for letter in "{}()[]"), result.output

@@ -79,7 +79,7 @@ async def server(folder: Path, *options: str) -> AsyncIterator[Server]:
             await process.wait()
 
 
-async def test_the_first_ctrl_c_takes_no_new_request_and_lets_the_running_one_end(tmp_path: Path) -> None:
+async def test_the_first_ctrl_c_refuses_new_requests_and_lets_running_ones_finish(tmp_path: Path) -> None:
     async with server(tmp_path) as subject, AsyncClient(await subject.endpoint()) as client:
         tokens, ended = 0, False
         async for event in client.generate("the sea", max_tokens=TOKENS, ignore_eos=True):
@@ -96,7 +96,7 @@ async def test_the_first_ctrl_c_takes_no_new_request_and_lets_the_running_one_en
     assert "closing: running requests may end within 10 s; Ctrl-C cuts them" in subject.lines
 
 
-async def test_the_second_ctrl_c_cuts_the_running_one_which_hears_why_and_later_ones_do_nothing(tmp_path: Path) -> None:
+async def test_the_second_ctrl_c_cancels_running_requests_with_a_reason(tmp_path: Path) -> None:
     async with server(tmp_path, "--grace", "60") as subject, AsyncClient(await subject.endpoint()) as client:
         with pytest.raises(DiptychError, match="the gateway was closed; try again") as cut:
             async for event in client.generate("the sea", max_tokens=2000, ignore_eos=True):
@@ -111,7 +111,7 @@ async def test_the_second_ctrl_c_cuts_the_running_one_which_hears_why_and_later_
         await subject.end()
 
 
-async def test_at_the_end_of_the_grace_a_stream_hears_why_it_is_cut(tmp_path: Path) -> None:
+async def test_a_stream_gets_the_reason_when_the_grace_period_ends(tmp_path: Path) -> None:
     async with server(tmp_path, "--grace", "0.5") as subject, AsyncClient(await subject.endpoint()) as client:
         with pytest.raises(DiptychError, match="the gateway was closed; try again"):
             async for event in client.generate("the sea", max_tokens=2000, ignore_eos=True):
@@ -160,7 +160,7 @@ run(work())
 """
 
 
-def test_before_anything_is_served_the_second_ctrl_c_ends_all_processes_at_once() -> None:
+def test_the_second_ctrl_c_during_startup_kills_all_processes() -> None:
     process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     child = psutil.Process(int(process.stdout.readline()))

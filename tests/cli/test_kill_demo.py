@@ -34,7 +34,7 @@ OUTCOME = KillOutcome(
 @pytest.mark.full
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_a_killed_worker_costs_a_pause_and_no_token(tmp_path: Path) -> None:
+def test_a_killed_worker_causes_a_pause_and_loses_no_token(tmp_path: Path) -> None:
     model = write_tiny_llama(tmp_path / "tiny", context_length=1024)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-m", "cluster.cli", "demo", "--kill", "--model", str(model), "--max-tokens", "600"]

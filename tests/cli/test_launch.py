@@ -42,7 +42,7 @@ def test_a_model_alone_has_one_prefill_and_one_decode_worker() -> None:
     ]
 
 
-def test_sizes_are_those_of_the_options() -> None:
+def test_options_set_the_sizes() -> None:
     spec = spec_to_serve(None, None, Sizes(prefill_replicas=2, decode_replicas=3, tensor_parallel_size=2))
     assert [(pool.replicas, pool.parallel.tensor) for pool in spec.pools] == [(2, 2), (3, 2)]
 
@@ -57,7 +57,7 @@ def test_a_file_given_as_the_model_is_one_line() -> None:
     assert "cluster.yaml is a cluster file; write -f cluster.yaml" in serve("cluster.yaml").stderr
 
 
-def test_a_misspelled_model_names_its_neighbor() -> None:
+def test_a_misspelled_model_has_a_suggestion() -> None:
     result = serve("SmolLM-135M", "--port", "0", "--no-http")
     assert result.exit_code == 1 and result.stdout == ""
     assert "no model 'SmolLM-135M': did you mean 'smollm2-135m'?" in result.stderr.splitlines()[-1]
@@ -84,9 +84,7 @@ def http(spec: ClusterSpec) -> tuple[int | None, list[str]]:
     return with_default_http(spec, messages.append).gateway.http_port, messages
 
 
-def test_http_is_on_a_port_of_its_own_unless_grpc_takes_any(
-    monkeypatch: pytest.MonkeyPatch, taken: socket.socket
-) -> None:
+def test_http_has_its_default_port_unless_grpc_uses_any(monkeypatch: pytest.MonkeyPatch, taken: socket.socket) -> None:
     port = taken.getsockname()[1]
     monkeypatch.setattr("cluster.cli.launch.HTTP_PORT", port)
     used = http(laptop_spec())
@@ -97,7 +95,7 @@ def test_http_is_on_a_port_of_its_own_unless_grpc_takes_any(
     assert http(with_http(laptop_spec(), 9000)) == (9000, [])
 
 
-def test_http_stays_off_without_its_extra_and_in_a_ray_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_is_off_without_its_extra_and_with_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert http(laptop_spec()) == (None, [])
     monkeypatch.delenv("RAY_ADDRESS")
@@ -118,7 +116,7 @@ def test_the_last_server_of_this_machine_is_the_default(taken: socket.socket) ->
     assert last_endpoint() == DEFAULT_ENDPOINT
 
 
-def test_a_server_that_was_killed_is_forgotten(taken: socket.socket, runtime_folder: Path) -> None:
+def test_the_record_of_a_killed_server_is_removed(taken: socket.socket, runtime_folder: Path) -> None:
     with announced(f"grpc://127.0.0.1:{taken.getsockname()[1]}"):
         file = next(runtime_folder.rglob(f"{os.getpid()}.json"))
         taken.close()

@@ -92,7 +92,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 # ---- logs --------------------------------------------------------------------------------------------------------
 
 
-def test_one_request_is_followed_by_grep_through_gateway_and_both_workers(served: Served) -> None:
+def test_grep_finds_a_request_in_the_logs_of_gateway_and_workers(served: Served) -> None:
     grep = subprocess.run(
         ["grep", '"request_id": "first-1"', str(served.log)], capture_output=True, text=True, check=True
     )
@@ -117,7 +117,7 @@ def test_one_request_is_followed_by_grep_through_gateway_and_both_workers(served
     assert records[places[-1]]["output_tokens"] == 8 and records[places[-1]]["outcome"] == "completed"
 
 
-def test_every_line_has_time_level_component_and_event_and_none_a_prompt(served: Served) -> None:
+def test_every_log_line_has_time_level_component_and_event_and_no_prompt(served: Served) -> None:
     records = lines(served.log)
     assert records
     for each in records:
@@ -138,7 +138,7 @@ def test_top_shows_pools_workers_and_slo_attainment(served: Served) -> None:
     assert "SLO attainment, since the gateway started: default TTFT 100% of 3 TPOT 100% of 3" in shown.stdout
 
 
-def test_top_as_json_counts_what_went_through_each_worker(served: Served) -> None:
+def test_top_as_json_has_the_traffic_of_each_worker(served: Served) -> None:
     document = json.loads(served.run("top", "--json", "--interval", "0.2").stdout)
     assert document["traffic"]["prefill-0"]["prompts"] >= 3
     decoded = [document["traffic"][name] for name in ("decode-0", "decode-1") if name in document["traffic"]]
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(served: Served) -> None:
     assert "Traceback" not in shown and "Error" not in shown
 
 
-def test_a_gateway_that_goes_away_is_one_line_until_it_is_back_or_the_deadline() -> None:
+def test_top_shows_one_line_while_the_gateway_is_away() -> None:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -240,7 +240,7 @@ def in_terminal(*options: str, heed: Any = None) -> tuple[int, str]:
         (("top", "--endpoint", "127.0.0.1:1"), "nothing answers at 127.0.0.1:1"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line(options: tuple[str, ...], words: str) -> None:
+def test_errors_of_top_and_trace_are_one_line(options: tuple[str, ...], words: str) -> None:
     result = CliRunner().invoke(main, options)
     assert result.exit_code != 0 and words in result.stderr.splitlines()[-1]
 
@@ -272,7 +272,7 @@ def test_a_trace_of_the_last_minute_has_requests_flips_and_loads(served: Served,
     assert {"sequences", "queued tokens", "KV blocks"} == {event["name"] for event in events if event["ph"] == "C"}
 
 
-async def test_a_window_before_anything_is_empty_and_a_request_under_way_is_in_it(served: Served) -> None:
+async def test_a_trace_window_includes_running_requests(served: Served) -> None:
     async with AsyncClient(served.endpoint) as client:
         name, before = await client.trace(begin_unix_ns=1, end_unix_ns=2)
         assert (name, before.traces, before.loads) == ("gateway-0", (), ())

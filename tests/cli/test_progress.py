@@ -21,7 +21,7 @@ def seen(terminal: int) -> str:
     return shown.decode()
 
 
-def test_a_bar_advances_on_a_terminal_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_advances_on_a_terminal_and_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("TERM", "xterm"), ("COLUMNS", "80")):
         monkeypatch.setenv(name, value)
     terminal, there = pty.openpty()
@@ -37,7 +37,7 @@ def test_a_bar_advances_on_a_terminal_and_leaves_nothing(monkeypatch: pytest.Mon
     assert shown.rindex("\x1b[2K") > shown.rindex("25%"), "the bar's line is wiped at the end"
 
 
-def test_elsewhere_each_part_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_each_part_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     with progress_bar() as tell:
@@ -46,7 +46,7 @@ def test_elsewhere_each_part_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stream.getvalue() == "model.safetensors\n"
 
 
-def test_elsewhere_long_work_says_how_far_it_is_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_progress_is_printed_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     now_s = 0.0
     lines = ProgressLines(lambda: now_s)
     for done in range(9):

@@ -44,7 +44,7 @@ def status(
     return ClusterStatus(found, "gateway-0", 1, 256, slo_attainment=attainment, recent=recent)
 
 
-def test_rates_are_differences_over_the_time_between() -> None:
+def test_rates_are_differences_divided_by_time() -> None:
     before = Snapshot(10.0, status(completed=4, steps=100))
     traffic = Traffic(2, 100, 40, 30, 1, 5000)
     now = Snapshot(12.0, status(uptime_s=102.0, completed=10, steps=140, traffic=traffic))
@@ -61,7 +61,7 @@ def test_a_gateway_that_restarted_has_no_rates_yet() -> None:
     assert found.workers["prefill-0"].tokens_s is None
 
 
-def test_a_worker_that_restarted_or_came_has_no_steps_per_second_yet() -> None:
+def test_a_new_or_restarted_worker_has_no_steps_per_second_yet() -> None:
     before = Snapshot(10.0, status(steps=900))
     restarted = rates(before, Snapshot(11.0, status(uptime_s=101.0, steps=3, incarnation="two")))
     assert restarted.workers["prefill-0"].steps_s is None and restarted.workers["decode-0"].steps_s == 0.0
@@ -99,7 +99,7 @@ def test_slo_attainment_covers_the_last_minute() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 140])
-def test_the_screen_keeps_to_its_width_and_height(width: int) -> None:
+def test_the_screen_fits_its_width_and_height(width: int) -> None:
     seen = status(kept=(8, 6))
     some = [
         structs.replace(seen.view.workers[0], name=f"prefill-{n}", state=WorkerState.READY if n else WorkerState.DEAD)
@@ -147,5 +147,5 @@ def test_in_80_columns_a_busy_gateway_shows_its_queue() -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.4, "0 s"), (59.9, "59 s"), (245, "4m05s"), (7620, "2h07m"), (273600, "3d04h")]
 )
-def test_spans_are_short(seconds: float, words: str) -> None:
+def test_durations_are_short(seconds: float, words: str) -> None:
     assert duration_text(seconds) == words

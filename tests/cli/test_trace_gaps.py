@@ -13,7 +13,7 @@ FORGOTTEN_S = 1_795_370_705
 FORGOTTEN_NS = FORGOTTEN_S * 10**9 + 703_589_123
 
 
-def test_a_window_that_is_not_whole_says_from_when_on_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_window_says_from_when_it_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "trace.json"
     _write({"gateway-0": Window(whole_ns=FORGOTTEN_NS), "gateway-1": Window()}, out)
     output = capsys.readouterr().err
@@ -25,7 +25,7 @@ def test_a_window_that_is_not_whole_says_from_when_on_it_is(tmp_path: Path, caps
     }
 
 
-def test_a_window_that_is_whole_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_window_prints_no_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "trace.json"
     _write({"gateway-0": Window()}, out)
     assert "complete only" not in capsys.readouterr().err

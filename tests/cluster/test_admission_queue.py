@@ -102,7 +102,7 @@ class Seen:
 
 
 @pytest.mark.parametrize("spec", [colocated(), split()])
-def test_who_finds_no_slot_is_queued_with_a_prediction_and_gets_in_when_one_is_free(spec: ClusterSpec) -> None:
+def test_a_request_without_a_slot_is_queued_with_a_prediction_and_admitted_later(spec: ClusterSpec) -> None:
     async def scene() -> None:
         async with opened(promising(spec)) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -126,7 +126,7 @@ def test_who_finds_no_slot_is_queued_with_a_prediction_and_gets_in_when_one_is_f
     in_virtual_time(scene)
 
 
-def test_batch_fills_what_is_left_and_breaks_no_promise() -> None:
+def test_batch_requests_use_free_capacity_and_break_no_slo() -> None:
     async def scene() -> None:
         async with opened(promising(colocated(2))) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -142,7 +142,7 @@ def test_batch_fills_what_is_left_and_breaks_no_promise() -> None:
     in_virtual_time(scene)
 
 
-def test_one_more_than_may_wait_is_refused_with_the_time_to_come_again() -> None:
+def test_a_request_beyond_the_queue_limit_is_refused_with_a_retry_time() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -156,7 +156,7 @@ def test_one_more_than_may_wait_is_refused_with_the_time_to_come_again() -> None
     in_virtual_time(scene)
 
 
-def test_a_higher_priority_gets_in_though_no_place_to_wait_is_left() -> None:
+def test_a_higher_priority_is_admitted_though_the_queue_is_full() -> None:
     async def scene() -> None:
         async with opened(promising(colocated(2), max_queued=4)) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -175,7 +175,7 @@ def test_a_higher_priority_gets_in_though_no_place_to_wait_is_left() -> None:
     in_virtual_time(scene)
 
 
-def test_a_deadline_that_passes_in_the_room_ends_the_wait() -> None:
+def test_a_deadline_that_passes_in_the_queue_ends_the_wait() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -188,7 +188,7 @@ def test_a_deadline_that_passes_in_the_room_ends_the_wait() -> None:
     in_virtual_time(scene)
 
 
-def test_a_promise_that_waiting_breaks_is_refused_in_the_room() -> None:
+def test_a_request_whose_slo_breaks_in_the_queue_is_refused() -> None:
     """Ten decodes of four hundred tokens end late: whoever waits for one of them learns in time that it is in vain."""
 
     async def scene() -> None:
@@ -205,7 +205,7 @@ def test_a_promise_that_waiting_breaks_is_refused_in_the_room() -> None:
     in_virtual_time(scene)
 
 
-def test_the_predictions_of_those_who_wait_in_line_are_not_far_off() -> None:
+def test_predicted_queue_times_are_accurate() -> None:
     classes = {"relaxed": ClassSpec(ttft_s=20.0, tpot_s=0.035)}
 
     async def scene() -> None:
@@ -227,7 +227,7 @@ def test_the_predictions_of_those_who_wait_in_line_are_not_far_off() -> None:
     in_virtual_time(scene)
 
 
-def test_who_would_wait_in_vain_is_refused_on_arrival_with_the_time_to_come_again() -> None:
+def test_a_request_that_would_miss_its_slo_is_refused_on_arrival_with_a_retry_time() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -246,7 +246,7 @@ def test_who_would_wait_in_vain_is_refused_on_arrival_with_the_time_to_come_agai
     in_virtual_time(scene)
 
 
-def test_those_far_behind_learn_as_well_that_it_is_too_late() -> None:
+def test_requests_far_back_in_the_queue_are_refused_once_it_is_too_late() -> None:
     """Answers were short so far, so all hope; then come long ones, and eight wait in front who may wait for long."""
     classes = {"patient": ClassSpec(ttft_s=50.0, tpot_s=0.035, on_miss="queue"), **CLASSES}
 
@@ -267,7 +267,7 @@ def test_those_far_behind_learn_as_well_that_it_is_too_late() -> None:
     in_virtual_time(scene)
 
 
-def test_whoever_has_waited_long_enough_gets_in_before_all_others() -> None:
+def test_an_overdue_request_is_admitted_before_all_others() -> None:
     """Interactive requests come faster than they can be served, on end: batch would never see a free moment."""
 
     async def scene() -> None:
@@ -290,7 +290,7 @@ def test_whoever_has_waited_long_enough_gets_in_before_all_others() -> None:
     in_virtual_time(scene)
 
 
-def test_a_wait_without_end_ends() -> None:
+def test_the_wait_in_the_queue_has_a_limit() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -303,7 +303,7 @@ def test_a_wait_without_end_ends() -> None:
     in_virtual_time(scene)
 
 
-def test_tenants_get_their_shares_while_both_have_work() -> None:
+def test_tenants_get_their_shares_under_load() -> None:
     classes = {"batch": ClassSpec(max_queued=200, max_wait_s=1000.0)}
     shares = {"alice": 0.75, "bob": 0.25}
 
@@ -331,7 +331,7 @@ def test_tenants_get_their_shares_while_both_have_work() -> None:
     ),
     st.booleans(),
 )
-def test_clients_that_go_away_at_any_moment_leave_nothing_behind(
+def test_clients_that_disconnect_at_any_time_leave_nothing_behind(
     asked: list[tuple[str, float, float | None]], is_split: bool
 ) -> None:
     async def leave(seen: Seen, after_s: float) -> None:
@@ -357,7 +357,7 @@ def test_clients_that_go_away_at_any_moment_leave_nothing_behind(
     in_virtual_time(scene)
 
 
-def test_who_leaves_at_the_moment_of_its_turn_gives_its_placement_back() -> None:
+def test_a_request_cancelled_at_admission_returns_its_placement() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -381,7 +381,7 @@ def test_who_leaves_at_the_moment_of_its_turn_gives_its_placement_back() -> None
     in_virtual_time(scene)
 
 
-def test_two_gateways_cannot_promise_the_same_slot_twice() -> None:
+def test_two_gateways_cannot_grant_the_same_slot() -> None:
     """Both see a free slot at the same moment; the worker gives it to one, and the other waits there for the next."""
 
     async def scene() -> None:
@@ -411,7 +411,7 @@ def test_two_gateways_cannot_promise_the_same_slot_twice() -> None:
     in_virtual_time(scene)
 
 
-def test_a_slot_that_another_gateway_took_is_not_waited_for_in_vain() -> None:
+def test_a_request_whose_slot_another_gateway_took_is_placed_elsewhere() -> None:
     async def scene() -> None:
         spec = promising(split(gateways=2))
         async with opened(replace(spec, health=replace(spec.health, heartbeat_s=5.0, dead_after_s=20.0))) as cluster:
@@ -431,7 +431,7 @@ def test_a_slot_that_another_gateway_took_is_not_waited_for_in_vain() -> None:
     in_virtual_time(scene)
 
 
-def test_a_change_of_membership_asks_again_at_once() -> None:
+def test_a_membership_change_starts_a_round_at_once() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -452,7 +452,7 @@ def test_a_change_of_membership_asks_again_at_once() -> None:
     in_virtual_time(scene)
 
 
-def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() -> None:
+def test_a_request_whose_worker_is_lost_before_its_start_is_placed_again() -> None:
     async def scene() -> None:
         async with opened(promising(colocated(2), rebalance=False)) as cluster:
             (dispatcher,) = cluster.dispatchers
@@ -484,7 +484,7 @@ def test_who_loses_its_worker_between_its_turn_and_its_start_is_asked_again() ->
     in_virtual_time(scene)
 
 
-def test_the_engines_order_knows_how_long_a_request_had_waited() -> None:
+def test_the_engine_gets_the_time_that_a_request_waited() -> None:
     spec = promising(colocated(engine=replace(ENGINE, prompt_order="deadline")))
 
     async def scene() -> None:

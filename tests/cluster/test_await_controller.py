@@ -27,7 +27,7 @@ async def test_a_replaced_head_ends_the_wait(monkeypatch: pytest.MonkeyPatch, no
         await ray_nodes.await_controller("diptych", 600.0)
 
 
-async def test_a_cluster_that_nobody_serves_ends_the_wait_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_wait_for_an_unknown_cluster_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, {"NodeID": "here", "Alive": True})
     with pytest.raises(RuntimeUnavailable, match="no cluster called 'diptych' is served on this Ray within 0 s"):
         await ray_nodes.await_controller("diptych", 0.0)

@@ -123,7 +123,7 @@ async def follow(told: list[tuple]) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(steps, max_size=40))
-def test_whatever_is_lost_the_index_ends_with_the_truth(told: list[tuple]) -> None:
+def test_the_index_is_correct_after_any_lost_events(told: list[tuple]) -> None:
     troubles = 0
     kept = []
     for each in told:  # no more of them than the end has rounds for
@@ -138,7 +138,7 @@ def virtually(story: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
 
 
 @virtually
-async def test_a_worker_is_asked_when_there_is_news_and_not_too_often() -> None:
+async def test_cache_events_are_read_when_new_and_not_too_often() -> None:
     subject = Gateway()
     for name in range(100):
         subject.source.log.add(Tier.DEVICE, name % 9)
@@ -169,7 +169,7 @@ async def index_of(subject: Cluster, expected: dict[str, int], wanted: tuple[int
             await asyncio.sleep(0.01)
 
 
-async def test_a_gateway_learns_what_workers_have_and_lose() -> None:
+async def test_a_gateway_learns_cached_and_evicted_blocks() -> None:
     spec = split_spec(2, 1)
     spec = replace(spec, gateway=replace(spec.gateway, routing="mooncake-local", cache_news_s=0.02))
     async with cluster(spec) as subject:
@@ -184,7 +184,7 @@ async def test_a_gateway_learns_what_workers_have_and_lose() -> None:
         await index_of(subject, {"decode-0": 256}, wanted.prompt)
 
 
-async def test_a_restarted_worker_is_asked_anew() -> None:
+async def test_the_cache_of_a_restarted_worker_is_read_from_the_start() -> None:
     spec = split_spec(1, 1)
     spec = replace(spec, gateway=replace(spec.gateway, routing="product", cache_news_s=0.02))
     async with cluster(spec) as subject:
@@ -199,7 +199,7 @@ async def test_a_restarted_worker_is_asked_anew() -> None:
         await index_of(subject, {"prefill-0": 256, "decode-0": 256}, wanted.prompt)
 
 
-async def test_routers_that_do_not_look_ask_nobody() -> None:
+async def test_routers_without_an_index_read_no_cache_events() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         wanted = request("first", 300, max_tokens=2)
         await subject.run(wanted)

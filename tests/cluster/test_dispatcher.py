@@ -52,14 +52,14 @@ async def test_a_mixed_worker_serves_alone() -> None:
         await subject.settle()
 
 
-async def test_one_wanted_token_is_not_handed_over() -> None:
+async def test_a_request_for_one_token_needs_no_handoff() -> None:
     async with cluster(split_spec()) as subject:
         events = await subject.run(request("a", 50, max_tokens=1))
         assert tokens_of(events) == expected("a", 50, 1) and completed(events).transfers == ()
         await subject.settle()
 
 
-async def test_many_requests_at_once_all_get_their_own_tokens_and_balanced_books() -> None:
+async def test_concurrent_requests_get_their_own_tokens_and_free_all_blocks() -> None:
     async with cluster(split_spec(2, 2, backends=("nixl", "tcp"))) as subject:
         draw = random.Random(5)
         wanted = {f"r{n}": (draw.randint(1, 300), draw.randint(1, 40)) for n in range(40)}
@@ -77,7 +77,7 @@ async def test_many_requests_at_once_all_get_their_own_tokens_and_balanced_books
     shapes=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 20)), min_size=1, max_size=12),
     mixed=st.booleans(),
 )
-def test_the_parts_of_every_ledger_are_positive_and_sum_exactly(shapes: list[tuple[int, int]], mixed: bool) -> None:
+def test_ledger_parts_are_positive_and_sum_exactly(shapes: list[tuple[int, int]], mixed: bool) -> None:
     async def run() -> None:
         async with cluster(mixed_spec() if mixed else split_spec()) as subject:
             runs = await asyncio.gather(
@@ -104,7 +104,7 @@ async def test_a_shared_prefix_is_moved_once() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-async def test_closing_the_stream_frees_both_sides(after: int) -> None:
+async def test_closing_the_stream_frees_both_workers(after: int) -> None:
     async with cluster(split_spec(), SLOW) as subject:
         stream = generate(subject.dispatcher, request("a", 120, max_tokens=500))
         seen = 0
@@ -118,7 +118,7 @@ async def test_closing_the_stream_frees_both_sides(after: int) -> None:
         await subject.settle()
 
 
-async def test_finish_ends_with_balanced_books() -> None:
+async def test_finish_frees_all_blocks() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         events = []
         async for event in generate(subject.dispatcher, request("a", 20, max_tokens=500)):
@@ -136,7 +136,7 @@ async def test_finish_ends_with_balanced_books() -> None:
     ("phase", "length", "deadline_s", "engine"),
     [("queueing", 400, 0.3, {"kv_blocks": 40}), ("prefill", 800, 0.2, {}), ("decode", 20, 0.6, {})],
 )
-async def test_a_deadline_says_where_it_passed_and_frees_both_sides(
+async def test_a_passed_deadline_names_the_phase_and_frees_both_workers(
     phase: str, length: int, deadline_s: float, engine: dict[str, Any]
 ) -> None:
     async with cluster(split_spec(**engine), SLOW) as subject:
@@ -159,7 +159,7 @@ async def test_a_prompt_beyond_every_pool_is_unservable() -> None:
         await subject.settle()
 
 
-async def test_a_request_nobody_can_take_in_time_is_rejected_with_a_time_to_retry() -> None:
+async def test_a_request_without_a_worker_in_time_is_rejected_with_a_retry_time() -> None:
     spec = split_spec()
     spec = replace(spec, gateway=replace(spec.gateway, placement_timeout_s=0.3))
     async with cluster(spec, SLOW) as subject:
@@ -175,7 +175,7 @@ async def test_a_request_nobody_can_take_in_time_is_rejected_with_a_time_to_retr
 
 
 @pytest.mark.parametrize(("victim", "after_s"), [("prefill-0", 0.2), ("prefill-0", 0.5), ("decode-0", 0.7)])
-async def test_when_a_worker_dies_the_same_tokens_go_on_elsewhere(victim: str, after_s: float) -> None:
+async def test_another_worker_continues_with_the_same_tokens_when_one_dies(victim: str, after_s: float) -> None:
     async with cluster(split_spec(2, 2), SLOW) as subject:
         streams = [asyncio.ensure_future(subject.run(request(f"r{n}", 60 + n, max_tokens=30))) for n in range(10)]
         await asyncio.sleep(after_s)
@@ -252,7 +252,7 @@ async def test_attempts_are_bounded() -> None:
         await subject.settle()
 
 
-async def test_a_worker_that_failed_is_avoided_while_another_can_do_it() -> None:
+async def test_a_failed_worker_is_avoided_while_another_is_ready() -> None:
     async with cluster(split_spec(1, 2)) as subject:
 
         async def broken(*_: object) -> None:
@@ -266,7 +266,7 @@ async def test_a_worker_that_failed_is_avoided_while_another_can_do_it() -> None
         await subject.settle()
 
 
-async def test_a_deadline_during_the_transfer_says_so_and_frees_both_sides() -> None:
+async def test_a_deadline_during_the_transfer_names_the_phase_and_frees_both_workers() -> None:
     async with cluster(split_spec()) as subject:
         executor = subject.workers["decode-0"]._executor
         honest, held = executor.pull, []
@@ -303,7 +303,7 @@ async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(
         await subject.settle()
 
 
-async def test_a_lost_client_of_a_living_worker_is_replaced() -> None:
+async def test_the_client_of_a_live_worker_is_reconnected() -> None:
     async with cluster(split_spec()) as subject:
         subject.dispatcher.discovery.clients["decode-0"].give_up("for the test")
         assert not subject.dispatcher.view.ready(Role.DECODE)
@@ -314,7 +314,7 @@ async def test_a_lost_client_of_a_living_worker_is_replaced() -> None:
         await subject.settle()
 
 
-async def test_a_controller_that_starts_anew_does_not_cut_living_streams() -> None:
+async def test_a_restarted_controller_does_not_end_running_streams() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         stream = await subject.begin(request("a", 40, max_tokens=30), 5)
         known = subject.dispatcher.discovery.membership

@@ -48,7 +48,7 @@ async def test_after_a_fence_no_pull_fails(side: str) -> None:
         assert decode._kv_fetcher.pulls.arrived == pulls.arrived + 2
 
 
-async def test_a_ticket_from_before_the_owners_fence_is_read_over_the_new_link() -> None:
+async def test_a_ticket_from_before_a_fence_is_read_over_the_new_link() -> None:
     need("nixl")
     async with cluster(split_spec(backends=("nixl",))) as served:
         prefill, decode = served.workers["prefill-0"], served.workers["decode-0"]

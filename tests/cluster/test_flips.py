@@ -48,7 +48,7 @@ class Streaming:
         return self.events
 
 
-async def test_a_flip_leaves_what_runs_alone_and_new_work_follows_the_new_role() -> None:
+async def test_a_flip_keeps_running_requests_and_new_ones_follow_the_new_role() -> None:
     async with cluster(split_spec(2, 2)) as subject:
         asked = [request(f"s{n}", max_tokens=120) for n in range(3)]
         streams = [Streaming(subject, each) for each in asked]
@@ -85,7 +85,7 @@ async def test_a_flip_swaps_both_sides_and_kv_still_moves() -> None:
         await subject.settle()
 
 
-async def test_a_worker_that_comes_back_keeps_its_role() -> None:
+async def test_a_restarted_worker_keeps_its_role() -> None:
     async with cluster(split_spec(2, 2)) as subject:
         await flipped(subject, "decode-1", Role.PREFILL)
         before = next(each for each in subject.dispatcher.view.workers if each.name == "decode-1")
@@ -115,7 +115,7 @@ async def test_a_pair_that_cannot_be_linked_refuses_the_flip(monkeypatch: pytest
         await flipped(subject, "decode-1", Role.PREFILL)
 
 
-async def test_flips_that_make_no_sense_are_refused_with_the_reason() -> None:
+async def test_impossible_flips_are_refused_with_the_reason() -> None:
     async with cluster(split_spec(1, 2)) as subject:
         control, revision = subject.controller, subject.controller.view().revision
         with pytest.raises(UnknownMember, match=r"no worker 'decode-7'; there are prefill-0, decode-0, decode-1"):
@@ -131,7 +131,7 @@ async def test_flips_that_make_no_sense_are_refused_with_the_reason() -> None:
             await control.flip("decode-1", Role.DECODE)
 
 
-async def test_floors_are_the_operators() -> None:
+async def test_operators_may_flip_below_no_floor() -> None:
     spec = replace(mixed_spec(2), elastic=ElasticSpec(floors={"prefill": 2, "decode": 0}))
     async with cluster(spec) as subject:
         with pytest.raises(ChangeRefused, match=r"elastic\.floors\.prefill is 2"):

@@ -23,18 +23,18 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Guard:
 
 @pytest.mark.parametrize("form", ["Bearer {}", "bearer {}", " BEARER   {} "])
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_opens(guard: Guard, form: str, key: str) -> None:
+def test_each_key_is_accepted(guard: Guard, form: str, key: str) -> None:
     assert guard.check(form.format(key)) == ""
 
 
 @given(st.one_of(st.none(), st.text(), st.builds("Bearer {}".format, st.text()), st.sampled_from(KEYS)))
-def test_nothing_else_does(guard: Guard, header: str | None) -> None:
+def test_anything_else_is_refused(guard: Guard, header: str | None) -> None:
     with pytest.raises(KeyRefused):
         guard.check(header)
 
 
 @given(st.sampled_from(KEYS), st.data())
-def test_a_part_of_a_key_is_none(guard: Guard, key: str, data: st.DataObject) -> None:
+def test_a_part_of_a_key_is_refused(guard: Guard, key: str, data: st.DataObject) -> None:
     part = key[: data.draw(st.integers(0, len(key) - 1))]
     with pytest.raises(KeyRefused):
         guard.check(f"Bearer {part}")
@@ -59,21 +59,21 @@ def test_a_key_is_valid_for_its_tenant_only(tmp_path: Path) -> None:
         guard.tenant(None, "bank")
 
 
-def test_a_key_of_two_tenants_is_none(tmp_path: Path) -> None:
+def test_a_key_of_two_tenants_is_refused(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{KEYS[0]} bank\n{KEYS[0]} eve\n")
     with pytest.raises(SpecError, match=r"line 2 of .* has the key of another tenant") as caught:
         read_keys(str(tmp_path / "keys"))
     assert KEYS[0] not in str(caught.value)
 
 
-def test_without_keys_and_files_all_is_open() -> None:
+def test_without_keys_everything_is_accepted() -> None:
     guard = Guard(GatewaySpec())
     assert guard.tenant(None, "anybody") == "anybody"
     assert guard.tls is None and not guard.has_keys
 
 
 @given(st.text())
-def test_any_file_is_keys_or_one_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_file_has_keys_or_is_a_one_line_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any-keys"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
@@ -82,7 +82,9 @@ def test_any_file_is_keys_or_one_line(tmp_path_factory: pytest.TempPathFactory, 
         assert str(error).startswith("gateway.api_keys_file: ") and "\n" not in str(error)
 
 
-def test_a_file_is_looked_at_once_in_a_while_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_are_rechecked_at_intervals_and_errors_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, now, reads = tmp_path / "file", [0.0], []
     path.write_text("first")
 
@@ -106,7 +108,7 @@ def test_a_file_is_looked_at_once_in_a_while_and_told_once(tmp_path: Path, caplo
     assert len(reads) == 3 and told == ["it is bad; the previous content stays in use"]
 
 
-def test_another_file_behind_a_link_is_another(tmp_path: Path) -> None:
+def test_a_changed_symbolic_link_is_a_changed_file(tmp_path: Path) -> None:
     """As Kubernetes renews what is mounted: same name, same size."""
     now = [0.0]
     for name in ("old", "new"):
@@ -129,7 +131,7 @@ def test_another_file_behind_a_link_is_another(tmp_path: Path) -> None:
         ({"api_keys_file": "keys"}, "'keys' is read where the gateway runs, so it must begin with /"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(files: dict[str, str], words: str) -> None:
+def test_certificate_and_key_that_do_not_match_are_refused(files: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError) as refused:
         GatewaySpec(**files)  # type: ignore[arg-type]
     assert words in str(refused.value)

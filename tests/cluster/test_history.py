@@ -20,7 +20,7 @@ async def subject() -> AsyncIterator[Cluster]:
         yield running
 
 
-async def test_the_ledger_that_is_kept_is_the_one_that_the_client_got(subject: Cluster) -> None:
+async def test_the_history_has_the_ledger_that_the_client_got(subject: Cluster) -> None:
     end = completed(await subject.run(request("kept", 40)))
     (trace,) = [each for each in subject.dispatcher.window(0, now_ns()).traces if each.request_id == "kept"]
     assert trace.ledger == end.ledger and trace.open_ns == 0
@@ -30,7 +30,7 @@ async def test_the_ledger_that_is_kept_is_the_one_that_the_client_got(subject: C
     assert trace.transfer_bytes == sum(report.num_bytes for report in end.transfers) > 0
 
 
-async def test_what_went_through_is_counted_where_it_did(subject: Cluster) -> None:
+async def test_traffic_is_counted_at_its_worker(subject: Cluster) -> None:
     before = dict(subject.dispatcher.recent().traffic)
     end = completed(await subject.run(request("counted", 33, first=500)))
     after = dict(subject.dispatcher.recent().traffic)
@@ -43,7 +43,7 @@ async def test_what_went_through_is_counted_where_it_did(subject: Cluster) -> No
     assert drawn == 8
 
 
-async def test_a_move_is_a_happening_and_cuts_the_trail(subject: Cluster) -> None:
+async def test_a_migration_is_an_event_and_splits_the_trace(subject: Cluster) -> None:
     other, before = "", {name: each.output_tokens for name, each in subject.dispatcher.recent().traffic}
     async for event in generate(subject.dispatcher, request("moving", 40, max_tokens=60)):
         if isinstance(event, Delta) and event.first_position >= 3 and not other:
@@ -73,7 +73,7 @@ async def test_a_request_that_fails_has_all_of_its_time(subject: Cluster) -> Non
     assert trace.end_ns - trace.arrived_ns >= 0.03e9
 
 
-async def test_workers_that_are_lost_or_leave_are_told_apart() -> None:
+async def test_lost_workers_and_leaving_workers_are_different_events() -> None:
     async with cluster(split_spec(1, 2)) as subject:
         lost = subject.workers["decode-0"]
         await lost.close()

@@ -44,7 +44,7 @@ def never(context: GatewayContext) -> Door:
     raise AssertionError("whoever serves without gateways opens no door")
 
 
-async def test_a_cluster_is_served_without_gateways_and_some_join() -> None:
+async def test_gateways_join_a_cluster_that_has_none() -> None:
     doors: list[Door] = []
 
     def door(context: GatewayContext) -> Door:
@@ -78,7 +78,7 @@ async def test_a_cluster_is_served_without_gateways_and_some_join() -> None:
         await serving.close()
 
 
-async def test_a_gateway_ends_when_its_controller_is_gone_and_waits_for_one_no_longer_than_told(
+async def test_a_joined_gateway_ends_when_its_controller_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cluster_joining, "ORPHAN_AFTER_S", 0.2)
@@ -92,7 +92,7 @@ async def test_a_gateway_ends_when_its_controller_is_gone_and_waits_for_one_no_l
             await spec_and_model(gone, 0.2)
 
 
-async def test_a_gateway_that_has_ended_is_not_asked_to_cut_anything() -> None:
+async def test_cut_skips_gateways_that_have_ended() -> None:
     asked: list[str] = []
 
     class Counted(Door):

@@ -48,7 +48,7 @@ def workers_of(events: list[Event]) -> list[str]:
 
 
 @pytest.mark.parametrize("routing", ["least-loaded", "round-robin", "power-of-two", "splitwise", "slo"])
-def test_an_answer_is_placed_where_there_is_room_for_it(routing: str) -> None:
+def test_an_answer_is_placed_on_a_worker_with_room(routing: str) -> None:
     async def scene() -> None:
         async with opened(routing) as subject:
             wanted = [request(f"r{n}", 99, max_tokens=800, first=100 * n) for n in range(4)]
@@ -62,7 +62,7 @@ def test_an_answer_is_placed_where_there_is_room_for_it(routing: str) -> None:
     clock.run(scene())
 
 
-def test_where_a_worker_is_full_the_answer_goes_on_at_another() -> None:
+def test_an_answer_that_fills_its_worker_continues_on_a_larger_one() -> None:
     async def scene() -> None:
         async with opened() as subject:
             first_to(subject, "prefill-0", "small-0")
@@ -89,7 +89,7 @@ def test_a_prompt_that_fills_its_prefill_worker_does_not_end_the_answer(length: 
     clock.run(scene())
 
 
-def test_where_nobody_can_hold_more_the_answer_ends_by_its_length() -> None:
+def test_an_answer_that_fills_the_largest_worker_ends_by_length() -> None:
     async def scene() -> None:
         spec = split_spec()
         small = PoolSpec("small", Role.DECODE, 1, engine=SMALL)

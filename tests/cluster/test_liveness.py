@@ -39,7 +39,7 @@ async def of(subject: SimCluster, gateway: int, wanted: Request) -> list[Event]:
     return [event async for event in generate(subject.dispatchers[gateway], wanted)]
 
 
-def test_clients_of_two_gateways_may_choose_the_same_id_at_the_same_time() -> None:
+def test_clients_of_two_gateways_may_use_the_same_id() -> None:
     async def scene() -> None:
         spec = split(gateways=2)
         async with open_cluster(spec, MODELS) as subject:
@@ -53,7 +53,7 @@ def test_clients_of_two_gateways_may_choose_the_same_id_at_the_same_time() -> No
     clock.run(scene())
 
 
-def test_an_id_may_be_used_again_at_once_after_its_request_was_canceled() -> None:
+def test_an_id_may_be_reused_right_after_a_cancellation() -> None:
     async def scene() -> None:
         async with opened() as subject:
             stream = generate(subject.dispatcher, request("job-1", 50, max_tokens=60))
@@ -66,7 +66,7 @@ def test_an_id_may_be_used_again_at_once_after_its_request_was_canceled() -> Non
     clock.run(scene())
 
 
-def test_what_a_worker_refused_is_not_canceled_there() -> None:
+def test_a_refused_request_is_not_cancelled_at_the_worker() -> None:
     """Even if, by a mistake, two requests had the same name there, the refusal of one would not end the other."""
 
     async def scene() -> None:
@@ -82,7 +82,7 @@ def test_what_a_worker_refused_is_not_canceled_there() -> None:
     clock.run(scene())
 
 
-def test_whoever_waits_for_a_request_that_is_canceled_hears_its_end() -> None:
+def test_a_cancelled_request_ends_pending_calls() -> None:
     async def scene() -> None:
         async with opened() as subject:
             worker = subject.workers["decode-0"]
@@ -97,7 +97,7 @@ def test_whoever_waits_for_a_request_that_is_canceled_hears_its_end() -> None:
 
 
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
-def test_a_request_that_its_worker_lost_without_a_word_goes_on(worker: str) -> None:
+def test_a_request_that_its_worker_lost_silently_is_retried(worker: str) -> None:
     async def scene() -> None:
         async with opened() as subject:
             length, after_s = (2000, 0.1) if worker == "prefill-0" else (50, 0.5)
@@ -116,7 +116,7 @@ def test_a_request_that_its_worker_lost_without_a_word_goes_on(worker: str) -> N
     clock.run(scene())
 
 
-def test_a_prompt_that_waits_for_long_is_not_taken_for_lost() -> None:
+def test_a_prompt_that_waits_long_does_not_count_as_lost() -> None:
     async def scene() -> None:
         async with opened() as subject:
             slow = subject.workers["prefill-0"]._executor
@@ -134,7 +134,7 @@ def test_a_prompt_that_waits_for_long_is_not_taken_for_lost() -> None:
     clock.run(scene())
 
 
-def test_a_gateway_that_comes_back_after_its_requests_were_ended_hears_of_it() -> None:
+def test_a_gateway_that_was_silent_too_long_gets_an_error() -> None:
     """A stopped process: the worker ends what it had, and the gateway, once it goes on, learns that and recovers."""
 
     async def scene() -> None:
@@ -162,7 +162,7 @@ def test_a_gateway_that_comes_back_after_its_requests_were_ended_hears_of_it() -
     clock.run(scene())
 
 
-def test_a_subscriber_whose_requests_were_ended_must_begin_under_a_new_name() -> None:
+def test_an_expired_subscriber_needs_a_new_name() -> None:
     async def scene() -> None:
         async with opened() as subject:
             worker = subject.workers["decode-0"]

@@ -53,7 +53,7 @@ def test_a_report_covers_the_time_since_the_last_one(load_reporter: LoadReporter
     assert load_reporter.report() == LoadReport("gateway-0", 1.0, 0, 0)
 
 
-def test_a_request_that_is_turned_away_is_a_sample_and_one_that_its_caller_ends_is_none(
+def test_a_refused_request_is_a_sample_and_a_cancelled_one_is_not(
     load_reporter: LoadReporter,
 ) -> None:
     for wanted in (request("a", 20), request("b"), request("late", 20)):

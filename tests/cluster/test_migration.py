@@ -75,7 +75,7 @@ def test_a_prompt_may_be_cut_at_any_token(lengths: list[int], cut: int, sizes: t
     asyncio.run(run())
 
 
-async def test_a_cut_prompt_is_computed_by_both_and_moved_up_to_the_cut() -> None:
+async def test_a_cut_prompt_is_computed_by_both_workers_and_its_head_is_fetched() -> None:
     async with cluster(split_spec(), SLOW) as subject:
         cuts(subject, 40)
         end = completed(await subject.run(request("a", 100)))
@@ -87,7 +87,7 @@ async def test_a_cut_prompt_is_computed_by_both_and_moved_up_to_the_cut() -> Non
         await subject.settle()
 
 
-async def test_a_head_that_the_decode_worker_has_already_is_not_computed_again() -> None:
+async def test_a_head_that_the_decode_worker_has_cached_is_not_recomputed() -> None:
     async with cluster(split_spec()) as subject:
         await subject.run(request("a", 64))
         steps = subject.workers["prefill-0"].engine.stats().steps
@@ -118,7 +118,7 @@ async def test_a_head_shorter_than_what_the_decode_worker_has_moves_nothing() ->
         await subject.settle()
 
 
-async def test_siblings_and_scored_prompts_are_not_cut() -> None:
+async def test_parallel_samples_and_prompts_with_logprobs_are_not_cut() -> None:
     async with cluster(split_spec()) as subject:
         cuts(subject, 40)
         sibling = replace(request("a#0", 100), group="a")
@@ -131,9 +131,7 @@ async def test_siblings_and_scored_prompts_are_not_cut() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(after_s=st.floats(0.0, 0.9), victim=st.sampled_from(["prefill-0", "decode-0"]), cut=st.integers(1, 89))
-def test_a_death_in_the_middle_of_a_cut_prompt_costs_an_attempt_and_no_token(
-    after_s: float, victim: str, cut: int
-) -> None:
+def test_a_worker_death_during_a_cut_prompt_loses_no_token(after_s: float, victim: str, cut: int) -> None:
     async def run() -> None:
         async with cluster(split_spec(2, 2, backends=("modelled",)), SLOW) as subject:
             cuts(subject, cut)
@@ -150,7 +148,7 @@ def test_a_death_in_the_middle_of_a_cut_prompt_costs_an_attempt_and_no_token(
 
 @settings(max_examples=40, deadline=None)
 @given(after_s=st.floats(0.0, 0.5), cut=st.integers(1, 119))
-def test_closing_a_cut_stream_frees_both_sides(after_s: float, cut: int) -> None:
+def test_closing_the_stream_of_a_cut_prompt_frees_both_workers(after_s: float, cut: int) -> None:
     async def run() -> None:
         async with cluster(split_spec(backends=("modelled",)), SLOW) as subject:
             cuts(subject, cut)
@@ -184,7 +182,7 @@ Move = tuple[float, int, int]  # when, which request, to which worker
     split=st.booleans(),
     tight=st.booleans(),
 )
-def test_moves_at_any_moment_to_and_fro_lose_and_double_no_token(
+def test_migrations_at_any_time_lose_and_repeat_no_token(
     moves: list[Move], killed_s: float | None, cut: int, split: bool, tight: bool
 ) -> None:
     """Also where a worker dies among them, and where blocks are so few that decodes are preempted."""
@@ -216,7 +214,7 @@ def test_moves_at_any_moment_to_and_fro_lose_and_double_no_token(
     clock.run(run())
 
 
-def test_a_moved_decode_goes_on_elsewhere_and_was_never_still() -> None:
+def test_a_migrating_decode_never_stops() -> None:
     async def run() -> None:
         spec = peer_spec(2)
         async with cluster(replace(spec, transfer=replace(spec.transfer, lease_s=20.0)), SLOW) as subject:
@@ -243,7 +241,7 @@ def test_a_moved_decode_goes_on_elsewhere_and_was_never_still() -> None:
 
 
 @pytest.mark.parametrize("length", [5, 100])
-def test_a_decode_moves_to_and_fro_even_where_it_has_no_full_block(length: int) -> None:
+def test_a_decode_without_a_full_block_migrates_back_and_forth(length: int) -> None:
     async def run() -> None:
         async with cluster(peer_spec(2), SLOW) as subject:
             moving: list[asyncio.Task[bool]] = []
@@ -264,7 +262,7 @@ def test_a_decode_moves_to_and_fro_even_where_it_has_no_full_block(length: int) 
 # ---- who moves when --------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_drains_is_rid_of_its_decodes_long_before_they_end() -> None:
+def test_the_decodes_of_a_draining_worker_migrate_away() -> None:
     async def run() -> None:
         spec = split_spec(1, 3, backends=("modelled",))
         pools = tuple(replace(pool, min_replicas=1, max_replicas=3) for pool in spec.pools)
@@ -287,7 +285,7 @@ def test_a_worker_that_drains_is_rid_of_its_decodes_long_before_they_end() -> No
 
 
 @pytest.mark.parametrize("rebalances", [True, False])
-def test_decodes_leave_a_worker_that_cannot_keep_their_promise(rebalances: bool) -> None:
+def test_decodes_leave_a_worker_that_misses_their_slo(rebalances: bool) -> None:
     """All begin at one of two, whose step takes 32 ms; 29 are promised."""
 
     async def run() -> None:
@@ -375,7 +373,7 @@ def spoil(subject: Cluster, failure: str, owner: str, taker: str) -> None:
         *("decode unknown", "decode refused", "decode dies"),
     ],
 )
-def test_a_move_that_fails_costs_the_stream_nothing(failure: str) -> None:
+def test_a_failed_migration_does_not_disturb_the_stream(failure: str) -> None:
     async def run() -> None:
         async with cluster(peer_spec(2), SLOW) as subject:
             told: list[float] = []
@@ -398,7 +396,7 @@ def test_a_move_that_fails_costs_the_stream_nothing(failure: str) -> None:
     clock.run(run())
 
 
-async def test_a_decode_whose_kv_arrives_with_other_bytes_stays_where_it_is() -> None:
+async def test_a_decode_with_corrupt_kv_stays_on_its_worker() -> None:
     spec = peer_spec(2)
     async with cluster(replace(spec, transfer=replace(spec.transfer, backends=("memory",)))) as subject:
         for worker in subject.workers.values():
@@ -423,7 +421,7 @@ async def test_a_decode_whose_kv_arrives_with_other_bytes_stays_where_it_is() ->
         await subject.settle()
 
 
-def test_a_stream_that_is_closed_while_it_moves_frees_both_sides() -> None:
+def test_closing_a_stream_during_its_migration_frees_both_workers() -> None:
     async def run(after_s: float) -> None:
         async with cluster(peer_spec(2), SLOW) as subject:
             running = asyncio.ensure_future(subject.run(request("a", 100, max_tokens=500)))

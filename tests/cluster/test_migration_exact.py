@@ -118,7 +118,7 @@ PAIRS = [(a, b) for a in WORKERS for b in WORKERS if a != b]
     greedy=st.booleans(),
     pair=st.sampled_from(PAIRS),
 )
-def test_a_cut_prompt_gives_the_tokens_of_one_worker_alone(
+def test_a_cut_prompt_gives_the_tokens_of_one_worker(
     gangs: Gangs, length: int, cut: int, seed: int, greedy: bool, pair: tuple[str, str]
 ) -> None:
     request = asked(length, seed, 6, greedy=greedy)
@@ -138,7 +138,7 @@ def test_a_cut_prompt_gives_the_tokens_of_one_worker_alone(
     cut=st.just(0) | st.integers(1, 40),
     moves=st.lists(st.tuples(st.integers(0, 20), st.sampled_from(WORKERS)), min_size=1, max_size=4),
 )
-def test_a_decode_that_moves_gives_the_tokens_of_one_worker_alone(
+def test_a_migrated_decode_gives_the_tokens_of_one_worker(
     gangs: Gangs,
     length: int,
     seed: int,
@@ -160,7 +160,7 @@ def test_a_decode_that_moves_gives_the_tokens_of_one_worker_alone(
     end.ledger.check()
 
 
-def test_every_gang_takes_a_decode_over_from_every_other(gangs: Gangs) -> None:
+def test_decodes_migrate_between_gangs_of_any_shape(gangs: Gangs) -> None:
     for seed, (owner, taker) in enumerate(PAIRS, start=50):
         request = asked(33, seed, 400, greedy=bool(seed % 2))
         events, moved = gangs.ask(request, Placement(owner, owner, "moved"), ((3, taker),))

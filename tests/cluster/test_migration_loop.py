@@ -31,7 +31,7 @@ class Plans:
         self.told.append((move.key, moved))
 
 
-def test_a_move_that_raises_is_told_and_the_next_one_is_looked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_migration_that_raises_is_logged_and_the_next_round_runs(caplog: pytest.LogCaptureFixture) -> None:
     plans = Plans()
 
     async def move(key: str, target: str) -> bool:

@@ -39,7 +39,7 @@ def ill_workers(shared: SharedMemory, order: WorkerOrder) -> WorkerServer:
 
 
 @pytest.mark.parametrize("length", [20, 40], ids=["while it decodes", "at its first token"])
-async def test_it_fails_once_with_words_and_the_others_go_on(length: int) -> None:
+async def test_a_request_without_finite_logits_fails_once_and_others_continue(length: int) -> None:
     shared = SharedMemory()
     async with cluster(split_spec(), build=lambda order: ill_workers(shared, order)) as subject:
         ill = request("ill", length, max_tokens=30)

@@ -98,7 +98,7 @@ async def test_a_gang_alone_answers_like_one_rank(
     await workers[f"d{parallel}"].check()
 
 
-async def test_kv_of_another_dtype_is_rounded_on_its_way(
+async def test_kv_of_another_dtype_is_converted(
     workers: dict[str, Worker], model: str, expected: list[tuple[int, ...]]
 ) -> None:
     """A decode worker that stores bfloat16: every block checked as it was, the first token the prefill's own."""
@@ -117,7 +117,7 @@ async def test_kv_of_another_dtype_is_rounded_on_its_way(
         await decode.close()
 
 
-async def test_kv_of_another_dtype_without_room_to_convert_it_is_refused_when_workers_meet(
+async def test_kv_of_another_dtype_without_staging_memory_is_refused_at_preflight(
     workers: dict[str, Worker], model: str
 ) -> None:
     engine = replace(ENGINE, dtype="bfloat16")

@@ -60,7 +60,7 @@ def end_of(events: list[GatewayEvent]) -> Completed:
 
 
 @pytest.mark.parametrize("spec", [split_spec(), split_spec(2, 2), mixed_spec()], ids=["split", "2x2", "mixed"])
-async def test_answers_of_modelled_workers_are_their_own_and_leave_nothing_behind(spec: ClusterSpec) -> None:
+async def test_parallel_answers_get_their_own_tokens_and_leave_nothing_behind(spec: ClusterSpec) -> None:
     async with cluster(spec) as subject:
         events = await run(gateway_of(subject, spec), replace(DRAWN, n=5), "r")
         for index, output in enumerate(outputs(events)):
@@ -74,7 +74,7 @@ async def test_answers_of_modelled_workers_are_their_own_and_leave_nothing_behin
 
 
 @pytest.mark.parametrize("spec", [split_spec(), mixed_spec()], ids=["split", "mixed"])
-async def test_prompt_logprobs_are_whole_though_the_prompt_was_cached_and_cut_into_chunks(spec: ClusterSpec) -> None:
+async def test_prompt_logprobs_are_complete_for_cached_and_chunked_prompts(spec: ClusterSpec) -> None:
     prompt = tuple(range(1, 200))
     async with cluster(spec) as subject:
         gateway = gateway_of(subject, spec)
@@ -102,7 +102,7 @@ async def test_cancelling_ends_all_answers_and_frees_their_blocks() -> None:
 
 
 @pytest.mark.parametrize(("victim", "after_s"), [("prefill-0", 0.08), ("decode-1", 0.3)])
-async def test_a_worker_that_dies_costs_no_answer_a_token(victim: str, after_s: float) -> None:
+async def test_parallel_answers_survive_the_death_of_a_worker(victim: str, after_s: float) -> None:
     spec = split_spec(2, 2)
     async with cluster(spec, LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)) as subject:
         running = asyncio.ensure_future(run(gateway_of(subject, spec), replace(DRAWN, n=6, prompt_logprobs=0), "r"))
@@ -117,7 +117,7 @@ async def test_a_worker_that_dies_costs_no_answer_a_token(victim: str, after_s: 
         await subject.settle()
 
 
-async def test_more_answers_than_slots_at_the_moment_wait_for_their_turn() -> None:
+async def test_more_answers_than_slots_wait() -> None:
     spec = split_spec(max_running=4)
     async with cluster(spec) as subject:
         gateway = gateway_of(subject, spec)
@@ -159,7 +159,7 @@ async def test_greedy_answers_are_all_the_same(tiny_path: Path) -> None:
         await subject.settle()
 
 
-async def test_best_of_is_the_likeliest_of_its_answers(tiny_path: Path) -> None:
+async def test_best_of_returns_the_most_likely_answer(tiny_path: Path) -> None:
     spec = real(mixed_spec(), tiny_path)
     async with cluster(spec) as subject:
         gateway = gateway_of(subject, spec)

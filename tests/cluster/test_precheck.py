@@ -74,7 +74,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("lines", "line", "pool", "words"), REFUSED, ids=[each[3][:40] for each in REFUSED])
-def test_what_cannot_work_is_refused_with_its_line_and_pool_and_nothing_is_started(
+def test_an_impossible_setting_is_refused_with_line_and_pool_before_the_start(
     tmp_path: Path,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -93,7 +93,7 @@ def test_what_cannot_work_is_refused_with_its_line_and_pool_and_nothing_is_start
     assert result.stderr.startswith(f"Error: {where}{words}") and result.stderr.count("\n") == 1
 
 
-def test_a_file_without_faults_is_only_read(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_file_passes_without_side_effects(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     begun: list[object] = []
 
@@ -113,7 +113,7 @@ def test_quantised_weights_on_a_gpu_are_refused(tmp_path: Path, model: Path) -> 
         check_model(load_spec(path), model)
 
 
-def test_gpus_elsewhere_or_here_are_no_ones_business_before_the_start(tmp_path: Path) -> None:
+def test_gpu_checks_are_skipped_with_ray_address_or_gpus(tmp_path: Path) -> None:
     gpus = PoolSpec("gpus", Role.MIXED, resources=Resources(gpu=1))
     spec = dataclasses.replace(laptop_spec(), pools=(gpus,))
     with pytest.raises(SpecError, match=r"pools\[0\].resources.gpu is 1, but this machine has no GPU"):
@@ -125,7 +125,7 @@ def test_gpus_elsewhere_or_here_are_no_ones_business_before_the_start(tmp_path: 
     check_devices(dataclasses.replace(spec, pools=(empty, cpus)), tmp_path / "none")
 
 
-def test_a_document_that_is_no_mapping_has_no_line(tmp_path: Path) -> None:
+def test_a_document_that_is_not_a_mapping_has_no_line_number(tmp_path: Path) -> None:
     path = tmp_path / "list.yaml"
     path.write_text("- 1\n")
     with pytest.raises(SpecError, match=r"list.yaml: is empty or not a mapping"):

@@ -52,7 +52,7 @@ async def processes() -> AsyncIterator[PreprocessingPool]:
     await made.aclose()
 
 
-async def test_results_and_refusals_come_back(processes: PreprocessingPool) -> None:
+async def test_results_and_errors_are_returned(processes: PreprocessingPool) -> None:
     ours = await processes.call(1, process_id)
     assert ours != os.getpid() and ours == await processes.call(1, process_id)
     with pytest.raises(InvalidRequest, match="is not for us"):
@@ -60,7 +60,7 @@ async def test_results_and_refusals_come_back(processes: PreprocessingPool) -> N
     assert ours == await processes.call(1, process_id)  # a refusal ends no process
 
 
-async def test_a_process_that_dies_fails_its_work_and_comes_back(processes: PreprocessingPool) -> None:
+async def test_a_dead_process_fails_its_call_and_is_restarted(processes: PreprocessingPool) -> None:
     first = await processes.call(1, process_id)
     with pytest.raises(Rejected, match="try again"):
         await processes.call(1, die)
@@ -69,7 +69,7 @@ async def test_a_process_that_dies_fails_its_work_and_comes_back(processes: Prep
     assert len({first, second, await processes.call(1, process_id)}) == 3
 
 
-async def test_work_that_takes_too_long_ends_its_process() -> None:
+async def test_a_call_that_takes_too_long_kills_its_process() -> None:
     async with aclosing(PreprocessingPool(ByteTokenizer, limit_s=3.0)) as processes:
         first = await processes.call(1, process_id)
         with pytest.raises(InvalidRequest, match="takes too long to tokenize"):
@@ -92,14 +92,14 @@ async def test_the_smallest_call_runs_first_and_cancelled_calls_are_skipped(
     assert notes.read_text() == "234"
 
 
-async def test_huge_work_holds_no_other_work_up(processes: PreprocessingPool, tmp_path: Path) -> None:
+async def test_a_huge_input_does_not_delay_others(processes: PreprocessingPool, tmp_path: Path) -> None:
     huge = asyncio.ensure_future(processes.call(HUGE_BYTES + 1, wait_in, tmp_path))
     assert await processes.call(HUGE_BYTES, process_id) and not huge.done()
     (tmp_path / "go").touch()
     await huge
 
 
-async def test_a_full_lane_refuses(tmp_path: Path) -> None:
+async def test_a_full_queue_refuses(tmp_path: Path) -> None:
     async with aclosing(PreprocessingPool(ByteTokenizer, max_waiting=1)) as processes:
         busy = asyncio.ensure_future(processes.call(1, wait_in, tmp_path))
         await begun(tmp_path)
@@ -111,7 +111,7 @@ async def test_a_full_lane_refuses(tmp_path: Path) -> None:
         await asyncio.gather(busy, waiting)
 
 
-async def test_closing_ends_the_process_and_tells_who_waits(tmp_path: Path) -> None:
+async def test_closing_kills_the_process_and_fails_waiting_calls(tmp_path: Path) -> None:
     processes = PreprocessingPool(ByteTokenizer)
     theirs = await processes.call(1, process_id)
     calls = [asyncio.ensure_future(processes.call(1, wait_in, tmp_path)) for _ in range(2)]
@@ -123,7 +123,7 @@ async def test_closing_ends_the_process_and_tells_who_waits(tmp_path: Path) -> N
     assert not psutil.pid_exists(theirs)
 
 
-async def test_a_tokenizer_that_cannot_be_loaded_is_told_to_who_asks() -> None:
+async def test_callers_get_the_error_of_a_tokenizer_that_cannot_load() -> None:
     async with aclosing(PreprocessingPool(broken)) as processes:
         with pytest.raises(Rejected, match="the tokenizer process died"):
             await processes.call(1, process_id)

@@ -114,7 +114,7 @@ async def under_load(
 
 @settings(max_examples=10, deadline=None)
 @given(spec=st.sampled_from([SPEC, REBALANCED]), changes=CHANGES)
-def test_no_change_costs_a_token(
+def test_random_changes_lose_no_token(
     tokens: list[list[int]], spec: ClusterSpec, changes: list[tuple[float, tuple[str, str, object]]]
 ) -> None:
     run(under_load(spec, changes, tokens))

@@ -39,7 +39,7 @@ def test_a_resource_that_no_node_has_is_named() -> None:
     assert "the 0 nodes, if empty, would hold no ranks" in shortage(Resources(), ParallelConfig(), [])
 
 
-def test_what_ray_adds_to_a_node_is_not_listed() -> None:
+def test_resources_that_ray_adds_are_not_listed() -> None:
     added = {"node:10.0.0.1": 1.0, "node:__internal_head__": 1.0, "bundle_group_0_1f": 1000.0, "CPU_group_0_1f": 1.0}
     assert listed({"CPU": 2.0, **added}) == "CPU: 2"
 
@@ -48,13 +48,13 @@ def test_what_ray_adds_to_a_node_is_not_listed() -> None:
     ("selector", "chosen"),
     [("h100", "h"), ("!h100", "an"), ("in(h100, a100)", "ha"), ("!in(h100,a100)", "n"), ("l4", "")],
 )
-def test_selectors_choose_as_rays_do(selector: str, chosen: str) -> None:
+def test_selectors_match_like_rays(selector: str, chosen: str) -> None:
     assert [name for name, node in zip("han", KINDS, strict=True) if has_labels(node.labels, {"gpu": selector})] == [
         *chosen
     ]
 
 
-def test_labels_that_no_node_has_are_told_with_those_there_are() -> None:
+def test_unknown_labels_are_reported_with_the_existing_ones() -> None:
     told = shortage(Resources(labels={"gpu": "l4"}), ParallelConfig(), KINDS)
     assert told == (
         "it needs {CPU: 1}, labels {gpu: l4}; no node has these labels, there are 1 with "
@@ -73,7 +73,7 @@ def test_only_nodes_with_the_labels_are_counted() -> None:
     assert selectors(Resources(), ParallelConfig(2)) is None
 
 
-def test_a_ray_of_our_own_is_one_node_that_suits_all_pools() -> None:
+def test_a_local_ray_has_the_labels_of_all_pools() -> None:
     def spec(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
         pools = (
             PoolSpec("prefill", Role.PREFILL, resources=Resources(labels=first)),
@@ -87,7 +87,7 @@ def test_a_ray_of_our_own_is_one_node_that_suits_all_pools() -> None:
         spec({"gpu": "h100"}, {"gpu": "a100"})
 
 
-def test_a_ray_of_our_own_has_custom_resources_for_all_that_may_come() -> None:
+def test_a_local_ray_has_the_custom_resources_of_the_pools_maximum() -> None:
     pool = PoolSpec("mixed", Role.MIXED, 1, min_replicas=1, max_replicas=3, parallel=ParallelConfig(2))
     spec = replace(laptop_spec(), pools=(replace(pool, resources=Resources(custom={"fast": 2.0})),))
     assert own_resources(spec) == {"fast": 12.0}
@@ -96,7 +96,7 @@ def test_a_ray_of_our_own_has_custom_resources_for_all_that_may_come() -> None:
 @pytest.mark.parametrize(
     "labels", [{"": "a"}, {"gpu": ""}, {"gpu": "in()"}, {"-x": "a"}, {"gpu": "a b"}, {"a/b/c": "d"}]
 )
-def test_labels_that_ray_could_not_read_are_refused(labels: dict[str, str]) -> None:
+def test_invalid_labels_are_refused(labels: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="labels"):
         Resources(labels=labels)
 

@@ -67,14 +67,14 @@ async def tended(made: Preflight, seconds: float) -> None:
             await made.relink_failed_pairs()
 
 
-def test_a_pair_that_can_be_linked_waits_for_none_that_cannot() -> None:
+def test_a_working_pair_does_not_wait_for_a_failing_one() -> None:
     cut = {f"prefill-{index}" for index in range(7)}
     made, _, _ = preflight(8, 7, cut)
     run(tended(made, RELINK_S + 0.1))
     assert made.pairs == {("prefill-7", f"decode-{index}") for index in range(7)}
 
 
-def test_every_cut_pair_is_tried_again_within_its_bound_and_a_pause() -> None:
+def test_every_failed_pair_is_retried_in_time() -> None:
     cut = {f"prefill-{index}" for index in range(8)}
     made, _, tried = preflight(8, 8, cut)
     run(tended(made, 200.0))
@@ -83,14 +83,14 @@ def test_every_cut_pair_is_tried_again_within_its_bound_and_a_pause() -> None:
     assert all(later - sooner <= PROOF_S + RELINK_S for sooner, later in pairwise(times))
 
 
-def test_more_pairs_than_are_tried_at_once_have_their_turn() -> None:
+def test_more_failed_pairs_than_the_limit_take_turns() -> None:
     made, _, tried = preflight(10, 10, {f"prefill-{index}" for index in range(10)})
     run(tended(made, 2 * (PROOF_S + RELINK_S)))
     assert len({(owner, reader) for owner, reader, _ in tried}) == 100
     assert sum(at_s == RELINK_S for _, _, at_s in tried) == RELINKS_AT_ONCE
 
 
-def test_what_was_proven_of_an_owner_that_restarted_meanwhile_is_no_link() -> None:
+def test_a_preflight_with_an_owner_that_restarted_is_discarded() -> None:
     made, (owner, reader), _ = preflight(1, 1, set())
     proving = reader.connect
 
@@ -103,7 +103,7 @@ def test_what_was_proven_of_an_owner_that_restarted_meanwhile_is_no_link() -> No
     assert not made.pairs
 
 
-async def test_a_dead_owners_link_is_let_go_of_whoever_notices_first() -> None:
+async def test_the_link_of_a_dead_owner_is_dropped() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         assert completed(await subject.run(request("r"))).transfers
         owner, reader = subject.workers["prefill-0"], subject.workers["decode-0"]

@@ -68,7 +68,7 @@ async def timed(subject: Cluster, wanted: Request) -> tuple[float, list[Event]]:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_prompts_behind_a_long_queue_go_to_a_worker_that_has_none(mixed: bool) -> None:
+def test_prompts_behind_a_long_queue_move_to_an_idle_worker(mixed: bool) -> None:
     async def scene() -> None:
         worst_s = {}
         for rebalance in (False, True):
@@ -93,7 +93,7 @@ def test_prompts_behind_a_long_queue_go_to_a_worker_that_has_none(mixed: bool) -
     in_virtual_time(scene)
 
 
-def test_when_its_new_worker_is_lost_at_once_it_is_placed_like_any_other() -> None:
+def test_a_replaced_attempt_whose_new_worker_is_lost_is_placed_again() -> None:
     async def scene() -> None:
         async with opened() as subject:
             running = [asyncio.ensure_future(subject.run(each)) for each in asked(8)]
@@ -117,7 +117,7 @@ def test_when_its_new_worker_is_lost_at_once_it_is_placed_like_any_other() -> No
     leaves=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 1.2), st.booleans()), max_size=6),
     looks=st.lists(st.tuples(st.integers(0, 9), st.floats(0.0, 1.0)), max_size=12),
 )
-def test_whoever_leaves_while_prompts_are_replaced_nothing_is_left_behind(
+def test_replaced_attempts_leave_nothing_behind_when_clients_leave(
     leaves: list[tuple[int, float, bool]], looks: list[tuple[int, float]]
 ) -> None:
     """Clients go, or have enough, before, at and after the moment at which a prompt goes elsewhere."""

@@ -35,7 +35,7 @@ from workers.server import WorkerServer
 MODELS = {name: PoolModel(FAST) for name in ("prefill", "decode")}
 
 
-async def test_a_worker_whose_ranks_did_not_come_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_ranks_did_not_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_pool, "START_RETRY_S", 0.2)
     shared, opened = SharedMemory(), Counter[str]()
     facts = modelled_facts(layout=KVLayout("modelled", 30, 3, 64, 16))
@@ -70,7 +70,7 @@ def kinds(runtime: Processes) -> list[str]:
     return [each.kind for _, each in dispatcher(runtime).recent().events if each.worker == "decode-0"]
 
 
-def test_whatever_stops_a_restart_it_is_tried_again_and_said_to_be_back() -> None:
+def test_a_failed_restart_is_retried_and_the_recovery_is_reported() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         await asyncio.sleep(STEADY_S)
         runtime.faults["decode-0"] = [RuntimeError("CUDA out of memory")]
@@ -91,7 +91,7 @@ def test_whatever_stops_a_restart_it_is_tried_again_and_said_to_be_back() -> Non
 
 
 @pytest.mark.parametrize("faults", [1, 2])
-def test_an_unforeseen_error_at_the_very_first_start_is_tried_again(faults: int) -> None:
+def test_an_unexpected_error_at_the_first_start_is_retried(faults: int) -> None:
     async def all_of_it() -> tuple[list[float], list[str], WorkerState]:
         spec, lines = split_spec(1, 1), list[str]()
         runtime = Processes(spec)
@@ -120,7 +120,7 @@ def test_a_first_start_that_the_configuration_makes_impossible_ends_serve() -> N
     run(all_of_it())
 
 
-def test_a_first_start_that_never_comes_ends_serve_with_the_reason() -> None:
+def test_a_first_start_that_times_out_ends_serve_with_the_reason() -> None:
     async def all_of_it() -> None:
         spec = split_spec(1, 1)
         spec = replace(spec, health=replace(spec.health, start_timeout_s=60.0))
@@ -132,7 +132,7 @@ def test_a_first_start_that_never_comes_ends_serve_with_the_reason() -> None:
     run(all_of_it())
 
 
-def test_a_crash_loop_is_seen_in_the_view_the_metrics_and_the_events_and_ends_by_itself() -> None:
+def test_a_crash_loop_shows_in_view_metrics_and_events_until_it_ends() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         runtime.faults["decode-0"] = [RuntimeError(f"fault {number}") for number in range(4)]
         began_s = asyncio.get_running_loop().time()
@@ -155,7 +155,7 @@ def test_a_crash_loop_is_seen_in_the_view_the_metrics_and_the_events_and_ends_by
     in_virtual_time(told)
 
 
-def test_pauses_double_up_to_a_bound_and_a_first_death_waits_for_nothing() -> None:
+def test_restart_pauses_double_up_to_a_limit_and_the_first_restart_is_immediate() -> None:
     assert [pause_s(count, died=True) for count in (1, 2, 3, 4)] == [0.0, 1.0, 2.0, 4.0]
     assert [pause_s(count, died=False) for count in (1, 2, 3)] == [5.0, 10.0, 20.0]
     assert pause_s(10**6, died=True) == pause_s(10**6, died=False) == MAX_RESTART_PAUSE_S
@@ -176,7 +176,7 @@ def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_mo
     in_virtual_time(told)
 
 
-async def test_what_holds_up_our_own_loop_is_nobodys_death() -> None:
+async def test_a_blocked_event_loop_does_not_count_as_a_worker_death() -> None:
     """Gateway, controller and workers share one loop here: all of them find that they were away."""
     async with cluster(split_spec(1, 2, kv_blocks=600)) as subject:
         streams = [
@@ -197,7 +197,7 @@ def block(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_requests_that_others_serve_for_an_empty_pool_are_counted_and_status_says_so() -> None:
+async def test_requests_served_by_another_role_are_counted_and_status_shows_it() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         assert completed(await subject.run(request("a"))).transfers
         assert subject.dispatcher.slo_attainment().uncovered == (("prefill", 0), ("decode", 0))

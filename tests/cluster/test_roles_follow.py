@@ -73,7 +73,7 @@ def test_roles_follow_the_load_and_no_token_changes(
 
 
 @pytest.mark.full
-def test_advice_is_given_and_not_taken(
+def test_advice_does_not_change_roles(
     still: tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, ...]],
 ) -> None:
     told, seen, decisions = run(served("advise"))

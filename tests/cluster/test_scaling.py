@@ -69,7 +69,7 @@ async def known_empty(controller: Controller) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_drained_worker_takes_nothing_new_and_ends_when_it_is_empty() -> None:
+async def test_a_drained_worker_takes_no_new_work_and_stops_when_empty() -> None:
     async with cluster(split_spec(1, 2)) as subject:
         streams = await begun(subject, 4, max_tokens=150)
         revision = await subject.controller.drain("decode-0")
@@ -93,7 +93,9 @@ async def test_a_drained_worker_takes_nothing_new_and_ends_when_it_is_empty() ->
         assert list(subject.workers) == ["prefill-0", "decode-1"], "it was stopped"
 
 
-async def test_at_its_deadline_what_is_left_fails_over_without_a_lost_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_left_at_the_drain_deadline_fail_over_without_losing_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with cluster(split_spec(1, 2)) as subject:
 
         async def nobody(peer: PeerAddress) -> None:
@@ -110,7 +112,7 @@ async def test_at_its_deadline_what_is_left_fails_over_without_a_lost_token(monk
         await subject.settle()
 
 
-async def test_a_pool_grows_and_shrinks_and_names_are_used_again_when_they_are_free() -> None:
+async def test_a_pool_grows_and_shrinks_and_reuses_free_names() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         await subject.controller.scale("decode", 3)
         view = await subject.until(ready("prefill-0", "decode-0", "decode-1", "decode-2"))
@@ -127,7 +129,7 @@ async def test_a_pool_grows_and_shrinks_and_names_are_used_again_when_they_are_f
         await subject.settle()
 
 
-async def test_those_with_the_least_work_leave() -> None:
+async def test_the_workers_with_the_least_work_are_removed() -> None:
     async with cluster(split_spec(1, 3)) as subject:
         streams = await begun(subject, 2, max_tokens=300)
         await subject.controller.scale("decode", 2)
@@ -158,7 +160,7 @@ async def test_changes_beyond_bounds_and_floors_are_refused_with_the_reason() ->
         assert await control.scale("decode", 1) == before, "nothing to do is no change"
 
 
-async def test_a_worker_without_room_says_so_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_without_room_shows_it_and_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_pool, "START_RETRY_S", 0.1)
     async with cluster(split_spec(1, 1)) as subject:
         start, full = subject.runtime.start_worker, asyncio.Event()
@@ -178,7 +180,7 @@ async def test_a_worker_without_room_says_so_and_is_tried_again(monkeypatch: pyt
         assert not any(each.detail for each in view.workers)
 
 
-def test_a_worker_without_room_is_tried_again_after_twice_as_long_each_time() -> None:
+def test_a_worker_without_room_is_retried_with_doubling_pauses() -> None:
     """In virtual time: it asks, is refused at once, and says all the while what it waits for."""
 
     async def asked() -> list[float]:
@@ -208,7 +210,7 @@ def test_a_worker_without_room_is_tried_again_after_twice_as_long_each_time() ->
     assert pauses[:6] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0] and set(pauses[6:]) == {300.0}
 
 
-async def test_a_worker_that_is_still_being_placed_can_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_is_being_placed_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(split_spec(1, 1)) as subject:
         placing, given_up = asyncio.Event(), asyncio.Event()
 
@@ -267,7 +269,7 @@ async def until(controller: Controller, is_so: Callable[[ClusterView], bool]) ->
             await controller.members(view.revision, 5.0)
 
 
-async def test_a_restarted_controller_is_told_who_there_is_and_in_which_role() -> None:
+async def test_a_restarted_controller_gets_workers_and_roles() -> None:
     spec, runtime = split_spec(1, 2), surviving()
     first = Controller(spec, runtime, "secret")
     await first.begin()
@@ -315,7 +317,7 @@ def test_replicas_are_a_number_or_bounds() -> None:
     assert parsed(2, min_replicas=1, max_replicas=4) == (2, (1, 4))
 
 
-def test_a_bare_off_of_yaml_is_a_mode() -> None:
+def test_a_bare_yaml_off_is_a_mode() -> None:
     assert parse_spec(pools(1) | {"elastic": {"mode": False}}).elastic.mode == "off"
     with pytest.raises(SpecError, match=r"elastic\.mode"):
         parse_spec(pools(1) | {"elastic": {"mode": True}})
@@ -324,7 +326,7 @@ def test_a_bare_off_of_yaml_is_a_mode() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("replan", "act"), ("replan_after_s", 60)])
-def test_a_file_that_asks_for_replanning_is_refused_with_what_to_do(key: str, value: object) -> None:
+def test_removed_replanning_keys_are_refused_with_advice(key: str, value: object) -> None:
     with pytest.raises(SpecError, match=rf"^elastic\.{key}: replanning was removed; delete the key"):
         parse_spec(pools(1) | {"elastic": {"mode": "act", key: value}})
 
@@ -350,7 +352,7 @@ def test_bad_bounds_are_named(replicas: object, more: dict[str, object], message
         parse_spec(pools(replicas, **more))
 
 
-async def test_a_node_that_goes_moves_its_workers_and_their_streams() -> None:
+async def test_the_workers_and_streams_of_a_leaving_node_move() -> None:
     spec = split_spec(1, 2)
     async with cluster(replace(spec, elastic=replace(spec.elastic, floors={"prefill": 1, "decode": 2}))) as subject:
         streams = await begun(subject, 4, max_tokens=150)
@@ -371,7 +373,7 @@ async def test_a_node_that_goes_moves_its_workers_and_their_streams() -> None:
         assert set(subject.workers) == {"prefill-0", "decode-0", "decode-2"}
 
 
-async def test_the_only_worker_of_a_pool_leaves_and_the_other_pool_serves_until_the_next_is_there() -> None:
+async def test_another_pool_serves_while_the_only_worker_is_replaced() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         streams = await begun(subject, 3, max_tokens=150)
         await subject.controller.vacate(["decode-0"], 30.0)
@@ -381,7 +383,7 @@ async def test_the_only_worker_of_a_pool_leaves_and_the_other_pool_serves_until_
         await subject.settle()
 
 
-async def test_nodes_that_go_at_once_go_one_after_the_other() -> None:
+async def test_nodes_that_leave_together_are_emptied_one_after_another() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         fewest = len(subject.workers)
 
@@ -398,7 +400,7 @@ async def test_nodes_that_go_at_once_go_one_after_the_other() -> None:
         assert fewest == 1, "there was always one that serves alone"
 
 
-async def test_a_node_does_not_wait_for_ever_for_a_worker_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leaving_node_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(split_spec(1, 2)) as subject:
 
         async def never(order: WorkerOrder) -> WorkerHandle:

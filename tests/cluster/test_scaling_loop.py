@@ -119,7 +119,7 @@ def shrink(worker: str) -> Decision:
     return Decision("shrink", "nobody needs it", worker, pool="decode")
 
 
-async def test_decisions_are_carried_out_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+async def test_decisions_are_applied_one_after_another(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster")
     decider = Scripted(FLIP, GROW, shrink("decode-0"))
     async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as scaling_loop:
@@ -141,7 +141,7 @@ async def test_decisions_are_carried_out_one_after_the_other(caplog: pytest.LogC
     assert "decided: decode: one worker fewer, decode-0 drains, nobody needs it" in said
 
 
-async def test_advice_changes_nothing_and_is_told_once() -> None:
+async def test_advice_changes_nothing_and_is_logged_once() -> None:
     decider = Scripted(FLIP, FLIP, None, FLIP, GROW)
     async with cluster(split_spec(1, 2)) as subject:
         revision = subject.controller.view().revision
@@ -154,7 +154,7 @@ async def test_advice_changes_nothing_and_is_told_once() -> None:
         assert subject.controller.view().revision == revision
 
 
-async def test_what_fails_is_told_and_the_next_decision_comes() -> None:
+async def test_a_failed_decision_is_recorded_and_the_next_one_is_made() -> None:
     unknown = Decision("flip", "a mistake", "decode-9", Role.PREFILL)
     floored = Decision("flip", "too far", "prefill-0", Role.DECODE)
 
@@ -170,7 +170,7 @@ async def test_what_fails_is_told_and_the_next_decision_comes() -> None:
         assert scaling_loop.counts() == (("flip", "done", 1), ("flip", "failed", 2))
 
 
-async def test_a_decision_on_a_cluster_that_has_changed_since_is_not_carried_out() -> None:
+async def test_a_decision_on_an_outdated_view_is_not_applied() -> None:
     async with cluster(split_spec(1, 3)) as subject:
         control = subject.controller
 
@@ -208,7 +208,7 @@ async def test_a_worker_that_finds_no_room_ends_the_wait(monkeypatch: pytest.Mon
             assert room(decider.views[0]) == 3 and room(decider.views[-1]) == 0, "it is left alone for a while"
 
 
-def test_a_pool_that_does_not_grow_is_left_alone_for_twice_as_long_each_time() -> None:
+def test_a_pool_that_fails_to_grow_pauses_twice_as_long_each_time() -> None:
     """In virtual time: a pause, and a second until it is seen that nobody comes."""
     changer = Refusing()
 
@@ -247,7 +247,7 @@ async def test_roles_change_while_a_new_worker_waits_for_a_node(monkeypatch: pyt
             assert [each.outcome for each in scaling_loop.decisions()] == ["done", "done"]
 
 
-async def test_reports_are_passed_on_and_decisions_forgotten_in_the_end() -> None:
+async def test_reports_reach_the_decider_and_old_decisions_are_dropped() -> None:
     decider = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(MAX_ENTRIES + 3)))
     async with cluster(split_spec(1, 1)) as subject, running(decider, subject.controller) as scaling_loop:
         scaling_loop.on_report(REPORT)

@@ -36,25 +36,25 @@ def said() -> dict[str, str]:
     return {name: os.environ[name] for name in NAMES if name in os.environ}
 
 
-def test_the_environment_gets_the_address_and_the_token_of_the_one_that_is_served(address: str) -> None:
+def test_settle_join_sets_address_and_token_of_the_served_ray(address: str) -> None:
     announce(Session("llm", address, "s3cret", os.getpid()))
     assert settle_join() == "llm"
     assert said() == {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "s3cret"}
 
 
-def test_an_address_that_is_given_gets_the_token_that_belongs_to_it(address: str) -> None:
+def test_a_given_address_gets_its_token(address: str) -> None:
     announce(Session("llm", address, "s3cret", os.getpid()))
     os.environ["RAY_ADDRESS"] = address
     assert settle_join("llm") == "llm" and said()["RAY_AUTH_TOKEN"] == "s3cret"
 
 
-def test_what_the_environment_says_of_tokens_is_left_alone(address: str) -> None:
+def test_token_variables_of_the_environment_are_not_changed(address: str) -> None:
     announce(Session("llm", address, "s3cret", os.getpid()))
     os.environ["RAY_AUTH_TOKEN"] = "mine"
     assert settle_join("llm") is None and said() == {"RAY_AUTH_TOKEN": "mine"}
 
 
-def test_only_its_owner_reads_a_token_and_it_goes_with_its_ray(address: str) -> None:
+def test_a_session_file_is_private_and_removed_with_its_ray(address: str) -> None:
     path = announce(Session("llm", address, "s3cret", os.getpid()))
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     withdraw(str(path))
@@ -62,7 +62,7 @@ def test_only_its_owner_reads_a_token_and_it_goes_with_its_ray(address: str) -> 
 
 
 @pytest.mark.parametrize("gone", ["process", "port"])
-def test_what_a_killed_process_left_behind_is_removed(address: str, gone: str) -> None:
+def test_the_session_file_of_a_killed_process_is_removed(address: str, gone: str) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -72,13 +72,13 @@ def test_what_a_killed_process_left_behind_is_removed(address: str, gone: str) -
     assert settle_join() is None and not path.exists()
 
 
-def test_a_file_that_is_no_session_is_passed_over(address: str) -> None:
+def test_a_file_that_is_not_a_session_is_ignored(address: str) -> None:
     announce(Session("llm", address, "", os.getpid()))
     (folder() / "1.json").write_text("{")
     assert [each.cluster for each in sessions()] == ["llm"]
 
 
-def test_of_several_one_has_to_be_named(address: str) -> None:
+def test_several_sessions_need_a_name(address: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as second:
         other = f"127.0.0.1:{second.getsockname()[1]}"
         announce(Session("llm", address, "a", os.getpid()))
@@ -90,7 +90,7 @@ def test_of_several_one_has_to_be_named(address: str) -> None:
             settle_join()
 
 
-def test_a_name_that_is_not_served_is_one_line_that_names_those_that_are(address: str) -> None:
+def test_an_unknown_cluster_name_is_reported_with_the_known_ones(address: str) -> None:
     announce(Session("llm", address, "a", os.getpid()))
     with pytest.raises(RuntimeUnavailable, match=rf"no cluster called 'lm' is served .*; there is llm at {address}"):
         settle_join("lm")

@@ -26,7 +26,7 @@ def staged(prefill: int, decode: int, **engine: Any) -> ClusterSpec:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 1), (1, 3), (3, 2)])
-async def test_pipelines_give_every_request_its_own_tokens_and_balanced_books(prefill: int, decode: int) -> None:
+async def test_pipelines_give_every_request_its_own_tokens_and_free_all_blocks(prefill: int, decode: int) -> None:
     draw = random.Random(0)
     asked = [request(f"r{n}", draw.randint(1, 150), first=20 * n, max_tokens=draw.randint(2, 20)) for n in range(16)]
     async with cluster(staged(prefill, decode, kv_blocks=100), COST) as subject:

@@ -23,7 +23,9 @@ from tests.cluster.processes import Door, Processes, in_virtual_time
 from workers.errors import ModelError
 
 
-def test_a_task_that_fails_is_logged_counted_and_goes_on_later_each_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_task_is_logged_and_counted_and_continues_after_growing_pauses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     times: list[float] = []
 
     async def work() -> None:
@@ -71,7 +73,7 @@ async def serves(runtime: Processes, gateway: str) -> None:
     assert [(each.state, each.restarts) for each in view.workers] == [(WorkerState.READY, 0)] * 2
 
 
-def test_a_frozen_gateway_harms_no_worker_and_no_other_gateway_and_is_replaced() -> None:
+def test_a_frozen_gateway_is_replaced_and_disturbs_no_other() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         await serves(runtime, "gateway-0")
         runtime.services["gateway-0"].thawed.clear()
@@ -93,7 +95,7 @@ def test_a_frozen_gateway_harms_no_worker_and_no_other_gateway_and_is_replaced()
     in_virtual_time(told, gateways=2)
 
 
-def test_a_gateway_that_comes_back_in_time_goes_on() -> None:
+def test_a_gateway_that_answers_again_in_time_continues() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         frozen = runtime.services["gateway-0"]
         before = frozen.target
@@ -110,7 +112,7 @@ def test_a_gateway_that_comes_back_in_time_goes_on() -> None:
 
 
 @pytest.mark.parametrize("fault", [ModelError("the hub is away"), OSError("port in use"), KeyError("unforeseen")])
-def test_whatever_keeps_a_doors_gateway_shut_the_cluster_lives_and_it_is_tried_again(fault: Exception) -> None:
+def test_a_gateway_that_cannot_open_is_retried_and_the_cluster_continues(fault: Exception) -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         runtime.services["gateway-0"].fault = fault
         await asyncio.sleep(3 * ORPHAN_AFTER_S)
@@ -127,7 +129,7 @@ def test_whatever_keeps_a_doors_gateway_shut_the_cluster_lives_and_it_is_tried_a
     in_virtual_time(told, gateways=2)
 
 
-def test_a_controller_that_fails_to_answer_is_called_again_and_again() -> None:
+def test_a_controller_that_raises_is_called_again() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         controller = runtime.services["controller"].target
         right, failed = controller.keep_alive, 0
@@ -148,7 +150,7 @@ def test_a_controller_that_fails_to_answer_is_called_again_and_again() -> None:
     in_virtual_time(told)
 
 
-def test_a_frozen_controller_is_replaced_and_finds_the_living_workers() -> None:
+def test_a_frozen_controller_is_replaced_and_finds_the_running_workers() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         await asyncio.sleep(5.0)
         before = {name: worker.incarnation for name, worker in runtime.workers.items()}
@@ -164,7 +166,7 @@ def test_a_frozen_controller_is_replaced_and_finds_the_living_workers() -> None:
     in_virtual_time(told)
 
 
-def test_a_controller_that_comes_back_in_time_goes_on() -> None:
+def test_a_controller_that_answers_again_in_time_continues() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         frozen = runtime.services["controller"]
         before = frozen.target
@@ -192,7 +194,7 @@ def test_a_server_ends_when_its_controller_is_gone_for_good() -> None:
     in_virtual_time(told)
 
 
-def test_a_cluster_whose_server_is_gone_ends_by_itself() -> None:
+def test_a_cluster_without_its_server_ends() -> None:
     async def told(serving: Serving, runtime: Processes) -> None:
         assert serving._keep_alive is not None
         serving._keep_alive.close()
@@ -204,7 +206,7 @@ def test_a_cluster_whose_server_is_gone_ends_by_itself() -> None:
     in_virtual_time(told)
 
 
-def test_status_tells_of_gateways_and_tasks_that_fared_ill() -> None:
+def test_status_shows_failed_gateways_and_tasks() -> None:
     served = (GatewayView("gateway-0", GatewayState.SILENT, 2, 1, "no answer for 5 s"), OPEN)
     failures = (TaskFailures("controller", "linking workers", 3),)
     view = ClusterView(3, "llm", None, (), served_gateways=served, failures=failures)
@@ -216,7 +218,7 @@ def test_status_tells_of_gateways_and_tasks_that_fared_ill() -> None:
     assert trouble_lines(ClusterView(3, "llm", None, (), served_gateways=(OPEN,))) == []
 
 
-def test_a_gateway_that_is_asked_twice_to_open_opens_once() -> None:
+def test_opening_a_gateway_twice_opens_it_once() -> None:
     """Whoever gave up waiting asks again, while the first call is still at work."""
 
     async def told(serving: Serving, runtime: Processes) -> None:

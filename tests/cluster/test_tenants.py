@@ -16,7 +16,7 @@ async def cached(subject: Cluster, name: str, asked: Request) -> int:
 
 
 @pytest.mark.parametrize("routing", ["least-loaded", "mooncake", "product", "slo"])
-async def test_a_tenant_finds_its_own_prefix_and_no_other_tenant_s(routing: str) -> None:
+async def test_a_tenant_finds_only_its_own_prefixes(routing: str) -> None:
     spec = split_spec(2, 1)
     spec = replace(spec, gateway=replace(spec.gateway, routing=routing))
     async with cluster(spec) as subject:
@@ -29,7 +29,7 @@ async def test_a_tenant_finds_its_own_prefix_and_no_other_tenant_s(routing: str)
         await subject.settle()
 
 
-async def test_tenants_that_share_find_each_other_s() -> None:
+async def test_tenants_that_share_prefixes_find_each_others() -> None:
     async with cluster(mixed_spec()) as subject:
         alice = replace(PROMPT, tenant="alice", shares_prefixes=True)
         assert await cached(subject, "a", alice) == 0
@@ -38,7 +38,7 @@ async def test_tenants_that_share_find_each_other_s() -> None:
         assert await cached(subject, "d", replace(alice, tenant="eve", shares_prefixes=False)) == 0
 
 
-async def test_what_the_host_keeps_is_the_tenant_s_too() -> None:
+async def test_the_host_cache_is_separate_per_tenant() -> None:
     async with cluster(mixed_spec(kv_blocks=40, host_cache_blocks=100)) as subject:
         mine, others = replace(PROMPT, tenant="bank"), request("fill", 500, first=600)
         assert await cached(subject, "a", mine) == 0

@@ -54,7 +54,7 @@ def second_turn(first: Answer) -> Request:
     return Request("second", (*PROMPT, *(token for token, _ in first), *range(5, 17)), SAMPLING)
 
 
-async def test_a_warm_answer_is_the_cold_one(spec: ClusterSpec) -> None:
+async def test_a_cached_prompt_gives_the_same_answer(spec: ClusterSpec) -> None:
     async with opened(spec) as subject:
         first = await ask(subject, FIRST)
         assert await ask(subject, replace(FIRST, id="again")) == first
@@ -77,7 +77,7 @@ async def alone(subject: Cluster, name: str) -> Answer:
     return [(output.tokens[0], output.logprobs[0].chosen) for output in told]
 
 
-async def test_what_the_decode_worker_computed_itself_is_not_taken_for_what_it_is_sent(spec: ClusterSpec) -> None:
+async def test_blocks_of_different_dtypes_are_not_mixed_up(spec: ClusterSpec) -> None:
     async with opened(spec) as subject:
         cold = await ask(subject, FIRST)
         by_itself = await alone(subject, "alone")

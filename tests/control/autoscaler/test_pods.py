@@ -43,7 +43,7 @@ class Asked:
         return self.pods
 
 
-def test_more_pods_come_at_once_and_fewer_after_a_while() -> None:
+def test_pods_are_added_at_once_and_removed_after_the_window() -> None:
     asked = Asked(1)
     assert asked.look(seen(3, READY, STARTING, STARTING)) == 3
     assert asked.look(seen(3)) == 3
@@ -53,7 +53,7 @@ def test_more_pods_come_at_once_and_fewer_after_a_while() -> None:
     assert asked.look(seen(2), after_s=1000) == 2
 
 
-def test_it_says_why() -> None:
+def test_a_change_has_a_reason() -> None:
     rule = Pods((DECODE,), WINDOW_S)
     assert rule.changes(None, {"decode": 0}, 0.0) == [Change("decode", 0, 1, "the cluster starts with them")]
     assert rule.changes(seen(3), {"decode": 1}, 0.0) == [Change("decode", 1, 3, "target is 3 workers")]
@@ -62,7 +62,7 @@ def test_it_says_why() -> None:
     assert change == Change("decode", 3, 2, "the pool has had no more than 2 workers for 31 s")
 
 
-def test_a_worker_that_leaves_keeps_all_pods() -> None:
+def test_no_pod_is_removed_while_a_worker_leaves() -> None:
     asked = Asked(2)
     for _ in range(20):
         assert asked.look(seen(1, READY, DRAINING)) == 2
@@ -70,26 +70,26 @@ def test_a_worker_that_leaves_keeps_all_pods() -> None:
     assert asked.look(seen(1), after_s=WINDOW_S) == 1
 
 
-def test_a_worker_that_starts_and_is_to_leave_again_keeps_all_pods() -> None:
+def test_no_pod_is_removed_while_a_new_worker_drains_again() -> None:
     asked = Asked(2)
     for _ in range(20):
         assert asked.look(seen(1, READY, STARTING)) == 2
 
 
-def test_more_or_fewer_workers_than_there_shall_be_keep_all_pods() -> None:
+def test_no_pod_is_removed_while_the_number_of_workers_differs_from_the_target() -> None:
     for states in ((READY, READY, READY), (READY,)):
         asked = Asked(4)
         assert [asked.look(seen(2, *states)) for _ in range(20)] == [4] * 20
 
 
-def test_a_worker_that_looks_for_a_node_keeps_all_pods() -> None:
+def test_no_pod_is_removed_while_a_worker_waits_for_a_node() -> None:
     asked = Asked(3)
     for state in (STARTING, DEAD):
         for _ in range(20):
             assert asked.look(seen(2, READY, state)) == 3
 
 
-def test_the_one_that_takes_the_place_of_a_worker_whose_pod_goes_brings_no_pod() -> None:
+def test_a_replacement_worker_adds_no_pod() -> None:
     """What the controller does on `diptych leave`: one more is hired, one leaves, and as many are wanted."""
     asked = Asked(2)
     for states in ((READY, STARTING, DRAINING), (READY, STARTING), (READY, READY, DRAINING), (READY, READY)):
@@ -97,14 +97,14 @@ def test_the_one_that_takes_the_place_of_a_worker_whose_pod_goes_brings_no_pod()
             assert asked.look(seen(2, *states)) == 2
 
 
-def test_what_is_wanted_for_a_moment_only_takes_no_pod() -> None:
+def test_a_short_drop_of_the_target_removes_no_pod() -> None:
     asked = Asked(3)
     for _ in range(20):
         assert asked.look(seen(1), after_s=WINDOW_S - 1) == 3
         assert asked.look(seen(2), after_s=WINDOW_S - 1) == 3
 
 
-def test_without_a_gateway_there_is_room_to_begin_and_nothing_goes() -> None:
+def test_without_a_gateway_the_initial_pods_exist_and_none_is_removed() -> None:
     asked = Asked(0, Pods((replace(DECODE, initial=2),), WINDOW_S))
     assert asked.look(None) == 2
     assert asked.look(seen(4, *[READY] * 4)) == 4
@@ -116,21 +116,21 @@ def test_without_a_gateway_there_is_room_to_begin_and_nothing_goes() -> None:
     assert asked.look(seen(1), after_s=WINDOW_S) == 1
 
 
-def test_a_pool_of_which_nothing_is_heard_is_let_alone() -> None:
+def test_a_pool_with_an_unknown_scale_is_not_changed() -> None:
     rule = Pods((DECODE, replace(DECODE, name="prefill")), 0.0)
     view = seen(3)  # of decode
     assert [change.pool for change in rule.changes(view, {"decode": 1, "prefill": 3}, 0.0)] == ["decode"]
     assert rule.changes(view, {}, 0.0) == [], "nor one whose pods are not known"
 
 
-def test_bounds_hold_whatever_is_wanted() -> None:
+def test_bounds_hold_for_any_target() -> None:
     asked = Asked(2, Pods((DECODE,), 0.0))
     assert asked.look(seen(9)) == 4
     assert asked.look(seen(0, DEAD)) == 4, "there is one too many"
     assert asked.look(ClusterView(1, "c", None, (), pools=(PoolView("decode", Role.DECODE, 0, 0, 4),))) == 1
 
 
-def test_pools_that_may_grow_and_how_many_pods_a_worker_takes() -> None:
+def test_scaled_pools_have_their_bounds_and_pods_per_worker() -> None:
     def pool(name: str, replicas: object, **more: object) -> dict[str, object]:
         return {"name": name, "role": "mixed", "replicas": replicas} | more
 
@@ -166,7 +166,7 @@ def view_of(drawn: tuple[int, list[WorkerState]] | None, pool: ScaledPool) -> Cl
 
 
 @given(BOUNDS, st.integers(0, 40), STEPS)
-def test_what_is_written_lies_within_the_bounds_and_goes_where_it_is_wanted(
+def test_every_change_lies_within_the_bounds_and_moves_towards_the_target(
     pool: ScaledPool, pods: int, steps: list[tuple[tuple[int, list[WorkerState]] | None, float]]
 ) -> None:
     asked = Asked(pods, Pods((pool,), WINDOW_S))
@@ -183,7 +183,7 @@ def test_what_is_written_lies_within_the_bounds_and_goes_where_it_is_wanted(
 
 
 @given(BOUNDS, st.integers(0, 40), STEPS, st.integers(0, 8))
-def test_it_comes_to_rest_where_the_workers_are(
+def test_the_number_of_pods_converges_to_the_target(
     pool: ScaledPool, pods: int, steps: list[tuple[tuple[int, list[WorkerState]] | None, float]], wanted: int
 ) -> None:
     asked = Asked(pods, Pods((pool,), WINDOW_S))
@@ -196,7 +196,7 @@ def test_it_comes_to_rest_where_the_workers_are(
 
 
 @given(BOUNDS, st.lists(st.tuples(st.integers(0, 8), st.floats(0, WINDOW_S / 2)), min_size=2, max_size=40))
-def test_a_number_that_swings_takes_no_pod(pool: ScaledPool, swings: list[tuple[int, float]]) -> None:
+def test_an_oscillating_target_removes_no_pod(pool: ScaledPool, swings: list[tuple[int, float]]) -> None:
     """Nothing goes before one number has held for the whole window."""
     asked = Asked(pool.max_workers * pool.pods_per_worker, Pods((pool,), WINDOW_S))
     held_s, last, before = 0.0, None, asked.pods

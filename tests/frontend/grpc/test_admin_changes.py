@@ -94,13 +94,13 @@ async def test_changes_reach_the_operator_with_the_revision(client: AsyncClient,
     ]
 
 
-async def test_the_status_tells_pools_and_decisions(client: AsyncClient) -> None:
+async def test_status_has_pools_and_decisions(client: AsyncClient) -> None:
     found = await client.status()
     assert found.view.pools == (PoolView("prefill", Role.PREFILL, 1, 1, 1), PoolView("decode", Role.DECODE, 2, 1, 4))
     assert found.decisions == (FLIPPED, GROWN)
 
 
-async def test_metrics_count_decisions_and_tell_roles(client: AsyncClient) -> None:
+async def test_metrics_have_decisions_and_roles(client: AsyncClient) -> None:
     lines = (await client.metrics()).splitlines()
     for line in (
         'diptych_elastic_decisions_total{gateway="gateway-0",kind="flip",outcome="done"} 3.0',
@@ -119,7 +119,7 @@ async def test_metrics_count_decisions_and_tell_roles(client: AsyncClient) -> No
         (ControllerAway("the controller does not answer"), "UNAVAILABLE", "NO_CONTROLLER"),
     ],
 )
-async def test_refusals_have_codes_reasons_and_words(
+async def test_refused_changes_have_a_code_a_reason_and_a_message(
     client: AsyncClient, operator: FakeOperator, error: ChangeError, code: str, reason: str
 ) -> None:
     operator.error = error
@@ -129,7 +129,9 @@ async def test_refusals_have_codes_reasons_and_words(
         assert (caught.value.code, caught.value.reason, caught.value.message) == (code, reason, str(error))
 
 
-async def test_bad_changes_are_named_before_anybody_is_asked(client: AsyncClient, operator: FakeOperator) -> None:
+async def test_invalid_changes_are_refused_before_the_operator_is_called(
+    client: AsyncClient, operator: FakeOperator
+) -> None:
     with pytest.raises(DiptychError) as caught:
         await client.drain("decode-0", deadline_s=-1.0)
     assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "deadline")
@@ -185,7 +187,7 @@ def run(endpoint: str, *arguments: str) -> Result:
     return CliRunner().invoke(main, [*arguments, "--endpoint", endpoint])
 
 
-def test_commands_change_the_cluster_and_tell_the_revision(served: tuple[str, FakeOperator]) -> None:
+def test_commands_change_the_cluster_and_print_the_revision(served: tuple[str, FakeOperator]) -> None:
     endpoint, operator = served
     operator.asked.clear()
     told = run(endpoint, "flip", "decode-1", "prefill", "--revision", "9")
@@ -237,7 +239,7 @@ def test_the_status_shows_roles_pools_and_decisions(served: tuple[str, FakeOpera
     }  # fmt: skip
 
 
-async def test_the_status_tells_what_a_worker_waits_for_and_what_was_wrong_last() -> None:
+async def test_status_shows_what_a_worker_waits_for_and_its_last_error() -> None:
     dispatcher, seen = FakeDispatcher(), view(WorkerState.STARTING)
     waiting = structs.replace(seen.workers[1], waits_for="{CPU: 1, decode: 1}", detail="no room for decode-0")
     dispatcher.view = replace(seen, workers=(seen.workers[0], waiting))

@@ -31,7 +31,7 @@ def dispatcher() -> FakeDispatcher:
     return FakeDispatcher(drawn, step_s=0.002)
 
 
-async def test_a_cut_connection_costs_no_token(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_cut_connection_loses_no_token(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     undisturbed = await client.complete("hello", max_tokens=120, seed=7, logprobs=1)
     async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         heard: list[TextDelta] = []
@@ -52,7 +52,7 @@ async def test_a_cut_connection_costs_no_token(client: AsyncClient, dispatcher: 
     assert not dispatcher.running
 
 
-async def test_without_a_seed_a_resumed_answer_is_one_answer(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_resumed_answer_without_a_seed_is_consistent(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         events = []
         async for event in resuming.generate("hello", max_tokens=120, n=2):
@@ -67,7 +67,7 @@ async def test_without_a_seed_a_resumed_answer_is_one_answer(client: AsyncClient
     ]
 
 
-async def test_a_gateway_that_closes_is_followed_to_its_heir(dispatcher: FakeDispatcher) -> None:
+async def test_a_retry_reaches_the_next_gateway_after_a_close(dispatcher: FakeDispatcher) -> None:
     servers = [GrpcServer(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
     first, heir = [await server.open() for server in servers]
     async with relayed(first) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
@@ -81,7 +81,7 @@ async def test_a_gateway_that_closes_is_followed_to_its_heir(dispatcher: FakeDis
     assert answer_of(heard).output.tokens == tuple(drawn(dispatcher.requests[-1])[:120])
 
 
-async def test_an_answer_that_changed_is_said_and_not_mixed(dispatcher: FakeDispatcher, client: AsyncClient) -> None:
+async def test_a_changed_answer_is_an_error_and_never_mixed(dispatcher: FakeDispatcher, client: AsyncClient) -> None:
     async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         events = resuming.generate("hello", max_tokens=60)
         for _ in range(10):
@@ -94,7 +94,7 @@ async def test_an_answer_that_changed_is_said_and_not_mixed(dispatcher: FakeDisp
     assert (caught.value.code, caught.value.reason) == ("DATA_LOSS", "ANSWER_CHANGED")
 
 
-async def test_a_full_gateway_is_waited_out_as_long_as_it_says(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_the_client_waits_as_long_as_a_full_gateway_asks(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("no room", 0.3)
     async with AsyncClient(client.endpoint, retry=QUICK) as patient:
         started_s = asyncio.get_running_loop().time()
@@ -107,14 +107,14 @@ async def test_a_full_gateway_is_waited_out_as_long_as_it_says(client: AsyncClie
     assert len(answer.output.tokens) == 3 and len(dispatcher.requests) == 2
 
 
-async def test_without_retry_the_first_failure_is_told(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_without_retry_the_first_failure_is_raised(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("no room", 0.01)
     with pytest.raises(DiptychError, match="no room"):
         await client.complete("hello")
     assert len(dispatcher.requests) == 1
 
 
-async def test_patience_and_deadline_end(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_retries_end_with_patience_or_deadline(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("no room", 0.01)
     short = Retry(patience_s=0.2, wait_s=0.01, most_wait_s=0.05)
     async with AsyncClient(client.endpoint, retry=short) as patient, asyncio.timeout(5):
@@ -128,7 +128,7 @@ async def test_patience_and_deadline_end(client: AsyncClient, dispatcher: FakeDi
     assert len(dispatcher.requests) == tries + 1
 
 
-async def test_a_batch_asks_again_for_what_is_left(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_batch_retries_only_unfinished_requests(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     answers: dict[int, Answer | DiptychError] = {}
     async with relayed(client.endpoint) as relay, AsyncClient(relay.endpoint, retry=QUICK) as resuming:
         dispatcher.script = lambda request: bytes(request.prompt) * (1 if len(request.prompt) == 1 else 60)
@@ -147,7 +147,9 @@ async def test_an_empty_batch_is_refused_with_and_without_retry(client: AsyncCli
                 await anext(each.batch([]))
 
 
-async def test_status_waits_for_a_server_that_comes(dispatcher: FakeDispatcher, open_client: OpenClient) -> None:
+async def test_status_with_retry_waits_for_a_starting_server(
+    dispatcher: FakeDispatcher, open_client: OpenClient
+) -> None:
     async with relayed("127.0.0.1:1") as relay, AsyncClient(relay.endpoint, retry=QUICK) as patient:
         waiting = asyncio.ensure_future(patient.status())
         while not relay.num_connections:
@@ -156,7 +158,7 @@ async def test_status_waits_for_a_server_that_comes(dispatcher: FakeDispatcher, 
         assert (await waiting).gateway == "gateway-0"
 
 
-def test_a_retry_that_makes_no_sense_is_refused() -> None:
+def test_invalid_retry_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="patience_s is above 0"):
         Retry(patience_s=0.0)
 
@@ -183,7 +185,7 @@ def cut_anyhow(text: str, tokens: list[int], cuts: list[int]) -> list[TextDelta]
 
 
 @given(st.text("abc", min_size=1, max_size=30), st.lists(st.tuples(st.lists(st.integers(1, 30)), st.integers(0, 30))))
-def test_any_pieces_of_any_tries_make_one_answer(text: str, tries: list[tuple[list[int], int]]) -> None:
+def test_any_pieces_of_any_tries_join_to_one_answer(text: str, tries: list[tuple[list[int], int]]) -> None:
     tokens = list(text.encode())
     received, given_out = Received(), []
     for cuts, heard in [*tries, ([], 30)]:

@@ -33,7 +33,7 @@ async def refusal(client: AsyncClient, **options: Any) -> DiptychError:
     return caught.value
 
 
-async def test_each_answer_is_a_request_with_a_seed_of_its_own(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_each_answer_is_a_request_with_its_own_seed(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = by_index
     answer = await client.complete("hello", request_id="r", n=3, seed=11, temperature=0.5)
     assert [output.text for output in answer.outputs] == ["aaaa", "bbbb", "cccc"]
@@ -70,9 +70,7 @@ async def test_usage_counts_the_prompt_once_and_all_answers(client: AsyncClient,
         assert each.ledger.total_ns <= completed.ledger.total_ns and each.mean_logprob is None
 
 
-async def test_deltas_interleave_and_stay_gapless_in_each_answer(
-    client: AsyncClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_deltas_of_answers_interleave_without_gaps(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: bytes([ord("a") + index_of(request)] * 30)
     dispatcher.step_s = 0.001
     events = [event async for event in client.generate("hello", request_id="r", n=4)]
@@ -97,7 +95,7 @@ async def test_whole_answers_equal_streamed_answers(client: AsyncClient, dispatc
     assert list(answer.outputs) == TextDelta.join_each(deltas_of(events))
 
 
-async def test_a_stop_string_ends_one_answer_and_the_others_go_on(
+async def test_a_stop_string_ends_one_answer_and_the_others_continue(
     client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.script = lambda request: b"one END two" if index_of(request) == 1 else b"one two three"
@@ -107,7 +105,9 @@ async def test_a_stop_string_ends_one_answer_and_the_others_go_on(
     assert finishes == [FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH]
 
 
-async def test_best_of_gives_the_likeliest_by_mean_logprob(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_best_of_returns_the_answers_with_the_highest_mean_logprob(
+    client: AsyncClient, dispatcher: FakeDispatcher
+) -> None:
     texts = [b"zzzz", b"mm", b"aaaaaaaa", b"nnnn"]
     dispatcher.script = lambda request: texts[index_of(request)]
     answer = await client.complete("hello", request_id="r", n=2, best_of=4)
@@ -120,9 +120,7 @@ async def test_best_of_gives_the_likeliest_by_mean_logprob(client: AsyncClient, 
     assert (answer.completed.prompt_tokens, answer.accepted.request_id) == (5, "r")
 
 
-async def test_best_of_keeps_the_log_probabilities_that_were_asked_for(
-    client: AsyncClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_best_of_returns_the_requested_logprobs(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     texts = [b"zz", b"mm", b"aa"]
     dispatcher.script = lambda request: texts[index_of(request)]
     answer = await client.complete([1, 2, 3], n=1, best_of=3, logprobs=2, prompt_logprobs=0)
@@ -158,7 +156,7 @@ async def test_prompt_logprobs_come_once_with_the_first_delta(client: AsyncClien
         ({"request_id": "mine#1"}, "request_id", "'#'"),
     ],
 )
-async def test_what_cannot_be_is_refused_before_anything_runs(
+async def test_invalid_numbers_of_answers_are_refused_before_anything_runs(
     client: AsyncClient, dispatcher: FakeDispatcher, options: dict[str, Any], field: str, words: str
 ) -> None:
     error = await refusal(client, **options)
@@ -198,7 +196,7 @@ async def test_cancel_ends_all_answers(client: AsyncClient, dispatcher: FakeDisp
     assert caught.value.code == "CANCELLED"
 
 
-async def test_a_vanished_client_ends_all_answers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_disconnected_client_ends_all_answers(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     async with aclosing(client.generate("hello", n=3, max_tokens=4000)) as events:
         await anext(events)
@@ -230,9 +228,7 @@ async def test_a_batch_of_many_answers_fits_the_gateway(client: AsyncClient) -> 
     assert all(not isinstance(each, DiptychError) and len(each.outputs) == 40 for each in results.values())
 
 
-async def test_a_lagging_client_gets_each_answers_deltas_joined(
-    client: AsyncClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_a_slow_client_gets_joined_deltas_per_answer(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: bytes([ord("a") + index_of(request)] * 2000)
     events = client.generate("hello", n=3, max_tokens=2000, logprobs=20)
     got = [await anext(events)]
@@ -243,7 +239,7 @@ async def test_a_lagging_client_gets_each_answers_deltas_joined(
     assert all(len({*delta.text}) == 1 for delta in deltas_of(got) if delta.text)
 
 
-async def test_an_output_too_large_for_one_message_says_what_to_do(
+async def test_an_output_too_large_for_one_message_is_refused_with_advice(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services, "MAX_MESSAGE_BYTES", 1 << 20)
@@ -261,7 +257,7 @@ async def test_tools_reach_the_template(client: AsyncClient, dispatcher: FakeDis
 
 
 @pytest.mark.parametrize("depth", [500, 100_000])
-async def test_a_tool_that_is_nested_too_deep_is_the_callers_mistake_and_no_word_in_the_log(
+async def test_a_tool_that_is_nested_too_deep_is_invalid_and_logs_nothing(
     client: AsyncClient, caplog: pytest.LogCaptureFixture, depth: int
 ) -> None:
     deep = '{"a":' * depth + "1" + "}" * depth
@@ -274,7 +270,9 @@ async def test_a_tool_that_is_nested_too_deep_is_the_callers_mistake_and_no_word
     assert not caplog.records
 
 
-async def test_every_later_sampling_field_arrives(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_every_further_sampling_field_reaches_the_dispatcher(
+    client: AsyncClient, dispatcher: FakeDispatcher
+) -> None:
     await client.complete(
         "hello",
         presence_penalty=0.5,

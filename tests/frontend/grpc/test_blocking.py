@@ -14,7 +14,7 @@ from diptych.errors import DiptychError
 from diptych.shapes import Shape
 
 
-def test_every_call_answers(endpoint: str) -> None:
+def test_every_call_of_the_blocking_client_works(endpoint: str) -> None:
     with Client(endpoint) as client:
         client.wait_ready(5.0)
         events = list(client.generate("the sea is salty", max_tokens=5))
@@ -34,7 +34,7 @@ def test_every_call_answers(endpoint: str) -> None:
             client.measure("decode-0", Shape(batch=1, context=8))
 
 
-def test_it_has_the_calls_of_the_other_client() -> None:
+def test_both_clients_have_the_same_calls() -> None:
     def public(client: type) -> set[str]:
         return {name for name in vars(client) if not name.startswith("_")}
 
@@ -65,7 +65,7 @@ def test_threads_share_a_client(endpoint: str) -> None:
     assert texts == ["THE SEA"] * 8
 
 
-def test_failures_and_a_closed_client_are_one_error(endpoint: str) -> None:
+def test_failures_and_a_closed_client_raise_the_client_error(endpoint: str) -> None:
     with Client(endpoint) as client, pytest.raises(DiptychError, match="another"):
         client.complete("the sea", model="another")
     client.close()

@@ -60,7 +60,7 @@ async def test_bad_input_names_its_field(
 
 
 @pytest.mark.parametrize(("prompt", "options"), [("a" * 9000, {}), ("a" * 5000, {}), ("hello", {"max_tokens": 4092})])
-async def test_what_does_not_fit_has_a_reason_of_its_own(
+async def test_a_prompt_that_does_not_fit_has_its_own_reason(
     client: AsyncClient, prompt: str, options: dict[str, Any]
 ) -> None:
     assert (await failure(client, prompt, **options)).reason == "TOO_LONG"
@@ -73,13 +73,13 @@ async def test_what_does_not_fit_has_a_reason_of_its_own(
         ([("", "hi")], "prompt.chat.messages[0].role"),
     ],
 )
-async def test_bad_messages_name_their_place(client: AsyncClient, messages: list[Any], field: str) -> None:
+async def test_invalid_chat_messages_have_their_path(client: AsyncClient, messages: list[Any], field: str) -> None:
     with pytest.raises(DiptychError) as caught:
         await anext(client.chat(messages))
     assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", field)
 
 
-async def test_a_prompt_of_too_many_bytes_is_not_even_tokenised(open_client: OpenClient) -> None:
+async def test_a_prompt_of_too_many_bytes_is_not_tokenized(open_client: OpenClient) -> None:
     error = await failure(await open_client(max_prompt_bytes=10), "a" * 11)
     assert error.field == "prompt" and "11 bytes" in str(error)
 
@@ -91,7 +91,7 @@ async def test_unknown_model(client: AsyncClient) -> None:
     assert (await client.complete("hello", model="bytes", max_tokens=1)).text == "a"
 
 
-async def test_one_id_runs_once(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_duplicate_id_is_refused(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     events = client.generate("hello", request_id="mine", max_tokens=4000)
     await anext(events)
@@ -99,7 +99,7 @@ async def test_one_id_runs_once(client: AsyncClient, dispatcher: FakeDispatcher)
     await events.aclose()
 
 
-async def test_a_full_gateway_says_when_to_come_back(open_client: OpenClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_full_gateway_returns_a_retry_time(open_client: OpenClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     client = await open_client(max_requests=1)
     events = client.generate("hello", max_tokens=4000)
@@ -149,7 +149,7 @@ async def test_the_deadline_reaches_the_dispatcher(client: AsyncClient, dispatch
 
 
 @pytest.mark.parametrize(("left_s", "expected_s"), [(10.0, 9.95), (0.2, 0.18), (0.0, 0.0), (None, None)])
-def test_the_dispatchers_deadline_is_a_little_early(left_s: float | None, expected_s: float | None) -> None:
+def test_the_dispatcher_gets_a_slightly_earlier_deadline(left_s: float | None, expected_s: float | None) -> None:
     """So that the answer which names the phase still reaches the client."""
     context = SimpleNamespace(time_remaining=lambda: left_s)
     assert deadline_of(context) == expected_s  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ async def test_a_call_past_its_deadline_is_cancelled(client: AsyncClient, dispat
     assert error.code == "DEADLINE_EXCEEDED"
 
 
-async def test_the_unexpected_is_logged_under_the_id_the_client_sees(
+async def test_unexpected_errors_are_logged_with_the_id_that_the_client_gets(
     client: AsyncClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     dispatcher.error = ZeroDivisionError("secret detail")
@@ -173,7 +173,7 @@ async def test_the_unexpected_is_logged_under_the_id_the_client_sees(
 
 
 @pytest.mark.parametrize("given", ["mine", ""])
-async def test_the_unexpected_is_logged_under_the_id_of_its_request(
+async def test_unexpected_errors_are_logged_with_the_request_id(
     client: AsyncClient, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture, given: str
 ) -> None:
     dispatcher.error = ZeroDivisionError("secret detail")
@@ -187,14 +187,14 @@ async def test_the_unexpected_is_logged_under_the_id_of_its_request(
     assert named[0] == given or named[0].startswith("req-")
 
 
-async def test_nobody_at_the_endpoint_is_one_clear_sentence() -> None:
+async def test_an_unreachable_endpoint_is_one_clear_error() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         error = await failure(client)
     assert error.code == "UNAVAILABLE"
     assert error.message.startswith("nothing answers at 127.0.0.1:1")
 
 
-async def test_a_port_in_use_is_an_oserror_that_says_so(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_port_in_use_raises_a_clear_oserror(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     port = int(client.endpoint.rpartition(":")[2])
     server = GrpcServer(gateway_context(dispatcher, grpc_port=port), ByteTokenizer)
     with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"):
@@ -228,7 +228,7 @@ async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]
         await server.stop(None)
 
 
-async def test_a_call_that_is_dropped_may_be_tried_again(dispatcher: FakeDispatcher) -> None:
+async def test_a_dropped_call_may_be_retried(dispatcher: FakeDispatcher) -> None:
     async with dropping(dispatcher, 1) as endpoint, AsyncClient(endpoint) as client:
         error = await failure(client)
         assert error.code == "UNAVAILABLE" and endpoint in error.message and "it may be shutting down" in error.message
@@ -236,7 +236,7 @@ async def test_a_call_that_is_dropped_may_be_tried_again(dispatcher: FakeDispatc
         assert (await client.complete("hello", max_tokens=3)).completed.completion_tokens == 3
 
 
-async def test_a_request_that_is_cancelled_by_its_id_is_not(dispatcher: FakeDispatcher) -> None:
+async def test_a_request_that_was_cancelled_by_its_id_is_not_retried(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     async with dropping(dispatcher, 0) as endpoint, AsyncClient(endpoint, retry=Retry()) as client:
         asked = asyncio.ensure_future(failure(client, request_id="mine"))

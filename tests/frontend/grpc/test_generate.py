@@ -41,7 +41,7 @@ async def test_events_come_in_order_with_gapless_positions(client: AsyncClient) 
     assert "".join(delta.text for delta in deltas) == ("abcdefghijklmnopqrstuvwxyz" * 4)[:100]
 
 
-async def test_the_end_tells_usage_ledger_and_hand_off(client: AsyncClient) -> None:
+async def test_completed_has_usage_ledger_and_handoff(client: AsyncClient) -> None:
     answer = await client.complete("hello", max_tokens=10)
     completed = answer.completed
     assert (completed.prompt_tokens, completed.completion_tokens, completed.cached_tokens) == (5, 10, 16)
@@ -87,7 +87,7 @@ async def test_every_sampling_field_arrives(client: AsyncClient, dispatcher: Fak
     assert request.sampling == SamplingParams(0.7, 40, 0.9, 0.1, 1.1, 2**64 - 1, 9, 2, ("x", "y"), (200,), True, 3)
 
 
-async def test_what_is_not_said_is_decided_by_the_gateway(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_the_gateway_fills_in_missing_fields(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     for _ in range(2):
         await client.complete("hello")
     first, second = (request.sampling for request in dispatcher.requests)
@@ -103,7 +103,7 @@ async def test_chat_goes_through_the_template(client: AsyncClient, dispatcher: F
     assert bytes(dispatcher.requests[0].prompt) == b"<system>Be kind.\n<user>Hi\n"
 
 
-async def test_stop_string_ends_the_answer_and_the_books_balance(
+async def test_a_stop_string_ends_the_answer_and_frees_everything(
     client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     answer = await client.complete("hello", max_tokens=1000, stop=["hij"])
@@ -114,16 +114,14 @@ async def test_stop_string_ends_the_answer_and_the_books_balance(
     assert not dispatcher.running
 
 
-async def test_tokens_behind_the_stop_in_one_bundle_are_dropped(
-    client: AsyncClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_tokens_after_the_stop_in_one_bundle_are_dropped(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.chunk = 8
     answer = await client.complete("hello", max_tokens=16, stop=["lm"])
     assert answer.text == "abcdefghijk"
     assert (answer.completed.finish, answer.completed.completion_tokens) == (FinishReason.STOP, 13)
 
 
-async def test_characters_arrive_whole(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_only_whole_characters_are_sent(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     text = "shells 🐚🐚 and ñandúes"
     dispatcher.script = lambda request: text.encode()
     events = [event async for event in client.generate("hello", max_tokens=100)]
@@ -166,7 +164,7 @@ async def test_closing_the_iterator_cancels_the_request(client: AsyncClient, dis
     await until(lambda: not dispatcher.running)
 
 
-async def test_a_vanished_client_cancels_its_requests(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_disconnected_client_cancels_its_requests(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     events = client.generate("hello", max_tokens=4000)
     await anext(events)
@@ -182,7 +180,7 @@ async def test_leaving_a_batch_cancels_all_of_it(client: AsyncClient, dispatcher
     await until(lambda: not dispatcher.running)
 
 
-async def test_a_lagging_client_gets_joined_messages_and_holds_nobody_up(
+async def test_a_slow_client_gets_joined_messages_and_delays_no_other(
     client: AsyncClient, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.script = lambda request: b"x" * 4000
@@ -198,7 +196,7 @@ async def test_a_lagging_client_gets_joined_messages_and_holds_nobody_up(
     assert all(len(delta.logprobs) == len(delta.tokens) for delta in deltas)
 
 
-async def test_64_streams_at_once_keep_apart(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_64_concurrent_streams_get_their_own_tokens(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: bytes(request.prompt) * 50
     answers = await asyncio.gather(
         *(client.complete(f"p{index:02}", request_id=f"r{index}", max_tokens=150) for index in range(64))
@@ -218,7 +216,7 @@ async def test_status_shows_workers_links_and_load(client: AsyncClient, dispatch
     await events.aclose()
 
 
-async def test_long_prompts_are_encoded_beside_the_loop(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_long_prompts_are_encoded_outside_the_event_loop(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.view = replace(dispatcher.view, workers=())
     assert (await client.complete("a" * 8000, max_tokens=4)).completed.prompt_tokens == 8000
 
@@ -250,7 +248,7 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_encoded(dispatcher
     assert gateway.active == 0 and not dispatcher.requests
 
 
-async def test_seed_is_kept_when_given(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_a_given_seed_is_used(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     def only(request: Request) -> bytes:
         assert request.sampling.seed == 0
         return b"ok"
@@ -259,7 +257,7 @@ async def test_seed_is_kept_when_given(client: AsyncClient, dispatcher: FakeDisp
     assert (await client.complete("hello", seed=0)).text == "ok"
 
 
-async def test_a_caller_cancelled_at_the_very_end_leaves_no_place_taken(dispatcher: FakeDispatcher) -> None:
+async def test_a_caller_cancelled_at_the_very_end_frees_its_place(dispatcher: FakeDispatcher) -> None:
     gateway = Gateway(gateway_context(dispatcher), ByteTokenizer())
     events = gateway.generate(TextPrompt("hello"), SamplingParams(max_tokens=1))
     while not isinstance(await anext(events), Completed):

@@ -25,9 +25,7 @@ async def ends(reader: asyncio.StreamReader) -> None:
             pass
 
 
-async def test_a_connection_that_says_nothing_is_closed(
-    open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_connection_is_closed(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "OPENING_S", 0.2)
     client = await open_client()
     reader, writer = await connected(client)
@@ -36,7 +34,7 @@ async def test_a_connection_that_says_nothing_is_closed(
     assert (await client.complete("hello", max_tokens=1)).text == "a"
 
 
-async def test_an_idle_connection_is_closed_and_its_client_connects_again(
+async def test_an_idle_connection_is_closed_and_its_client_reconnects(
     open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "IDLE_S", 0.2)
@@ -50,7 +48,7 @@ async def test_an_idle_connection_is_closed_and_its_client_connects_again(
     writer.close()
 
 
-async def test_connections_above_the_bound_are_closed(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_above_the_limit_are_closed(open_client: OpenClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     client = await open_client()
     assert (await client.complete("hello", max_tokens=1)).text == "a"
@@ -62,7 +60,7 @@ async def test_connections_above_the_bound_are_closed(open_client: OpenClient, m
         writer.close()
 
 
-async def test_a_request_above_the_bound_says_what_to_do(client: AsyncClient) -> None:
+async def test_a_request_that_is_too_large_is_refused_with_advice(client: AsyncClient) -> None:
     with pytest.raises(DiptychError, match="at most 16 MiB; send a shorter prompt, or a batch in parts") as refused:
         await client.complete("a" * (MAX_REQUEST_BYTES + 1))
     assert refused.value.code == "RESOURCE_EXHAUSTED"

@@ -47,7 +47,7 @@ async def test_an_unknown_service_is_not_found(client: AsyncClient) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDispatcher) -> None:
+async def test_a_health_watch_gets_each_change_and_the_end(dispatcher: FakeDispatcher) -> None:
     server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
     endpoint = await server.open()
     async with grpc.aio.insecure_channel(endpoint) as channel:
@@ -64,7 +64,7 @@ async def test_watching_health_tells_each_change_and_the_end(dispatcher: FakeDis
             await closing
 
 
-async def test_a_watcher_is_told_of_a_close_during_a_write(dispatcher: FakeDispatcher) -> None:
+async def test_a_health_watch_notices_a_close_during_a_write(dispatcher: FakeDispatcher) -> None:
     service = HealthService(dispatcher, (INFERENCE,), (ADMIN,))
     statuses: list[int] = []
 
@@ -96,7 +96,7 @@ async def test_reflection_lists_the_services(client: AsyncClient) -> None:
     assert {INFERENCE, ADMIN, "grpc.health.v1.Health"} <= names
 
 
-async def test_reflection_v1_answers_in_its_own_messages(client: AsyncClient) -> None:
+async def test_reflection_v1_has_its_own_messages(client: AsyncClient) -> None:
     """As clients ask who know nothing of v1alpha; what they are told describes v1 itself."""
     pool = descriptor_pool.DescriptorPool()
     asked = [{"fileContainingSymbol": V1}, {"listServices": ""}, {"fileContainingSymbol": INFERENCE}]
@@ -115,7 +115,7 @@ async def test_reflection_v1_answers_in_its_own_messages(client: AsyncClient) ->
     assert inference.file_descriptor_response.file_descriptor_proto
 
 
-async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> None:
+async def test_close_lets_running_requests_finish(dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.02
     server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
     async with AsyncClient(await server.open()) as client:
@@ -130,7 +130,7 @@ async def test_close_lets_running_requests_end(dispatcher: FakeDispatcher) -> No
         assert caught.value.code == "UNAVAILABLE"
 
 
-async def test_a_client_of_several_gateways_does_not_notice_that_one_closes(dispatcher: FakeDispatcher) -> None:
+async def test_a_client_of_several_gateways_survives_the_close_of_one(dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.01
     servers = [GrpcServer(gateway_context(dispatcher), ByteTokenizer) for _ in range(2)]
     addresses = ",".join([await server.open() for server in servers])
@@ -146,7 +146,7 @@ async def test_a_client_of_several_gateways_does_not_notice_that_one_closes(disp
     await servers[1].close(0.0)
 
 
-async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) -> None:
+async def test_close_cancels_requests_after_the_grace_period(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
     async with AsyncClient(await server.open()) as client:
@@ -157,5 +157,5 @@ async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher) ->
         assert not dispatcher.running
 
 
-def test_the_factory_travels_by_name() -> None:
+def test_the_server_factory_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(open_servers)) is open_servers

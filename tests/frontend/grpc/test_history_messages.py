@@ -31,14 +31,14 @@ RECENTS = st.builds(
 
 @settings(deadline=None, max_examples=30)
 @given(WINDOWS)
-def test_windows_survive_the_wire(window: Window) -> None:
+def test_windows_survive_encoding(window: Window) -> None:
     sent = [page.SerializeToString() for page in trace_pages(window, "gateway-0")]
     assert window_from(map(admin_pb2.TracePage.FromString, sent)) == window
 
 
 @settings(deadline=None, max_examples=30)
 @given(RECENTS)
-def test_the_recent_survives_the_wire(recent: Recent) -> None:
+def test_recent_events_survive_encoding(recent: Recent) -> None:
     status = ClusterStatus(ClusterView(1, "llm", None, ()), "gateway-0", 1, 8, recent=recent)
     message = admin_pb2.GetClusterResponse.FromString(status.message().SerializeToString())
     assert ClusterStatus.read(message) == status

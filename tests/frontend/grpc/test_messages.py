@@ -49,12 +49,12 @@ EVENTS = st.one_of(
 
 
 @given(EVENTS)
-def test_events_survive_the_wire(event: TextEvent) -> None:
+def test_events_survive_encoding(event: TextEvent) -> None:
     message = event_message(event)
     assert events_from(type(message).FromString(message.SerializeToString())) == [event]
 
 
-def test_committed_stubs_are_what_the_schema_makes(tmp_path: Path) -> None:
+def test_committed_stubs_match_the_schema(tmp_path: Path) -> None:
     if find_spec("grpc_tools") is None:  # looked for, not loaded: see generate_stubs
         pytest.skip("grpcio-tools is not installed")
     made = generate(tmp_path)

@@ -45,7 +45,7 @@ def long_request(request_id: str, num_answers: int = 1, max_tokens: int = TOKENS
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateBatch"])
-async def test_a_client_that_reads_nothing_loses_its_request_and_nothing_is_left(
+async def test_the_request_of_a_client_that_reads_nothing_is_ended(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sender, "SEND_S", 0.2)

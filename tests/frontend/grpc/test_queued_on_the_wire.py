@@ -48,22 +48,20 @@ async def test_queued_comes_before_accepted_with_its_predictions(client: AsyncCl
     assert answer.queued == Queued("other", 2, 1.5, 2.25, QUEUED.reason) and answer.text == "abc"
 
 
-async def test_each_of_several_answers_tells_of_its_own_place(client: AsyncClient) -> None:
+async def test_each_of_several_answers_has_its_own_queue_position(client: AsyncClient) -> None:
     events = [event async for event in client.generate("hello", request_id="mine", n=2, max_tokens=1)]
     queued = [event for event in events if isinstance(event, Queued)]
     assert sorted((event.request_id, event.index) for event in queued) == [("mine", 0), ("mine", 1)]
 
 
-async def test_no_place_to_wait_is_told_with_the_time_to_come_again(
-    client: AsyncClient, dispatcher: FakeDispatcher
-) -> None:
+async def test_a_full_queue_is_refused_with_a_retry_time(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("the queue of class 'batch' is full (8 of 8); try again", 7.5, "queue-full")
     with pytest.raises(DiptychError) as refused:
         await client.complete("hello", max_tokens=3)
     assert refused.value.code == "RESOURCE_EXHAUSTED" and refused.value.retry_after_s == 7.5
 
 
-async def test_an_unknown_class_is_refused_with_those_there_are(client: AsyncClient) -> None:
+async def test_an_unknown_class_is_refused_with_the_known_ones(client: AsyncClient) -> None:
     with pytest.raises(DiptychError, match="'premium'; the classes are interactive") as refused:
         await client.complete("hello", slo=SLO(class_name="premium"), max_tokens=3)
     assert (refused.value.code, refused.value.field) == ("INVALID_ARGUMENT", "slo.class_name")
@@ -87,7 +85,7 @@ def endpoint() -> Iterator[str]:
     loop.close()
 
 
-def test_the_command_line_says_why_nothing_comes_yet(endpoint: str) -> None:
+def test_the_command_line_prints_why_a_request_is_queued(endpoint: str) -> None:
     result = CliRunner().invoke(main, ["generate", "--raw", "hello", "--max-tokens", "3", "--endpoint", endpoint])
     assert result.stdout == "abc\n"
     assert result.stderr.strip() == (

@@ -63,7 +63,7 @@ def test_the_wheel_has_the_client_its_types_and_the_generated_code(wheel: Path) 
     assert "diptych/client.py" in sources and "diptych/v1/inference_pb2_grpc.py" in sources
 
 
-def test_it_asks_a_server_from_a_project_with_packages_of_our_names(wheel: Path, project: Path, endpoint: str) -> None:
+def test_the_client_works_beside_packages_with_the_same_names(wheel: Path, project: Path, endpoint: str) -> None:
     site = project / "site"
     zipfile.ZipFile(wheel).extractall(site)
     environment = {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{site}"}
@@ -77,7 +77,7 @@ def test_it_asks_a_server_from_a_project_with_packages_of_our_names(wheel: Path,
     assert refused == "INVALID_ARGUMENT prompt.text" and heavy == "[]"
 
 
-def test_the_generated_code_works_alone(project: Path, endpoint: str) -> None:
+def test_the_generated_code_needs_no_other_package(project: Path, endpoint: str) -> None:
     asking = """
 import sys, grpc
 from diptych.v1 import inference_pb2, inference_pb2_grpc

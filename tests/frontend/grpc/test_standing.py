@@ -42,7 +42,7 @@ STANDINGS = st.builds(
 
 @settings(deadline=None)
 @given(STANDINGS)
-def test_standings_survive_the_wire(standing: SLOAttainment) -> None:
+def test_slo_attainment_survives_encoding(standing: SLOAttainment) -> None:
     message = ATTAINMENT.encode(standing)
     assert ATTAINMENT.decode(type(message).FromString(message.SerializeToString())) == standing
 
@@ -73,7 +73,7 @@ async def test_tenant_and_slo_reach_the_dispatcher(client: AsyncClient, dispatch
         (None, "t" * 129, "tenant", "at most 128 visible ASCII characters"),
     ],
 )
-async def test_what_no_promise_can_be_is_refused_by_its_field(
+async def test_an_invalid_slo_is_refused_with_its_field(
     client: AsyncClient, dispatcher: FakeDispatcher, slo: SLO | None, tenant: str, field: str, words: str
 ) -> None:
     with pytest.raises(DiptychError, match=words) as caught:
@@ -82,7 +82,7 @@ async def test_what_no_promise_can_be_is_refused_by_its_field(
     assert dispatcher.requests == []
 
 
-async def test_requests_that_the_server_turns_away_are_counted(
+async def test_requests_that_the_server_refuses_are_counted(
     open_client: OpenClient, dispatcher: FakeDispatcher
 ) -> None:
     client, dispatcher.hold = await open_client(max_requests=1), asyncio.Event()
@@ -95,7 +95,7 @@ async def test_requests_that_the_server_turns_away_are_counted(
     assert [(score.name, score.requests) for score in told.classes] == [("batch", 1)]
 
 
-async def test_metrics_come_as_prometheus_reads_them(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
+async def test_metrics_are_in_prometheus_text_format(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.count_refusal("batch", "no-room")
     lines = (await client.metrics()).splitlines()
     assert 'diptych_refused_total{gateway="gateway-0",reason="no-room"} 1.0' in lines
@@ -133,7 +133,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-def test_status_tells_how_promises_were_kept(served: tuple[str, FakeDispatcher]) -> None:
+def test_status_has_slo_attainment(served: tuple[str, FakeDispatcher]) -> None:
     shown = run("status", "--endpoint", served[0]).stdout
     row = next(line.split() for line in shown.splitlines() if " fast " in line)
     assert row == ["fast", "2", *["100.0%", "of", "1"], *["0.0%", "of", "1"], *["0.0%", "of", "1"],
@@ -150,7 +150,7 @@ def test_status_as_json_has_the_scores(served: tuple[str, FakeDispatcher]) -> No
     assert told["refused"]["queue-full"] == 1 and told["lengths"]["error_tokens"] == 12.0
 
 
-def test_status_and_top_tell_how_many_wait_in_the_gateway(served: tuple[str, FakeDispatcher]) -> None:
+def test_status_and_top_show_the_queued_requests(served: tuple[str, FakeDispatcher]) -> None:
     served[1].queued = 3
     try:
         assert "gateway-0: 0 of at most 256 requests, 3 of them queued" in run("status", "--endpoint", served[0]).stdout
@@ -167,7 +167,7 @@ def test_status_prints_metrics(served: tuple[str, FakeDispatcher]) -> None:
     assert shown.startswith("# HELP diptych_requests_total") and shown.endswith("\n")
 
 
-def test_promises_and_tenants_are_asked_for_on_the_command_line(served: tuple[str, FakeDispatcher]) -> None:
+def test_the_command_line_sends_slo_and_tenant(served: tuple[str, FakeDispatcher]) -> None:
     promises = ("--ttft", "1.5", "--tpot", "0.1", "--slo-class", "fast", "--tenant", "alice")
     result = run("generate", "hi", "--endpoint", served[0], "--max-tokens", "2", *promises, "--json")
     assert result.exit_code == 0

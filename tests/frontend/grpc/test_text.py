@@ -48,7 +48,7 @@ def test_streamed_text_is_the_full_text_cut_at_the_stop(text: str, stops: list[s
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(1, 7), max_size=40))
-def test_a_stop_string_that_is_wanted_ends_the_text(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_an_included_stop_string_ends_the_text(text: str, stops: list[str], sizes: list[int]) -> None:
     stream = TextStream(ByteDetokenizer(), SamplingParams(stop=tuple(stops), include_stop_in_output=True))
     got = "".join(delta.text for delta in run(stream, cut_into(text.encode(), sizes)))
     ends = [start + len(stop) for stop in stops for start in range(len(text)) if text.startswith(stop, start)]
@@ -57,9 +57,7 @@ def test_a_stop_string_that_is_wanted_ends_the_text(text: str, stops: list[str],
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(1, 7), max_size=40))
-def test_nothing_given_out_is_taken_back_and_only_a_possible_stop_is_held(
-    text: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_only_a_possible_stop_string_is_held_back(text: str, stops: list[str], sizes: list[int]) -> None:
     stream = TextStream(ByteDetokenizer(), SamplingParams(stop=tuple(stops)))
     given, position = "", 0
     for piece in cut_into(text.encode(), sizes):
@@ -103,14 +101,14 @@ def test_tokens_end_where_the_stop_string_was_complete(text: str, stops: list[st
 
 
 @given(LETTERS, st.lists(st.integers(1, 3), max_size=60))
-def test_half_characters_are_never_given(text: str, sizes: list[int]) -> None:
+def test_incomplete_characters_are_never_sent(text: str, sizes: list[int]) -> None:
     stream = TextStream(ByteDetokenizer(), SamplingParams())
     deltas = run(stream, cut_into(text.encode(), sizes))
     assert all("�" not in delta.text for delta in deltas)
     assert "".join(delta.text for delta in deltas) == text
 
 
-def test_a_held_back_beginning_comes_once_it_cannot_become_a_stop() -> None:
+def test_held_back_text_is_sent_once_it_cannot_become_a_stop_string() -> None:
     stops = StopStrings(["END."])
     assert stops.push("the EN") == ("the ", False)
     assert stops.push("D") == ("", False)
@@ -118,7 +116,7 @@ def test_a_held_back_beginning_comes_once_it_cannot_become_a_stop() -> None:
     assert stops.flush() == ""
 
 
-def test_what_is_held_back_at_the_end_is_text() -> None:
+def test_text_that_is_held_back_at_the_end_is_sent() -> None:
     stops = StopStrings(["END."])
     assert stops.push("the END") == ("the ", False)
     assert stops.flush() == "END"
@@ -129,12 +127,12 @@ def test_a_stop_token_has_no_text() -> None:
     assert [(delta.text, delta.tokens) for delta in run(stream, [b"ok", b"!"])] == [("ok", (111, 107)), ("", (33,))]
 
 
-def test_a_stop_token_has_its_text_when_stops_are_wanted() -> None:
+def test_an_included_stop_token_has_its_text() -> None:
     sampling = SamplingParams(stop_token_ids=(ord("!"),), include_stop_in_output=True)
     assert "".join(delta.text for delta in run(TextStream(ByteDetokenizer(), sampling), [b"ok", b"!"])) == "ok!"
 
 
-def test_deltas_of_several_answers_join_each_for_itself() -> None:
+def test_deltas_are_joined_per_answer() -> None:
     deltas = [TextDelta("a", (1,), 0, index=1), TextDelta("x", (2,), 0), TextDelta("b", (3,), 1, index=1)]
     assert TextDelta.join_each(deltas) == [TextDelta("x", (2,), 0), TextDelta("ab", (1, 3), 0, index=1)]
 

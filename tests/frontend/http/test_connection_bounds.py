@@ -74,7 +74,7 @@ async def head_of(reader: asyncio.StreamReader) -> bytes:
         return await reader.readuntil(b"\r\n\r\n")
 
 
-async def test_bodies_that_have_not_arrived_take_no_requests_place(dispatcher: FakeDispatcher) -> None:
+async def test_incomplete_bodies_do_not_count_as_requests(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher) as (there, servers):
         http_server, url = http_server_of(servers), servers.http_url
         http_server._requests._max_requests = 1
@@ -84,7 +84,7 @@ async def test_bodies_that_have_not_arrived_take_no_requests_place(dispatcher: F
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n"], ids=["new", "after a request"])
-async def test_headers_that_do_not_end_are_given_up_however_often_a_byte_comes(
+async def test_headers_that_never_end_are_aborted(
     there: Clients, monkeypatch: pytest.MonkeyPatch, before: bytes
 ) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.2)
@@ -114,7 +114,7 @@ async def test_an_idle_connection_is_closed_after_its_last_answer(
         assert (await rest(reader)).startswith(b"HTTP/1.1 200")
 
 
-async def test_the_bound_on_headers_cuts_no_request_that_runs(
+async def test_the_header_timeout_cancels_no_running_request(
     there: Clients, dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HEADERS_S", 0.1)
@@ -135,7 +135,7 @@ async def test_a_refused_body_is_read_for_a_bounded_time(there: Clients, monkeyp
                 await asyncio.sleep(0.01)
 
 
-async def test_after_a_refused_body_the_connection_serves_on(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_continues_after_a_refused_body(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", len(BODY))
     async with raw(str(there.http.base_url).rstrip("/"), head(100_000)) as (reader, writer):
         assert b" 413 " in await head_of(reader)
@@ -143,7 +143,7 @@ async def test_after_a_refused_body_the_connection_serves_on(there: Clients, mon
         assert b"HTTP/1.1 200" in await rest(reader)
 
 
-async def test_one_address_has_a_bounded_number_of_connections_and_others_have_theirs(
+async def test_connections_are_limited_per_address(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_ADDRESS", 2)
@@ -160,9 +160,7 @@ async def test_one_address_has_a_bounded_number_of_connections_and_others_have_t
 
 
 @pytest.mark.parametrize(("most", "open_files"), [(8, 1 << 20), (4096, 16)], ids=["constant", "open files"])
-def test_all_addresses_together_have_a_bounded_number(
-    monkeypatch: pytest.MonkeyPatch, most: int, open_files: int
-) -> None:
+def test_connections_are_limited_in_all(monkeypatch: pytest.MonkeyPatch, most: int, open_files: int) -> None:
     monkeypatch.setattr(listener, "MAX_CONNECTIONS", most)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (open_files, open_files))
     opened = listener.listen("127.0.0.1", 0)
@@ -178,7 +176,7 @@ def test_all_addresses_together_have_a_bounded_number(
     assert opened.num_open == 0
 
 
-async def test_a_tls_handshake_that_never_comes_counts(
+async def test_an_unfinished_tls_handshake_counts_as_a_connection(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(listener, "MAX_CONNECTIONS_PER_ADDRESS", 1)
@@ -191,7 +189,7 @@ async def test_a_tls_handshake_that_never_comes_counts(
 
 
 @pytest.mark.parametrize("method", ["POST", "GET"])
-async def test_two_lengths_are_refused_and_nothing_behind_them_is_read(
+async def test_two_body_lengths_are_refused_and_the_rest_is_not_read(
     there: Clients, dispatcher: FakeDispatcher, method: str
 ) -> None:
     first = head(4, "transfer-encoding: chunked").replace(b"POST", method.encode())
@@ -217,7 +215,7 @@ async def test_compressed_bodies_are_refused_by_name(there: Clients, encoding: s
     ("bound", "crowded"),
     [("MAX_UNREAD_BYTES_PER_ADDRESS", {STRANGER: True, "127.0.0.3": False}), ("MAX_UNREAD_BYTES", {"127.0.0.3": True})],
 )
-async def test_bodies_that_have_not_arrived_have_bounded_memory(
+async def test_incomplete_bodies_have_a_memory_limit(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, bound: str, crowded: dict[str, bool]
 ) -> None:
     monkeypatch.setattr(body_reader, "FREE_BYTES", len(BODY))
@@ -237,7 +235,7 @@ async def test_bodies_that_have_not_arrived_have_bounded_memory(
         await until(lambda: not unread)
 
 
-async def test_a_large_body_is_not_kept_while_its_answer_is_made(dispatcher: FakeDispatcher) -> None:
+async def test_a_large_body_is_freed_before_the_answer(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     size = 4 << 20
     async with opened(dispatcher) as (there, servers):
@@ -256,7 +254,7 @@ async def test_a_large_body_is_not_kept_while_its_answer_is_made(dispatcher: Fak
                 tracemalloc.stop()
 
 
-async def test_a_client_that_takes_no_answers_to_probes_is_let_go(
+async def test_a_client_that_reads_no_probe_responses_is_disconnected(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "SEND_S", 0.1)

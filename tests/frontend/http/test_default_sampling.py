@@ -27,7 +27,7 @@ def drawn_with(sampling: SamplingParams) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in RECOMMENDED}
 
 
-async def test_both_servers_draw_as_recommended_where_a_request_says_nothing(dispatcher: FakeDispatcher) -> None:
+async def test_both_servers_use_the_recommended_sampling_by_default(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher, model=LEARNED) as (there, _):
         await there.grpc.complete("hello", max_tokens=1)
         _ = [event async for event in there.grpc.chat(CHAT, max_tokens=1)]
@@ -39,7 +39,7 @@ async def test_both_servers_draw_as_recommended_where_a_request_says_nothing(dis
     assert [drawn_with(request.sampling) for request in dispatcher.requests] == [RECOMMENDED] * 4
 
 
-async def test_what_a_request_says_wins_and_the_rest_stays_as_recommended(dispatcher: FakeDispatcher) -> None:
+async def test_request_fields_override_the_recommended_sampling(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher, model=LEARNED) as (there, _):
         await there.grpc.complete("hello", max_tokens=1, temperature=0.0, top_k=0)
         body = {"prompt": "hello", "max_tokens": 1, "temperature": 0, "top_k": -1}
@@ -48,16 +48,14 @@ async def test_what_a_request_says_wins_and_the_rest_stays_as_recommended(dispat
     assert [drawn_with(request.sampling) for request in dispatcher.requests] == [said] * 2
 
 
-async def test_the_list_of_models_tells_the_defaults(dispatcher: FakeDispatcher) -> None:
+async def test_the_list_of_models_has_the_default_sampling(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher, model=LEARNED) as (there, _):
         (model,) = (await there.http.get("/v1/models")).json()["data"]
     assert model["default_sampling_params"] == RECOMMENDED
 
 
 @pytest.mark.parametrize("said", [{}, {"temperature": 1.5}])
-async def test_a_folders_generation_config_reaches_the_draws_of_real_workers(
-    tmp_path: Path, said: dict[str, float]
-) -> None:
+async def test_generation_config_sets_the_sampling_of_real_workers(tmp_path: Path, said: dict[str, float]) -> None:
     folder = write_tiny_llama(tmp_path / "tiny")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **RECOMMENDED}))
     shared = SharedMemory()

@@ -37,14 +37,14 @@ async def streamed(there: Clients, **change: Any) -> dict[int, dict[str, Any]]:
     return joined
 
 
-async def test_an_answer_begins_with_its_prompt_streamed_or_not(there: Clients) -> None:
+async def test_an_echoed_answer_begins_with_its_prompt(there: Clients) -> None:
     [plain] = await choices(there, seed=1)
     [echoed] = await choices(there, seed=1, echo=True)
     assert echoed == plain | {"text": TEXT + plain["text"]}
     assert (await streamed(there, seed=1, extra_body={"echo": True}))[0]["text"] == TEXT + plain["text"]
 
 
-async def test_each_of_several_prompts_and_answers_has_its_own(there: Clients) -> None:
+async def test_each_answer_echoes_its_own_prompt(there: Clients) -> None:
     prompts = ["one", "twofold"]
     plain = await choices(there, prompt=prompts, n=2, seed=1)
     told = await choices(there, prompt=prompts, n=2, seed=1, echo=True)
@@ -55,15 +55,13 @@ async def test_each_of_several_prompts_and_answers_has_its_own(there: Clients) -
     assert all(len(joined[place]["ends"]) == 1 for place in range(4))
 
 
-async def test_token_ids_are_told_as_their_text(there: Clients) -> None:
+async def test_token_ids_are_echoed_as_text(there: Clients) -> None:
     [told] = await choices(there, prompt=TOKENS, echo=True)
     assert told["text"].startswith(TEXT)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_with_log_probabilities_the_prompts_tokens_have_theirs(
-    there: Clients, dispatcher: FakeDispatcher, n: int
-) -> None:
+async def test_echo_with_logprobs_has_those_of_the_prompt(there: Clients, dispatcher: FakeDispatcher, n: int) -> None:
     for choice in await choices(there, echo=True, logprobs=2, n=n):
         told = choice["logprobs"]
         assert told["tokens"][: len(TOKENS)] == list(TEXT) and len(told["tokens"]) == len(TOKENS) + 5
@@ -74,26 +72,26 @@ async def test_with_log_probabilities_the_prompts_tokens_have_theirs(
     assert dispatcher.requests[0].sampling.prompt_logprobs == 2
 
 
-async def test_the_chunks_of_a_stream_come_to_the_same(there: Clients) -> None:
+async def test_echoed_chunks_join_to_the_whole_answer(there: Clients) -> None:
     [whole] = await choices(there, echo=True, logprobs=1, seed=1)
     joined = (await streamed(there, logprobs=1, seed=1, extra_body={"echo": True}))[0]
     for name in ("tokens", "token_logprobs"):
         assert joined[name] == whole["logprobs"][name]
 
 
-async def test_the_best_of_several_begin_with_it_too(there: Clients) -> None:
+async def test_best_of_echoes_the_prompt(there: Clients) -> None:
     for choice in await choices(there, echo=True, logprobs=0, n=2, best_of=3):
         assert choice["text"].startswith(TEXT) and choice["logprobs"]["token_logprobs"][: len(TOKENS)] == OF_PROMPT
 
 
-async def test_a_stream_of_several_answers_has_no_log_probabilities_of_its_prompt(there: Clients) -> None:
+async def test_streaming_several_answers_with_prompt_logprobs_is_refused(there: Clients) -> None:
     asked = ASK | {"echo": True, "stream": True, "n": 2, "logprobs": 1}
     answer = await there.http.post("/v1/completions", json=asked)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "echo"
 
 
 @pytest.mark.parametrize("change", [{"prompt": ""}, {"prompt": [99999]}, {"model": "other"}, {"prompt": "x" * 9000}])
-async def test_what_is_wrong_is_named_as_without_it(there: Clients, change: dict[str, Any]) -> None:
+async def test_echo_has_the_same_errors(there: Clients, change: dict[str, Any]) -> None:
     with_echo = await there.http.post("/v1/completions", json=ASK | {"echo": True} | change)
     without = await there.http.post("/v1/completions", json=ASK | change)
     assert with_echo.status_code == without.status_code >= 400
@@ -101,7 +99,7 @@ async def test_what_is_wrong_is_named_as_without_it(there: Clients, change: dict
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_no_tokens_at_all_is_the_prompt_and_its_scores(there: Clients, n: int) -> None:
+async def test_echo_with_max_tokens_0_returns_prompt_logprobs_only(there: Clients, n: int) -> None:
     asked = ASK | {"echo": True, "max_tokens": 0, "logprobs": 1, "n": n}
     told = (await there.http.post("/v1/completions", json=asked)).json()
     assert len(told["choices"]) == n
@@ -114,7 +112,7 @@ async def test_no_tokens_at_all_is_the_prompt_and_its_scores(there: Clients, n: 
     assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(TOKENS), 0)
 
 
-async def test_scores_alone_are_the_same_streamed_and_of_several_prompts(there: Clients) -> None:
+async def test_prompt_logprobs_are_the_same_streamed_and_for_several_prompts(there: Clients) -> None:
     whole = await choices(there, prompt=["one", "twofold"], echo=True, max_tokens=0, logprobs=0)
     more = {"echo": True, "max_tokens": 0}
     joined = await streamed(there, prompt=["one", "twofold"], logprobs=0, extra_body=more)
@@ -124,13 +122,13 @@ async def test_scores_alone_are_the_same_streamed_and_of_several_prompts(there: 
         assert joined[place]["ends"] == ["length"]
 
 
-async def test_scores_of_a_large_body_are_the_same(there: Clients) -> None:
+async def test_prompt_logprobs_of_a_large_body_are_the_same(there: Clients) -> None:
     text = "sea " * 1020  # its body is read beside the event loop
     [choice] = await choices(there, prompt=text, echo=True, max_tokens=0, logprobs=0)
     assert choice["text"] == text and len(choice["logprobs"]["tokens"]) == len(text)
 
 
-async def test_a_prompt_comes_back_alone_without_log_probabilities_too(there: Clients) -> None:
+async def test_echo_with_max_tokens_0_works_without_logprobs(there: Clients) -> None:
     [choice] = await choices(there, echo=True, max_tokens=0)
     assert (choice["text"], choice["logprobs"]) == (TEXT, None)
     assert (await streamed(there, extra_body={"echo": True, "max_tokens": 0}))[0]["text"] == TEXT

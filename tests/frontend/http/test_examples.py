@@ -78,14 +78,14 @@ async def printed(name: str, running: Running) -> str:
 
 
 @pytest.mark.parametrize("name", ["client.py", "openai_client.py"])
-async def test_both_servers_give_the_answer(name: str, running: Running) -> None:
+async def test_the_example_works_on_both_servers(name: str, running: Running) -> None:
     async with AsyncClient(running.endpoint) as client:
         asked = client.chat([("user", "Why is the sea salty?")], max_tokens=64, temperature=0.0)
         expected = answer_of([event async for event in asked])
     assert await printed(name, running) == expected.text + "\n"
 
 
-async def test_the_blocking_example_gives_an_answer_and_a_batch(running: Running) -> None:
+async def test_the_blocking_example_works(running: Running) -> None:
     async with AsyncClient(running.endpoint) as client:
         expected = await client.complete("The sea is", max_tokens=32, temperature=0.8, seed=7)
         batch = [await client.complete(text, max_tokens=8, temperature=0.0) for text in ("One, two,", "Red, green,")]
@@ -94,7 +94,7 @@ async def test_the_blocking_example_gives_an_answer_and_a_batch(running: Running
     assert sorted(told.splitlines()[-2:]) == [f"{index} {answer.text!r}" for index, answer in enumerate(batch)]
 
 
-async def test_reflection_is_all_that_a_client_needs(running: Running) -> None:
+async def test_a_client_with_reflection_alone_works(running: Running) -> None:
     """As grpcurl does."""
 
     def ask() -> list[dict[str, Any]]:
@@ -117,7 +117,7 @@ async def test_reflection_is_all_that_a_client_needs(running: Running) -> None:
     assert "".join(each["delta"].get("text", "") for each in messages if "delta" in each) == expected.text
 
 
-async def test_a_stream_cut_twice_is_the_undisturbed_one(running: Running) -> None:
+async def test_a_stream_that_is_cut_twice_equals_the_undisturbed_one(running: Running) -> None:
     """Drawn with a seed by real workers; what is asked for anew is drawn alike."""
     asked: dict[str, Any] = {"max_tokens": 96, "temperature": 1.0, "seed": 11, "ignore_eos": True, "logprobs": 0}
     async with AsyncClient(running.endpoint) as client:

@@ -75,7 +75,7 @@ async def test_every_call_carries_the_key(files: Files) -> None:
 
 
 @pytest.mark.parametrize(("key", "words"), [("", "requires an API key"), ("x" * 25, "does not know this API key")])
-async def test_without_the_key_nothing_is_told(files: Files, key: str, words: str) -> None:
+async def test_without_the_key_everything_is_refused(files: Files, key: str, words: str) -> None:
     dispatcher, access = FakeDispatcher(), Access(files.servers.ca, api_key=key)
     async with guarded(dispatcher, **files.tls, **files.keys) as server:
         error = await refusal(server, access)
@@ -124,14 +124,14 @@ async def test_keys_work_without_tls(files: Files) -> None:
                 await client.complete("abc", max_tokens=3)
 
 
-async def test_the_key_of_the_environment_counts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_of_the_environment_is_used(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIPTYCH_API_KEY", KEY)
     async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
         assert await answer(server, Access(files.servers.ca)) == "abc"
         assert (await refusal(server, Access(files.servers.ca, api_key=""))).code == "UNAUTHENTICATED"
 
 
-async def test_a_stranger_is_not_trusted(files: Files) -> None:
+async def test_an_unknown_certificate_is_not_trusted(files: Files) -> None:
     async with guarded(FakeDispatcher(), **files.tls) as server:
         error = await refusal(server, Access(files.clients.ca))
         assert error.code == "UNAVAILABLE" and "is not trusted (unable to get local issuer" in error.message
@@ -144,7 +144,7 @@ async def test_a_stranger_is_not_trusted(files: Files) -> None:
                 await client.get("/health")
 
 
-async def test_the_sdk_learns_of_an_authority_by_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_openai_sdk_gets_the_ca_from_the_environment(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
         for ca in (files.clients.ca, files.servers.ca):
@@ -157,13 +157,13 @@ async def test_the_sdk_learns_of_an_authority_by_the_environment(files: Files, m
                     assert [model.id async for model in sdk.models.list()] == ["bytes"]
 
 
-async def test_another_host_s_certificate_is_not_trusted(files: Files) -> None:
+async def test_a_certificate_of_another_host_is_not_trusted(files: Files) -> None:
     files.servers.sign("server", "elsewhere.example")
     async with guarded(FakeDispatcher(), **files.tls) as server:
         assert "is for another host" in (await refusal(server, Access(files.servers.ca))).message
 
 
-async def test_tls_on_one_side_only_is_told_apart(files: Files) -> None:
+async def test_tls_on_one_side_only_has_a_clear_error(files: Files) -> None:
     async with guarded(FakeDispatcher(), **files.tls) as server, AsyncClient(server.endpoint) as client:
         with pytest.raises(DiptychError, match=r"it may require TLS \(grpcs://127"):
             await client.complete("abc")
@@ -173,7 +173,7 @@ async def test_tls_on_one_side_only_is_told_apart(files: Files) -> None:
             AsyncClient(server.endpoint, access=Access(files.servers.ca))
 
 
-async def test_clients_must_show_a_certificate_of_their_authority(files: Files) -> None:
+async def test_clients_need_a_certificate_of_the_configured_ca(files: Files) -> None:
     own, foreign = files.clients.sign("client", "client.example"), files.servers.sign("other")
     async with guarded(FakeDispatcher(), **files.mutual) as server:
         good = Access(files.servers.ca, own.cert, own.key)
@@ -187,7 +187,7 @@ async def test_clients_must_show_a_certificate_of_their_authority(files: Files) 
                     await client.get("/health")
 
 
-async def test_a_renewed_certificate_is_taken_over(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_renewed_certificate_is_reloaded(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster.frontend.auth")
     access = Access(files.servers.ca)
     async with guarded(FakeDispatcher(), **files.tls) as server, server.http(access) as connected:
@@ -203,7 +203,7 @@ async def test_a_renewed_certificate_is_taken_over(files: Files, caplog: pytest.
     assert [record.levelname for record in caplog.records if record.name == "cluster.frontend.auth"] == ["INFO"]
 
 
-async def test_a_bad_renewed_file_keeps_the_old_one(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_renewed_file_keeps_the_old_one(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     access, key_file = Access(files.servers.ca), files.folder / "server-key.pem"
     key = key_file.read_bytes()
     async with guarded(FakeDispatcher(), **files.tls) as server:
@@ -222,7 +222,7 @@ async def test_a_bad_renewed_file_keeps_the_old_one(files: Files, caplog: pytest
         assert await answer(server, access) == "abc"
 
 
-async def test_other_authorities_of_clients_are_taken_over(files: Files) -> None:
+async def test_a_renewed_client_ca_is_reloaded(files: Files) -> None:
     old, new = files.clients.sign("client"), files.servers.sign("newer")
     async with guarded(FakeDispatcher(), **files.mutual) as server:
         before, after = (Access(files.servers.ca, each.cert, each.key) for each in (old, new))
@@ -237,7 +237,7 @@ async def test_other_authorities_of_clients_are_taken_over(files: Files) -> None
                 await client.get("/health")
 
 
-async def test_no_session_is_taken_up_where_certificates_are_asked_for(files: Files) -> None:
+async def test_tls_sessions_are_not_resumed_with_client_certificates(files: Files) -> None:
     own = files.clients.sign("client")
     async with guarded(FakeDispatcher(), **files.mutual) as server:
         context = Access(files.servers.ca, own.cert, own.key).context()
@@ -254,7 +254,7 @@ async def test_no_session_is_taken_up_where_certificates_are_asked_for(files: Fi
                 await client.get("/health")
 
 
-async def test_a_client_at_rest_does_not_hold_a_closing_server(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_client_does_not_delay_the_close(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.frontend.http.server.LINGER_S", 0.1)
     dispatcher = FakeDispatcher(step_s=0.05)
     access = Access(files.servers.ca)
@@ -273,7 +273,7 @@ async def test_a_client_at_rest_does_not_hold_a_closing_server(files: Files, mon
         assert (await answering).json()["usage"]["completion_tokens"] == 20
 
 
-async def test_keys_come_and_go_while_connections_stay(files: Files, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_are_reloaded_while_connections_stay(files: Files, caplog: pytest.LogCaptureFixture) -> None:
     new = "another-key-of-this-length"
     async with guarded(FakeDispatcher(), **files.tls, **files.keys) as server:
         async with server.grpc(Access(files.servers.ca, api_key=KEY)) as client:
@@ -290,7 +290,7 @@ async def test_keys_come_and_go_while_connections_stay(files: Files, caplog: pyt
     assert KEY not in caplog.text and new not in caplog.text
 
 
-async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
+async def test_a_key_cannot_name_another_tenant(files: Files) -> None:
     dispatcher = FakeDispatcher()
     files.write_keys(f"{KEY} bank")
     async with guarded(dispatcher, **files.tls, **files.keys) as server:
@@ -317,7 +317,7 @@ async def test_a_client_cannot_take_another_tenant_s_name(files: Files) -> None:
     assert {each.tenant for each in dispatcher.requests} == {"bank"}
 
 
-async def test_a_tenant_s_requests_share_prefixes_with_others_only_where_the_file_says_so(files: Files) -> None:
+async def test_tenants_share_prefixes_only_if_configured(files: Files) -> None:
     for shares in (False, True):
         dispatcher = FakeDispatcher()
         async with guarded(dispatcher, share_prefixes=shares) as server, AsyncClient(server.endpoint) as client:
@@ -341,7 +341,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_cannot_be_used_is_said_before_the_servers_open(files: Files, wrong: str) -> None:
+def test_unusable_files_are_reported_before_the_servers_open(files: Files, wrong: str) -> None:
     files.clients.sign("other")
     files.servers.sign("hidden", password=b"word")
     texts = {
@@ -365,7 +365,7 @@ def test_what_cannot_be_used_is_said_before_the_servers_open(files: Files, wrong
     assert "short-secret" not in told and "a-key-long-enough" not in told
 
 
-async def test_a_cluster_is_not_loaded_for_gateways_that_cannot_open(files: Files) -> None:
+async def test_gateways_that_cannot_open_fail_before_the_model_loads(files: Files) -> None:
     """Where the gateway runs, which whoever serves may not see."""
     made = split_spec()
     spec = replace(made, gateway=replace(made.gateway, api_keys_file=f"{files.folder}/nowhere"))
@@ -383,7 +383,7 @@ async def test_a_client_s_certificate_needs_its_key(files: Files) -> None:
     assert "secret" not in repr(Access(api_key="secret"))
 
 
-async def test_an_unguarded_gateway_asks_for_nothing_on_the_way() -> None:
+async def test_a_gateway_without_keys_has_no_key_check() -> None:
     servers = Servers(gateway_context(FakeDispatcher(), http_port=0), ByteTokenizer)
     endpoint = await servers.open()
     try:

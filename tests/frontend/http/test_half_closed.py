@@ -29,7 +29,7 @@ async def test_a_client_that_closed_its_sending_side_gets_its_answer(
     assert (b"data: [DONE]" if wants else b'"completion_tokens":4') in got
 
 
-async def test_every_request_that_came_before_the_end_is_answered(there: Clients) -> None:
+async def test_all_requests_before_a_half_close_are_answered(there: Clients) -> None:
     sent = asking() + asking() + asking()[:-1]
     async with raw(str(there.http.base_url).rstrip("/"), sent) as (reader, writer):
         writer.write_eof()
@@ -37,7 +37,7 @@ async def test_every_request_that_came_before_the_end_is_answered(there: Clients
 
 
 @pytest.mark.parametrize("wants", [{}, {"stream": True}], ids=["whole", "stream"])
-async def test_a_client_that_left_is_noticed_before_anything_is_answered(
+async def test_a_client_that_left_is_noticed_before_the_response_starts(
     dispatcher: FakeDispatcher, wants: dict[str, Any]
 ) -> None:
     dispatcher.hold = asyncio.Event()
@@ -47,7 +47,7 @@ async def test_a_client_that_left_is_noticed_before_anything_is_answered(
         await until(lambda: not dispatcher.running)
 
 
-async def test_a_client_of_http_1_0_that_closed_its_sending_side_has_left(dispatcher: FakeDispatcher) -> None:
+async def test_an_http_1_0_client_that_half_closed_has_left(dispatcher: FakeDispatcher) -> None:
     """It takes no interim responses."""
     dispatcher.hold = asyncio.Event()
     async with opened(dispatcher) as (_, servers), raw(servers.http_url, asking("1.0")) as (reader, writer):

@@ -80,7 +80,7 @@ def error_of(answer: httpx2.Response) -> dict[str, str | None]:
         ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
     ],
 )
-async def test_what_is_wrong_is_named(refusing: Clients, change: dict[str, object], param: str, words: str) -> None:
+async def test_invalid_fields_are_named(refusing: Clients, change: dict[str, object], param: str, words: str) -> None:
     answer = await refusing.http.post("/v1/completions", json=ASK | change)
     error = error_of(answer)
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
@@ -109,9 +109,7 @@ LONG = "x" * 9000  # a body with it is read beside the event loop
         ("hello", "messages[1]"),
     ],
 )
-async def test_what_is_wrong_with_a_message_has_its_path(
-    refusing: Clients, message: object, param: str, more: str
-) -> None:
+async def test_an_invalid_chat_message_has_its_path(refusing: Clients, message: object, param: str, more: str) -> None:
     said = {"messages": [{"role": "user", "content": "a" + more}, message], "max_tokens": 4}
     answer = await refusing.http.post("/v1/chat/completions", json=said)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
@@ -153,7 +151,7 @@ async def test_what_is_wrong_with_a_message_has_its_path(
         ("/tokenize", "add_special_tokens", True),
     ],
 )
-async def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     refusing: Clients, idle: FakeDispatcher, path: str, name: str, value: object
 ) -> None:
     body = ASK if path == "/v1/completions" else CHAT
@@ -185,7 +183,7 @@ async def test_what_would_change_the_answer_and_is_not_done_is_refused_by_name(
         ),
     ],
 )
-async def test_what_does_not_fit_has_the_code_that_clients_look_for(
+async def test_a_prompt_that_does_not_fit_has_openais_code(
     refusing: Clients, path: str, change: dict[str, object], param: str, words: str
 ) -> None:
     answer = await refusing.http.post(path, json=(CHAT if "chat" in path else ASK) | change)
@@ -232,7 +230,7 @@ async def test_what_does_not_fit_has_the_code_that_clients_look_for(
         ({"min_tokens": 9}, "min_tokens", "at most max_tokens (4)"),
     ],
 )
-async def test_what_is_wrong_in_a_chat_is_named(
+async def test_invalid_chat_fields_are_named(
     refusing: Clients, change: dict[str, object], param: str, words: str
 ) -> None:
     answer = await refusing.http.post("/v1/chat/completions", json=CHAT | change)
@@ -287,7 +285,7 @@ def nested(depth: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("field", ["tools[0]", "chat_template_kwargs"])
-async def test_what_is_nested_too_deep_is_refused_without_a_word_in_the_log(
+async def test_json_that_is_nested_too_deep_is_refused_and_logs_nothing(
     there: Clients, caplog: pytest.LogCaptureFixture, field: str
 ) -> None:
     value = [nested(500)] if field == "tools[0]" else nested(500)
@@ -300,7 +298,7 @@ async def test_what_is_nested_too_deep_is_refused_without_a_word_in_the_log(
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 100_000])
-async def test_what_is_no_object_is_refused(refusing: Clients, body: bytes) -> None:
+async def test_a_body_that_is_not_an_object_is_refused(refusing: Clients, body: bytes) -> None:
     answer = await refusing.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, error_of(answer)["code"]) == (400, "invalid_request")
 
@@ -316,7 +314,7 @@ async def test_what_is_no_object_is_refused(refusing: Clients, body: bytes) -> N
         ({"x-diptych-tenant": "a b"}, "x-diptych-tenant"),
     ],
 )
-async def test_a_header_that_cannot_be_used_is_named(refusing: Clients, headers: dict[str, str], param: str) -> None:
+async def test_an_invalid_header_is_named(refusing: Clients, headers: dict[str, str], param: str) -> None:
     answer = await refusing.http.post("/v1/completions", json=ASK, headers=headers)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
@@ -372,7 +370,7 @@ async def test_a_full_gateway_is_a_rate_limit_to_the_sdk(there: Clients, dispatc
     assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
 
 
-async def test_an_error_in_mid_stream_is_an_event_and_the_end(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_an_error_in_mid_stream_is_the_last_event(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     named = {"x-request-id": "cut-me"}
     async with there.http.stream("POST", "/v1/completions", json=ASK | {"stream": True}, headers=named) as answer:
@@ -383,7 +381,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_the_end(there: Clients, di
     assert json.loads(lines[1].removeprefix("data: "))["error"]["code"] == "cancelled"
 
 
-async def test_the_sdk_raises_an_error_of_mid_stream(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_the_openai_sdk_raises_a_mid_stream_error(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     stream = await there.openai.completions.create(
         model="bytes", prompt="hello", stream=True, extra_headers={"x-request-id": "cut-me"}
@@ -393,7 +391,7 @@ async def test_the_sdk_raises_an_error_of_mid_stream(there: Clients, dispatcher:
         _ = [chunk async for chunk in stream]
 
 
-async def test_a_cancelled_request_that_has_not_begun_to_answer_is_told_so(
+async def test_a_request_cancelled_before_its_response_gets_an_error_status(
     there: Clients, dispatcher: FakeDispatcher
 ) -> None:
     dispatcher.hold = asyncio.Event()
@@ -404,7 +402,7 @@ async def test_a_cancelled_request_that_has_not_begun_to_answer_is_told_so(
     assert (answer.status_code, error_of(answer)["type"]) == (499, "cancelled_error")
 
 
-async def test_a_body_above_the_bound_is_refused(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_above_the_limit_is_refused(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 1000)
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -432,7 +430,7 @@ async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
         assert (await there.http.post("/v1/completions", json=many)).status_code == 200, "each of them fits"
 
 
-async def test_a_body_that_does_not_come_is_given_up(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_never_arrives_times_out(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_reader, "BODY_S", 0.05)
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -442,7 +440,7 @@ async def test_a_body_that_does_not_come_is_given_up(there: Clients, monkeypatch
     writer.close()
 
 
-async def test_a_client_that_takes_nothing_is_let_go(
+async def test_a_client_that_reads_nothing_is_disconnected(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server, "SEND_S", 0.05)
@@ -468,7 +466,7 @@ async def test_a_client_that_takes_nothing_is_let_go(
     assert "internal error" not in caplog.text
 
 
-async def test_the_unexpected_is_logged_under_the_id_of_its_request(
+async def test_unexpected_errors_are_logged_with_the_request_id(
     there: Clients, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     dispatcher.error = ZeroDivisionError("secret detail")
@@ -478,7 +476,7 @@ async def test_the_unexpected_is_logged_under_the_id_of_its_request(
     assert logged.__dict__["request_id"].startswith("mine-")
 
 
-async def test_what_is_not_there_is_not_found(there: Clients) -> None:
+async def test_an_unknown_path_is_not_found(there: Clients) -> None:
     answer = await there.http.get("/v1/nothing")
     assert (answer.status_code, error_of(answer)["message"]) == (404, "there is nothing at /v1/nothing")
     answer = await there.http.get("/v1/completions")
@@ -500,12 +498,12 @@ async def test_what_is_not_there_is_not_found(there: Clients) -> None:
         ("/detokenize", {"tokens": "a"}, "tokens"),
     ],
 )
-async def test_tokens_that_cannot_be_are_named(refusing: Clients, path: str, body: object, param: str) -> None:
+async def test_invalid_token_ids_are_named(refusing: Clients, path: str, body: object, param: str) -> None:
     answer = await refusing.http.post(path, json=body)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
-async def test_the_length_that_is_told_is_the_one_that_holds(there: Clients) -> None:
+async def test_the_reported_maximum_length_is_enforced(there: Clients) -> None:
     """The model's context has 8192 tokens, the pools of the fake cluster hold 4096."""
     told = (await there.http.get("/v1/models")).json()["data"][0]["max_model_len"]
     assert told == 4096 == (await there.http.post("/tokenize", json={"prompt": "x"})).json()["max_model_len"]

@@ -72,7 +72,7 @@ async def test_a_field_reaches_the_dispatcher(
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_seed_minus_one_draws_another_each_time(there: Clients, dispatcher: FakeDispatcher, path: str) -> None:
+async def test_seed_minus_one_is_random(there: Clients, dispatcher: FakeDispatcher, path: str) -> None:
     for _ in range(2):
         answer = await there.http.post(path, json=ASKED[path] | {"seed": -1})
         assert answer.status_code == 200, answer.text
@@ -82,14 +82,14 @@ async def test_seed_minus_one_draws_another_each_time(there: Clients, dispatcher
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize(("sent", "answers", "made"), [({"n": 3}, 3, 3), ({"n": 2, "best_of": 4}, 2, 4)])
-async def test_several_answers_are_as_many_requests(
+async def test_several_answers_become_several_requests(
     there: Clients, dispatcher: FakeDispatcher, path: str, sent: dict[str, int], answers: int, made: int
 ) -> None:
     told = await there.http.post(path, json=ASKED[path] | sent | {"max_tokens": 2})
     assert (len(told.json()["choices"]), len(dispatcher.requests)) == (answers, made)
 
 
-def test_no_field_is_forgotten_here() -> None:
+def test_every_field_has_a_test() -> None:
     tested = {name for sent, _ in (*BOTH, *COMPLETIONS, *CHATS) for name in sent}
     assert {*CompletionBody.model_fields, *ChatBody.model_fields} == tested | OTHERS
     assert set(SCALARS) <= tested | OTHERS

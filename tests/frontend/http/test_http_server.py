@@ -37,27 +37,27 @@ async def test_health_is_the_process_and_ready_follows_the_workers(there: Client
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
-async def test_a_probe_may_ask_for_the_head_alone(there: Clients, path: str) -> None:
+async def test_probes_may_use_head_requests(there: Clients, path: str) -> None:
     head, whole = await there.http.head(path), await there.http.get(path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-length"] == whole.headers["content-length"] != "0"
 
 
-async def test_the_head_says_when_it_is_not_ready(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_a_head_request_shows_that_the_server_is_not_ready(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.view = view(WorkerState.STARTING, revision=2)
     assert (await there.http.head("/ready")).status_code == 503
 
 
-async def test_the_version_is_told(there: Clients) -> None:
+async def test_the_version_is_returned(there: Clients) -> None:
     assert (await there.http.get("/version")).json() == {"version": version("diptych")}
 
 
-async def test_models_are_listed_with_a_slash_at_the_end_too(there: Clients) -> None:
+async def test_models_are_listed_with_a_trailing_slash(there: Clients) -> None:
     listed, again = await there.http.get("/v1/models"), await there.http.get("/v1/models/")
     assert again.json() == listed.json() and listed.json()["object"] == "list"
 
 
-async def test_no_proxy_holds_a_stream_back(there: Clients) -> None:
+async def test_streams_turn_off_proxy_buffering(there: Clients) -> None:
     headers = [
         (await there.http.post("/v1/completions", json=ASK | {"stream": stream})).headers for stream in (True, False)
     ]
@@ -72,7 +72,7 @@ async def test_metrics_are_those_of_grpc(there: Clients) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_headers_name_the_request_and_tell_what_is_predicted(there: Clients, stream: bool) -> None:
+async def test_headers_have_the_request_id_and_the_predictions(there: Clients, stream: bool) -> None:
     answer = await there.http.post("/v1/completions", json=ASK | {"stream": stream}, headers={"x-request-id": "mine"})
     assert answer.headers["x-request-id"] == "mine"
     assert answer.headers["x-diptych-predicted-ttft-ms"] == "500.000"
@@ -81,7 +81,7 @@ async def test_headers_name_the_request_and_tell_what_is_predicted(there: Client
     assert unnamed.json()["id"] == f"cmpl-{unnamed.headers['x-request-id']}"
 
 
-async def test_promises_tenant_session_and_deadline_come_by_header(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_headers_set_slo_tenant_session_and_deadline(there: Clients, dispatcher: FakeDispatcher) -> None:
     headers = {
         "x-diptych-slo-class": "interactive",
         "x-diptych-ttft-ms": "250",
@@ -98,7 +98,7 @@ async def test_promises_tenant_session_and_deadline_come_by_header(there: Client
     assert dispatcher.deadlines[0] is not None and 59 < dispatcher.deadlines[0] <= 60
 
 
-async def test_a_stream_begins_once_workers_are_chosen(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_a_stream_starts_once_workers_are_chosen(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 3}
     async with there.http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -112,7 +112,9 @@ async def test_a_stream_begins_once_workers_are_chosen(there: Clients, dispatche
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_each_answer_s_end_is_told_when_it_ends(there: Clients, dispatcher: FakeDispatcher, path: str) -> None:
+async def test_the_end_of_each_answer_is_sent_when_it_ends(
+    there: Clients, dispatcher: FakeDispatcher, path: str
+) -> None:
     dispatcher.script = lambda request: b"x" * (3 if request.id.endswith("#1") else 40)
     dispatcher.step_s = 0.01
     prompt = ASK if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
@@ -126,7 +128,7 @@ async def test_each_answer_s_end_is_told_when_it_ends(there: Clients, dispatcher
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_fields_without_influence_on_the_answer_pass_and_the_page_lists_them(there: Clients, path: str) -> None:
+async def test_ignored_fields_pass_and_are_documented(there: Clients, path: str) -> None:
     prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     answer = await there.http.post(path, json=prompt | {"max_tokens": 4} | {name: {"a": 1} for name in IGNORED})
     assert answer.status_code == 200, answer.text
@@ -135,7 +137,7 @@ async def test_fields_without_influence_on_the_answer_pass_and_the_page_lists_th
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-async def test_what_asks_for_nothing_is_not_refused(there: Clients, path: str) -> None:
+async def test_unsupported_fields_with_default_values_pass(there: Clients, path: str) -> None:
     off = dict.fromkeys(FIELDS, None) | {
         "echo": False,
         "suffix": "",
@@ -184,7 +186,7 @@ async def test_a_message_may_be_empty_and_an_assistants_null(there: Clients, dis
     assert bytes(dispatcher.requests[0].prompt) == b"<system>\n<user>hi\n<assistant>\n<user>\n"
 
 
-async def test_tools_are_refused_unless_none_may_be_called(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_tools_are_refused_unless_tool_choice_is_none(there: Clients, dispatcher: FakeDispatcher) -> None:
     """Answers have no tool_calls yet: an agent would wait for what never comes."""
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"name": "look"}], "max_tokens": 1}
     for choice in (None, "auto"):
@@ -196,7 +198,7 @@ async def test_tools_are_refused_unless_none_may_be_called(there: Clients, dispa
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "there"]])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_may_leave_while_it_waits(
+async def test_a_client_may_disconnect_while_it_waits(
     there: Clients, dispatcher: FakeDispatcher, prompt: object, stream: bool
 ) -> None:
     dispatcher.hold = asyncio.Event()
@@ -210,14 +212,14 @@ async def test_a_client_may_leave_while_it_waits(
             await asyncio.sleep(0.005)
 
 
-async def test_of_several_prompts_one_failure_ends_all(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_the_failure_of_one_prompt_ends_all(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     answer = await there.http.post("/v1/completions", json=ASK | {"prompt": ["hello", "x" * 5000, "there"]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert not dispatcher.running and not (await there.grpc.status()).active_requests
 
 
-async def test_close_lets_running_requests_end_on_both_servers(dispatcher: FakeDispatcher) -> None:
+async def test_close_lets_running_requests_finish_on_both_servers(dispatcher: FakeDispatcher) -> None:
     dispatcher.step_s = 0.02
     async with opened(dispatcher) as (there, servers):
         asking = [
@@ -231,7 +233,7 @@ async def test_close_lets_running_requests_end_on_both_servers(dispatcher: FakeD
         assert by_http.json()["choices"][0]["text"] == by_grpc.text  # type: ignore[attr-defined]
 
 
-async def test_a_server_that_drains_says_so_to_probes_and_sends_new_requests_elsewhere(
+async def test_a_draining_server_fails_probes_and_refuses_new_requests(
     dispatcher: FakeDispatcher,
 ) -> None:
     dispatcher.hold = asyncio.Event()
@@ -252,7 +254,7 @@ async def test_a_server_that_drains_says_so_to_probes_and_sends_new_requests_els
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_close_cuts_what_outlasts_the_grace(dispatcher: FakeDispatcher, stream: bool) -> None:
+async def test_close_cancels_requests_after_the_grace_period(dispatcher: FakeDispatcher, stream: bool) -> None:
     dispatcher.hold = asyncio.Event()
     async with opened(dispatcher) as (there, servers):
         asking = asyncio.create_task(there.http.post("/v1/completions", json=ASK | {"stream": stream}))
@@ -276,7 +278,7 @@ async def test_close_does_not_wait_for_idle_or_silent_connections(dispatcher: Fa
         writer.close()
 
 
-async def test_a_port_in_use_is_an_error_that_says_so(dispatcher: FakeDispatcher) -> None:
+async def test_a_port_in_use_raises_a_clear_error(dispatcher: FakeDispatcher) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -306,7 +308,7 @@ def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
 
 
-def test_a_taken_http_port_is_told_before_anything_starts() -> None:
+def test_an_http_port_in_use_is_reported_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -325,7 +327,7 @@ def test_a_taken_http_port_is_told_before_anything_starts() -> None:
         ({"http_prot": 8000}, "unknown key; did you mean 'http_port'?"),
     ],
 )
-def test_a_port_that_cannot_be_is_refused(gateway: dict[str, int], told: str) -> None:
+def test_an_invalid_port_is_refused(gateway: dict[str, int], told: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec({"model": "m", "pools": [{"name": "m", "role": "mixed"}], "gateway": gateway})
     assert told in str(caught.value)
@@ -337,7 +339,7 @@ def test_the_ports_of_a_specification() -> None:
     assert spec.gateway.http_port == 8000
 
 
-async def test_the_example_of_the_readme_asks_and_prints(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_the_readme_example_works(there: Clients, dispatcher: FakeDispatcher) -> None:
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, str(ROOT / "examples" / "openai_client.py"), f"{str(there.http.base_url).rstrip('/')}/v1"),
         stdout=asyncio.subprocess.PIPE,
@@ -349,5 +351,5 @@ async def test_the_example_of_the_readme_asks_and_prints(there: Clients, dispatc
     assert dispatcher.requests[0].slo == SLO(2.0, None, "interactive")
 
 
-def test_the_factory_travels_by_name() -> None:
+def test_the_server_factory_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(open_servers)) is open_servers

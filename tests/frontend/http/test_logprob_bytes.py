@@ -14,7 +14,7 @@ async def test_parts_of_a_character_have_their_own_bytes(there: Clients, dispatc
     assert parts == [[byte] for byte in SHELL.encode()] and told["message"]["content"] == SHELL
 
 
-async def test_offsets_are_places_in_the_text(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_offsets_are_positions_in_the_text(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: f"{SHELL}ab".encode()
     body = {"prompt": "hi", "max_tokens": 6, "logprobs": 0}
     told = (await there.http.post("/v1/completions", json=body)).json()["choices"][0]

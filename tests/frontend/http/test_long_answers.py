@@ -46,7 +46,7 @@ async def there(dispatcher: FakeDispatcher, tokenizer: Watched) -> AsyncIterator
     ],
     ids=["chat", "scores", "streamed scores"],
 )
-async def test_a_long_answer_is_written_in_a_thread(
+async def test_a_long_answer_is_encoded_in_a_thread(
     there: Clients, tokenizer: Watched, path: str, body: dict[str, Any], least: int
 ) -> None:
     answer = await there.http.post(path, json=body)

@@ -23,7 +23,7 @@ async def begun(dispatcher: FakeDispatcher, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_as_many_as_a_body_may_have_are_answered_in_their_order(there: Clients) -> None:
+async def test_the_maximum_number_of_prompts_is_answered_in_order(there: Clients) -> None:
     answer = await there.http.post("/v1/completions", json=asked(MAX_PROMPTS))
     assert answer.status_code == 200, answer.text
     told = answer.json()["choices"]
@@ -31,14 +31,14 @@ async def test_as_many_as_a_body_may_have_are_answered_in_their_order(there: Cli
     assert [each["text"] for each in told] == [f"{number} a" for number in range(MAX_PROMPTS)]
 
 
-async def test_a_stream_has_them_all(there: Clients) -> None:
+async def test_a_stream_has_the_answers_of_all_prompts(there: Clients) -> None:
     stream = await there.openai.completions.create(model="", stream=True, prompt=["a"] * 100, max_tokens=1)
     ends = [choice.index async for chunk in stream for choice in chunk.choices if choice.finish_reason]
     assert sorted(ends) == list(range(100))
 
 
 @pytest.mark.parametrize("count", [MAX_CONCURRENT_PROMPTS + 6])
-async def test_only_some_run_at_once_and_the_others_spend_their_time_waiting(
+async def test_concurrent_prompts_are_limited_and_waiting_counts_towards_the_deadline(
     there: Clients, dispatcher: FakeDispatcher, count: int
 ) -> None:
     dispatcher.hold = asyncio.Event()
@@ -55,7 +55,7 @@ async def test_only_some_run_at_once_and_the_others_spend_their_time_waiting(
     assert first is not None and last is not None and last < first - 0.15
 
 
-async def test_a_client_that_goes_away_ends_those_that_wait_too(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_a_disconnected_client_cancels_waiting_prompts_too(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
     whole = asyncio.ensure_future(there.http.post("/v1/completions", json=asked(MAX_CONCURRENT_PROMPTS + 6)))
     await begun(dispatcher, MAX_CONCURRENT_PROMPTS)

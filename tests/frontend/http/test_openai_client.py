@@ -94,7 +94,7 @@ async def test_token_ids_are_a_prompt(subject: Subject) -> None:
     assert by_text.choices[0].text == by_ids.choices[0].text
 
 
-async def test_a_stream_joins_to_the_whole(subject: Subject) -> None:
+async def test_a_stream_equals_the_whole_answer(subject: Subject) -> None:
     ask = {"model": subject.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0.0}
     whole: Completion = await subject.there.openai.completions.create(**ask)  # type: ignore[call-overload]
     stream = await subject.there.openai.completions.create(  # type: ignore[call-overload]
@@ -107,7 +107,7 @@ async def test_a_stream_joins_to_the_whole(subject: Subject) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_every_chunk_can_tell_the_tokens_so_far_also_one_without_text(subject: Subject) -> None:
+async def test_every_chunk_can_have_usage_even_without_text(subject: Subject) -> None:
     completions: Any = subject.there.openai.completions  # its types know no continuous_usage_stats
     stream = await completions.create(
         model=subject.model,
@@ -248,7 +248,7 @@ async def test_log_probabilities_of_a_chat_streamed_or_not(subject: Subject) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_goes_away_leaves_nothing_behind(subject: Subject, stream: bool) -> None:
+async def test_a_disconnected_client_leaves_nothing_behind(subject: Subject, stream: bool) -> None:
     body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "stream": stream}
     steps = [worker.engine.stats().steps for worker in subject.runtime.workers.values()]
 
@@ -289,7 +289,7 @@ async def test_the_model_is_listed_and_no_other_is_served(subject: Subject) -> N
     assert caught.value.code == "model_not_found" and caught.value.type == "invalid_request_error"
 
 
-async def test_tokens_and_text_both_ways(subject: Subject) -> None:
+async def test_tokenize_and_detokenize_are_inverse(subject: Subject) -> None:
     told = (await subject.there.http.post("/tokenize", json={"prompt": "Grüße", "return_token_strs": True})).json()
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) == len("Grüße".encode())
     assert told["max_model_len"] == 512
@@ -301,7 +301,7 @@ async def test_tokens_and_text_both_ways(subject: Subject) -> None:
     assert answer.usage is not None and answer.usage.prompt_tokens == counted
 
 
-async def test_an_echoed_text_is_scored_as_it_was_drawn(subject: Subject) -> None:
+async def test_an_echoed_answer_has_the_logprobs_of_its_generation(subject: Subject) -> None:
     ask = {"model": subject.model, "temperature": 0.0, "logprobs": 1}
     drawn: Completion = await subject.there.openai.completions.create(**ask, prompt=PROMPT, max_tokens=8)  # type: ignore[call-overload]
     made = drawn.choices[0].logprobs
@@ -319,7 +319,7 @@ async def test_an_echoed_text_is_scored_as_it_was_drawn(subject: Subject) -> Non
     assert all(list(best) == [token] for token, best in behind)  # greedy: each was the likeliest
 
 
-async def test_a_prompt_scored_alone_has_the_scores_that_it_has_before_an_answer(subject: Subject) -> None:
+async def test_a_prompt_has_the_same_logprobs_alone_and_with_an_answer(subject: Subject) -> None:
     ask: dict[str, Any] = {"model": subject.model, "prompt": PROMPT, "echo": True, "logprobs": 2, "temperature": 0}
     alone = await subject.there.openai.completions.create(**ask, max_tokens=0)
     before = await subject.there.openai.completions.create(**ask, max_tokens=1)

@@ -15,7 +15,7 @@ async def schema(there: Clients) -> dict[str, Any]:
     return told
 
 
-def test_refusals_are_described_as_they_come(schema: dict[str, Any]) -> None:
+def test_openapi_describes_errors(schema: dict[str, Any]) -> None:
     operations = [(path, each) for path, methods in schema["paths"].items() for each in methods.values()]
     assert len(operations) >= 12
     for path, operation in operations:
@@ -27,7 +27,7 @@ def test_refusals_are_described_as_they_come(schema: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", POSTS)
-async def test_a_refusal_has_the_described_form(there: Clients, schema: dict[str, Any], path: str) -> None:
+async def test_an_error_has_the_form_that_openapi_describes(there: Clients, schema: dict[str, Any], path: str) -> None:
     answer = await there.http.post(path, json={"model": 3})
     assert answer.status_code == 400
     described = schema["components"]["schemas"]
@@ -35,7 +35,7 @@ async def test_a_refusal_has_the_described_form(there: Clients, schema: dict[str
     assert answer.json()["error"].keys() == described["ErrorDetail"]["properties"].keys()
 
 
-async def test_each_path_has_the_described_kind_of_content(there: Clients, schema: dict[str, Any]) -> None:
+async def test_each_route_has_the_content_type_that_openapi_describes(there: Clients, schema: dict[str, Any]) -> None:
     for path, methods in schema["paths"].items():
         if "get" not in methods or "{" in path:
             continue
@@ -49,6 +49,6 @@ async def test_each_path_has_the_described_kind_of_content(there: Clients, schem
         }
 
 
-async def test_the_tokenizer_is_told(there: Clients) -> None:
+async def test_tokenizer_info_is_returned(there: Clients) -> None:
     answer = await there.http.get("/tokenizer_info")
     assert (answer.status_code, answer.json()) == (200, {"tokenizer_class": "ByteTokenizer", "chat_template": None})

@@ -29,7 +29,7 @@ async def browser(**gateway: Any) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 @pytest.mark.parametrize("origins", [(PAGE,), ("https://else.example.com", PAGE), ("*",)])
-async def test_a_page_that_is_named_may_ask_and_read_what_is_told(origins: tuple[str, ...]) -> None:
+async def test_an_allowed_origin_may_send_requests_and_read_headers(origins: tuple[str, ...]) -> None:
     async with browser(http_allowed_origins=origins) as http:
         asked = await http.options("/v1/completions", headers=QUESTION)
         assert asked.status_code == 200
@@ -44,7 +44,7 @@ async def test_a_page_that_is_named_may_ask_and_read_what_is_told(origins: tuple
         assert wrong.status_code == 404 and "access-control-allow-origin" in wrong.headers
 
 
-async def test_a_page_that_is_not_named_may_not() -> None:
+async def test_another_origin_may_not() -> None:
     async with browser(http_allowed_origins=("https://else.example.com",)) as http:
         assert (await http.options("/v1/completions", headers=QUESTION)).status_code == 400
         answer = await http.post("/v1/completions", json=BODY, headers={"origin": PAGE})
@@ -57,7 +57,7 @@ async def test_without_origins_nothing_is_allowed() -> None:
         assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
 
 
-async def test_a_guarded_server_is_asked_without_a_key_and_answers_with_one(tmp_path: Path) -> None:
+async def test_preflight_needs_no_key_and_requests_do(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("open-sesame-0123456789\n")
     async with browser(http_allowed_origins=(PAGE,), api_keys_file=str(tmp_path / "keys")) as http:
         assert (await http.options("/v1/completions", headers=QUESTION)).status_code == 200
@@ -68,7 +68,7 @@ async def test_a_guarded_server_is_asked_without_a_key_and_answers_with_one(tmp_
 
 
 @pytest.mark.parametrize("origin", ["chat.example.com", "https://chat.example.com/", "ftp://chat.example.com", ""])
-def test_what_is_no_origin_is_refused(origin: str) -> None:
+def test_an_invalid_origin_is_refused(origin: str) -> None:
     pools = [{"name": "mixed", "role": "mixed"}]
     with pytest.raises(SpecError, match=r"is no origin; write https://chat\.example\.com, or"):
         parse_spec({"model": "tiny", "pools": pools, "gateway": {"http_allowed_origins": [origin]}})

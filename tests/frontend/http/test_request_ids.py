@@ -52,7 +52,7 @@ def there(served: tuple[Clients, Servers]) -> Clients:
         ("GET", "/v1/completions", None, 405),
     ],
 )
-async def test_it_is_told_as_it_was_given_or_made(
+async def test_the_request_id_is_echoed_or_generated(
     there: Clients, method: str, path: str, body: object, status: int
 ) -> None:
     named = await there.http.request(method, path, json=body, headers=NAMED)
@@ -61,19 +61,21 @@ async def test_it_is_told_as_it_was_given_or_made(
     assert made[0] != made[1] and all(each.startswith("req-") for each in made)
 
 
-async def test_an_error_that_nobody_foresaw_has_it(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_an_unexpected_error_has_the_request_id(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = RuntimeError("nobody foresaw this")
     answer = await there.http.post("/v1/completions", json=ASK, headers=NAMED)
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
 
 
-async def test_a_body_that_is_too_large_has_it(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_of_a_body_that_is_too_large_has_the_request_id(
+    there: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(body_reader, "MAX_BODY_BYTES", 10)
     answer = await there.http.post("/v1/completions", json=ASK, headers=NAMED)
     assert (answer.status_code, answer.headers["x-request-id"]) == (413, "mine")
 
 
-async def test_a_body_that_does_not_come_has_it(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_of_a_missing_body_has_the_request_id(there: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_reader, "BODY_S", 0.05)
     url = there.http.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
@@ -85,7 +87,7 @@ async def test_a_body_that_does_not_come_has_it(there: Clients, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("name", "value", "status"), [("_running", 1 << 20, 429), ("_is_closing", lambda: True, 503)])
-async def test_a_server_that_is_full_or_closing_has_it(
+async def test_the_error_of_a_full_or_closing_server_has_the_request_id(
     served: tuple[Clients, Servers], monkeypatch: pytest.MonkeyPatch, name: str, value: object, status: int
 ) -> None:
     there, servers = served
@@ -95,7 +97,7 @@ async def test_a_server_that_is_full_or_closing_has_it(
     assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine")
 
 
-async def test_many_requests_may_be_called_the_same(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_several_requests_may_share_an_id(there: Clients, dispatcher: FakeDispatcher) -> None:
     """A service mesh gives all requests of one trace one id."""
     dispatcher.hold = asyncio.Event()
     asking = [asyncio.create_task(there.http.post("/v1/completions", json=ASK, headers=NAMED)) for _ in range(3)]
@@ -113,7 +115,7 @@ async def test_many_requests_may_be_called_the_same(there: Clients, dispatcher: 
 
 @pytest.mark.parametrize("given", [b"trace/7", b"a#b", b"two words", b"x" * 5000, b"gr\xfc\xdfe", b"'"])
 @pytest.mark.parametrize("prompt", ["hello", ["hello"] * 11])
-async def test_any_id_that_a_header_can_carry_will_do(
+async def test_any_id_in_a_header_is_accepted(
     there: Clients, dispatcher: FakeDispatcher, caplog: pytest.LogCaptureFixture, given: bytes, prompt: object
 ) -> None:
     caplog.set_level("INFO", "cluster.frontend.http")
@@ -128,7 +130,7 @@ async def test_any_id_that_a_header_can_carry_will_do(
 
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello", "there"]])
-async def test_a_request_is_cancelled_by_what_its_client_calls_it_or_by_its_own_id(
+async def test_a_request_is_cancelled_by_its_client_id_or_its_own_id(
     there: Clients, dispatcher: FakeDispatcher, prompt: object
 ) -> None:
     dispatcher.hold = asyncio.Event()
@@ -144,7 +146,7 @@ async def test_a_request_is_cancelled_by_what_its_client_calls_it_or_by_its_own_
         assert (await asking).status_code == 499 and not dispatcher.running
 
 
-async def test_a_server_that_wants_a_key_has_it(tmp_path: Path) -> None:
+async def test_the_error_of_a_missing_key_has_the_request_id(tmp_path: Path) -> None:
     files = Files.made(tmp_path)
     async with guarded(FakeDispatcher(), **files.keys) as server, server.http(Access()) as client:
         answer = await client.get("/v1/models", headers=NAMED)

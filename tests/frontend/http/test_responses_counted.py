@@ -27,7 +27,7 @@ async def counted(there: Clients) -> Counter[tuple[str, str, str]]:
     return found
 
 
-async def test_answers_and_refusals_over_http(dispatcher: FakeDispatcher) -> None:
+async def test_http_responses_are_counted_by_status(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher, max_requests=2) as (there, _):
         before = await counted(there)
         assert before["http", "chat", "200"] == before["grpc", "Generate", "INTERNAL"] == 0
@@ -58,7 +58,7 @@ async def test_answers_and_refusals_over_http(dispatcher: FakeDispatcher) -> Non
     assert told["http", "other", "404"] == 1
 
 
-async def test_a_stream_that_fails_counts_as_its_failure_and_one_that_is_left_as_that(
+async def test_a_failed_stream_counts_as_its_error_and_an_abandoned_one_as_499(
     dispatcher: FakeDispatcher,
 ) -> None:
     async with opened(dispatcher) as (there, _):
@@ -82,7 +82,7 @@ async def test_a_stream_that_fails_counts_as_its_failure_and_one_that_is_left_as
         assert (await counted(there))["http", "completions", "200"] == 0
 
 
-async def test_answers_and_refusals_over_grpc(dispatcher: FakeDispatcher) -> None:
+async def test_grpc_responses_are_counted_by_code(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher) as (there, _):
         before = await counted(there)
         await there.grpc.complete("hello", max_tokens=2)
@@ -103,7 +103,7 @@ async def test_answers_and_refusals_over_grpc(dispatcher: FakeDispatcher) -> Non
     }
 
 
-async def test_a_message_that_cannot_be_read_is_the_callers_mistake(dispatcher: FakeDispatcher) -> None:
+async def test_an_undecodable_message_is_invalid_argument(dispatcher: FakeDispatcher) -> None:
     async with opened(dispatcher) as (there, _), grpc.aio.insecure_channel(there.grpc.endpoint) as channel:
         for kind, method in ((channel.unary_stream, "Generate"), (channel.unary_unary, "Cancel")):
             with pytest.raises(grpc.aio.AioRpcError) as failure:

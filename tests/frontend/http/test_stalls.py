@@ -36,7 +36,7 @@ async def there() -> AsyncIterator[Clients]:
 
 @pytest.mark.grid(keep=8)
 @pytest.mark.parametrize(("path", "body"), [each[1:] for each in bodies()], ids=[each[0] for each in bodies()])
-async def test_no_body_holds_the_loop_up(there: Clients, path: str, body: bytes) -> None:
+async def test_no_body_blocks_the_event_loop(there: Clients, path: str, body: bytes) -> None:
     Homebound.largest = 0
     with longest_callback() as longest:
         answer = await there.http.post(path, content=body, headers={"content-type": "application/json"})
@@ -47,7 +47,7 @@ async def test_no_body_holds_the_loop_up(there: Clients, path: str, body: bytes)
 
 @pytest.mark.grid(keep=4)
 @pytest.mark.parametrize(("method", "message"), [each[1:] for each in messages()], ids=[each[0] for each in messages()])
-async def test_no_message_holds_the_loop_up(there: Clients, method: str, message: bytes) -> None:
+async def test_no_message_blocks_the_event_loop(there: Clients, method: str, message: bytes) -> None:
     Homebound.largest = 0
     async with grpc.aio.insecure_channel(there.grpc.endpoint) as channel:
         call: Any = channel.unary_stream(f"/{INFERENCE}/{method}")

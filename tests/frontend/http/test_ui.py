@@ -44,7 +44,7 @@ def trace(number: int, moves: tuple[tuple[int, str], ...] = ()) -> RequestTrace:
     )
 
 
-async def test_the_status_tells_what_diptych_status_tells(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_the_page_status_equals_diptych_status(there: Clients, dispatcher: FakeDispatcher) -> None:
     pools = (PoolView("prefill", Role.PREFILL, 2, 2, 2), PoolView("decode", Role.DECODE, 1, 1, 1))
     dispatcher.view = replace(view(), pools=pools)
     dispatcher.traces = [trace(1, moves=((5, "decode-1"),))]
@@ -72,7 +72,7 @@ async def test_the_status_tells_what_diptych_status_tells(there: Clients, dispat
     assert status["events"] == [{"age_s": 1.5, "kind": "flip", "worker": "w", "text": "t"}]
 
 
-async def test_a_large_cluster_costs_no_more_than_a_bounded_status(there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_the_page_status_of_a_large_cluster_is_bounded(there: Clients, dispatcher: FakeDispatcher) -> None:
     workers = [
         structs.replace(dispatcher.view.workers[index % 2], name=f"worker-{index}", detail="x" * 300)
         for index in range(2000)
@@ -93,7 +93,7 @@ async def test_pages_that_poll_share_a_status(there: Clients, dispatcher: FakeDi
     assert (await there.http.get("/ui/status")).json() == before
 
 
-async def test_files_are_whole_and_of_nowhere_else(there: Clients) -> None:
+async def test_page_files_load_nothing_from_other_hosts(there: Clients) -> None:
     for path, (name, kind) in FILES.items():
         answer = await there.http.get(path)
         assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
@@ -106,7 +106,7 @@ async def test_files_are_whole_and_of_nowhere_else(there: Clients) -> None:
     assert (await there.http.get("/ui/", follow_redirects=True)).status_code == 200
 
 
-def test_nothing_becomes_markup() -> None:
+def test_names_never_become_markup() -> None:
     script = files("cluster.frontend.http.ui").joinpath("page.js").read_text()
     page = files("cluster.frontend.http.ui").joinpath("page.html").read_text()
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function("):
@@ -114,7 +114,7 @@ def test_nothing_becomes_markup() -> None:
     assert not re.search(r"\son\w+=|style=|javascript:", page), "the policy forbids what stands inline"
 
 
-async def test_data_needs_the_key_and_the_page_that_asks_for_it_does_not(tmp_path: Path) -> None:
+async def test_page_data_needs_the_key_and_the_page_does_not(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{KEY}\n")
     async with opened(FakeDispatcher(), api_keys_file=str(tmp_path / "keys")) as (there, _):
         for path in ("/ui", *FILES):
@@ -126,6 +126,6 @@ async def test_data_needs_the_key_and_the_page_that_asks_for_it_does_not(tmp_pat
 
 
 @pytest.mark.parametrize("path", ["/ui", "/ui/status"])
-async def test_they_are_read_only(there: Clients, path: str) -> None:
+async def test_the_page_routes_are_read_only(there: Clients, path: str) -> None:
     assert (await there.http.post(path, json={})).status_code == 405
     assert (await there.http.head(path)).status_code == 200

@@ -37,7 +37,7 @@ def url(there: Clients) -> str:
     return f"{there.http.base_url}".rstrip("/")
 
 
-async def test_a_person_sees_pools_workers_streams_and_events(
+async def test_the_page_shows_pools_workers_streams_and_events(
     tab: Page, there: Clients, dispatcher: FakeDispatcher
 ) -> None:
     pools = (PoolView("prefill", Role.PREFILL, 1, 1, 1), PoolView("decode", Role.DECODE, 2, 1, 2))
@@ -54,7 +54,7 @@ async def test_a_person_sees_pools_workers_streams_and_events(
     assert tab.complaints == [] and {each.split("/ui")[0] for each in tab.requested} <= {url(there), "data:,"}
 
 
-async def test_names_are_text_whatever_is_in_them(tab: Page, there: Clients, dispatcher: FakeDispatcher) -> None:
+async def test_the_page_shows_names_as_text(tab: Page, there: Clients, dispatcher: FakeDispatcher) -> None:
     workers = [structs.replace(each, name=EVIL, pool=EVIL, detail=EVIL) for each in view().workers]
     model = replace(view().model, name=EVIL)  # type: ignore[type-var]
     dispatcher.view = replace(view(), name=EVIL, model=model, workers=tuple(workers))
@@ -77,7 +77,7 @@ async def test_a_flip_shows_in_the_picture_of_roles(tab: Page, there: Clients, d
     assert await tab.value("document.querySelectorAll('#roles rect.prefill').length") == 1, "the past stays"
 
 
-async def test_the_chat_streams_and_remembers(tab: Page) -> None:
+async def test_the_chat_streams_and_remembers_the_conversation(tab: Page) -> None:
     dispatcher = FakeDispatcher(lambda request: b"first second", chunk=6, step_s=0.5)
     async with opened(dispatcher) as (there, _):
         await tab.open(f"{url(there)}/ui")
@@ -111,7 +111,7 @@ async def test_a_stopped_answer_is_cancelled_in_the_cluster(tab: Page) -> None:
                 await asyncio.sleep(LOOK_S)
 
 
-async def test_refusals_are_said_in_the_server_s_words(tab: Page, there: Clients) -> None:
+async def test_the_page_shows_the_servers_error(tab: Page, there: Clients) -> None:
     await tab.open(f"{url(there)}/ui")
     await tab.value("document.getElementById('most').value = '100000'")
     await tab.type("#prompt", "hello")
@@ -119,7 +119,7 @@ async def test_refusals_are_said_in_the_server_s_words(tab: Page, there: Clients
     await tab.until("document.querySelector('.failed')?.innerText.includes('maximum context length is')")
 
 
-async def test_a_guarded_gateway_is_asked_with_the_key_that_a_person_types(tab: Page, tmp_path: Path) -> None:
+async def test_the_page_sends_the_typed_key(tab: Page, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"{KEY}\n")
     async with opened(FakeDispatcher(), api_keys_file=str(tmp_path / "keys")) as (there, _):
         await tab.open(f"{url(there)}/ui")

@@ -18,11 +18,11 @@ ALERTS = Path(__file__).resolve().parents[2] / "data" / "monitoring" / "alerts.y
 UNITS = {"s", "short", "none", "percentunit", "reqps", "ops", "Bps", "bytes"}  # of Grafana's
 
 
-def test_the_dashboard_is_what_its_program_writes() -> None:
+def test_the_dashboard_is_up_to_date() -> None:
     assert (FILES / "dashboard.json").read_text() == dashboard_json(), "run: python helm/dashboard.py"
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(set(ids)) == len(ids)
     for panel in BOARD["panels"]:
@@ -40,7 +40,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         assert apart, f"{one['title']} lies over {other['title']}"
 
 
-def test_panels_are_as_grafana_wants_them() -> None:
+def test_panels_are_valid_for_grafana() -> None:
     assert BOARD["schemaVersion"] >= 36 and BOARD["uid"] and BOARD["title"]
     assert not BOARD.get("id"), "Grafana gives the number"
     variables = {variable["name"] for variable in BOARD["templating"]["list"]}
@@ -62,7 +62,7 @@ def test_legends_name_labels_that_the_query_keeps() -> None:
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept, panel["title"]
 
 
-def test_promtool_takes_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_promtool_accepts_every_dashboard_query(tmp_path: Path) -> None:
     found = [{"record": f"panel:{n}", "expr": query} for n, query in enumerate(queries().values())]
     path = tmp_path / "panels.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": found}]}))
@@ -77,7 +77,7 @@ def test_promtool_would_notice_a_wrong_query(tmp_path: Path) -> None:
         promtool("check", "rules", path)
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     assert f"SUCCESS: {len(rules())} rules found" in promtool("check", "rules", "--lint=all", "--lint-fatal", RULES)
 
 
@@ -85,7 +85,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     assert "SUCCESS" in promtool("test", "rules", ALERTS)
 
 
-def test_every_alert_is_tried_and_says_what_to_do() -> None:
+def test_every_alert_has_a_test_and_advice() -> None:
     alerts = {rule["alert"]: rule for rule in rules() if "alert" in rule}
     tried = {
         each["alertname"] for test in yaml.safe_load(ALERTS.read_text())["tests"] for each in test["alert_rule_test"]
@@ -97,7 +97,7 @@ def test_every_alert_is_tried_and_says_what_to_do() -> None:
     assert len({group["name"] for group in GROUPS}) == len(GROUPS)
 
 
-def test_recorded_series_that_rules_ask_for_are_recorded() -> None:
+def test_every_recorded_series_in_use_is_recorded() -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     asked = set().union(*(names(rule["expr"]) for rule in rules()))
     assert {name for name in asked if ":" in name} <= recorded

@@ -10,7 +10,7 @@ from tests.observe.metrics.boards import RULES
 from tests.observe.metrics.prometheus import program, prometheus
 
 
-async def test_it_scrapes_with_a_key_and_not_without(tmp_path: Path) -> None:
+async def test_prometheus_scrapes_only_with_a_key(tmp_path: Path) -> None:
     program("prometheus")
     files = Files.made(tmp_path)
     own = files.clients.sign("prometheus")

@@ -15,13 +15,13 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "_unpacked", lambda: (None, "apt-get cannot fetch it"))
 
 
-def test_it_is_a_skip_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_prometheus_skips_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(prometheus.REQUIRED, raising=False)
     with pytest.raises(pytest.skip.Exception, match=f"{WHY} .DIPTYCH_PROMETHEUS=1 makes this a failure"):
         prometheus.program("promtool")
 
 
-def test_where_it_must_be_there_it_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_prometheus_fails_where_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(prometheus.REQUIRED, "1")
     with pytest.raises((pytest.fail.Exception, pytest.skip.Exception), match=WHY) as caught:
         prometheus.program("promtool")

@@ -90,7 +90,7 @@ async def until(subject: Subject, expression: str, value: float) -> None:
         ('count(vllm:kv_cache_usage_perc{model_name="modelled"})', 3),
     ],
 )
-async def test_it_counts_what_was_sent(subject: Subject, expression: str, value: float) -> None:
+async def test_prometheus_counts_the_sent_requests(subject: Subject, expression: str, value: float) -> None:
     await until(subject, expression, value)
 
 
@@ -101,14 +101,14 @@ async def test_the_parts_of_the_ledger_are_what_requests_took(subject: Subject) 
     assert 0.5 * whole < parts <= whole, "the ledger ends with the last token, the request a little later"
 
 
-async def test_gateways_and_workers_tell_the_same_of_what_was_moved(subject: Subject) -> None:
+async def test_gateways_and_workers_report_the_same_transfers(subject: Subject) -> None:
     moved = await subject.prometheus.number("sum(last_over_time(diptych_transfer_bytes_sum[1m]))")
     assert moved and moved > 0
     await until(subject, "sum(max by (worker) (diptych_worker_transfer_bytes_total))", moved)
 
 
 @pytest.mark.parametrize("panel", queries())
-async def test_every_panel_has_something_to_draw(subject: Subject, panel: str) -> None:
+async def test_every_dashboard_panel_has_data(subject: Subject, panel: str) -> None:
     await found(subject, queries()[panel])
 
 
@@ -121,7 +121,7 @@ async def test_the_variables_of_the_dashboard_have_values(subject: Subject) -> N
     assert values == {"namespace": set(), "job": {"diptych"}, "class": {"default", "fast", "hopeless"}}
 
 
-async def test_the_rules_are_evaluated_and_a_calm_cluster_alarms_nobody(subject: Subject) -> None:
+async def test_the_rules_are_evaluated_and_an_idle_cluster_has_no_alert(subject: Subject) -> None:
     async with asyncio.timeout(SEEN_S):
         while any(rule["health"] == "unknown" for rule in await evaluated(subject)):
             await asyncio.sleep(0.05)
@@ -141,7 +141,7 @@ async def evaluated(subject: Subject) -> list[dict[str, str]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-async def test_every_series_that_is_asked_for_was_scraped(subject: Subject) -> None:
+async def test_every_queried_series_was_scraped(subject: Subject) -> None:
     asked = set().union(*map(names, [*queries().values(), *(rule["expr"] for rule in rules())]))
     scraped = set(await subject.prometheus.ask("label/__name__/values"))
     assert asked and asked <= scraped, asked - scraped

@@ -35,14 +35,14 @@ def query(scaled: dict[str, Any]) -> str:
     return expression
 
 
-def test_promtool_takes_the_query(scaled: dict[str, Any], tmp_path: Path) -> None:
+def test_promtool_accepts_the_query(scaled: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "query.yaml"
     rules = [{"record": "keda:query", "expr": query(scaled)}]
     path.write_text(yaml.safe_dump({"groups": [{"name": "keda", "rules": rules}]}))
     assert "SUCCESS: 1 rules found" in promtool("check", "rules", path)
 
 
-def test_it_gives_the_workers_that_the_pool_shall_have(scaled: dict[str, Any], tmp_path: Path) -> None:
+def test_the_query_returns_the_target_number_of_workers(scaled: dict[str, Any], tmp_path: Path) -> None:
     """Of several gateways, and of no other pool or release."""
     rules, test = tmp_path / "rules.yaml", tmp_path / "test.yaml"
     rules.write_text(yaml.safe_dump({"groups": []}))
@@ -58,13 +58,13 @@ def test_it_gives_the_workers_that_the_pool_shall_have(scaled: dict[str, Any], t
     assert "SUCCESS" in promtool("test", "rules", test)
 
 
-def test_a_gateway_tells_the_series_with_these_labels(scaled: dict[str, Any]) -> None:
+def test_a_gateway_exports_the_series_with_these_labels(scaled: dict[str, Any]) -> None:
     assert names(query(scaled)) & {SERIES} == {SERIES}
     view = ClusterView(1, "c", None, (), pools=(PoolView("decode", Role.DECODE, 3, 1, 4),))
     assert f'{SERIES}{{gateway="gateway-0",pool="decode"}} 3.0' in exposition(GatewayAttainment(), "gateway-0", view)
 
 
-def test_it_scales_what_the_chart_makes(scaled: dict[str, Any]) -> None:
+def test_the_scaled_object_targets_the_charts_stateful_set(scaled: dict[str, Any]) -> None:
     target = scaled["scaleTargetRef"]
     assert (target["apiVersion"], target["kind"]) == ("apps/v1", "StatefulSet")
     assert target["name"] == "llm-diptych-decode" and 'pool="decode"' in query(scaled)

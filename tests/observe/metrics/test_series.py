@@ -72,7 +72,7 @@ def value(text: str, name: str, **labels: str) -> float:
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
-def test_the_tables_of_the_docs_are_the_series_that_there_are(texts: list[str]) -> None:
+def test_the_documented_metrics_are_the_exported_ones(texts: list[str]) -> None:
     wanted = list(rows(families(texts[0])))
     table = "\n".join(f"| `{name}` | {kind} | {labels} | {words} |" for name, kind, labels, words in wanted)
     assert ROW.findall(PAGE.read_text()) == wanted, f"docs/reference/metrics.md should have these rows:\n{table}"
@@ -84,7 +84,7 @@ def test_every_series_of_dashboard_and_rules_exists(texts: list[str]) -> None:
     assert {name for name in asked if ":" not in name} <= there
 
 
-def test_base_units_and_one_gateway_in_each_series_of_ours(texts: list[str]) -> None:
+def test_our_metrics_have_base_units_and_a_gateway_label(texts: list[str]) -> None:
     for number, text in enumerate(texts):
         for family in families(text):
             if family.name.startswith("vllm:"):
@@ -95,12 +95,12 @@ def test_base_units_and_one_gateway_in_each_series_of_ours(texts: list[str]) -> 
             assert {sample.labels["gateway"] for sample in family.samples} == {f"gateway-{number}"}
 
 
-def test_promtool_finds_nothing_to_say_of_our_series(texts: list[str]) -> None:
+def test_promtool_accepts_our_metrics(texts: list[str]) -> None:
     ours = [line for line in texts[0].splitlines() if "vllm:" not in line]
     assert promtool("check", "metrics", stdin="\n".join(ours) + "\n") == ""
 
 
-def test_vllms_series_are_ours_by_other_names(texts: list[str]) -> None:
+def test_vllm_metrics_equal_ours(texts: list[str]) -> None:
     text = texts[0]
     for theirs, ours in (
         ("vllm:generation_tokens_total", "diptych_generated_tokens_total"),
@@ -121,7 +121,7 @@ def test_vllms_series_are_ours_by_other_names(texts: list[str]) -> None:
     assert queued + both == pytest.approx(value(text, "diptych_ledger_seconds_sum"))
 
 
-def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> None:
+def test_only_one_gateway_exports_vllm_metrics_of_workers(texts: list[str]) -> None:
     engines = [
         {sample.labels["engine"] for family in families(text) for sample in family.samples if "engine" in sample.labels}
         for text in texts
@@ -130,7 +130,7 @@ def test_only_one_gateway_tells_vllms_series_of_workers(texts: list[str]) -> Non
 
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in OUTCOMES if outcome != "completed"])
-def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(outcome: str) -> None:
+def test_vllm_metrics_of_requests_count_only_completed_ones(outcome: str) -> None:
     tally = RequestMetrics(["fast"])
     tally.add(Ended(outcome, "fast", waited_s=0.5), None, ())
     text = exposition(replace(GatewayAttainment(), totals=tally.snapshot()), "gateway-0", compat="vllm")
@@ -139,7 +139,7 @@ def test_vllms_series_of_requests_know_nothing_of_those_that_do_not_complete(out
     assert theirs and {sample.value for sample in theirs} == {0.0}
 
 
-def test_vllms_latency_is_that_of_complete_answers() -> None:
+def test_vllm_latency_counts_completed_requests() -> None:
     tally = RequestMetrics([])
     ledger = LatencyLedger((("admission", 10**9),), (), 10**9, 10**9)
     tally.add(Ended("completed", waited_s=3.0), Completed(FinishReason.STOP, 5, 4, 0, 1, ledger, ()), ())
@@ -150,7 +150,7 @@ def test_vllms_latency_is_that_of_complete_answers() -> None:
     assert value(text, "vllm:request_success_total") == 1
 
 
-def test_what_waits_in_gateways_and_at_workers_is_summed_over_vllms_engines() -> None:
+def test_vllm_waiting_requests_include_gateways_and_workers() -> None:
     workers = tuple(WorkerView(name, "p", Role.MIXED, WorkerState.READY, stats=STATS) for name in ("w0", "w1"))
     view = ClusterView(1, "c", None, workers, gateways=("gateway-x", "gateway-a"))
     texts = [
@@ -162,7 +162,7 @@ def test_what_waits_in_gateways_and_at_workers_is_summed_over_vllms_engines() ->
     assert sum(value(text, "vllm:num_requests_running") for text in texts) == 2 * STATS.running
 
 
-def test_vllms_names_come_when_asked_for_only() -> None:
+def test_vllm_metrics_are_exported_only_if_configured() -> None:
     assert "vllm:" not in exposition(GatewayAttainment(), "gateway-0")
     assert "vllm:" in exposition(GatewayAttainment(), "gateway-0", compat="vllm")
     pools = {"model": "m", "pools": [{"name": "both", "role": "mixed"}]}
@@ -189,7 +189,7 @@ TOLD = {
 }  # fmt: skip
 
 
-def test_workers_are_told_by_their_statistics_and_the_dead_by_their_role_and_failures() -> None:
+def test_live_workers_export_statistics_and_dead_ones_role_and_failures() -> None:
     living = WorkerView("d0", "decode", Role.DECODE, WorkerState.READY, stats=STATS, memory_bytes=21, restarts=22)
     counts: dict[str, Any] = {"restarts": 23, "failures": 3}
     dead = WorkerView("d1", "decode", Role.DECODE, WorkerState.DEAD, stats=STATS, memory_bytes=21, **counts)
@@ -206,7 +206,7 @@ def test_workers_are_told_by_their_statistics_and_the_dead_by_their_role_and_fai
     assert value(text, "vllm:nixl_num_kv_expired_reqs_total") == 12
 
 
-def test_nothing_is_registered_for_the_whole_process(texts: list[str]) -> None:
+def test_no_metric_is_registered_globally(texts: list[str]) -> None:
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith(("diptych", "vllm"))]
 
 
@@ -233,7 +233,7 @@ ENDS = st.tuples(st.sampled_from(OUTCOMES), st.text(max_size=4), st.none() | st.
 
 
 @given(st.lists(ENDS, max_size=80))
-def test_labels_are_those_of_the_specification(ends: list[tuple[str, str, float | None, bool]]) -> None:
+def test_labels_are_bounded_by_the_specification(ends: list[tuple[str, str, float | None, bool]]) -> None:
     tally = RequestMetrics(["fast", "batch"])
     for outcome, class_name, ttft_s, moved in ends:
         (count_tokens,) = tally.token_observers(asked(class_name), "decode-0")
@@ -253,7 +253,7 @@ PARTS = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**12)), max
 
 
 @given(PARTS, PARTS)
-def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
+def test_ledger_parts_and_vllm_stages_sum_to_the_total(
     first: list[tuple[str, int]], rest: list[tuple[str, int]]
 ) -> None:
     ttft_ns, rest_ns = (sum(ns for _, ns in parts) for parts in (first, rest))
@@ -271,7 +271,7 @@ def test_parts_of_the_ledger_and_stages_of_vllm_sum_to_the_whole(
     assert (told.prompt_tokens, told.cached_tokens, dict(told.finishes)["stop"]) == (5, 2, 1)
 
 
-def test_every_end_has_its_reason_for_vllm() -> None:
+def test_every_finish_reason_has_a_vllm_reason() -> None:
     tallied = replace(RequestTotals(), finishes=tuple((reason.value, 1) for reason in FinishReason))
     told = replace(GatewayAttainment(), totals=tallied)
     (ends,) = [

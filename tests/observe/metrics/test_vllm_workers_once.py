@@ -34,12 +34,12 @@ def engines(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("gateway", "told"), [(NAMES[0], {"w"}), (NAMES[1], set())])
-def test_of_gateways_that_joined_the_first_tells_of_workers(gateway: str, told: set[str]) -> None:
+def test_the_first_joined_gateway_exports_workers(gateway: str, told: set[str]) -> None:
     view = ClusterView(1, "c", None, (WorkerView("w", "p", Role.MIXED, WorkerState.READY),), gateways=NAMES)
     assert engines(exposition(GatewayAttainment(), gateway, view, compat="vllm")) == told
 
 
-def test_a_gateway_keeps_its_place_as_long_as_it_asks() -> None:
+def test_a_gateway_keeps_its_place_while_it_polls() -> None:
     there = Listeners()
     there.polled("b", 0.0, 15.0)
     there.polled("a", 1.0, 16.0)
@@ -71,7 +71,7 @@ class Door:
         return engines(exposition(dispatcher.slo_attainment(), self._context.name, dispatcher.view, compat="vllm"))
 
 
-async def test_when_the_gateway_that_tells_leaves_another_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_gateway_exports_workers_when_the_first_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "WATCH_S", 0.2)
     monkeypatch.setattr(cluster_controller, "SILENT_S", 1.0)
     shared = SharedMemory()

@@ -48,7 +48,7 @@ def request(request_id: str = "one") -> Request:
 
 
 @pytest.mark.parametrize(("protocol", "collecting"), WAYS)
-async def test_spans_come_by_either_protocol_and_what_is_left_comes_at_the_end(
+async def test_spans_arrive_by_both_protocols_and_the_rest_on_close(
     protocol: str, collecting: Callable[[], Any]
 ) -> None:
     with collecting() as collector:
@@ -77,7 +77,7 @@ async def test_a_decode_that_moved_is_cut_where_it_did() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["refused", "failed", "deadline", "invalid"])
-async def test_an_error_has_its_words(outcome: str) -> None:
+async def test_an_error_span_has_the_message(outcome: str) -> None:
     with over_grpc() as collector:
         spans = spans_to(collector.endpoint)
         nothing = LatencyLedger((), (), 0, 0)
@@ -101,7 +101,7 @@ async def sampled(collector: Collector, ratio: float, parent: str) -> int:
     return len(collector.among(lambda each: each.attributes.get("gen_ai.request.id", "").startswith(f"{ratio}-")))
 
 
-async def test_a_share_is_sampled_and_a_caller_decides_for_its_own() -> None:
+async def test_a_share_is_sampled_and_callers_override_it() -> None:
     with over_grpc() as collector:
         assert await sampled(collector, 0.0, "") == 0
         assert 60 < await sampled(collector, 0.5, "") < 140  # 1 of 10^8 runs has less or more
@@ -110,7 +110,7 @@ async def test_a_share_is_sampled_and_a_caller_decides_for_its_own() -> None:
         assert await sampled(collector, 0.0, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01") == 200
 
 
-async def test_a_collector_that_is_away_holds_nobody_up_and_fills_no_memory() -> None:
+async def test_an_unreachable_collector_delays_no_request_and_memory_is_bounded() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         spans = spans_to(f"http://127.0.0.1:{nobody.getsockname()[1]}")
@@ -120,7 +120,7 @@ async def test_a_collector_that_is_away_holds_nobody_up_and_fills_no_memory() ->
             await spans.close()
 
 
-async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
+async def test_a_hanging_collector_does_not_delay_the_close() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -132,7 +132,7 @@ async def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
             await asyncio.gather(*(spans.close() for spans in each_way))
 
 
-async def test_what_cannot_be_written_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_to_write_spans_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
     with over_grpc() as collector:
         spans = spans_to(collector.endpoint)
         spans.send(trail(moves=(("never", "decode-1"),)), request(), None)
@@ -142,7 +142,7 @@ async def test_what_cannot_be_written_ends_no_request(caplog: pytest.LogCaptureF
     assert "could not send spans of this request" in caplog.text
 
 
-async def test_a_gateway_that_cannot_open_leaves_no_sender_behind() -> None:
+async def test_a_gateway_that_cannot_open_stops_its_span_sender() -> None:
     def no_door(context: Any) -> Any:
         raise SpecError("the certificate is gone")
 
@@ -156,7 +156,7 @@ async def test_a_gateway_that_cannot_open_leaves_no_sender_behind() -> None:
         assert not senders
 
 
-async def test_a_trace_goes_with_the_task_that_serves() -> None:
+async def test_trace_headers_belong_to_the_requests_task() -> None:
     async def serve(parent: str) -> str:
         set_trace_headers([("traceparent", parent), ("cookie", "secret")])
         await asyncio.sleep(0)
@@ -180,13 +180,13 @@ async def test_a_trace_goes_with_the_task_that_serves() -> None:
         ({"otlp": "http://collector:4317"}, "tracing.otlp: unknown key; known keys here: otlp_endpoint"),
     ],
 )
-def test_a_wrong_word_is_one_line(tracing: dict[str, Any], words: str) -> None:
+def test_an_invalid_setting_is_one_line(tracing: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError) as refused:
         parse_spec({"model": "tiny", "pools": [ROOMY], "tracing": tracing})
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_the_library_is_loaded_where_spans_are_wanted_only() -> None:
+def test_opentelemetry_is_imported_only_if_spans_are_sent() -> None:
     program = (
         "import sys, cluster.serving, cluster.frontend.grpc.server;"
         "print([m for m in sys.modules if 'opentelemetry' in m])"

@@ -110,7 +110,7 @@ def of_parts(children: Sequence[Collected]) -> list[Collected]:
     return [each for each in children if each.name != "transfer"]
 
 
-def test_a_request_is_a_span_whose_parts_are_its_ledger(served: Served) -> None:
+def test_a_request_span_has_the_ledger_as_children(served: Served) -> None:
     with Client(served.endpoint) as client:
         answer = client.complete("the sea is", max_tokens=12, ignore_eos=True, request_id="whole", temperature=0.5)
     span = served.collector.request("whole")
@@ -142,7 +142,7 @@ def test_a_request_is_a_span_whose_parts_are_its_ledger(served: Served) -> None:
     assert "the sea is" not in text and answer.text not in text
 
 
-def test_what_moved_the_kv_is_a_span_at_who_decodes(served: Served) -> None:
+def test_the_kv_transfer_is_a_span_of_the_decode_worker(served: Served) -> None:
     with Client(served.endpoint) as client:
         answer = client.complete("one two three four five six", max_tokens=4, ignore_eos=True, request_id="moved")
     [report] = answer.completed.transfers
@@ -161,7 +161,7 @@ async def test_over_grpc_the_span_belongs_to_the_callers_trace(served: Served) -
     assert (span.trace, span.parent) == (trace, above)
 
 
-def test_a_blocking_client_passes_a_trace_on_too(served: Served) -> None:
+def test_a_blocking_client_propagates_a_trace(served: Served) -> None:
     trace = secrets.token_hex(16)
     parent, above = parent_of(trace)
     with Client(served.endpoint, interceptors=[Passing(parent)]) as client:
@@ -183,7 +183,7 @@ def test_over_http_the_span_belongs_to_the_callers_trace(served: Served, stream:
     assert [each.parent for each in spans] == [above, above]
 
 
-def test_answers_to_one_request_are_spans_of_one_trace(served: Served) -> None:
+def test_parallel_answers_are_spans_of_one_trace(served: Served) -> None:
     trace = secrets.token_hex(16)
     parent, above = parent_of(trace)
     post(f"{served.url}/completions", {"prompt": "the sea", "max_tokens": 4, "n": 3}, {"traceparent": parent})
@@ -193,7 +193,7 @@ def test_answers_to_one_request_are_spans_of_one_trace(served: Served) -> None:
     assert ids == {"0", "1", "2"}
 
 
-def test_a_caller_that_does_not_sample_has_no_spans_here(served: Served) -> None:
+def test_a_caller_without_sampling_has_no_spans(served: Served) -> None:
     quiet, _ = parent_of(secrets.token_hex(16), sampled=False)
     post(f"{served.url}/completions", {"prompt": "the sea", "max_tokens": 2}, {"traceparent": quiet})
     loud, _ = parent_of(secrets.token_hex(16))
@@ -203,7 +203,7 @@ def test_a_caller_that_does_not_sample_has_no_spans_here(served: Served) -> None
 
 
 @pytest.mark.parametrize("header", ["nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 5000])
-def test_a_header_that_is_no_trace_begins_a_new_one(served: Served, header: str) -> None:
+def test_an_invalid_trace_header_starts_a_new_trace(served: Served, header: str) -> None:
     name = f"odd-{len(header)}"
     post(
         f"{served.url}/completions",
@@ -233,7 +233,7 @@ def test_a_request_that_fails_is_a_span_with_an_error(served: Served) -> None:
     assert span.code == ERROR and span.attributes["error.type"] == span.attributes["diptych.outcome"]
 
 
-async def test_a_request_that_its_client_ends_is_none(served: Served) -> None:
+async def test_a_request_that_its_client_cancels_is_no_error(served: Served) -> None:
     async with AsyncClient(served.endpoint) as client:
         stream = client.generate("the sea", max_tokens=90, ignore_eos=True, request_id="left")
         async for _ in stream:
