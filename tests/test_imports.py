@@ -37,7 +37,7 @@ LAYERS = [
         "workers.request",
         "workers.stats",
     ],
-    ["workers.ops"],
+    ["workers.ops", "workers.rpc"],
     ["workers.profiles"],
     ["workers.engine", "workers.model"],
     ["workers.mailbox", "workers.transfer"],
@@ -100,6 +100,7 @@ PARTS = (
     "workers.engine.step",
     "workers.executor.modelled",
     "workers.executor.rank_spec",
+    "workers.rpc",
     "workers.server",
     "workers.worker",
 )

@@ -191,7 +191,7 @@ class SequenceTiming(Struct, frozen=True, gc=False):
     compute_s: float
 
 
-class TokensOut(Struct, frozen=True, gc=False):
+class TokensOut(Struct, frozen=True, gc=False, tag=True):
     """New tokens of one sequence. `first_position` counts output tokens from 0, over all attempts.
 
     `prefilled`: this is the first token of a prompt computed here, and `timing` is that of the prefill.
@@ -208,15 +208,14 @@ class TokensOut(Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token on; with the first output token
 
 
-@dataclass(frozen=True, slots=True)
-class TicketOut:
+class TicketOut(Struct, frozen=True, gc=False, tag=True):
     """A held prompt has its blocks and its first chunk is scheduled, so a reader may start."""
 
     key: str
     ticket: TransferTicket
 
 
-class HeadOut(Struct, frozen=True, gc=False):
+class HeadOut(Struct, frozen=True, gc=False, tag=True):
     """The beginning of a cut prompt is computed and held for its reader; `timing` as for a first token."""
 
     key: str
@@ -224,16 +223,14 @@ class HeadOut(Struct, frozen=True, gc=False):
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FetchedOut:
+class FetchedOut(Struct, frozen=True, gc=False, tag=True):
     """All KV of the ticket is in this worker's pool, verified."""
 
     key: str
     report: TransferReport
 
 
-@dataclass(frozen=True, slots=True)
-class FailedOut:
+class FailedOut(Struct, frozen=True, gc=False, tag=True):
     """The sequence failed; another attempt may succeed unless `final`. `corrupt`: a digest did not match."""
 
     key: str

@@ -172,6 +172,9 @@ class Worker:
         await self._leases.close()
         await self._executor.close()
 
+    async def disconnect(self) -> None:
+        """A caller leaves. In one process there is no connection to close."""
+
     # ---- the calls of a dispatcher ---------------------------------------------------------------------------
 
     async def prefill(self, request: Request, cut_tokens: int = 0) -> None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from cluster.control.changes import ChangeRefused
 from cluster.control.replicas import ReplicaManager
-from cluster.runtime.interface import WorkerHandle
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
 from diptych.view import WorkerState
@@ -174,12 +173,11 @@ class Preflight:
 
     async def _link(self, owner: ReplicaManager, reader: ReplicaManager) -> Exception | None:
         """Test and link a pair. Returns the error, None on success."""
-        assert owner.info is not None and reader.handle is not None, "only started workers are introduced"
-        handle: WorkerHandle = reader.handle
+        assert owner.info is not None and reader.stub is not None, "only started workers are introduced"
         tested = owner.info, reader.info
         try:
             async with asyncio.timeout(self._timeout_s):
-                link = await handle.connect(owner.info.peer)
+                link = await reader.stub.connect(owner.info.peer)
             if owner.is_over or reader.is_over:
                 return WorkerGone("it has left")
             if owner.info is not tested[0] or reader.info is not tested[1]:

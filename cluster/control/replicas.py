@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from cluster.runtime.interface import Runtime, WorkerHandle, WorkerOrder
+from cluster.runtime.interface import Runtime, WorkerHandle, WorkerOrder, WorkerStub
 from cluster.runtime.placement import needed
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec, PoolSpec, Role
@@ -65,6 +65,7 @@ class ReplicaManager:
         self.pool = pool
         self.order = order
         self.handle: WorkerHandle | None = None
+        self.stub: WorkerStub | None = None  # of the incarnation that runs
         self.info: WorkerInfo | None = None
         self.view = WorkerView(
             order.config.name,
@@ -200,19 +201,27 @@ class ReplicaManager:
         self.introduced = False
         self._show(WorkerState.STARTING, detail=f"{self._last_failure}; restarting" if self._last_failure else "")
         self.info = await self._started(self.handle)
+        self.stub = self.handle.at(self.info.incarnation)
+        try:
+            await self._serve(self.info, self.stub)
+        finally:
+            await self.stub.disconnect()
+
+    async def _serve(self, info: WorkerInfo, stub: WorkerStub) -> None:
+        """Introduce the started worker to its peers, publish it, and poll it until it dies. Always raises."""
         await self._context.introduce(self)
         self._ready_s = asyncio.get_running_loop().time()
         self._show(
             WorkerState.DRAINING if self.is_leaving else WorkerState.READY,
-            incarnation=self.info.incarnation,
-            node=self.info.node,
-            pid=self.info.pid,
-            capacity_tokens=self.info.capacity_tokens,
-            memory_bytes=self.info.memory_bytes,
-            kv_token_bytes=sum(each.layout.block_bytes // each.layout.block_size for each in self.info.peer.shards),
+            incarnation=info.incarnation,
+            node=info.node,
+            pid=info.pid,
+            capacity_tokens=info.capacity_tokens,
+            memory_bytes=info.memory_bytes,
+            kv_token_bytes=sum(each.layout.block_bytes // each.layout.block_size for each in info.peer.shards),
             detail=self._recovery(),
         )
-        await self._listen(self.handle)
+        await self._listen(stub)
 
     def _recovery(self) -> str:
         """Text for a worker that is ready again; otherwise empty."""
@@ -234,11 +243,11 @@ class ReplicaManager:
                     logger.debug("worker %s is not up yet: %s", self.name, error)
                     await asyncio.sleep(RETRY_S)
 
-    async def _listen(self, handle: WorkerHandle) -> None:
+    async def _listen(self, stub: WorkerStub) -> None:
         """Poll it until it dies. The controller has no requests, so it acknowledges no outputs."""
         async with patient_timeout(self.order.dead_after_s) as silence:
             while True:
-                bundle = await handle.poll("controller", 0)
+                bundle = await stub.poll("controller", 0)
                 silence.reset()
                 if bundle.incarnation != self.view.incarnation:
                     raise WorkerGone("it restarted")

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from workers.errors import WorkerError
 from workers.kv_events import KVEvents
@@ -21,7 +21,7 @@ CALL_S = 10.0
 class CacheReader:
     """Owned by a WorkerClient, for one incarnation. One call at a time; rounds start `pause_s` apart."""
 
-    def __init__(self, handle: WorkerHandle, take: Callable[[KVEvents], None], pause_s: float) -> None:
+    def __init__(self, handle: WorkerStub, take: Callable[[KVEvents], None], pause_s: float) -> None:
         self._handle = handle
         self._take = take
         self._pause_s = pause_s

@@ -191,12 +191,13 @@ class WorkerDiscovery:
 
     def _connect(self, member: Member) -> WorkerClient:
         """A new client with a new subscriber name. The worker drops an older client's mailbox after a timeout."""
-        view, handle = member.view, member.handle
-        assert handle is not None, "only ready members have a client"
+        view = member.view
+        assert member.handle is not None, "only ready members have a client"
+        handle = member.handle.at(view.incarnation)
         reader: CacheReader | None = None
         if self._caches is not None:
             take = partial(self._caches.take, view.name, view.incarnation)
-            reader = CacheReader(handle.at(view.incarnation), take, self._spec.gateway.cache_news_s)
+            reader = CacheReader(handle, take, self._spec.gateway.cache_news_s)
         client = WorkerClient(
             view,
             handle,

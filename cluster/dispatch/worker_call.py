@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from cluster.dispatch.worker_client import Message, WorkerClient
 from cluster.events import Unservable
-from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.request import Request
@@ -54,7 +54,7 @@ class WorkerCall:
         return self.worker.name
 
     @property
-    def handle(self) -> WorkerHandle:
+    def handle(self) -> WorkerStub:
         return self.worker.handle
 
     def hold(self, on_message: "Callable[[WorkerCall, Message], None]", *, prompt_tokens: int) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from cluster.dispatch.cache_reader import CacheReader
 from cluster.policy.routing.router import NOTHING_SENT, Sent
-from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from diptych.view import WorkerState, WorkerView
 from diptych.watchdog import Watchdog
@@ -38,13 +38,14 @@ OnMessage = Callable[[Message], None]
 class WorkerClient:
     """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost.
 
-    `cache` reads the worker's cache events, and is closed with the client. `kv_dtype`: of the worker's pool.
+    `cache` reads the worker's cache events. It is closed, and `handle` disconnected, with the client. `kv_dtype`: of
+    the worker's pool.
     """
 
     def __init__(
         self,
         view: WorkerView,
-        handle: WorkerHandle,
+        handle: WorkerStub,
         *,
         subscriber: str,
         silence_s: float,
@@ -53,7 +54,7 @@ class WorkerClient:
         kv_dtype: str,
     ) -> None:
         self.view = view
-        self.handle = handle.at(view.incarnation)
+        self.handle = handle
         self.subscriber = subscriber
         self.kv_dtype = kv_dtype
         self.has_answered = False
@@ -112,6 +113,7 @@ class WorkerClient:
         await asyncio.wait([self._listening])
         if self._cache is not None:
             await self._cache.close()
+        await self.handle.disconnect()
 
     async def _listen(self) -> None:
         received = 0

@@ -18,14 +18,24 @@ from workers.stats import WorkerInfo
 
 
 class WorkerHandle(Protocol):
-    """A handle to a `workers.worker.Worker`, which documents the methods."""
+    """Starts a worker, and finds it from other processes."""
 
-    def at(self, incarnation: str) -> "WorkerHandle":
-        """A handle for this incarnation only; after a restart its calls raise `WorkerClosed`."""
+    def at(self, incarnation: str) -> "WorkerStub":
+        """A new connection, to this incarnation only; its owner disconnects it."""
         ...
 
-    async def start(self) -> WorkerInfo: ...
-    async def info(self) -> WorkerInfo: ...
+    async def start(self) -> WorkerInfo:
+        """Load the worker, unless it has loaded."""
+        ...
+
+
+class WorkerStub(Protocol):
+    """A connection to one incarnation of a `workers.worker.Worker`, which documents the methods.
+
+    Calls raise `WorkerGone` or `WorkerClosed` once that incarnation has ended.
+    """
+
+    async def disconnect(self) -> None: ...
     async def connect(self, peer: PeerAddress) -> LinkReport: ...
     async def reserve(self, request: Request, timeout_s: float) -> Reservation: ...
     async def prefill(self, request: Request, cut_tokens: int = 0) -> None: ...

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, cast
 
-from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
+from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder, WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from workers.build import build_worker
 from workers.costs import CostModel
@@ -40,8 +40,8 @@ class LocalWorker:
     def __init__(self, server: WorkerServer) -> None:
         self.server = server
 
-    def at(self, incarnation: str) -> WorkerHandle:
-        return cast(WorkerHandle, self.server.worker(incarnation))
+    def at(self, incarnation: str) -> WorkerStub:
+        return cast(WorkerStub, self.server.worker(incarnation))
 
     async def start(self) -> WorkerInfo:
         worker = await self.server.open()

@@ -8,8 +8,8 @@ server is gone. Each worker has its own placement group.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -18,30 +18,23 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder
+from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder, WorkerStub
 from cluster.runtime.logs import begin as begin_logs
 from cluster.runtime.placement import Node, bundle, listed, selectors, shortage, would_fit
 from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
+from cluster.runtime.rpc_stub import CALL_TIMEOUT_S, RpcAddress, RpcStub
 from cluster.runtime.runtime_errors import NoAnswer, RuntimeUnavailable, WorkerGone
 from cluster.runtime.sessions import withdraw
 from cluster.spec import LogSpec
 from diptych.watchdog import patient_timeout
-from kvtransfer.ticket import TransferTicket
 from workers.build import build_worker
-from workers.request import Bundle, Request, Reservation
-from workers.stats import WorkerInfo
+from workers.rpc import WorkerRpcServer
+from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "diptych"
-CALL_TIMEOUT_S = 10.0
-TIMEOUTS_S = {
-    **dict.fromkeys(("info", "prefill", "generate", "fetch", "decode", "hand_over", "hold_prefix"), CALL_TIMEOUT_S),
-    **dict.fromkeys(("cache_since", "cancel", "holds", "check"), CALL_TIMEOUT_S),
-    "connect": 60.0,
-    "measure": 130.0,  # longer than the worker's own limit
-}
 UNFIT_TIMEOUT_S = 1.0
 NAME_FREE_TIMEOUT_S, NAME_FREE_LOOK_S = 5.0, 0.02  # Ray has no event for a name that is free again
 
@@ -77,7 +70,10 @@ class _WorkerActor:
     def __init__(self, order: WorkerOrder, logs: LogSpec) -> None:
         begin_logs(logs, order.config.name)
         config = on_this_node(order.config)
+        self._host, self._secret = config.transfer.host, config.secret.encode()
         self._server = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order, logs))
+        self._rpc = WorkerRpcServer(self._server.incarnation, self._secret, self._server.worker, self._on_stats)
+        self._listening: asyncio.Task[int] | None = None
         self._metrics = WorkerMetrics(config.name, config.pool)
 
     async def incarnation(self) -> str:
@@ -87,14 +83,19 @@ class _WorkerActor:
         worker = await self._server.open()
         return await worker.info()
 
+    async def listen(self, incarnation: str) -> RpcAddress:
+        """Where gateways connect. Raises `WorkerClosed` if this is another incarnation."""
+        self._server.worker(incarnation)
+        if self._listening is None:
+            self._listening = asyncio.ensure_future(self._rpc.start(self._host))
+        return RpcAddress(self._host, await self._listening, self._secret)
+
     async def close(self) -> None:
         await self._server.close()
+        await self._rpc.close()
 
-    async def call(self, incarnation: str, method: str, *args: Any) -> Any:
-        answer = await getattr(self._server.worker(incarnation), method)(*args)
-        if isinstance(answer, Bundle):
-            self._metrics.update(answer.stats, asyncio.get_running_loop().time())
-        return answer
+    def _on_stats(self, stats: WorkerStats) -> None:
+        self._metrics.update(stats, asyncio.get_running_loop().time())
 
 
 class _ServiceActor:
@@ -119,45 +120,24 @@ class _ServiceActor:
 
 @dataclass(frozen=True)
 class RayWorker:
-    """A handle to a worker's actor, which can be pickled. `workers.worker.Worker` documents the methods.
-
-    `incarnation` empty: the current one.
-    """
+    """A handle to a worker's actor; can be sent between processes. Ray starts the worker and knows its address."""
 
     name: str
     actor: Any
     dead_after_s: float
-    incarnation: str = ""
 
-    def at(self, incarnation: str) -> "RayWorker":
-        return replace(self, incarnation=incarnation)
+    def at(self, incarnation: str) -> WorkerStub:
+        locate = partial(self._locate, incarnation)
+        return cast(WorkerStub, RpcStub(self.name, incarnation, locate, self.dead_after_s))
 
-    def _call(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Coroutine[Any, Any, Any]:
-        return answer_of(self.actor.call.remote(self.incarnation, method, *args), timeout_s)
+    async def _locate(self, incarnation: str) -> RpcAddress:
+        address: RpcAddress = await answer_of(self.actor.listen.remote(incarnation), CALL_TIMEOUT_S)
+        return address
 
     async def start(self) -> WorkerInfo:
         answer = answer_of(self.actor.start.remote(), timeout_s=24 * 3600.0)  # bounded by the caller's start timeout
         info: WorkerInfo = await answer
         return info
-
-    async def reserve(self, request: Request, timeout_s: float) -> Reservation:
-        reservation: Reservation = await self._call("reserve", request, timeout_s, timeout_s=timeout_s + CALL_TIMEOUT_S)
-        return reservation
-
-    async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        args = request, ticket, timeout_s
-        num_tokens: int = await self._call("fetch_prefix", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
-        return num_tokens
-
-    async def poll(self, subscriber: str, received: int) -> Bundle:
-        bundle: Bundle = await self._call("poll", subscriber, received, timeout_s=self.dead_after_s)
-        return bundle
-
-    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The methods with a fixed timeout; `WorkerHandle` has their types."""
-        if method not in TIMEOUTS_S:
-            raise AttributeError(f"a worker has no method {method!r}")
-        return partial(self._call, method, timeout_s=TIMEOUTS_S[method])
 
 
 @dataclass(frozen=True)

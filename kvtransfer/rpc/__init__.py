@@ -3,6 +3,7 @@
     protocol                   listener           caller             after the handshake
     lease   kvtransfer.control owner of KV        its readers        the caller calls
     tcp     kvtransfer.backends.tcp   owner       its readers        the caller calls, one call at a time
+    worker  workers.rpc        worker             gateways           the caller calls
     gang    workers.executor   leader             the other ranks    the listener calls
 
     handshake    proof of the secret, and a bound on peers that have not proven it

@@ -10,6 +10,7 @@ calls fail at once.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import or_
@@ -31,14 +32,14 @@ class RpcProtocol:
     """The calls, messages and errors between two ends: msgspec types, and errors sent by name.
 
     `calls` maps each type of request (a tagged Struct) to the type of its reply. An error whose class is in one of
-    `errors`' modules and takes only a message arrives as the same class, any other as `other_error`. Calls on a broken
-    connection fail with `lost_error`.
+    `errors`' modules, or one of `errors` itself, arrives as the same class with the same arguments, any other as
+    `other_error`. Calls on a broken connection fail with `lost_error`.
     """
 
     name: str
     calls: Mapping[type[msgspec.Struct], Any]
     messages: tuple[type[msgspec.Struct], ...]
-    errors: tuple[ModuleType, ...]
+    errors: tuple[ModuleType | type[Exception], ...]
     other_error: type[Exception]
     lost_error: type[Exception]
     max_frame_bytes: int
@@ -54,17 +55,15 @@ class RpcProtocol:
 
     @cached_property
     def error_classes(self) -> dict[str, type[Exception]]:
-        return {
-            name: kind
-            for module in self.errors
-            for name, kind in vars(module).items()
-            if isinstance(kind, type) and issubclass(kind, Exception) and kind.__init__ is Exception.__init__
-        }
+        found = (vars(each).values() if isinstance(each, ModuleType) else (each,) for each in self.errors)
+        kinds = (kind for kinds in found for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
+        return {kind.__name__: kind for kind in kinds}
 
 
 class _Failure(msgspec.Struct, frozen=True):
     error: str  # the name of its class
     reason: str
+    args: tuple[str | int | float, ...] = ()  # of its constructor
 
 
 class RpcConnection:
@@ -211,16 +210,17 @@ class RpcConnection:
 
     def _sent_error(self, error: Exception) -> _Failure:
         name, reason = type(error).__name__, str(error).strip()
-        if name in self._protocol.error_classes:
-            return _Failure(name, reason)
+        if name in self._protocol.error_classes and all(isinstance(each, str | int | float) for each in error.args):
+            return _Failure(name, reason, error.args)
         logger.error("a call of %s failed", self._peer, exc_info=error)
         return _Failure(name, reason.partition("\n")[0])
 
     def _received_error(self, failure: _Failure) -> Exception:
         kind = self._protocol.error_classes.get(failure.error)
-        if kind is None:
-            return self._protocol.other_error(f"{self._peer}: {failure.error}: {failure.reason}")
-        return kind(failure.reason)
+        with suppress(TypeError):  # another release may have other arguments
+            if kind is not None:
+                return kind(*failure.args)
+        return self._protocol.other_error(f"{self._peer}: {failure.error}: {failure.reason}")
 
     async def _keep_alive(self, message: Callable[[], msgspec.Struct]) -> None:
         while self._silent_s < self.patience_s:

@@ -14,7 +14,7 @@ from cluster.dispatch.cache_reader import CacheReader
 from cluster.events import Accepted
 from cluster.offline.sim.clock import run as run_virtually
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
-from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec
@@ -72,7 +72,7 @@ class Gateway:
     def dial(self) -> None:
         if self.reader is not None:
             self.reader.stop()
-        handle = cast(WorkerHandle, self.source)
+        handle = cast(WorkerStub, self.source)
         self.reader = CacheReader(handle, partial(self.index.take, "w", str(self.life)), PAUSE_S)
 
     def hear(self) -> None:

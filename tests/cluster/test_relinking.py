@@ -39,7 +39,7 @@ class Post:
     introduced = True
 
     def __post_init__(self) -> None:
-        self.info, self.handle = Info(self.name), self
+        self.info, self.stub = Info(self.name), self
         self.view = WorkerView(self.name, "pool", self.role, WorkerState.READY)
 
     async def connect(self, peer: str) -> LinkReport:

@@ -171,7 +171,7 @@ async def test_split_equals_colocated_and_transformers_token_for_token(client: A
 Moment = Callable[[WorkerView, WorkerView], bool]
 MOMENTS: dict[str, Moment] = {
     "mid-decode": lambda prefill, decode: decode.stats.running >= 3,
-    "mid-prefill": lambda prefill, decode: prefill.stats.running > 0 and prefill.stats.queued_tokens > 300,
+    "mid-prefill": lambda prefill, decode: prefill.stats.running > 0 and prefill.stats.queued_tokens > 100,
     "mid-transfer": lambda prefill, decode: prefill.stats.leases > 0 and decode.stats.reserved > 0,
 }
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from cluster.runtime.interface import WorkerHandle
+from cluster.runtime.interface import WorkerHandle, WorkerStub
 from workers.request import Bundle
 from workers.stats import WorkerStats
 
@@ -95,9 +95,9 @@ class RemoteWorker:
         self._stale_s = stale_s
         self._history: deque[tuple[float, WorkerStats]] = deque()
 
-    def at(self, incarnation: str) -> WorkerHandle:
+    def at(self, incarnation: str) -> WorkerStub:
         self.worker.at(incarnation)  # raises if that one is gone
-        return cast(WorkerHandle, self)
+        return cast(WorkerStub, self)
 
     async def poll(self, *args: Any) -> Bundle:
         bundle: Bundle = await self._call("poll", *args)

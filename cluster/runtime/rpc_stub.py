@@ -1,0 +1,95 @@
+"""A stub of one incarnation of a worker in another process: all calls share one connection."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple
+
+from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
+from kvtransfer.errors import TransferError
+from kvtransfer.ticket import TransferTicket
+from workers.request import Request, Reservation
+from workers.rpc import CONNECT_S, METHODS, WorkerConnection
+
+CALL_TIMEOUT_S = 10.0
+TIMEOUTS_S = {
+    **dict.fromkeys(METHODS, CALL_TIMEOUT_S),
+    "connect": 60.0,
+    "measure": 130.0,  # longer than the worker's own limit
+}
+
+
+class RpcAddress(NamedTuple):
+    """Where a worker listens, and the secret that admits callers."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class RpcStub:
+    """A `WorkerStub`. `locate` asks for the worker's address; the first call connects.
+
+    Calls raise `WorkerGone` if the process is gone, `NoAnswer` in time. `poll_s`: the longest silence of a poll.
+    """
+
+    def __init__(self, name: str, incarnation: str, locate: Callable[[], Awaitable[RpcAddress]], poll_s: float) -> None:
+        self.name = name
+        self._incarnation = incarnation
+        self._locate = locate
+        self._timeouts_s = {**TIMEOUTS_S, "poll": poll_s}
+        self._opening: asyncio.Task[WorkerConnection] | None = None
+
+    async def disconnect(self) -> None:
+        """Close the connection. Calls that wait raise `WorkerGone`."""
+        opening = self._opening
+        if opening is None:
+            return
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait([opening])
+        if not opening.cancelled() and opening.exception() is None:
+            await opening.result().close()
+
+    async def reserve(self, request: Request, timeout_s: float) -> Reservation:
+        args = request, timeout_s
+        reservation: Reservation = await self._call("reserve", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
+        return reservation
+
+    async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
+        args = request, ticket, timeout_s
+        num_tokens: int = await self._call("fetch_prefix", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
+        return num_tokens
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """The methods with a fixed timeout; `WorkerStub` has their types."""
+        if method not in METHODS:
+            raise AttributeError(f"a worker has no method {method!r}")
+        return partial(self._call, method, timeout_s=self._timeouts_s[method])
+
+    async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        try:
+            connection = await self._connected()
+            return await connection.call(method, args, timeout_s)
+        except TimeoutError:
+            raise NoAnswer(f"no answer within {timeout_s:.1f} s") from None
+
+    async def _connected(self) -> WorkerConnection:
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+            self._opening.add_done_callback(_observe)
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> WorkerConnection:
+        try:
+            host, port, secret = await self._locate()
+            return await WorkerConnection.open(self.name, host, port, secret, self._incarnation, WorkerGone)
+        except TimeoutError:
+            raise NoAnswer(f"no connection within {CONNECT_S:.1f} s") from None
+        except (TransferError, OSError, EOFError) as error:
+            raise WorkerGone(f"its process ended, or cannot be reached: {error}") from None
+
+
+def _observe(opening: "asyncio.Task[WorkerConnection]") -> None:
+    if not opening.cancelled():
+        opening.exception()  # those who call get it; there may be none

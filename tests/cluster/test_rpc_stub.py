@@ -1,0 +1,148 @@
+"""A gateway's connection to a worker in another process: here both ends are in one process, over a real socket."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from cluster.runtime.interface import WorkerStub
+from cluster.runtime.rpc_stub import RpcAddress, RpcStub
+from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
+from tests.engine.driving import request
+from workers.build import build_worker
+from workers.config import EngineConfig, WorkerConfig
+from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerError
+from workers.request import Bundle, TokensOut
+from workers.rpc import WorkerRpcServer
+from workers.server import WorkerServer
+from workers.stats import WorkerStats
+
+SECRET = b"a secret"
+CONFIG = WorkerConfig(
+    name="w", pool="p", model="m", engine=EngineConfig(block_size=4, kv_blocks=64), executor="modelled", secret="s"
+)
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[WorkerServer, WorkerRpcServer, RpcAddress, list[WorkerStats]]]:
+    """A modelled worker that takes no time, and its RPC server."""
+    server = build_worker(CONFIG)
+    stats: list[WorkerStats] = []
+    rpc = WorkerRpcServer(server.incarnation, SECRET, server.worker, stats.append)
+    await server.open()
+    port = await rpc.start("127.0.0.1")
+    try:
+        yield server, rpc, RpcAddress("127.0.0.1", port, SECRET), stats
+    finally:
+        await server.close()
+        await rpc.close()
+
+
+def stub(server: WorkerServer, address: RpcAddress, poll_s: float = 5.0, incarnation: str = "") -> RpcStub:
+    async def locate() -> RpcAddress:
+        return address
+
+    return RpcStub("w", incarnation or server.incarnation, locate, poll_s)
+
+
+async def answer(worker: WorkerStub, key: str, received: int = 0) -> tuple[int, ...]:
+    tokens: tuple[int, ...] = ()
+    while True:
+        bundle: Bundle = await worker.poll("me", received)
+        received = bundle.number
+        for output in bundle.outputs:
+            assert isinstance(output, TokensOut) and output.key == key
+            tokens += output.tokens
+            if output.finish is not None:
+                return tokens
+
+
+async def test_calls_and_outputs_are_those_of_the_worker() -> None:
+    async with served() as (server, _, address, stats):
+        remote = stub(server, address)
+        worker = cast(WorkerStub, remote)
+        await asyncio.gather(*(worker.holds(f"none-{n}") for n in range(100)))  # one connection, many calls
+        asked = replace(request("a", (1, 2, 3), max_tokens=9), reply_to="me")
+        await worker.generate(asked)
+        assert len(await answer(worker, "a/0")) == 9
+        assert not await worker.holds("a/0")
+        assert stats and stats[-1].total_blocks == server.worker().engine.stats().total_blocks
+        await worker.check()
+        await remote.disconnect()
+        with pytest.raises(WorkerGone, match="this end closed the connection"):
+            await worker.holds("a/0")
+
+
+async def test_errors_arrive_with_their_class_and_arguments() -> None:
+    async with served() as (server, _, address, _):
+        remote: Any = stub(server, address)
+        with pytest.raises(InvalidRequest, match="prompt: is empty") as invalid:
+            await remote.generate(request("a", ()))
+        assert invalid.value.field == "prompt"
+        with pytest.raises(UnknownSequence, match="holds no reservation here"):
+            await remote.decode("none", (1,))
+        reservation = await remote.reserve(request("b", tuple(range(1, 150))), 1.0)
+        assert reservation.key == "b/0" and reservation.num_blocks == 38
+        with pytest.raises(Overloaded, match="no decode slot or blocks within") as overloaded:
+            await remote.reserve(request("c", tuple(range(1, 150))), 0.0)
+        assert overloaded.value.retry_after_s == 1.0
+
+        def broken() -> None:
+            raise AssertionError("two owners")
+
+        server.worker().engine.check = broken
+        with pytest.raises(AssertionError, match="two owners"):
+            await remote.check()
+
+        async def unforeseen(key: str) -> bool:
+            raise KeyError(key)
+
+        server.worker().holds = unforeseen
+        with pytest.raises(WorkerError, match="KeyError: 'a'"):
+            await remote.holds("a")
+        await remote.disconnect()
+
+
+async def test_a_worker_that_ends_is_noticed_by_the_calls_that_wait() -> None:
+    async with served() as (server, rpc, address, _):
+        remote: Any = stub(server, address)
+        await remote.poll("me", 0)
+        waiting = asyncio.ensure_future(remote.poll("me", 1))
+        await asyncio.sleep(0)
+        await rpc.close()
+        with pytest.raises(WorkerGone):
+            await asyncio.wait_for(waiting, 5.0)
+        with pytest.raises(WorkerGone):
+            await remote.holds("a")
+        await remote.disconnect()
+
+
+@pytest.mark.parametrize(
+    ("secret", "incarnation", "reason"),
+    [(b"another", "", "don't share one secret"), (SECRET, "another", "another has ended")],
+)
+async def test_a_stranger_or_an_ended_incarnation_is_not_admitted(secret: bytes, incarnation: str, reason: str) -> None:
+    async with served() as (server, _, address, _):
+        remote: Any = stub(server, address._replace(secret=secret), incarnation=incarnation)
+        for _ in range(2):
+            with pytest.raises(WorkerGone, match=reason):
+                await remote.holds("a")
+        await remote.disconnect()
+
+
+async def test_a_port_that_nobody_listens_on_and_a_poll_without_an_answer() -> None:
+    async with served() as (server, _, address, _):
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            remote: Any = stub(server, address._replace(port=unused.getsockname()[1]))
+            with pytest.raises(WorkerGone, match="its process ended, or cannot be reached"):
+                await remote.holds("a")
+        remote = stub(server, address, poll_s=0.05)
+        await remote.poll("me", 0)
+        with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
+            await remote.poll("me", 1)
+        await remote.disconnect()

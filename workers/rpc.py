@@ -1,0 +1,150 @@
+"""A worker's calls over one connection: the server beside a `Worker`, and the caller's end in another process.
+
+The frames are those of `kvtransfer.rpc`. A connection belongs to one incarnation of a worker; it is never reopened.
+Knows no runtime: whoever starts the worker tells callers its host and port.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+import kvtransfer.errors
+import workers.errors
+from diptych.shapes import Shape, Timings
+from diptych.watchdog import patient_timeout
+from kvtransfer.errors import PeerLost, TransportUnavailable
+from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
+from kvtransfer.rpc.frames import FrameStream, greet
+from kvtransfer.rpc.handshake import CallerHandshake
+from kvtransfer.rpc.listener import RpcListener
+from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
+from workers.errors import WorkerClosed, WorkerError
+from workers.kv_events import KVEvents
+from workers.request import Bundle, Request, Reservation
+from workers.stats import WorkerStats
+
+MAX_CALLERS = 1024  # gateways and the controller
+MAX_CALLS = 1 << 14  # of one caller, unanswered; each request has a few
+MAX_FRAME_BYTES = 256 << 20  # a prompt takes five bytes a token, a whole cache's events nine a block
+CONNECT_S = 5.0
+
+DEFAULTS = {"cut_tokens": 0, "goes_on": False}  # of parameters
+METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as in `Worker`
+    "connect": ({"peer": PeerAddress}, LinkReport),
+    "reserve": ({"request": Request, "timeout_s": float}, Reservation),
+    "prefill": ({"request": Request, "cut_tokens": int}, None),
+    "generate": ({"request": Request}, None),
+    "fetch": ({"key": str, "ticket": TransferTicket | None, "goes_on": bool}, None),
+    "decode": ({"key": str, "tokens": tuple[int, ...]}, None),
+    "hand_over": ({"key": str, "most_tokens": int}, TransferTicket | None),
+    "hold_prefix": ({"request": Request}, TransferTicket | None),
+    "fetch_prefix": ({"request": Request, "ticket": TransferTicket, "timeout_s": float}, int),
+    "cache_since": ({"last": int, "reach": int}, KVEvents),
+    "cancel": ({"key": str}, None),
+    "holds": ({"key": str}, bool),
+    "poll": ({"subscriber": str, "received": int}, Bundle),
+    "check": ({}, None),
+    "measure": ({"shape": Shape, "repeats": int}, Timings),
+}
+CALLS: dict[str, type[msgspec.Struct]] = {
+    name: msgspec.defstruct(
+        name,
+        [(field, kind, DEFAULTS[field]) if field in DEFAULTS else (field, kind) for field, kind in fields.items()],
+        frozen=True,
+        gc=False,
+        tag=name,
+    )
+    for name, (fields, _) in METHODS.items()
+}
+WORKER_PROTOCOL = RpcProtocol(
+    name="worker",
+    calls={CALLS[name]: result for name, (_, result) in METHODS.items()},
+    messages=(),
+    errors=(workers.errors, kvtransfer.errors, AssertionError),
+    other_error=WorkerError,
+    lost_error=WorkerClosed,
+    max_frame_bytes=MAX_FRAME_BYTES,
+    max_calls=MAX_CALLS,
+)
+
+
+class WorkerRpcServer:
+    """Owned by a worker's process; `close` it after the worker.
+
+    `worker` returns the `Worker`, or raises `WorkerClosed`. `on_stats` gets the statistics of every poll.
+    """
+
+    def __init__(
+        self, incarnation: str, secret: bytes, worker: Callable[[], object], on_stats: Callable[[WorkerStats], None]
+    ) -> None:
+        self._incarnation = incarnation
+        self._worker = worker
+        self._on_stats = on_stats
+        self._listener = RpcListener(WORKER_PROTOCOL.name, secret, self._admit, self._serve)
+
+    async def start(self, host: str, port: int = 0) -> int:
+        """Listen; returns the port. Raises OSError."""
+        return await self._listener.start(host, port)
+
+    async def close(self) -> None:
+        """Send what is answered, and disconnect everybody."""
+        await self._listener.close()
+
+    def _admit(self, incarnation: str) -> bytes:
+        if incarnation != self._incarnation:
+            raise PeerLost(f"{incarnation} has ended")
+        if self._listener.num_callers >= MAX_CALLERS:
+            raise TransportUnavailable(f"{MAX_CALLERS} gateways are connected already")
+        return b""
+
+    async def _serve(self, _: str, stream: FrameStream) -> None:
+        connection = RpcConnection(stream, WORKER_PROTOCOL, f"the caller at {stream.peer_host}", on_call=self._on_call)
+        try:
+            await connection.run()
+        finally:
+            await connection.close()
+
+    async def _on_call(self, request: msgspec.Struct) -> Any:
+        method = getattr(self._worker(), type(request).__name__)
+        answer = await method(*msgspec.structs.astuple(request))
+        if isinstance(answer, Bundle):
+            self._on_stats(answer.stats)
+        return answer
+
+
+class WorkerConnection:
+    """A connection to one incarnation of a worker. `close` it.
+
+    Calls on a lost connection raise `lost`.
+    """
+
+    def __init__(self, stream: FrameStream, name: str, lost: type[Exception]) -> None:
+        self._connection = RpcConnection(stream, replace(WORKER_PROTOCOL, lost_error=lost), name)
+        self._running = asyncio.ensure_future(self._connection.run())
+
+    @classmethod
+    async def open(
+        cls, name: str, host: str, port: int, secret: bytes, incarnation: str, lost: type[Exception]
+    ) -> "WorkerConnection":
+        """Raises a `TransferError` that says why it is not admitted, OSError, EOFError or TimeoutError."""
+        stream: FrameStream | None = None
+        try:
+            async with patient_timeout(CONNECT_S):
+                stream = FrameStream(*await asyncio.open_connection(host, port))
+                await greet(stream, CallerHandshake(WORKER_PROTOCOL.name, secret, incarnation, name))
+        except BaseException:
+            if stream is not None:
+                await stream.close()
+            raise
+        return cls(stream, name, lost)
+
+    async def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """What the worker's method returns or raises. Raises TimeoutError."""
+        return await self._connection.call(CALLS[method](*args), timeout_s)
+
+    async def close(self) -> None:
+        await self._connection.close()
+        await self._running
