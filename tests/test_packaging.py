@@ -52,11 +52,11 @@ def closure(requirements: list[str]) -> set[str]:
             waiting += [Requirement(other) for extra in each.extras for other in OPTIONAL[extra]]
             continue
         try:
-            told = requires(name) or []
+            received = requires(name) or []
         except PackageNotFoundError:
             continue  # for another platform
         found.add(name)
-        for other in map(Requirement, told):
+        for other in map(Requirement, received):
             extras = {"", *each.extras}
             if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in extras):
                 other.marker = None
@@ -176,9 +176,11 @@ def test_files_beside_the_code_are_shipped() -> None:
 
 
 def test_the_docs_name_every_extra() -> None:
-    told = (ROOT / "docs" / "install.md").read_text()
-    assert set(re.findall(r"^\| `([\w-]+)` \|", told, re.M)) == set(OPTIONAL)
+    received = (ROOT / "docs" / "install.md").read_text()
+    assert set(re.findall(r"^\| `([\w-]+)` \|", received, re.M)) == set(OPTIONAL)
     commands = {
-        word for row in re.findall(r"^\|.*`diptych.*$", told, re.M) for word in re.findall(r"`(?:diptych )?(\w+)", row)
+        word
+        for row in re.findall(r"^\|.*`diptych.*$", received, re.M)
+        for word in re.findall(r"`(?:diptych )?(\w+)", row)
     }
     assert set(main.commands) <= commands

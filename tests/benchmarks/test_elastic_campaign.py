@@ -124,7 +124,7 @@ def test_a_view_sets_gateways_and_heartbeat() -> None:
 
 
 def test_stale_statistics_are_as_old_as_set() -> None:
-    async def told() -> list[tuple[float, int]]:
+    async def stats_seen() -> list[tuple[float, int]]:
         loop = asyncio.get_running_loop()
         distant = RemoteWorker(object(), 0.0, 1.0)  # type: ignore[arg-type]
         begun_s, seen = loop.time(), []
@@ -134,7 +134,7 @@ def test_stale_statistics_are_as_old_as_set() -> None:
             await asyncio.sleep(0.1)
         return seen
 
-    ages = run(told())
+    ages = run(stats_seen())
     assert [age for age, number in ages if number >= 11] == pytest.approx([1.0] * 29, abs=0.11)
     assert all(age >= -1e-9 for age, _ in ages)
 
@@ -301,12 +301,12 @@ def test_one_goodput_from_the_command_line(monkeypatch: pytest.MonkeyPatch) -> N
         main, ["--one", "bursts", "--search", "--seeds", "2", "--workers", "2", "--processes", "1"]
     )
     assert ran.exit_code == 0, ran.output
-    told = re.search(r"goodput (\S+) requests/s, (\S+) per GPU.*seed: (\S+), (\S+)$", ran.output.strip())
-    assert told is not None
-    assert float(told[1]) == pytest.approx(2.0, rel=0.06) and float(told[2]) == pytest.approx(
-        float(told[1]) / 8, rel=0.01
+    stats_seen = re.search(r"goodput (\S+) requests/s, (\S+) per GPU.*seed: (\S+), (\S+)$", ran.output.strip())
+    assert stats_seen is not None
+    assert float(stats_seen[1]) == pytest.approx(2.0, rel=0.06) and float(stats_seen[2]) == pytest.approx(
+        float(stats_seen[1]) / 8, rel=0.01
     )
-    assert told[3] == told[4]
+    assert stats_seen[3] == stats_seen[4]
 
 
 @pytest.mark.parametrize("text", ["split", "split:x", "split:1:2:3", "colocated:1:2", "split:-1", "nobody", "split:9"])

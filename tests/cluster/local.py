@@ -134,7 +134,7 @@ async def cluster(
 
     runtime = LocalRuntime(build or build_here)
     dispatchers: list[Dispatcher] = []
-    serving = await serve(spec, runtime=runtime, make_server=lambda context: _Door(context, dispatchers))
+    serving = await serve(spec, runtime=runtime, make_server=lambda context: _FakeServer(context, dispatchers))
     try:
         assert isinstance(serving.controller, LocalService)
         yield Cluster(dispatchers[0], runtime, serving.controller.target)
@@ -142,7 +142,7 @@ async def cluster(
         await serving.close()
 
 
-class _Door:
+class _FakeServer:
     """No server: hands the dispatcher to the test."""
 
     http_url = ""

@@ -81,13 +81,13 @@ class Legs:
 
     async def _move(self, request: Request) -> Moved:
         request = replace(request, id=f"{self._name}:{request.id}", reply_to=self._name)
-        told = self._told[request.key] = asyncio.Queue()
+        outputs = self._told[request.key] = asyncio.Queue()
         tokens: list[int] = []
         report: TransferReport | None = None
         await self._decode.reserve(request, ANSWER_S)
         await self._prefill.prefill(request)
         while True:
-            match await told.get():
+            match await outputs.get():
                 case TicketOut(_, ticket):
                     await self._decode.fetch(request.key, ticket)
                 case FetchedOut(_, report):

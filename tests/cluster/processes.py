@@ -95,7 +95,7 @@ async def crash(controller: Controller) -> None:
         controller._orphan_timer.close()
 
 
-class Door:
+class FakeServer:
     http_url = ""
 
     def __init__(self, context: GatewayContext) -> None:
@@ -108,7 +108,7 @@ class Door:
         """Nothing listens."""
 
 
-def in_virtual_time(told: Callable[[Serving, Processes], Awaitable[None]], gateways: int = 1) -> None:
+def in_virtual_time(received: Callable[[Serving, Processes], Awaitable[None]], gateways: int = 1) -> None:
     """A cluster with gateways as processes of their own, in virtual time."""
     plain = split_spec(1, 1)
     spec = replace(plain, gateway=replace(plain.gateway, replicas=gateways))
@@ -116,9 +116,9 @@ def in_virtual_time(told: Callable[[Serving, Processes], Awaitable[None]], gatew
     async def all_of_it() -> None:
         runtime = Processes(spec)
         models = {pool.name: PoolModel(FAST) for pool in spec.pools}
-        serving = await serve(virtual(spec, models), runtime=runtime, make_server=Door)
+        serving = await serve(virtual(spec, models), runtime=runtime, make_server=FakeServer)
         try:
-            await told(serving, runtime)
+            await received(serving, runtime)
         finally:
             for service in runtime.services.values():
                 service.thawed.set()

@@ -490,19 +490,19 @@ def test_the_engine_gets_the_time_that_a_request_waited() -> None:
     async def scene() -> None:
         async with opened(spec) as cluster:
             (dispatcher,) = cluster.dispatchers
-            told: list[float] = []
+            received: list[float] = []
             worker: Any = cluster.runtime.workers["mixed-0"]
             generate = worker.generate
 
             async def heard(asked: Request) -> None:
-                told.append(asked.waited_s)
+                received.append(asked.waited_s)
                 await generate(asked)
 
             worker.generate = heard
             seen = [Seen(dispatcher, request(f"r{number}")) for number in range(4)]
             await asyncio.gather(*(each.task for each in seen))
             accepted = [each.first(Accepted) for each in seen]
-            assert told[:3] == [0.0, 0.0, 0.0]
-            assert accepted[3] is not None and told[3] == pytest.approx(accepted[3][0], abs=0.01)
+            assert received[:3] == [0.0, 0.0, 0.0]
+            assert accepted[3] is not None and received[3] == pytest.approx(accepted[3][0], abs=0.01)
 
     in_virtual_time(scene)

@@ -93,9 +93,9 @@ steps = st.one_of(
 )
 
 
-async def follow(told: list[tuple]) -> None:
+async def follow(received: list[tuple]) -> None:
     subject = Gateway()
-    for what, *how in told:
+    for what, *how in received:
         if what == "add" or what == "remove":
             for name in how[1]:
                 getattr(subject.source.log, what)(how[0], name)
@@ -123,10 +123,10 @@ async def follow(told: list[tuple]) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(steps, max_size=40))
-def test_the_index_is_correct_after_any_lost_events(told: list[tuple]) -> None:
+def test_the_index_is_correct_after_any_lost_events(received: list[tuple]) -> None:
     troubles = 0
     kept = []
-    for each in told:  # no more of them than the end has rounds for
+    for each in received:  # no more of them than the end has rounds for
         troubles = 0 if each[0] == "restart" else troubles + (each[0] == "trouble")
         if troubles <= 3 or each[0] != "trouble":
             kept.append(each)

@@ -61,8 +61,8 @@ async def test_a_flip_keeps_running_requests_and_new_ones_follow_the_new_role() 
         await flipped(subject, "prefill-0", Role.DECODE)
         placed = [accepted(await subject.run(request(f"m{n}", first=50 * n + 7))) for n in range(6)]
         assert {each.prefill_worker for each in placed} <= {"prefill-1", "decode-1"}
-        told = [await stream.end() for stream in streams]
-        for each, events in zip(asked, told, strict=True):
+        received = [await stream.end() for stream in streams]
+        for each, events in zip(asked, received, strict=True):
             assert tokens_of(events) == tokens_of(await subject.run(each))
             assert completed(events).attempts == 1
         assert dict(subject.dispatcher.discovery.clients) == lines, "a flip costs no line"

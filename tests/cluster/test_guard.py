@@ -104,8 +104,8 @@ def test_files_are_rechecked_at_intervals_and_errors_are_logged_once(
         for _ in range(3):
             now[0] += RECHECK_S
             assert watched.current() == "second, longer"
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-    assert len(reads) == 3 and told == ["it is bad; the previous content stays in use"]
+    received = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(reads) == 3 and received == ["it is bad; the previous content stays in use"]
 
 
 def test_a_changed_symbolic_link_is_a_changed_file(tmp_path: Path) -> None:

@@ -80,5 +80,5 @@ async def test_lost_workers_and_leaving_workers_are_different_events() -> None:
         await subject.until(lambda view: sorted(each.restarts for each in view.ready(Role.DECODE)) == [0, 1])
         await subject.controller.drain("decode-1", 0, 1.0)
         await subject.until(lambda view: all(worker.name != "decode-1" for worker in view.workers))
-        told = [(each.kind, each.worker) for _, each in subject.dispatcher.recent().events]
-    assert ("lost", "decode-0") in told and ("left", "decode-1") in told
+        received = [(each.kind, each.worker) for _, each in subject.dispatcher.recent().events]
+    assert ("lost", "decode-0") in received and ("left", "decode-1") in received

@@ -18,8 +18,8 @@ from tests.cluster.local import FAST, split_spec
 from workers.build import build_worker
 
 
-class Door:
-    """No server; it remembers what it is the door of."""
+class FakeServer:
+    """Serves nothing, and keeps its context."""
 
     http_url = ""
 
@@ -40,16 +40,16 @@ class Gone:
         raise WorkerGone("it is dead")
 
 
-def never(context: GatewayContext) -> Door:
-    raise AssertionError("whoever serves without gateways opens no door")
+def never(context: GatewayContext) -> FakeServer:
+    raise AssertionError("a cluster without gateways makes no server")
 
 
 async def test_gateways_join_a_cluster_that_has_none() -> None:
-    doors: list[Door] = []
+    servers: list[FakeServer] = []
 
-    def door(context: GatewayContext) -> Door:
-        doors.append(Door(context))
-        return doors[-1]
+    def make_server(context: GatewayContext) -> FakeServer:
+        servers.append(FakeServer(context))
+        return servers[-1]
 
     shared = SharedMemory()
     runtime = LocalRuntime(
@@ -59,9 +59,9 @@ async def test_gateways_join_a_cluster_that_has_none() -> None:
     try:
         assert serving.endpoints == []
         spec, model = await spec_and_model(serving.controller, 5.0)
-        joined = [await join(f"gateway-{name}", spec, model, serving.controller, door) for name in "ab"]
+        joined = [await join(f"gateway-{name}", spec, model, serving.controller, make_server) for name in "ab"]
         assert [each.endpoint for each in joined] == [f"gateway-{name}:{spec.gateway.grpc_port}" for name in "ab"]
-        for each in doors:
+        for each in servers:
             assert isinstance(each.context.dispatcher, Dispatcher)
             assert [worker.name for worker in each.context.dispatcher.view.workers] == [
                 "prefill-0",
@@ -95,7 +95,7 @@ async def test_a_joined_gateway_ends_when_its_controller_is_gone(
 async def test_cut_skips_gateways_that_have_ended() -> None:
     asked: list[str] = []
 
-    class Counted(Door):
+    class Counted(FakeServer):
         async def close(self, grace_s: float) -> None:
             asked.append(f"{grace_s:g}")
 

@@ -73,8 +73,8 @@ def test_a_prompt_that_several_answers_share_is_counted_once(load_reporter: Load
         load_reporter.on_arrived(wanted, 100.0, 0)
     for wanted in (first, second):
         load_reporter.on_end(ended(wanted, asyncio.CancelledError()))
-    told = load_reporter.report()
-    assert (told.arrived, told.arrived_tokens) == (2, 20)
+    received = load_reporter.report()
+    assert (received.arrived, received.arrived_tokens) == (2, 20)
     load_reporter.on_arrived(first, 100.0, 0)
     assert load_reporter.report().arrived_tokens == 20, "later ones are others"
 
@@ -84,9 +84,9 @@ def test_a_report_is_bounded(load_reporter: LoadReporter) -> None:
         wanted = request(f"r{index}", index + 1)
         load_reporter.on_arrived(wanted, 100.0, 0)
         load_reporter.on_end(ended(wanted, Rejected("full", 1.0)))
-    told = load_reporter.report()
-    assert told.arrived == MAX_SAMPLES + 9 and len(told.samples) == MAX_SAMPLES
-    assert told.samples[-1].prompt_tokens == MAX_SAMPLES + 9
+    received = load_reporter.report()
+    assert received.arrived == MAX_SAMPLES + 9 and len(received.samples) == MAX_SAMPLES
+    assert received.samples[-1].prompt_tokens == MAX_SAMPLES + 9
 
 
 async def test_gateways_report_what_they_served_every_period() -> None:
@@ -99,8 +99,8 @@ async def test_gateways_report_what_they_served_every_period() -> None:
     async with cluster(spec) as subject:
         heard = asyncio.Event()
 
-        async def report(told: LoadReport) -> None:
-            reports.append(told)
+        async def report(received: LoadReport) -> None:
+            reports.append(received)
             heard.set()
 
         controller: Any = subject.controller

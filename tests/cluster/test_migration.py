@@ -218,20 +218,20 @@ def test_a_migrating_decode_never_stops() -> None:
     async def run() -> None:
         spec = peer_spec(2)
         async with cluster(replace(spec, transfer=replace(spec.transfer, lease_s=20.0)), SLOW) as subject:
-            told: list[float] = []
+            received: list[float] = []
             clock_s = asyncio.get_running_loop().time
             moved: asyncio.Task[bool] | None = None
             async for event in generate(subject.dispatcher, request("a", 100, max_tokens=60)):
                 if isinstance(event, Accepted):
                     owner = event.decode_worker
                 if isinstance(event, Delta):
-                    told.append(clock_s())
+                    received.append(clock_s())
                     if event.first_position == 10:
                         target = next(name for name in subject.workers if name != owner)
                         moved = asyncio.ensure_future(subject.dispatcher.move("a", target))
             assert moved is not None and await moved
-            step_s = told[5] - told[4]
-            assert max(after - before for before, after in itertools.pairwise(told[1:])) < 3 * step_s
+            step_s = received[5] - received[4]
+            assert max(after - before for before, after in itertools.pairwise(received[1:])) < 3 * step_s
             assert subject.workers[target].engine.stats().steps > 40
             assert isinstance(event, Completed) and len(event.transfers) == 1
             assert event.transfers[0].num_blocks >= 6
@@ -302,10 +302,12 @@ def test_decodes_leave_a_worker_that_misses_their_slo(rebalances: bool) -> None:
             for n, events in enumerate(runs):
                 assert tokens_of(events) == expected(f"r{n}", 30 + n, 300)
             moved = sum(len(completed(events).transfers) - 1 for events in runs)
-            told = [completed(events).decode_workers for events in runs]
-            assert {names[0] for names in told} == {"decode-0"}, "as it was accepted"
-            assert sum(names == ("decode-0", "decode-1") for names in told) == sum(len(names) - 1 for names in told)
-            assert sum(len(names) - 1 for names in told) == moved
+            received = [completed(events).decode_workers for events in runs]
+            assert {names[0] for names in received} == {"decode-0"}, "as it was accepted"
+            assert sum(names == ("decode-0", "decode-1") for names in received) == sum(
+                len(names) - 1 for names in received
+            )
+            assert sum(len(names) - 1 for names in received) == moved
             standing = subject.dispatcher.slo_attainment()
             assert [each for each in standing.moves if each[1] == "moved"] == (
                 [("relief", "moved", moved)] * rebalances
@@ -376,13 +378,13 @@ def spoil(subject: Cluster, failure: str, owner: str, taker: str) -> None:
 def test_a_failed_migration_does_not_disturb_the_stream(failure: str) -> None:
     async def run() -> None:
         async with cluster(peer_spec(2), SLOW) as subject:
-            told: list[float] = []
+            received: list[float] = []
             events: list[Event] = []
             moving: asyncio.Task[bool] | None = None
             async for event in generate(subject.dispatcher, request("a", 100, max_tokens=120)):
                 events.append(event)
                 if isinstance(event, Delta):
-                    told.append(asyncio.get_running_loop().time())
+                    received.append(asyncio.get_running_loop().time())
                     if event.first_position == 10:
                         owner = next(each.decode_worker for each in events if isinstance(each, Accepted))
                         taker = next(name for name in subject.workers if name != owner)
@@ -390,7 +392,9 @@ def test_a_failed_migration_does_not_disturb_the_stream(failure: str) -> None:
                         moving = asyncio.ensure_future(subject.dispatcher.move("a", taker, 1.0))
             assert moving is not None and await moving is False
             assert tokens_of(events) == expected("a", 100, 120) and completed(events).attempts == 1
-            assert max(after - before for before, after in itertools.pairwise(told)) < 1.5 * (told[5] - told[4])
+            assert max(after - before for before, after in itertools.pairwise(received)) < 1.5 * (
+                received[5] - received[4]
+            )
             await subject.settle()
 
     clock.run(run())

@@ -76,8 +76,8 @@ async def settled(subject: Cluster) -> None:
 
 async def undisturbed() -> list[list[int]]:
     async with cluster(SPEC) as subject:
-        told = await asyncio.gather(*(subject.run(asked(index)) for index in range(REQUESTS)))
-        return [tokens_of(events) for events in told]
+        received = await asyncio.gather(*(subject.run(asked(index)) for index in range(REQUESTS)))
+        return [tokens_of(events) for events in received]
 
 
 async def under_load(
@@ -93,7 +93,7 @@ async def under_load(
         for pause_s, (verb, target, value) in changes:
             await asyncio.sleep(pause_s)
             await change(subject, verb, target, value)
-        told = await asyncio.gather(*streams)
+        received = await asyncio.gather(*streams)
         await settled(subject)
         view = subject.controller.view()
         assert {each.name for each in view.workers} == set(subject.workers), "who was let go is stopped, and no other"
@@ -104,7 +104,7 @@ async def under_load(
         assert all(link.owner in names and link.reader in names for link in view.links)
         for phase in (Role.PREFILL, Role.DECODE):
             assert any(each.role in (phase, Role.MIXED) for each in view.workers), "a floor was broken"
-        for index, events in enumerate(told):
+        for index, events in enumerate(received):
             assert tokens_of(events) == tokens[index]
             completed(events).ledger.check()
         again = [subject.run(request(f"again-{index}", 30 + index, max_tokens=20)) for index in range(REQUESTS)]

@@ -55,8 +55,8 @@ def test_selectors_match_like_rays(selector: str, chosen: str) -> None:
 
 
 def test_unknown_labels_are_reported_with_the_existing_ones() -> None:
-    told = shortage(Resources(labels={"gpu": "l4"}), ParallelConfig(), KINDS)
-    assert told == (
+    received = shortage(Resources(labels={"gpu": "l4"}), ParallelConfig(), KINDS)
+    assert received == (
         "it needs {CPU: 1}, labels {gpu: l4}; no node has these labels, there are 1 with "
         "{gpu: h100}, 1 with {gpu: a100}, 1 with none"
     )

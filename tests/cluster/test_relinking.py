@@ -122,7 +122,7 @@ async def test_the_link_of_a_dead_owner_is_dropped() -> None:
 
 
 def test_no_revision_is_used_twice_when_a_controller_is_restarted() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         controller = runtime.services["controller"]
         memory = await controller.call("keep_alive", 0, 0.0)
         for _ in range(50):
@@ -134,11 +134,11 @@ def test_no_revision_is_used_twice_when_a_controller_is_restarted() -> None:
         assert again.view().revision > last
         await again.stop()
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 def test_links_are_sent_to_a_gateway_when_they_changed_and_not_with_every_revision() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         controller, gateway = runtime.services["controller"], runtime.services["gateway-0"]
         sent: list[int] = []
         members = controller.target.members
@@ -159,4 +159,4 @@ def test_links_are_sent_to_a_gateway_when_they_changed_and_not_with_every_revisi
         assert 1 in sent[5:], "the links of its next incarnation are new"
         assert (await gateway.call("view")).linked("prefill-0", "decode-0")
 
-    in_virtual_time(told)
+    in_virtual_time(scene)

@@ -86,8 +86,10 @@ def test_prompts_behind_a_long_queue_move_to_an_idle_worker(mixed: bool) -> None
                     assert len(accepted) <= 1 + MAX_REPLACEMENTS
                     went += accepted[-1].prefill_worker != "prefill-0"
                 assert went >= 6 if rebalance else not went
-                told = [count for kind, _, count in subject.dispatcher.slo_attainment().moves if kind == "anew"]
-                assert sum(told) == sum(len([e for e in events if isinstance(e, Accepted)]) - 1 for _, events in runs)
+                received = [count for kind, _, count in subject.dispatcher.slo_attainment().moves if kind == "anew"]
+                assert sum(received) == sum(
+                    len([e for e in events if isinstance(e, Accepted)]) - 1 for _, events in runs
+                )
         assert worst_s[True] < 0.8 * worst_s[False]
 
     in_virtual_time(scene)

@@ -24,7 +24,7 @@ from diptych.view import WorkerState, WorkerView
 from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, cluster, completed, generate, request, split_spec
-from tests.cluster.processes import Door, Processes, in_virtual_time
+from tests.cluster.processes import FakeServer, Processes, in_virtual_time
 from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
@@ -71,7 +71,7 @@ def kinds(runtime: Processes) -> list[str]:
 
 
 def test_a_failed_restart_is_retried_and_the_recovery_is_reported() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         await asyncio.sleep(STEADY_S)
         runtime.faults["decode-0"] = [RuntimeError("CUDA out of memory")]
         runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
@@ -87,7 +87,7 @@ def test_a_failed_restart_is_retried_and_the_recovery_is_reported() -> None:
         await asyncio.sleep(STEADY_S + 1.0)
         assert (decode(runtime).detail, decode(runtime).failures, decode(runtime).restarts) == ("", 0, 2)
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 @pytest.mark.parametrize("faults", [1, 2])
@@ -96,7 +96,7 @@ def test_an_unexpected_error_at_the_first_start_is_retried(faults: int) -> None:
         spec, lines = split_spec(1, 1), list[str]()
         runtime = Processes(spec)
         runtime.faults["decode-0"] = [KeyError(f"fault {number}") for number in range(faults)]
-        serving = await serve(virtual(spec, MODELS), runtime=runtime, make_server=Door, progress=lines.append)
+        serving = await serve(virtual(spec, MODELS), runtime=runtime, make_server=FakeServer, progress=lines.append)
         try:
             return runtime.started_s["decode-0"], lines, decode(runtime).state
         finally:
@@ -114,7 +114,7 @@ def test_a_first_start_that_the_configuration_makes_impossible_ends_serve() -> N
         runtime = Processes(spec)
         runtime.faults["decode-0"] = [ModelError("config.json is not there")]
         with pytest.raises(ModelError, match=r"config\.json is not there"):
-            await serve(virtual(spec, MODELS), runtime=runtime, make_server=Door)
+            await serve(virtual(spec, MODELS), runtime=runtime, make_server=FakeServer)
         assert len(runtime.started_s["decode-0"]) == 1
 
     run(all_of_it())
@@ -127,21 +127,21 @@ def test_a_first_start_that_times_out_ends_serve_with_the_reason() -> None:
         runtime = Processes(spec)
         runtime.faults["decode-0"] = [KeyError("no such device")] * 9
         with pytest.raises(RuntimeUnavailable, match=r"^decode-0 \(.*KeyError: 'no such device'.*\) not ready within"):
-            await serve(virtual(spec, MODELS), runtime=runtime, make_server=Door)
+            await serve(virtual(spec, MODELS), runtime=runtime, make_server=FakeServer)
 
     run(all_of_it())
 
 
 def test_a_crash_loop_shows_in_view_metrics_and_events_until_it_ends() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         runtime.faults["decode-0"] = [RuntimeError(f"fault {number}") for number in range(4)]
         began_s = asyncio.get_running_loop().time()
         runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
         await asyncio.sleep(40.0)
         worker = decode(runtime)
         assert worker.failures == 4 > CRASH_LOOP
-        told = "crash loop, 4 failures in a row, the last: cannot start: RuntimeError: fault 2; next start in 40 s"
-        assert worker.detail == told
+        scene = "crash loop, 4 failures in a row, the last: cannot start: RuntimeError: fault 2; next start in 40 s"
+        assert worker.detail == scene
         assert kinds(runtime) == ["lost", "crash loop"]
         text = exposition(GatewayAttainment(), "gateway-0", dispatcher(runtime).view)
         assert 'diptych_worker_failures_in_a_row{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
@@ -152,7 +152,7 @@ def test_a_crash_loop_shows_in_view_metrics_and_events_until_it_ends() -> None:
         assert decode(runtime).state is WorkerState.READY and kinds(runtime)[-1] == "back"
         assert completed([event async for event in generate(dispatcher(runtime), request("r"))]).transfers
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 def test_restart_pauses_double_up_to_a_limit_and_the_first_restart_is_immediate() -> None:
@@ -162,7 +162,7 @@ def test_restart_pauses_double_up_to_a_limit_and_the_first_restart_is_immediate(
 
 
 def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_more() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         await asyncio.sleep(STEADY_S)
         clock, dead_after_s = asyncio.get_running_loop(), serving.spec.health.dead_after_s
         silent_s, silent = clock.time(), runtime.workers["decode-0"]
@@ -173,7 +173,7 @@ def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_mo
         assert dead_after_s <= replaced_s - silent_s <= 9 / 8 * dead_after_s + 2 * serving.spec.health.heartbeat_s
         assert decode(runtime).detail.startswith("back after")
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 async def test_a_blocked_event_loop_does_not_count_as_a_worker_death() -> None:
@@ -204,7 +204,7 @@ async def test_requests_served_by_another_role_are_counted_and_status_shows_it()
         assert trouble_lines(subject.dispatcher.view) == []
         stays_away = asyncio.get_running_loop().create_future()
         runtime: Any = subject.runtime
-        runtime.restart_worker = lambda *told: stays_away
+        runtime.restart_worker = lambda *scene: stays_away
         subject.workers["prefill-0"]._unfit(RuntimeError("the device was lost"))
         await subject.until(lambda view: not view.ready(Role.PREFILL))
         assert not completed(await subject.run(request("b"))).transfers

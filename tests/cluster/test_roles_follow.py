@@ -44,14 +44,14 @@ async def served(mode: str) -> tuple[list[list[Event]], list[list[Role]], tuple[
             await asyncio.sleep(pause_s)
             asked = request(f"r{index}", num_prompt, max_tokens=num_output, first=37 * index)
             streams.append(asyncio.ensure_future(subject.run(asked)))
-        told = await asyncio.gather(*streams)
+        received = await asyncio.gather(*streams)
         seen.append(roles(subject))
         await subject.settle()
-        return told, seen, await subject.controller.decisions()
+        return received, seen, await subject.controller.decisions()
 
 
-def kept(told: list[list[Event]]) -> float:
-    return sum(completed(events).ledger.ttft_ns <= 1e9 for events in told) / len(told)
+def kept(received: list[list[Event]]) -> float:
+    return sum(completed(events).ledger.ttft_ns <= 1e9 for events in received) / len(received)
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +62,21 @@ def still() -> tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, 
 def test_roles_follow_the_load_and_no_token_changes(
     still: tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, ...]],
 ) -> None:
-    told, (after_prompts, after_answers), decisions = run(served("act"))
+    received, (after_prompts, after_answers), decisions = run(served("act"))
     assert after_prompts.count(Role.PREFILL) > 1, "prompts got more workers"
     assert after_answers.count(Role.PREFILL) < after_prompts.count(Role.PREFILL), "and answers got them back"
     assert len(decisions) >= 2 and {taken.outcome for taken in decisions} == {"done"}
     assert all("requests/s" in taken.decision.reason for taken in decisions)
-    assert [tokens_of(events) for events in told] == [tokens_of(events) for events in still[0]]
-    assert all(completed(events).attempts == 1 for events in told), "no flip costs an attempt"
-    assert kept(told) > kept(still[0])
+    assert [tokens_of(events) for events in received] == [tokens_of(events) for events in still[0]]
+    assert all(completed(events).attempts == 1 for events in received), "no flip costs an attempt"
+    assert kept(received) > kept(still[0])
 
 
 @pytest.mark.full
 def test_advice_does_not_change_roles(
     still: tuple[list[list[Event]], list[list[Role]], tuple[DecisionRecord, ...]],
 ) -> None:
-    told, seen, decisions = run(served("advise"))
+    received, seen, decisions = run(served("advise"))
     assert seen == still[1] and still[2] == ()
     assert decisions and {taken.outcome for taken in decisions} == {"advised"}
-    assert kept(told) == kept(still[0])
+    assert kept(received) == kept(still[0])

@@ -105,9 +105,9 @@ async def test_requests_left_at_the_drain_deadline_fail_over_without_losing_a_to
         streams = await begun(subject, 4, max_tokens=180)
         await subject.controller.drain("decode-1", deadline_s=0.05)
         await subject.until(only("prefill-0", "decode-0"))
-        told = await asyncio.gather(*streams)
-        assert {completed(events).attempts for events in told} == {1, 2}
-        for index, events in enumerate(told):
+        received = await asyncio.gather(*streams)
+        assert {completed(events).attempts for events in received} == {1, 2}
+        for index, events in enumerate(received):
             assert tokens_of(events) == tokens_of(await subject.run(request(f"r{index}", max_tokens=180)))
         await subject.settle()
 
@@ -117,8 +117,10 @@ async def test_a_pool_grows_and_shrinks_and_reuses_free_names() -> None:
         await subject.controller.scale("decode", 3)
         view = await subject.until(ready("prefill-0", "decode-0", "decode-1", "decode-2"))
         assert all(view.linked("prefill-0", f"decode-{index}") for index in range(3))
-        told = await asyncio.gather(*(subject.run(request(f"g{n}", first=30 * n + 1, max_tokens=60)) for n in range(9)))
-        assert all(completed(events).attempts == 1 for events in told)
+        received = await asyncio.gather(
+            *(subject.run(request(f"g{n}", first=30 * n + 1, max_tokens=60)) for n in range(9))
+        )
+        assert all(completed(events).attempts == 1 for events in received)
         await known_empty(subject.controller)
         await subject.controller.scale("decode", 2)
         assert state_of(subject.controller.view(), "decode-2") is WorkerState.DRAINING, "the latest of equals"

@@ -19,7 +19,7 @@ from cluster.serving import GatewayService, Serving
 from diptych.status import VIEW
 from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
 from tests.cluster.local import generate, request
-from tests.cluster.processes import Door, Processes, in_virtual_time
+from tests.cluster.processes import FakeServer, Processes, in_virtual_time
 from workers.errors import ModelError
 
 
@@ -74,7 +74,7 @@ async def serves(runtime: Processes, gateway: str) -> None:
 
 
 def test_a_frozen_gateway_is_replaced_and_disturbs_no_other() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         await serves(runtime, "gateway-0")
         runtime.services["gateway-0"].thawed.clear()
         await asyncio.sleep(ORPHAN_AFTER_S - 2.0)
@@ -92,11 +92,11 @@ def test_a_frozen_gateway_is_replaced_and_disturbs_no_other() -> None:
         assert (other.restarts, other.silences) == (0, 0)
         assert not serving._closed.is_set()
 
-    in_virtual_time(told, gateways=2)
+    in_virtual_time(scene, gateways=2)
 
 
 def test_a_gateway_that_answers_again_in_time_continues() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         frozen = runtime.services["gateway-0"]
         before = frozen.target
         frozen.thawed.clear()
@@ -108,12 +108,12 @@ def test_a_gateway_that_answers_again_in_time_continues() -> None:
         (gateway,) = (await seen(runtime, "gateway-0")).served_gateways
         assert (gateway.state, gateway.restarts, gateway.silences) == (GatewayState.OPEN, 0, 1)
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 @pytest.mark.parametrize("fault", [ModelError("the hub is away"), OSError("port in use"), KeyError("unforeseen")])
 def test_a_gateway_that_cannot_open_is_retried_and_the_cluster_continues(fault: Exception) -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         runtime.services["gateway-0"].fault = fault
         await asyncio.sleep(3 * ORPHAN_AFTER_S)
         view = await seen(runtime, "gateway-1")
@@ -126,11 +126,11 @@ def test_a_gateway_that_cannot_open_is_retried_and_the_cluster_continues(fault: 
         await asyncio.sleep(MAX_PAUSE_S + POLL_S + 3.0)
         assert set(states(await seen(runtime, "gateway-1")).values()) == {GatewayState.OPEN}
 
-    in_virtual_time(told, gateways=2)
+    in_virtual_time(scene, gateways=2)
 
 
 def test_a_controller_that_raises_is_called_again() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         controller = runtime.services["controller"].target
         right, failed = controller.keep_alive, 0
 
@@ -147,11 +147,11 @@ def test_a_controller_that_raises_is_called_again() -> None:
         assert failed > 10 and not serving._closed.is_set()
         await serves(runtime, "gateway-0")
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 def test_a_frozen_controller_is_replaced_and_finds_the_running_workers() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         await asyncio.sleep(5.0)
         before = {name: worker.incarnation for name, worker in runtime.workers.items()}
         runtime.services["controller"].thawed.clear()
@@ -163,11 +163,11 @@ def test_a_frozen_controller_is_replaced_and_finds_the_running_workers() -> None
         assert {name: worker.incarnation for name, worker in runtime.workers.items()} == before
         await serves(runtime, "gateway-0")
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 def test_a_controller_that_answers_again_in_time_continues() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         frozen = runtime.services["controller"]
         before = frozen.target
         frozen.thawed.clear()
@@ -177,11 +177,11 @@ def test_a_controller_that_answers_again_in_time_continues() -> None:
         assert frozen.target is before and not runtime.replaced
         await serves(runtime, "gateway-0")
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 def test_a_server_ends_when_its_controller_is_gone_for_good() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         async def gone(*args: Any) -> Never:
             raise WorkerGone("it died")
 
@@ -191,11 +191,11 @@ def test_a_server_ends_when_its_controller_is_gone_for_good() -> None:
             await serving.wait_closed()
         assert asyncio.get_running_loop().time() - began_s >= ORPHAN_AFTER_S - 3.0
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 def test_a_cluster_without_its_server_ends() -> None:
-    async def told(serving: Serving, runtime: Processes) -> None:
+    async def scene(serving: Serving, runtime: Processes) -> None:
         assert serving._keep_alive is not None
         serving._keep_alive.close()
         await asyncio.sleep(ORPHAN_AFTER_S - 3.0)
@@ -203,7 +203,7 @@ def test_a_cluster_without_its_server_ends() -> None:
         await asyncio.sleep(8.0)
         assert not runtime.workers
 
-    in_virtual_time(told)
+    in_virtual_time(scene)
 
 
 def test_status_shows_failed_gateways_and_tasks() -> None:
@@ -221,17 +221,17 @@ def test_status_shows_failed_gateways_and_tasks() -> None:
 def test_opening_a_gateway_twice_opens_it_once() -> None:
     """Whoever gave up waiting asks again, while the first call is still at work."""
 
-    async def told(serving: Serving, runtime: Processes) -> None:
-        made: list[Door] = []
+    async def scene(serving: Serving, runtime: Processes) -> None:
+        made: list[FakeServer] = []
 
-        def door(context: GatewayContext) -> Door:
-            made.append(Door(context))
+        def make_server(context: GatewayContext) -> FakeServer:
+            made.append(FakeServer(context))
             return made[-1]
 
         model = serving._gateway_managers[0]._ports.model
-        service = GatewayService("gateway-9", serving.spec, runtime.services["controller"], door)
+        service = GatewayService("gateway-9", serving.spec, runtime.services["controller"], make_server)
         await asyncio.gather(service.open(model, 0), service.open(model, 0))
         assert len(made) == 1
         await service.close(0.0)
 
-    in_virtual_time(told)
+    in_virtual_time(scene)

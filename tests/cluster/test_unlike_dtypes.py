@@ -68,13 +68,13 @@ async def test_a_cached_prompt_gives_the_same_answer(spec: ClusterSpec) -> None:
 async def alone(subject: Cluster, name: str) -> Answer:
     """The first request's answer from the decode worker alone."""
     worker, received = subject.workers["decode-0"], 0
-    told: list[TokensOut] = []
+    outputs: list[TokensOut] = []
     await worker.generate(replace(FIRST, id=name, reply_to=name))
-    while not told or told[-1].finish is None:
+    while not outputs or outputs[-1].finish is None:
         bundle = await worker.poll(name, received)
         received = bundle.number
-        told += [output for output in bundle.outputs if isinstance(output, TokensOut)]
-    return [(output.tokens[0], output.logprobs[0].chosen) for output in told]
+        outputs += [output for output in bundle.outputs if isinstance(output, TokensOut)]
+    return [(output.tokens[0], output.logprobs[0].chosen) for output in outputs]
 
 
 async def test_blocks_of_different_dtypes_are_not_mixed_up(spec: ClusterSpec) -> None:

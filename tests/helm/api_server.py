@@ -340,8 +340,8 @@ class Handler(BaseHTTPRequestHandler):
                 found = self._object(url.path, query, body)
         except Refused as refusal:
             status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-            told = {"code": refusal.code, "reason": refusal.reason, "message": str(refusal)}
-            self._send(refusal.code, status | told)
+            received = {"code": refusal.code, "reason": refusal.reason, "message": str(refusal)}
+            self._send(refusal.code, status | received)
         else:
             if found is not None:
                 self._send(201 if self.command == "POST" else 200, found)
@@ -429,8 +429,8 @@ class Handler(BaseHTTPRequestHandler):
         metadata = {key: found["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
         spec = {"replicas": count} if (count := found["spec"]["replicas"]) else {}  # 0 is left out
         status = {"replicas": found["status"].get("replicas", 0)}
-        told = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata}
-        return told | {"spec": spec, "status": status}
+        received = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata}
+        return received | {"spec": spec, "status": status}
 
     def _place(self, path: str) -> tuple[Kind, str, str]:
         """Which kind, in which namespace, of which name, as far as the path says."""

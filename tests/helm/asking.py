@@ -20,15 +20,15 @@ async def main(endpoint: str, prompts: list[str], max_tokens: int, at_once: int)
     loop.run_in_executor(None, lambda: (sys.stdin.read(), loop.call_soon_threadsafe(over.set)))
 
     async def ask(client: AsyncClient, name: str, turn: int) -> None:
-        told: dict[str, object] = {"prompt": turn % len(prompts)}
+        received: dict[str, object] = {"prompt": turn % len(prompts)}
         prompt = prompts[turn % len(prompts)]
         try:
             answer = await client.complete(prompt, max_tokens=max_tokens, temperature=0.0, request_id=name)
-            told |= {"tokens": answer.output.tokens, "attempts": answer.completed.attempts}
-            told["again"] = answer.accepted.request_id != name
+            received |= {"tokens": answer.output.tokens, "attempts": answer.completed.attempts}
+            received["again"] = answer.accepted.request_id != name
         except DiptychError as error:
-            told["error"] = f"{error.code} {error.reason}: {error}"
-        print(json.dumps(told), flush=True)
+            received["error"] = f"{error.code} {error.reason}: {error}"
+        print(json.dumps(received), flush=True)
 
     async def stay(lane: int) -> None:
         """One connection for all requests; the first lane makes a new one for each."""

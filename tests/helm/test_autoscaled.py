@@ -132,8 +132,11 @@ def test_the_notes_say_which_pools_scale() -> None:
         assert code == 0, err
         return out.partition("NOTES:")[2]
 
-    told = notes("native-autoscaled")
-    assert "Pods of prefill, decode follow" in told and "kubectl -n llm logs deploy/release-diptych-autoscaler" in told
+    received = notes("native-autoscaled")
+    assert (
+        "Pods of prefill, decode follow" in received
+        and "kubectl -n llm logs deploy/release-diptych-autoscaler" in received
+    )
     assert "Pods of decode follow the scale of their StatefulSets" in notes("native-autoscaled-by-others")
     assert "follow" not in notes("native-autoscaled", "--set", "poolAutoscaling.enabled=false")
 

@@ -83,7 +83,7 @@ def test_a_pod_comes_for_a_worker_and_goes_under_streams(release: Release) -> No
         diptych(release, "drain", "decode-0")  # so that the one that stays is on the pod that goes
         gone_s = until(release, lambda: decoding(release) == ONE)
         time.sleep(2)
-    told = asked.check(release.exact, 2)
+    received = asked.check(release.exact, 2)
     ((code, words),) = last.hooks
     assert code == 0 and "is empty after" in words and "diptych/decode-1 left it" in words
     assert not last.killed
@@ -91,7 +91,7 @@ def test_a_pod_comes_for_a_worker_and_goes_under_streams(release: Release) -> No
     up, down = said(release)
     assert "scaling release-diptych-decode from 1 to 2 pods: target is 2 workers" in up
     assert "scaling release-diptych-decode from 2 to 1 pods: the pool has had no more than 1 workers for" in down
-    print(f"the second worker was ready after {there_s:.0f} s; its pod had gone after {gone_s:.0f} s under {told}")
+    print(f"the second worker was ready after {there_s:.0f} s; its pod had gone after {gone_s:.0f} s under {received}")
 
 
 def test_an_upgrade_leaves_as_many_pods_as_there_are(release: Release) -> None:

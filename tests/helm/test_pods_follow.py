@@ -201,8 +201,8 @@ async def test_without_a_gateway_there_is_room_to_begin(
     for _ in range(3):
         assert await subject.round() == ""
     assert (kubernetes.replicas("decode"), kubernetes.replicas("prefill")) == (1, 1)
-    told = [each.getMessage() for each in caplog.records if "no gateway answers" in each.getMessage()]
-    assert len(told) == 1, "once, not in every round"
+    received = [each.getMessage() for each in caplog.records if "no gateway answers" in each.getMessage()]
+    assert len(received) == 1, "once, not in every round"
 
 
 FAULTS: dict[int | str, str] = {

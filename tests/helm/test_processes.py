@@ -196,11 +196,11 @@ def test_pods_of_pools_roll_without_a_failed_request(release: Release) -> None:
         release.helm("upgrade", "release", CHART, "--reuse-values", "--set", changed, *waiting)
         rolled_s = time.monotonic() - begun_s
         time.sleep(2)
-    told = asked.check(release.exact, len(PROMPTS))
+    received = asked.check(release.exact, len(PROMPTS))
     assert all(each.gone and not each.killed for each in before), release.told()
     assert [code for each in before for code, _ in each.hooks] == [0] * len(before), release.told()
     assert all("is empty after" in said for each in before for _, said in each.hooks)
-    print(f"{len(before)} pods of pools rolled in {rolled_s:.0f} s under {told}")
+    print(f"{len(before)} pods of pools rolled in {rolled_s:.0f} s under {received}")
 
 
 def test_gateways_roll_without_a_failed_request(release: Release) -> None:
@@ -214,10 +214,10 @@ def test_gateways_roll_without_a_failed_request(release: Release) -> None:
         )
         rolled_s = time.monotonic() - begun_s
         time.sleep(2)
-    told = asked.check(release.exact, len(PROMPTS))
+    received = asked.check(release.exact, len(PROMPTS))
     assert all(each.gone and not each.killed and each.exit_code == 0 for each in before), release.told()
     assert release.kubelet.pods_of("serve") == serving, "who serves has gone on"
-    print(f"{len(before)} gateways rolled in {rolled_s:.0f} s under {told}")
+    print(f"{len(before)} gateways rolled in {rolled_s:.0f} s under {received}")
 
 
 def test_a_job_inside_of_it_gets_its_tokens(release: Release) -> None:
@@ -242,8 +242,8 @@ def test_what_restarts_everything_is_an_outage_that_ends(release: Release) -> No
         assert all(each.gone for each in before), release.told()
         with requests(release, 2) as asked:
             time.sleep(5)
-        told = asked.check(release.exact, len(PROMPTS))
-        print(f"helm {words[0]} of everything: {len(before)} pods anew in {rolled_s:.0f} s; then {told}")
+        received = asked.check(release.exact, len(PROMPTS))
+        print(f"helm {words[0]} of everything: {len(before)} pods anew in {rolled_s:.0f} s; then {received}")
         killed = [each.name for each in before if each.killed]
         assert not killed, f"{killed}\n{release.told()}"
         limits = [read_limits(each) for each in release.kubelet.pods_of("serve")]

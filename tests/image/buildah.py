@@ -63,8 +63,8 @@ class Buildah:
     def mounted(self, name: str) -> Iterator["Container"]:
         container = self("from", name)
         try:
-            told = json.loads(self("inspect", "--type", "image", name))["OCIv1"]["config"]
-            yield Container(Path(self("mount", container)), told)
+            received = json.loads(self("inspect", "--type", "image", name))["OCIv1"]["config"]
+            yield Container(Path(self("mount", container)), received)
         finally:
             self("umount", container)
             self("rm", container)
@@ -82,8 +82,8 @@ class Container:
         self.config = config
 
     def num_bytes(self) -> int:
-        told = subprocess.run(["du", "-sxb", self.root], capture_output=True, text=True, check=True)
-        return int(told.stdout.split()[0])
+        received = subprocess.run(["du", "-sxb", self.root], capture_output=True, text=True, check=True)
+        return int(received.stdout.split()[0])
 
     def run(self, *command: str, models: Path, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         """`models` lies at /models. The command's environment is the image's."""
@@ -95,17 +95,19 @@ class Container:
 
 def mirror() -> str:
     """Where this machine's apt finds bookworm."""
-    told = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Codename: bookworm"]
-    return subprocess.run(told, capture_output=True, text=True, check=True).stdout.split()[0]
+    received = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Codename: bookworm"]
+    return subprocess.run(received, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def pip_volumes(folder: Path) -> dict[Path, Path]:
     """How pip is set up here as one file, and the files and folders that it names: path here to path in the build."""
-    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    received = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
     config = configparser.RawConfigParser()
     config["global"] = {}
     volumes = {}
-    for key, value in re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", told.stdout, re.M):
+    for key, value in re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", received.stdout, re.M):
         config["global"][key] = value
         for scheme, name in re.findall(r"(?:^|\s)(file://)?(/[^\s']+)", value):
             path = Path(name).parent if scheme else Path(name)  # an index links to files beside it

@@ -143,10 +143,10 @@ class Cluster:
         for _ in range(seconds):
             self.now_s += 1.0
             if mix is not None:
-                told = report(mix)
-                self.subject.on_report(told, self.now_s)
+                received = report(mix)
+                self.subject.on_report(received, self.now_s)
                 self.workers = {
-                    each.name: each for each in self.answering.later(tuple(self.workers.values()), told, self.now_s)
+                    each.name: each for each in self.answering.later(tuple(self.workers.values()), received, self.now_s)
                 }
             decision = self.subject.decide(self.view, self.now_s)
             if decision is None:
@@ -171,9 +171,9 @@ class Answering:
         self.ends_s: list[float] = []
         self.at_first: dict[str, int] = {}
 
-    def later(self, workers: Sequence[WorkerView], told: LoadReport, now_s: float) -> list[WorkerView]:
-        answer = round(told.expected_tokens / max(1, told.arrived))
-        began = [now_s + answer * (each.tpot_slo_s or 0.0) for each in told.samples]
+    def later(self, workers: Sequence[WorkerView], received: LoadReport, now_s: float) -> list[WorkerView]:
+        answer = round(received.expected_tokens / max(1, received.arrived))
+        began = [now_s + answer * (each.tpot_slo_s or 0.0) for each in received.samples]
         self.ends_s = [end_s for end_s in (*self.ends_s, *began) if end_s > now_s]
         decoding = [worker.name for worker in workers if worker.role is not Role.PREFILL]
         found = []

@@ -208,8 +208,8 @@ async def test_streams_survive_the_death_of_a_worker(client: AsyncClient, victim
     hurt = [end for end in ends if end.attempts > 1]
     assert hurt, "nobody noticed the death: it came too late"
     for events, end in zip(runs, ends, strict=True):  # an attempt whose decode worker is dead is not accepted
-        told = [event.attempt for event in events if isinstance(event, Accepted)]
-        assert told == sorted(set(told)) and told[-1] == end.attempts - 1
+        received = [event.attempt for event in events if isinstance(event, Accepted)]
+        assert received == sorted(set(received)) and received[-1] == end.attempts - 1
 
     after = await until(client, 60.0, at_rest)
     assert worker(after, victim).incarnation != worker(before, victim).incarnation

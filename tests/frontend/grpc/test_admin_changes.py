@@ -190,12 +190,12 @@ def run(endpoint: str, *arguments: str) -> Result:
 def test_commands_change_the_cluster_and_print_the_revision(served: tuple[str, FakeOperator]) -> None:
     endpoint, operator = served
     operator.asked.clear()
-    told = run(endpoint, "flip", "decode-1", "prefill", "--revision", "9")
-    assert (told.exit_code, told.stdout) == (0, "decode-1: role set to prefill (revision 42)\n")
-    told = run(endpoint, "drain", "decode-1", "--deadline", "5")
-    assert told.stdout == "decode-1: draining, stops when it is empty (revision 43)\n"
-    told = run(endpoint, "scale", "decode", "3", "--json")
-    assert json.loads(told.stdout) == {"pool": "decode", "wanted": 3, "revision": 44}
+    received = run(endpoint, "flip", "decode-1", "prefill", "--revision", "9")
+    assert (received.exit_code, received.stdout) == (0, "decode-1: role set to prefill (revision 42)\n")
+    received = run(endpoint, "drain", "decode-1", "--deadline", "5")
+    assert received.stdout == "decode-1: draining, stops when it is empty (revision 43)\n"
+    received = run(endpoint, "scale", "decode", "3", "--json")
+    assert json.loads(received.stdout) == {"pool": "decode", "wanted": 3, "revision": 44}
     assert operator.asked == [
         ("flip", "decode-1", Role.PREFILL, 9),
         ("drain", "decode-1", 0, 5.0),
@@ -206,10 +206,10 @@ def test_commands_change_the_cluster_and_print_the_revision(served: tuple[str, F
 def test_a_refused_change_is_one_line(served: tuple[str, FakeOperator]) -> None:
     endpoint, operator = served
     operator.error = StaleRevision("revision 3 was expected, but the cluster is at 5")
-    told = run(endpoint, "scale", "decode", "3", "--revision", "3")
+    received = run(endpoint, "scale", "decode", "3", "--revision", "3")
     operator.error = None
-    assert told.exit_code == 1 and told.stdout == ""
-    assert told.stderr == "Error: revision 3 was expected, but the cluster is at 5 (ABORTED)\n"
+    assert received.exit_code == 1 and received.stdout == ""
+    assert received.stderr == "Error: revision 3 was expected, but the cluster is at 5 (ABORTED)\n"
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_a_refused_change_is_one_line(served: tuple[str, FakeOperator]) -> None:
     ],
 )
 def test_bad_arguments_are_named(served: tuple[str, FakeOperator], arguments: tuple[str, ...], words: str) -> None:
-    told = run(served[0], *arguments)
-    assert told.exit_code == 2 and words in told.stderr
+    received = run(served[0], *arguments)
+    assert received.exit_code == 2 and words in received.stderr
 
 
 def test_the_status_shows_roles_pools_and_decisions(served: tuple[str, FakeOperator]) -> None:
@@ -231,9 +231,15 @@ def test_the_status_shows_roles_pools_and_decisions(served: tuple[str, FakeOpera
     assert "prefill (pool: decode)" in shown and "revision 1" in shown
     assert "decode-1 -> prefill" in shown and "TTFT is 3.1 of its promise" in shown
     assert "failed: no room" in shown and "both [over] 2.0" in shown
-    told = json.loads(run(served[0], "status", "--json").stdout)
-    assert told["pools"][1] == {"name": "decode", "role": "decode", "wanted": 2, "min_replicas": 1, "max_replicas": 4}
-    assert told["decisions"][0] == {
+    received = json.loads(run(served[0], "status", "--json").stdout)
+    assert received["pools"][1] == {
+        "name": "decode",
+        "role": "decode",
+        "wanted": 2,
+        "min_replicas": 1,
+        "max_replicas": 4,
+    }
+    assert received["decisions"][0] == {
         "kind": "flip", "reason": "TTFT is 3.1 of its promise", "worker": "decode-1", "role": "prefill", "pool": "",
         "age_s": 12.5, "outcome": "done",
     }  # fmt: skip

@@ -136,9 +136,9 @@ async def test_best_of_above_n_cannot_stream(client: AsyncClient, dispatcher: Fa
 
 async def test_prompt_logprobs_come_once_with_the_first_delta(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     events = [event async for event in client.generate([5, 6, 7], n=2, max_tokens=4, prompt_logprobs=0)]
-    told = [delta for delta in deltas_of(events) if delta.prompt_logprobs]
-    assert [(delta.index, delta.first_position) for delta in told] == [(0, 0)]
-    assert [each.chosen for each in told[0].prompt_logprobs] == [-6 / 256, -7 / 256]
+    received = [delta for delta in deltas_of(events) if delta.prompt_logprobs]
+    assert [(delta.index, delta.first_position) for delta in received] == [(0, 0)]
+    assert [each.chosen for each in received[0].prompt_logprobs] == [-6 / 256, -7 / 256]
 
 
 @pytest.mark.parametrize(

@@ -52,15 +52,15 @@ async def test_a_health_watch_gets_each_change_and_the_end(dispatcher: FakeDispa
     endpoint = await server.open()
     async with grpc.aio.insecure_channel(endpoint) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=INFERENCE))
-        told = aiter(watch)
-        assert (await anext(told)).status == SERVING
+        received = aiter(watch)
+        assert (await anext(received)).status == SERVING
         dispatcher.view = view(WorkerState.STARTING, revision=2)
-        assert (await anext(told)).status == NOT_SERVING
+        assert (await anext(received)).status == NOT_SERVING
         dispatcher.view = view(WorkerState.READY, revision=3)
-        assert (await anext(told)).status == SERVING
+        assert (await anext(received)).status == SERVING
         async with asyncio.timeout(2):  # a watcher does not use up the grace
             closing = asyncio.ensure_future(server.close(30.0))
-            assert (await anext(told)).status == NOT_SERVING
+            assert (await anext(received)).status == NOT_SERVING
             await closing
 
 
@@ -138,8 +138,8 @@ async def test_a_client_of_several_gateways_survives_the_close_of_one(dispatcher
         last = client.generate("hello", max_tokens=20)
         await anext(last)
         closing = asyncio.ensure_future(servers[0].close(10.0))
-        told = await asyncio.gather(*(client.complete("hello", max_tokens=5) for _ in range(8)))
-        assert [each.completed.completion_tokens for each in told] == [5] * 8
+        received = await asyncio.gather(*(client.complete("hello", max_tokens=5) for _ in range(8)))
+        assert [each.completed.completion_tokens for each in received] == [5] * 8
         ended = [event async for event in last][-1]
         assert isinstance(ended, Completed) and ended.completion_tokens == 20
         await closing

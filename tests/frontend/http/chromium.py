@@ -72,23 +72,23 @@ class Page:
 
     async def listen(self) -> None:
         async for message in self.socket:
-            told = message.json()
-            if "id" in told:
-                answer = self._answers.pop(told["id"])
-                if "error" in told:
-                    answer.set_exception(AssertionError(told["error"]["message"]))
+            received = message.json()
+            if "id" in received:
+                answer = self._answers.pop(received["id"])
+                if "error" in received:
+                    answer.set_exception(AssertionError(received["error"]["message"]))
                 else:
-                    answer.set_result(told["result"])
+                    answer.set_result(received["result"])
             else:
-                self._heard(told["method"], told["params"])
+                self._heard(received["method"], received["params"])
 
-    def _heard(self, method: str, told: dict[str, Any]) -> None:
+    def _heard(self, method: str, received: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
-            self.complaints.append(str(told["exceptionDetails"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(told["entry"]["text"])
+            self.complaints.append(str(received["exceptionDetails"]))
+        elif method == "Log.entryAdded" and received["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(received["entry"]["text"])
         elif method == "Network.requestWillBeSent":
-            self.requested.append(told["request"]["url"])
+            self.requested.append(received["request"]["url"])
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url=url)
@@ -96,9 +96,9 @@ class Page:
 
     async def value(self, expression: str) -> Any:
         """Of a JavaScript expression in the page."""
-        told = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        received = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in received, received["exceptionDetails"]
+        return received["result"].get("value")
 
     async def until(self, expression: str) -> Any:
         """The first value of this expression that is true."""
@@ -128,8 +128,8 @@ class Page:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
         await asyncio.sleep(1.2)  # the picture of roles is drawn at the new width
-        told = await self.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(told["data"])
+        received = await self.call("Page.captureScreenshot", format="png")
+        return base64.b64decode(received["data"])
 
 
 @asynccontextmanager

@@ -47,28 +47,28 @@ async def test_an_echoed_answer_begins_with_its_prompt(there: Clients) -> None:
 async def test_each_answer_echoes_its_own_prompt(there: Clients) -> None:
     prompts = ["one", "twofold"]
     plain = await choices(there, prompt=prompts, n=2, seed=1)
-    told = await choices(there, prompt=prompts, n=2, seed=1, echo=True)
+    received = await choices(there, prompt=prompts, n=2, seed=1, echo=True)
     begun = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    assert [each["text"] for each in told] == [a + b["text"] for a, b in zip(begun, plain, strict=True)]
+    assert [each["text"] for each in received] == [a + b["text"] for a, b in zip(begun, plain, strict=True)]
     joined = await streamed(there, prompt=prompts, n=2, seed=1, extra_body={"echo": True})
-    assert [joined[place]["text"] for place in range(4)] == [each["text"] for each in told]
+    assert [joined[place]["text"] for place in range(4)] == [each["text"] for each in received]
     assert all(len(joined[place]["ends"]) == 1 for place in range(4))
 
 
 async def test_token_ids_are_echoed_as_text(there: Clients) -> None:
-    [told] = await choices(there, prompt=TOKENS, echo=True)
-    assert told["text"].startswith(TEXT)
+    [received] = await choices(there, prompt=TOKENS, echo=True)
+    assert received["text"].startswith(TEXT)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_echo_with_logprobs_has_those_of_the_prompt(there: Clients, dispatcher: FakeDispatcher, n: int) -> None:
     for choice in await choices(there, echo=True, logprobs=2, n=n):
-        told = choice["logprobs"]
-        assert told["tokens"][: len(TOKENS)] == list(TEXT) and len(told["tokens"]) == len(TOKENS) + 5
-        assert told["token_logprobs"][: len(TOKENS)] == OF_PROMPT
-        assert all(each is not None for each in told["token_logprobs"][1:])
-        assert told["top_logprobs"][0] is None and len(told["top_logprobs"]) == len(told["tokens"])
-        assert told["text_offset"] == list(range(len(TOKENS) + 5))
+        received = choice["logprobs"]
+        assert received["tokens"][: len(TOKENS)] == list(TEXT) and len(received["tokens"]) == len(TOKENS) + 5
+        assert received["token_logprobs"][: len(TOKENS)] == OF_PROMPT
+        assert all(each is not None for each in received["token_logprobs"][1:])
+        assert received["top_logprobs"][0] is None and len(received["top_logprobs"]) == len(received["tokens"])
+        assert received["text_offset"] == list(range(len(TOKENS) + 5))
     assert dispatcher.requests[0].sampling.prompt_logprobs == 2
 
 
@@ -101,14 +101,14 @@ async def test_echo_has_the_same_errors(there: Clients, change: dict[str, Any]) 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_echo_with_max_tokens_0_returns_prompt_logprobs_only(there: Clients, n: int) -> None:
     asked = ASK | {"echo": True, "max_tokens": 0, "logprobs": 1, "n": n}
-    told = (await there.http.post("/v1/completions", json=asked)).json()
-    assert len(told["choices"]) == n
-    for choice in told["choices"]:
+    received = (await there.http.post("/v1/completions", json=asked)).json()
+    assert len(received["choices"]) == n
+    for choice in received["choices"]:
         assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
         assert choice["logprobs"]["tokens"] == list(TEXT)
         assert choice["logprobs"]["token_logprobs"] == OF_PROMPT
         assert choice["logprobs"]["text_offset"] == list(range(len(TOKENS)))
-    counts = told["usage"]
+    counts = received["usage"]
     assert (counts["prompt_tokens"], counts["completion_tokens"]) == (len(TOKENS), 0)
 
 

@@ -89,9 +89,9 @@ async def test_the_blocking_example_works(running: Running) -> None:
     async with AsyncClient(running.endpoint) as client:
         expected = await client.complete("The sea is", max_tokens=32, temperature=0.8, seed=7)
         batch = [await client.complete(text, max_tokens=8, temperature=0.0) for text in ("One, two,", "Red, green,")]
-    told = await printed("blocking_client.py", running)
-    assert told.startswith(expected.text + "\n")
-    assert sorted(told.splitlines()[-2:]) == [f"{index} {answer.text!r}" for index, answer in enumerate(batch)]
+    received = await printed("blocking_client.py", running)
+    assert received.startswith(expected.text + "\n")
+    assert sorted(received.splitlines()[-2:]) == [f"{index} {answer.text!r}" for index, answer in enumerate(batch)]
 
 
 async def test_a_client_with_reflection_alone_works(running: Running) -> None:

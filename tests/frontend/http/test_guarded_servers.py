@@ -55,8 +55,8 @@ async def test_with_tls_and_a_key_both_servers_answer(files: Files) -> None:
         assert server.url.startswith("https://")
         assert await answer(server, access) == "abc"
         async with server.openai(access) as client:
-            told = await client.completions.create(model="bytes", prompt="abc", max_tokens=3)
-            assert told.choices[0].text == "abc"
+            received = await client.completions.create(model="bytes", prompt="abc", max_tokens=3)
+            assert received.choices[0].text == "abc"
             stream = await client.completions.create(model="bytes", prompt="abc", max_tokens=5, stream=True)
             assert "".join([chunk.choices[0].text async for chunk in stream]) == "abcde"
 
@@ -87,9 +87,12 @@ async def test_without_the_key_everything_is_refused(files: Files, key: str, wor
                 assert caught.value.code == "UNAUTHENTICATED"
         async with server.http(access) as client:
             for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing"):
-                told = await client.get(path)
-                assert (told.status_code, told.headers["www-authenticate"]) == (401, "Bearer")
-                assert told.json()["error"]["code"] == "invalid_api_key" and words in told.json()["error"]["message"]
+                received = await client.get(path)
+                assert (received.status_code, received.headers["www-authenticate"]) == (401, "Bearer")
+                assert (
+                    received.json()["error"]["code"] == "invalid_api_key"
+                    and words in received.json()["error"]["message"]
+                )
             assert (await client.post("/v1/completions", content=b"x" * 1000)).status_code == 401
         if key:
             async with server.openai(access) as sdk:
@@ -106,8 +109,8 @@ async def test_probes_need_no_key(files: Files) -> None:
             await client.wait_ready(20.0)
         authorities = grpc.ssl_channel_credentials(files.servers.ca.read_bytes())
         async with grpc.aio.secure_channel(server.endpoint, authorities, [("grpc.enable_http_proxy", 0)]) as channel:
-            told = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert told.status == health_pb2.HealthCheckResponse.SERVING
+            received = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert received.status == health_pb2.HealthCheckResponse.SERVING
             asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked):
@@ -215,8 +218,8 @@ async def test_an_invalid_renewed_file_keeps_the_old_one(files: Files, caplog: p
                 assert await answer(server, access) == "abc"
                 async with server.http(access) as client:
                     assert (await client.get("/health")).status_code == 200
-            (told,) = [record for record in caplog.records if record.name == "cluster.frontend.auth"]
-            assert told.levelname == "ERROR" and told.getMessage().endswith("the previous content stays in use")
+            (received,) = [record for record in caplog.records if record.name == "cluster.frontend.auth"]
+            assert received.levelname == "ERROR" and received.getMessage().endswith("the previous content stays in use")
         key_file.write_bytes(key)
         server.clock.now_s += RECHECK_S
         assert await answer(server, access) == "abc"
@@ -302,8 +305,8 @@ async def test_a_key_cannot_name_another_tenant(files: Files) -> None:
             with pytest.raises(DiptychError, match="belongs to tenant 'bank', not to 'eve'") as caught:
                 await client.complete("abc", max_tokens=1, tenant="eve")
             assert (caught.value.code, caught.value.reason) == ("PERMISSION_DENIED", "TENANT_REFUSED")
-            ((_, told),) = [each async for each in client.batch(["a"], max_tokens=1, tenant="eve")]
-            assert isinstance(told, DiptychError) and told.reason == "TENANT_REFUSED"
+            ((_, received),) = [each async for each in client.batch(["a"], max_tokens=1, tenant="eve")]
+            assert isinstance(received, DiptychError) and received.reason == "TENANT_REFUSED"
         async with server.http(access) as client:
             body, header = {"model": "bytes", "prompt": "abc", "max_tokens": 1}, "x-diptych-tenant"
             for headers in ({}, {header: "bank"}):
@@ -360,19 +363,19 @@ def test_unusable_files_are_reported_before_the_servers_open(files: Files, wrong
         given[option] = f"{files.folder}/{name}.pem"
     with pytest.raises(SpecError) as caught:
         Servers(gateway_context(FakeDispatcher(), http_port=0, **given), ByteTokenizer)
-    told = str(caught.value)
-    assert told.startswith(f"gateway.{option}: ") and words in told and "\n" not in told
-    assert "short-secret" not in told and "a-key-long-enough" not in told
+    received = str(caught.value)
+    assert received.startswith(f"gateway.{option}: ") and words in received and "\n" not in received
+    assert "short-secret" not in received and "a-key-long-enough" not in received
 
 
 async def test_gateways_that_cannot_open_fail_before_the_model_loads(files: Files) -> None:
     """Where the gateway runs, which whoever serves may not see."""
     made = split_spec()
     spec = replace(made, gateway=replace(made.gateway, api_keys_file=f"{files.folder}/nowhere"))
-    told: list[str] = []
+    received: list[str] = []
     with pytest.raises(SpecError, match=r"nowhere cannot be read \(No such file or directory\)"):
-        await serve(spec, make_server=open_servers, runtime="local", progress=told.append)
-    assert told == ["closing"]  # nothing was started
+        await serve(spec, make_server=open_servers, runtime="local", progress=received.append)
+    assert received == ["closing"]  # nothing was started
 
 
 async def test_a_client_s_certificate_needs_its_key(files: Files) -> None:

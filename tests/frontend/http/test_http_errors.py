@@ -505,9 +505,9 @@ async def test_invalid_token_ids_are_named(refusing: Clients, path: str, body: o
 
 async def test_the_reported_maximum_length_is_enforced(there: Clients) -> None:
     """The model's context has 8192 tokens, the pools of the fake cluster hold 4096."""
-    told = (await there.http.get("/v1/models")).json()["data"][0]["max_model_len"]
-    assert told == 4096 == (await there.http.post("/tokenize", json={"prompt": "x"})).json()["max_model_len"]
-    fits = {"prompt": "x" * 100, "max_tokens": told - 100}
+    received = (await there.http.get("/v1/models")).json()["data"][0]["max_model_len"]
+    assert received == 4096 == (await there.http.post("/tokenize", json={"prompt": "x"})).json()["max_model_len"]
+    fits = {"prompt": "x" * 100, "max_tokens": received - 100}
     assert (await there.http.post("/v1/completions", json=fits)).status_code == 200
-    above = await there.http.post("/v1/completions", json=fits | {"max_tokens": told - 99})
-    assert above.status_code == 400 and f"is {told} tokens" in str(error_of(above)["message"])
+    above = await there.http.post("/v1/completions", json=fits | {"max_tokens": received - 99})
+    assert above.status_code == 400 and f"is {received} tokens" in str(error_of(above)["message"])

@@ -85,8 +85,8 @@ async def test_seed_minus_one_is_random(there: Clients, dispatcher: FakeDispatch
 async def test_several_answers_become_several_requests(
     there: Clients, dispatcher: FakeDispatcher, path: str, sent: dict[str, int], answers: int, made: int
 ) -> None:
-    told = await there.http.post(path, json=ASKED[path] | sent | {"max_tokens": 2})
-    assert (len(told.json()["choices"]), len(dispatcher.requests)) == (answers, made)
+    received = await there.http.post(path, json=ASKED[path] | sent | {"max_tokens": 2})
+    assert (len(received.json()["choices"]), len(dispatcher.requests)) == (answers, made)
 
 
 def test_every_field_has_a_test() -> None:

@@ -99,8 +99,8 @@ class Fuzzed:
             answer = await self._there.http.post(path, content=body, headers=headers)
         assert answer.status_code < 500 and answer.status_code not in (404, 405), (answer.status_code, answer.text)
         if answer.status_code != 200 or answer.headers["content-type"].startswith("application/json"):
-            told = answer.json()
-            assert (answer.status_code == 200) != ("error" in told)
+            received = answer.json()
+            assert (answer.status_code == 200) != ("error" in received)
         else:
             assert answer.text.endswith("data: [DONE]\n\n") and "event: error" not in answer.text
         assert not self._dispatcher.running

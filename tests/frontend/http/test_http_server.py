@@ -120,11 +120,11 @@ async def test_the_end_of_each_answer_is_sent_when_it_ends(
     prompt = ASK if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
     answer = await there.http.post(path, json=prompt | {"max_tokens": 40, "n": 2, "stream": True})
     pieces = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    told = [(choice["index"], choice["finish_reason"]) for piece in pieces for choice in piece["choices"]]
-    assert [index for index, finish in told if finish] == [1, 0]
-    assert (0, None) in told[told.index((1, "length")) :], "the other went on"
+    message = [(choice["index"], choice["finish_reason"]) for piece in pieces for choice in piece["choices"]]
+    assert [index for index, finish in message if finish] == [1, 0]
+    assert (0, None) in message[message.index((1, "length")) :], "the other went on"
     for index in (0, 1):
-        assert [finish for place, finish in told if place == index][-1] == "length", "nothing follows"
+        assert [finish for place, finish in message if place == index][-1] == "length", "nothing follows"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -167,8 +167,8 @@ async def test_special_tokens_can_be_left_out() -> None:
     dispatcher = FakeDispatcher()
     async with opened(dispatcher, Begins) as (there, _):
         for given, first in (({}, (0, 104)), ({"add_special_tokens": False}, (104, 105))):
-            told = await there.http.post("/tokenize", json={"prompt": "hi"} | given)
-            assert tuple(told.json()["tokens"])[:2] == first
+            message = await there.http.post("/tokenize", json={"prompt": "hi"} | given)
+            assert tuple(message.json()["tokens"])[:2] == first
             for prompt in ("hi", ["hi"]):
                 await there.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1} | given)
                 assert dispatcher.requests[-1].prompt[:2] == first
@@ -318,7 +318,7 @@ def test_an_http_port_in_use_is_reported_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gateway", "told"),
+    ("gateway", "message"),
     [
         ({"http_port": 70000}, "http_port is 70000; it must be between 0 (any free port) and 65535"),
         ({"http_port": -1}, "http_port is -1"),
@@ -327,10 +327,10 @@ def test_an_http_port_in_use_is_reported_before_anything_starts() -> None:
         ({"http_prot": 8000}, "unknown key; did you mean 'http_port'?"),
     ],
 )
-def test_an_invalid_port_is_refused(gateway: dict[str, int], told: str) -> None:
+def test_an_invalid_port_is_refused(gateway: dict[str, int], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_spec({"model": "m", "pools": [{"name": "m", "role": "mixed"}], "gateway": gateway})
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_the_ports_of_a_specification() -> None:
@@ -346,8 +346,8 @@ async def test_the_readme_example_works(there: Clients, dispatcher: FakeDispatch
         env=os.environ | {"NO_PROXY": "127.0.0.1"},
     )
     async with asyncio.timeout(60):
-        told, _ = await child.communicate()
-    assert child.returncode == 0 and told.decode().startswith("abcdefghijklmnopqrstuvwxyzabc")
+        message, _ = await child.communicate()
+    assert child.returncode == 0 and message.decode().startswith("abcdefghijklmnopqrstuvwxyzabc")
     assert dispatcher.requests[0].slo == SLO(2.0, None, "interactive")
 
 

@@ -9,14 +9,14 @@ SHELL = "\U0001f41a"
 async def test_parts_of_a_character_have_their_own_bytes(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: SHELL.encode()
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True}
-    told = (await there.http.post("/v1/chat/completions", json=body)).json()["choices"][0]
-    parts = [each["bytes"] for each in told["logprobs"]["content"]]
-    assert parts == [[byte] for byte in SHELL.encode()] and told["message"]["content"] == SHELL
+    received = (await there.http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    parts = [each["bytes"] for each in received["logprobs"]["content"]]
+    assert parts == [[byte] for byte in SHELL.encode()] and received["message"]["content"] == SHELL
 
 
 async def test_offsets_are_positions_in_the_text(there: Clients, dispatcher: FakeDispatcher) -> None:
     dispatcher.script = lambda request: f"{SHELL}ab".encode()
     body = {"prompt": "hi", "max_tokens": 6, "logprobs": 0}
-    told = (await there.http.post("/v1/completions", json=body)).json()["choices"][0]
-    assert told["logprobs"]["text_offset"] == [0, 0, 0, 0, 1, 2]
-    assert told["text"][1] == "a"
+    received = (await there.http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert received["logprobs"]["text_offset"] == [0, 0, 0, 0, 1, 2]
+    assert received["text"][1] == "a"

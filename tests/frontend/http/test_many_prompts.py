@@ -26,9 +26,9 @@ async def begun(dispatcher: FakeDispatcher, count: int) -> None:
 async def test_the_maximum_number_of_prompts_is_answered_in_order(there: Clients) -> None:
     answer = await there.http.post("/v1/completions", json=asked(MAX_PROMPTS))
     assert answer.status_code == 200, answer.text
-    told = answer.json()["choices"]
-    assert [each["index"] for each in told] == list(range(MAX_PROMPTS))
-    assert [each["text"] for each in told] == [f"{number} a" for number in range(MAX_PROMPTS)]
+    received = answer.json()["choices"]
+    assert [each["index"] for each in received] == list(range(MAX_PROMPTS))
+    assert [each["text"] for each in received] == [f"{number} a" for number in range(MAX_PROMPTS)]
 
 
 async def test_a_stream_has_the_answers_of_all_prompts(there: Clients) -> None:

@@ -74,15 +74,15 @@ async def settled(subject: Subject) -> AsyncIterator[None]:
 
 async def test_a_greedy_completion_is_that_of_grpc(subject: Subject) -> None:
     expected = await subject.there.grpc.complete(PROMPT, max_tokens=12, temperature=0.0)
-    told = await subject.there.openai.completions.create(
+    received = await subject.there.openai.completions.create(
         model=subject.model, prompt=PROMPT, max_tokens=12, temperature=0.0
     )
-    assert told.choices[0].text == expected.text
-    assert told.usage is not None
-    counts = told.usage.prompt_tokens, told.usage.completion_tokens, told.usage.total_tokens
+    assert received.choices[0].text == expected.text
+    assert received.usage is not None
+    counts = received.usage.prompt_tokens, received.usage.completion_tokens, received.usage.total_tokens
     prompt, completion = expected.completed.prompt_tokens, expected.completed.completion_tokens
     assert counts == (prompt, completion, prompt + completion)
-    assert told.choices[0].finish_reason == "length" and told.model == subject.model
+    assert received.choices[0].finish_reason == "length" and received.model == subject.model
 
 
 async def test_token_ids_are_a_prompt(subject: Subject) -> None:
@@ -118,8 +118,8 @@ async def test_every_chunk_can_have_usage_even_without_text(subject: Subject) ->
         stream_options={"include_usage": True, "continuous_usage_stats": True},
     )
     *chunks, end, usage = [chunk async for chunk in stream]
-    told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
-    assert len(told) == len(chunks) and told == sorted(told) and told[-1] == 12
+    received = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(received) == len(chunks) and received == sorted(received) and received[-1] == 12
     assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage} == {usage.usage.prompt_tokens}
     assert (end.usage.completion_tokens, end.usage.prompt_tokens) == (12, usage.usage.prompt_tokens)
     assert (end.choices[0].finish_reason, usage.usage.completion_tokens) == ("length", 12)
@@ -155,8 +155,8 @@ async def test_parts_of_a_message_are_its_text(subject: Subject) -> None:
 
 
 async def test_the_same_seed_gives_the_same_answers(subject: Subject) -> None:
-    def texts(told: Completion) -> list[tuple[int, str]]:
-        return [(choice.index, choice.text) for choice in told.choices]
+    def texts(received: Completion) -> list[tuple[int, str]]:
+        return [(choice.index, choice.text) for choice in received.choices]
 
     once, again, other = [
         await subject.there.openai.completions.create(
@@ -191,10 +191,10 @@ async def test_several_answers_stream_by_index(subject: Subject) -> None:
 
 async def test_several_prompts_are_numbered_in_their_order(subject: Subject) -> None:
     async def answer(prompt: str | list[str]) -> list[CompletionChoice]:
-        told = await subject.there.openai.completions.create(
+        received = await subject.there.openai.completions.create(
             model=subject.model, prompt=prompt, max_tokens=8, temperature=0.0, n=2
         )
-        return told.choices
+        return received.choices
 
     both = await answer(["The sea", "A hill"])
     alone = [*await answer("The sea"), *await answer("A hill")]
@@ -207,16 +207,16 @@ async def test_a_stop_string_ends_the_answer_before_it(subject: Subject) -> None
     full: Completion = await subject.there.openai.completions.create(**ask)  # type: ignore[call-overload]
     stop = next(letter for letter in full.choices[0].text[4:] if letter != "\ufffd")
     for given in (stop, [stop, "never said"]):
-        told: Completion = await subject.there.openai.completions.create(**ask, stop=given)  # type: ignore[call-overload]
-        assert told.choices[0].text == full.choices[0].text.partition(stop)[0]
-        assert told.choices[0].finish_reason == "stop"
+        received: Completion = await subject.there.openai.completions.create(**ask, stop=given)  # type: ignore[call-overload]
+        assert received.choices[0].text == full.choices[0].text.partition(stop)[0]
+        assert received.choices[0].finish_reason == "stop"
 
 
 async def test_log_probabilities_of_a_completion(subject: Subject) -> None:
-    told = await subject.there.openai.completions.create(
+    received = await subject.there.openai.completions.create(
         model=subject.model, prompt=PROMPT, max_tokens=5, temperature=0.0, logprobs=2
     )
-    logprobs = told.choices[0].logprobs
+    logprobs = received.choices[0].logprobs
     assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
     assert len(logprobs.tokens or ()) == len(logprobs.token_logprobs) == len(logprobs.text_offset or ()) == 5
     for chosen, best in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
@@ -290,10 +290,10 @@ async def test_the_model_is_listed_and_no_other_is_served(subject: Subject) -> N
 
 
 async def test_tokenize_and_detokenize_are_inverse(subject: Subject) -> None:
-    told = (await subject.there.http.post("/tokenize", json={"prompt": "Grüße", "return_token_strs": True})).json()
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) == len("Grüße".encode())
-    assert told["max_model_len"] == 512
-    back = await subject.there.http.post("/detokenize", json={"tokens": told["tokens"]})
+    received = (await subject.there.http.post("/tokenize", json={"prompt": "Grüße", "return_token_strs": True})).json()
+    assert received["count"] == len(received["tokens"]) == len(received["token_strs"]) == len("Grüße".encode())
+    assert received["max_model_len"] == 512
+    back = await subject.there.http.post("/detokenize", json={"tokens": received["tokens"]})
     assert back.json() == {"prompt": "Grüße"}
     chat = [{"role": "user", "content": "Hi"}]
     counted = (await subject.there.http.post("/tokenize", json={"messages": chat})).json()["count"]
@@ -311,11 +311,16 @@ async def test_an_echoed_answer_has_the_logprobs_of_its_generation(subject: Subj
     scored: Completion = await subject.there.openai.completions.create(  # type: ignore[call-overload]
         **ask, prompt=longer, max_tokens=1, echo=True
     )
-    told = scored.choices[0].logprobs
-    assert made is not None and told is not None and told.token_logprobs is not None and told.top_logprobs is not None
-    assert len(told.token_logprobs) == len(longer) + 1 and told.token_logprobs[0] is None
-    assert told.token_logprobs[len(tokens) : -1] == pytest.approx(made.token_logprobs, abs=1e-3)
-    behind = zip(told.tokens[len(tokens) : -1], told.top_logprobs[len(tokens) : -1], strict=True)
+    received = scored.choices[0].logprobs
+    assert (
+        made is not None
+        and received is not None
+        and received.token_logprobs is not None
+        and received.top_logprobs is not None
+    )
+    assert len(received.token_logprobs) == len(longer) + 1 and received.token_logprobs[0] is None
+    assert received.token_logprobs[len(tokens) : -1] == pytest.approx(made.token_logprobs, abs=1e-3)
+    behind = zip(received.tokens[len(tokens) : -1], received.top_logprobs[len(tokens) : -1], strict=True)
     assert all(list(best) == [token] for token, best in behind)  # greedy: each was the likeliest
 
 
@@ -324,8 +329,8 @@ async def test_a_prompt_has_the_same_logprobs_alone_and_with_an_answer(subject: 
     alone = await subject.there.openai.completions.create(**ask, max_tokens=0)
     before = await subject.there.openai.completions.create(**ask, max_tokens=1)
     assert alone.usage is not None and alone.usage.completion_tokens == 0
-    told, expected = alone.choices[0].logprobs, before.choices[0].logprobs
-    assert alone.choices[0].text == PROMPT and told is not None and expected is not None
-    assert told.tokens == (expected.tokens or [])[:-1]
-    assert told.top_logprobs == (expected.top_logprobs or [])[:-1]
-    assert told.token_logprobs == pytest.approx((expected.token_logprobs or [])[:-1])
+    received, expected = alone.choices[0].logprobs, before.choices[0].logprobs
+    assert alone.choices[0].text == PROMPT and received is not None and expected is not None
+    assert received.tokens == (expected.tokens or [])[:-1]
+    assert received.top_logprobs == (expected.top_logprobs or [])[:-1]
+    assert received.token_logprobs == pytest.approx((expected.token_logprobs or [])[:-1])

@@ -11,8 +11,8 @@ POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 @pytest.fixture
 async def schema(there: Clients) -> dict[str, Any]:
-    told: dict[str, Any] = (await there.http.get("/openapi.json")).json()
-    return told
+    received: dict[str, Any] = (await there.http.get("/openapi.json")).json()
+    return received
 
 
 def test_openapi_describes_errors(schema: dict[str, Any]) -> None:

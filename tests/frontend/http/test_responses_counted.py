@@ -46,8 +46,8 @@ async def test_http_responses_are_counted_by_status(dispatcher: FakeDispatcher) 
         await there.http.post("/v1/completions", json=ASK)
         dispatcher.error = Rejected("full", 1.0, "no-room")
         await there.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
-        told = await counted(there) - before
-    assert {key[1:]: count for key, count in told.items() if key[1] != "other"} == {
+        received = await counted(there) - before
+    assert {key[1:]: count for key, count in received.items() if key[1] != "other"} == {
         ("completions", "200"): 1,
         ("completions", "400"): 4,
         ("completions", "404"): 1,
@@ -55,7 +55,7 @@ async def test_http_responses_are_counted_by_status(dispatcher: FakeDispatcher) 
         ("chat", "429"): 1,
         ("tokenize", "200"): 1,
     }
-    assert told["http", "other", "404"] == 1
+    assert received["http", "other", "404"] == 1
 
 
 async def test_a_failed_stream_counts_as_its_error_and_an_abandoned_one_as_499(
@@ -93,8 +93,8 @@ async def test_grpc_responses_are_counted_by_code(dispatcher: FakeDispatcher) ->
         dispatcher.error = RuntimeError("nobody foresaw this")
         with pytest.raises(DiptychError):
             await there.grpc.complete("hello")
-        told = await counted(there) - before
-    assert {key[1:]: count for key, count in told.items() if key[0] == "grpc"} == {
+        received = await counted(there) - before
+    assert {key[1:]: count for key, count in received.items() if key[0] == "grpc"} == {
         ("Generate", "OK"): 2,
         ("Generate", "INVALID_ARGUMENT"): 3,
         ("Generate", "NOT_FOUND"): 1,
@@ -111,8 +111,8 @@ async def test_an_undecodable_message_is_invalid_argument(dispatcher: FakeDispat
                 _ = [each async for each in call] if method == "Generate" else await call
             assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "cannot be decoded" in str(failure.value.details())
-        told = await counted(there)
-    assert told["grpc", "Generate", "INVALID_ARGUMENT"] == told["grpc", "Cancel", "INVALID_ARGUMENT"] == 1
+        received = await counted(there)
+    assert received["grpc", "Generate", "INVALID_ARGUMENT"] == received["grpc", "Cancel", "INVALID_ARGUMENT"] == 1
 
 
 async def test_a_refused_key_counts_on_both_servers(dispatcher: FakeDispatcher, tmp_path: Path) -> None:
@@ -122,5 +122,5 @@ async def test_a_refused_key_counts_on_both_servers(dispatcher: FakeDispatcher, 
         await there.http.post("/v1/completions", json=ASK)
         with pytest.raises(DiptychError):
             await there.grpc.complete("hello")
-        told = dict(servers._grpc.gateway.responses.rows())
-    assert told["http", "completions", "401"] == told["grpc", "Generate", "UNAUTHENTICATED"] == 1
+        received = dict(servers._grpc.gateway.responses.rows())
+    assert received["http", "completions", "401"] == received["grpc", "Generate", "UNAUTHENTICATED"] == 1

@@ -55,8 +55,8 @@ async def test_the_page_status_equals_diptych_status(there: Clients, dispatcher:
     answer = await there.http.get("/ui/status")
     status = answer.json()
     assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
-    told = (await there.grpc.status()).view
-    assert [each["name"] for each in status["workers"]] == [each.name for each in told.workers]
+    received = (await there.grpc.status()).view
+    assert [each["name"] for each in status["workers"]] == [each.name for each in received.workers]
     assert status["pools"][0] == {
         "name": "prefill",
         "role": "prefill",

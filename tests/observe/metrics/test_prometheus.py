@@ -125,10 +125,10 @@ async def test_the_rules_are_evaluated_and_an_idle_cluster_has_no_alert(subject:
     async with asyncio.timeout(SEEN_S):
         while any(rule["health"] == "unknown" for rule in await evaluated(subject)):
             await asyncio.sleep(0.05)
-    told = await evaluated(subject)
-    assert len(told) == len(rules())
-    assert {rule["name"]: rule.get("lastError") for rule in told if rule["health"] != "ok"} == {}
-    assert not [rule["name"] for rule in told if rule["type"] == "alerting" and rule["state"] == "firing"]
+    received = await evaluated(subject)
+    assert len(received) == len(rules())
+    assert {rule["name"]: rule.get("lastError") for rule in received if rule["health"] != "ok"} == {}
+    assert not [rule["name"] for rule in received if rule["type"] == "alerting" and rule["state"] == "firing"]
     recorded = {each["record"] for each in rules() if "record" in each}
     for name in recorded:
         await found(subject, name)

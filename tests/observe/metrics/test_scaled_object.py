@@ -46,11 +46,11 @@ def test_the_query_returns_the_target_number_of_workers(scaled: dict[str, Any], 
     """Of several gateways, and of no other pool or release."""
     rules, test = tmp_path / "rules.yaml", tmp_path / "test.yaml"
     rules.write_text(yaml.safe_dump({"groups": []}))
-    told = {("llm-diptych", "decode", "a"): 3, ("llm-diptych", "decode", "b"): 3}
-    told |= {("llm-diptych", "prefill", "a"): 7, ("other-diptych", "decode", "c"): 9}
+    received = {("llm-diptych", "decode", "a"): 3, ("llm-diptych", "decode", "b"): 3}
+    received |= {("llm-diptych", "prefill", "a"): 7, ("other-diptych", "decode", "c"): 9}
     series = [
         {"series": f'{SERIES}{{namespace="default",job="{job}",pool="{pool}",gateway="{gateway}"}}', "values": f"{n}x2"}
-        for (job, pool, gateway), n in told.items()
+        for (job, pool, gateway), n in received.items()
     ]
     asked = {"expr": query(scaled), "eval_time": "1m", "exp_samples": [{"labels": "{}", "value": 3}]}
     tests = [{"interval": "1m", "input_series": series, "promql_expr_test": [asked]}]

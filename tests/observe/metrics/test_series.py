@@ -42,10 +42,10 @@ REPORT = TransferReport("lease", "tcp", "path", 3, 4096, 1, 3, 1, 3, 0.002, 0.00
 async def texts() -> list[str]:
     """What both gateways tell after an answer each."""
     async with monitored() as cluster:
-        return await told(cluster)
+        return await series_of(cluster)
 
 
-async def told(cluster: Monitored) -> list[str]:
+async def series_of(cluster: Monitored) -> list[str]:
     for gateway in (0, 1):
         await cluster.complete(gateway, 40, 8, "fast")
     return [await cluster.exposition(gateway) for gateway in (0, 1)]
@@ -239,14 +239,16 @@ def test_labels_are_bounded_by_the_specification(ends: list[tuple[str, str, floa
         (count_tokens,) = tally.token_observers(asked(class_name), "decode-0")
         count_tokens(3, 0.25)
         tally.add(Ended(outcome, class_name, ttft_s=ttft_s, waited_s=1.0), None, [REPORT] * moved)
-    told = tally.snapshot()
+    series_of = tally.snapshot()
     known = {"default", "fast", "batch", OTHER}
-    assert {row.labels[0] for row in told.gaps.rows} | {row.labels[0] for row in told.ttft.rows} <= known
-    assert len(told.requests.rows) <= len(known) * len(OUTCOMES)
-    assert sum(sum(row.counts) for row in told.requests.rows) == len(ends)
-    assert sum(sum(row.counts) for row in told.ttft.rows) == sum(ttft_s is not None for _, _, ttft_s, _ in ends)
-    assert sum(row.total for row in told.gaps.rows) == pytest.approx(0.25 * len(ends)), "three tokens shared each gap"
-    assert sum(row.total for row in told.transfer_bytes.rows) == 4096 * sum(moved for *_, moved in ends)
+    assert {row.labels[0] for row in series_of.gaps.rows} | {row.labels[0] for row in series_of.ttft.rows} <= known
+    assert len(series_of.requests.rows) <= len(known) * len(OUTCOMES)
+    assert sum(sum(row.counts) for row in series_of.requests.rows) == len(ends)
+    assert sum(sum(row.counts) for row in series_of.ttft.rows) == sum(ttft_s is not None for _, _, ttft_s, _ in ends)
+    assert sum(row.total for row in series_of.gaps.rows) == pytest.approx(0.25 * len(ends)), (
+        "three tokens shared each gap"
+    )
+    assert sum(row.total for row in series_of.transfer_bytes.rows) == 4096 * sum(moved for *_, moved in ends)
 
 
 PARTS = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 10**12)), max_size=8, unique_by=lambda part: part[0])
@@ -260,21 +262,21 @@ def test_ledger_parts_and_vllm_stages_sum_to_the_total(
     ledger = LatencyLedger(tuple(first), tuple(rest), ttft_ns, ttft_ns + rest_ns)
     tally = RequestMetrics([])
     tally.add(Ended("completed"), Completed(FinishReason.STOP, 5, 4, 2, 1, ledger, ()), ())
-    told = tally.snapshot()
+    series_of = tally.snapshot()
     whole_s = ledger.total_ns / 1e9
-    assert sum(row.total for row in told.parts.rows) == pytest.approx(whole_s)
-    assert {row.labels[0] for row in told.parts.rows if sum(row.counts)} == {name for name, _ in first + rest}
-    stages = {row.labels[0]: row.total for row in told.stages.rows}
+    assert sum(row.total for row in series_of.parts.rows) == pytest.approx(whole_s)
+    assert {row.labels[0] for row in series_of.parts.rows if sum(row.counts)} == {name for name, _ in first + rest}
+    stages = {row.labels[0]: row.total for row in series_of.stages.rows}
     assert stages["queue"] + stages["inference"] == pytest.approx(whole_s)
     assert stages["prefill"] + stages["decode"] == pytest.approx(stages["inference"])
     assert all(seconds >= -1e-9 for seconds in stages.values())
-    assert (told.prompt_tokens, told.cached_tokens, dict(told.finishes)["stop"]) == (5, 2, 1)
+    assert (series_of.prompt_tokens, series_of.cached_tokens, dict(series_of.finishes)["stop"]) == (5, 2, 1)
 
 
 def test_every_finish_reason_has_a_vllm_reason() -> None:
     tallied = replace(RequestTotals(), finishes=tuple((reason.value, 1) for reason in FinishReason))
-    told = replace(GatewayAttainment(), totals=tallied)
+    series_of = replace(GatewayAttainment(), totals=tallied)
     (ends,) = [
-        each for each in vllm_families(told, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
+        each for each in vllm_families(series_of, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
     ]
     assert sum(sample.value for sample in ends.samples) == len(FinishReason)

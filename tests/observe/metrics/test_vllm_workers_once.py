@@ -33,10 +33,10 @@ def engines(text: str) -> set[str]:
     return set() if found is None else {sample.labels["engine"] for sample in found.samples}
 
 
-@pytest.mark.parametrize(("gateway", "told"), [(NAMES[0], {"w"}), (NAMES[1], set())])
-def test_the_first_joined_gateway_exports_workers(gateway: str, told: set[str]) -> None:
+@pytest.mark.parametrize(("gateway", "workers"), [(NAMES[0], {"w"}), (NAMES[1], set())])
+def test_the_first_joined_gateway_exports_workers(gateway: str, workers: set[str]) -> None:
     view = ClusterView(1, "c", None, (WorkerView("w", "p", Role.MIXED, WorkerState.READY),), gateways=NAMES)
-    assert engines(exposition(GatewayAttainment(), gateway, view, compat="vllm")) == told
+    assert engines(exposition(GatewayAttainment(), gateway, view, compat="vllm")) == workers
 
 
 def test_a_gateway_keeps_its_place_while_it_polls() -> None:

@@ -102,8 +102,8 @@ def parent_of(trace: str, sampled: bool = True) -> tuple[str, str]:
 def post(url: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
     asked = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"} | headers)
     with urllib.request.urlopen(asked, timeout=START_S) as answer:
-        told: dict[str, Any] = json.load(answer)
-        return told
+        received: dict[str, Any] = json.load(answer)
+        return received
 
 
 def of_parts(children: Sequence[Collected]) -> list[Collected]:
@@ -127,15 +127,15 @@ def test_a_request_span_has_the_ledger_as_children(served: Served) -> None:
     places = {each.name: each.attributes.get("diptych.worker") for each in parts}
     assert places["prefill_compute"] == "prefill-0" and places["decode_compute"] == "decode-0"
     assert places["route"] is None
-    told = span.attributes
-    assert told["gen_ai.usage.prompt_tokens"] == told["gen_ai.usage.input_tokens"] == completed.prompt_tokens
-    assert told["gen_ai.usage.completion_tokens"] == told["gen_ai.usage.output_tokens"] == 12
-    assert told["gen_ai.latency.time_to_first_token"] == ledger.ttft_ns / 1e9
-    assert told["gen_ai.latency.e2e"] == ledger.total_ns / 1e9
-    assert told["gen_ai.response.finish_reasons"] == ["length"] and told["gen_ai.request.temperature"] == 0.5
-    assert told["diptych.outcome"] == "completed" and told["diptych.transfer_bytes"] > 0
-    within = told["gen_ai.latency.time_in_queue"] + told["gen_ai.latency.time_in_model_inference"]
-    assert within == pytest.approx(told["gen_ai.latency.e2e"])
+    received = span.attributes
+    assert received["gen_ai.usage.prompt_tokens"] == received["gen_ai.usage.input_tokens"] == completed.prompt_tokens
+    assert received["gen_ai.usage.completion_tokens"] == received["gen_ai.usage.output_tokens"] == 12
+    assert received["gen_ai.latency.time_to_first_token"] == ledger.ttft_ns / 1e9
+    assert received["gen_ai.latency.e2e"] == ledger.total_ns / 1e9
+    assert received["gen_ai.response.finish_reasons"] == ["length"] and received["gen_ai.request.temperature"] == 0.5
+    assert received["diptych.outcome"] == "completed" and received["diptych.transfer_bytes"] > 0
+    within = received["gen_ai.latency.time_in_queue"] + received["gen_ai.latency.time_in_model_inference"]
+    assert within == pytest.approx(received["gen_ai.latency.e2e"])
     assert span.resource["service.name"] == "tests" and span.resource["service.instance.id"] == "gateway-0"
     assert span.resource["diptych.cluster"] == "traced" and span.headers["x-team"] == "spans"
     text = str(span)

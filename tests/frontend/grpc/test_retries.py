@@ -41,14 +41,14 @@ async def test_a_cut_connection_loses_no_token(client: AsyncClient, dispatcher: 
                 if len(heard) in (3, 40, 41):
                     relay.cut()
         assert relay.num_connections == 4
-    told = TextDelta.join(heard)
-    assert (told.text, told.tokens, told.logprobs) == (
+    outputs = TextDelta.join(heard)
+    assert (outputs.text, outputs.tokens, outputs.logprobs) == (
         undisturbed.text,
         undisturbed.output.tokens,
         undisturbed.output.logprobs,
     )
     positions = [each.first_position for each in heard if each.tokens]
-    assert positions == sorted(set(positions)) and len(told.prompt_logprobs) == 4
+    assert positions == sorted(set(positions)) and len(outputs.prompt_logprobs) == 4
     assert not dispatcher.running
 
 
@@ -191,6 +191,6 @@ def test_any_pieces_of_any_tries_join_to_one_answer(text: str, tries: list[tuple
     for cuts, heard in [*tries, ([], 30)]:
         received.begin()
         given_out += [new for each in cut_anyhow(text, tokens, cuts)[:heard] if (new := received.new(each))]
-    told = TextDelta.join(given_out)
-    assert (told.text, list(told.tokens)) == (text, tokens)
-    assert [each.chosen for each in told.logprobs] == [-float(token) for token in tokens]
+    outputs = TextDelta.join(given_out)
+    assert (outputs.text, list(outputs.tokens)) == (text, tokens)
+    assert [each.chosen for each in outputs.logprobs] == [-float(token) for token in tokens]

@@ -90,9 +90,9 @@ async def test_requests_that_the_server_refuses_are_counted(
         await anext(first)
         with pytest.raises(DiptychError, match="1 of 1 requests are in flight"):
             await client.complete("hi", slo=SLO(class_name="batch"))
-        told = (await client.status()).slo_attainment
-    assert dict(told.refused)["gateway-full"] == 1
-    assert [(score.name, score.requests) for score in told.classes] == [("batch", 1)]
+        received = (await client.status()).slo_attainment
+    assert dict(received.refused)["gateway-full"] == 1
+    assert [(score.name, score.requests) for score in received.classes] == [("batch", 1)]
 
 
 async def test_metrics_are_in_prometheus_text_format(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
@@ -143,11 +143,11 @@ def test_status_has_slo_attainment(served: tuple[str, FakeDispatcher]) -> None:
 
 
 def test_status_as_json_has_the_scores(served: tuple[str, FakeDispatcher]) -> None:
-    told = json.loads(run("status", "--endpoint", served[0], "--json").stdout)["promises"]
-    fast = next(score for score in told["classes"] if score["name"] == "fast")
+    received = json.loads(run("status", "--endpoint", served[0], "--json").stdout)["promises"]
+    fast = next(score for score in received["classes"] if score["name"] == "fast")
     assert (fast["ttft"], fast["both"]) == ({"settled": 1, "kept": 1}, {"settled": 1, "kept": 0})
     assert fast["ttft_errors"] == {"p10": 0.5, "p50": 0.5, "p90": 0.5} and fast["tpot_errors"] is None
-    assert told["refused"]["queue-full"] == 1 and told["lengths"]["error_tokens"] == 12.0
+    assert received["refused"]["queue-full"] == 1 and received["lengths"]["error_tokens"] == 12.0
 
 
 def test_status_and_top_show_the_queued_requests(served: tuple[str, FakeDispatcher]) -> None:
@@ -155,8 +155,8 @@ def test_status_and_top_show_the_queued_requests(served: tuple[str, FakeDispatch
     try:
         assert "gateway-0: 0 of at most 256 requests, 3 of them queued" in run("status", "--endpoint", served[0]).stdout
         for command in ("status", "top"):
-            told = json.loads(run(command, "--endpoint", served[0], "--json").stdout)
-            assert told["gateway"]["queued"] == 3
+            received = json.loads(run(command, "--endpoint", served[0], "--json").stdout)
+            assert received["gateway"]["queued"] == 3
         assert "0 of 256 in flight, 3 queued" in run("top", "--endpoint", served[0], "--once").stdout
     finally:
         served[1].queued = 0
@@ -173,8 +173,8 @@ def test_the_command_line_sends_slo_and_tenant(served: tuple[str, FakeDispatcher
     assert result.exit_code == 0
     asked = served[1].requests[-1]
     assert (asked.slo, asked.tenant) == (SLO(1.5, 0.1, "fast"), "alice")
-    told = json.loads(result.stdout)
-    assert (told["predicted_ttft_s"], told["predicted_tpot_s"]) == (0.5, None)
+    received = json.loads(result.stdout)
+    assert (received["predicted_ttft_s"], received["predicted_tpot_s"]) == (0.5, None)
     report = run("generate", "hi", "--endpoint", served[0], "--max-tokens", "2", "--report")
     assert "predicted TTFT 500.0 ms" in report.stderr
     line = run("generate", "hi", "--endpoint", served[0], "--tpot", "0").stderr.strip()
