@@ -17,7 +17,7 @@ from cluster.policy.routing.router import Ask
 from diptych.view import WorkerView
 
 MIN_STEP_S = 1e-6
-MAX_SIMULATED = 64  # waiting requests ahead; more are extrapolated
+MAX_EXACT = 64  # waiting requests ahead; more are extrapolated
 _MAX_EVENTS = 512
 
 
@@ -82,15 +82,15 @@ class ReservationWait:
         heapq.heapify(events)
         sent_s = {name: self._sent_s(name) for name in {work.prefill for work in waiting}}
         at_s = ask.now_s
-        for work in waiting[:MAX_SIMULATED]:
+        for work in waiting[:MAX_EXACT]:
             blocks = -(-work.prompt_tokens // size)
             at_s = self._until(at_s, room, events, blocks, worker)
             first_s = max(at_s, ask.now_s + sent_s[work.prefill]) + work.prefill_s
             room.reserve(blocks)
             heapq.heappush(events, _Event(first_s, blocks, 0))
             heapq.heappush(events, _Event(first_s + work.output_tokens * step_s, 0, blocks))
-        if len(waiting) > MAX_SIMULATED:
-            return (at_s - ask.now_s) * len(waiting) / MAX_SIMULATED
+        if len(waiting) > MAX_EXACT:
+            return (at_s - ask.now_s) * len(waiting) / MAX_EXACT
         return self._until(at_s, room, events, -(-ask.request.num_tokens // size), worker) - ask.now_s
 
     def _present(
