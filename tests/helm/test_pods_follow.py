@@ -372,7 +372,7 @@ async def test_probes_tell_whether_rounds_end_and_what_was_wrong(
 
 async def test_a_fault_of_our_own_ends_nothing(kubernetes: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = autoscaler(kubernetes)
-    monkeypatch.setattr(subject._pods, "judge", lambda *_: 1 / 0)
+    monkeypatch.setattr(subject._pods, "changes", lambda *_: 1 / 0)
     running = asyncio.ensure_future(subject.run())
     await until(lambda: bool(subject.trouble))
     assert subject.trouble == "ZeroDivisionError: division by zero"
