@@ -25,7 +25,6 @@ class WorkerInfo:
     transports: tuple[str, ...]
     tokenizer: str = ""  # its id
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
-    notes: tuple[str, ...] = ()  # such as why a backend is not there
 
     @property
     def incarnation(self) -> str:

@@ -12,6 +12,7 @@ from workers.request import Request, Reservation
 from workers.rpc import CONNECT_S, METHODS, WorkerConnection
 
 CALL_TIMEOUT_S = 10.0
+DISCONNECTED = "this end closed the connection"
 TIMEOUTS_S = {
     **dict.fromkeys(METHODS, CALL_TIMEOUT_S),
     "connect": 60.0,
@@ -39,26 +40,28 @@ class RpcStub:
         self._locate = locate
         self._timeouts_s = {**TIMEOUTS_S, "poll": poll_s}
         self._opening: asyncio.Task[WorkerConnection] | None = None
+        self._closed = False
 
     async def disconnect(self) -> None:
-        """Close the connection. Calls that wait raise `WorkerGone`."""
+        """Close the connection. Calls that wait, and later ones, raise `WorkerGone`."""
+        self._closed = True
         opening = self._opening
         if opening is None:
             return
         if not opening.done():
             opening.cancel()
             await asyncio.wait([opening])
-        if not opening.cancelled() and opening.exception() is None:
+        if opening.exception() is None:
             await opening.result().close()
 
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
-        args = request, timeout_s
-        reservation: Reservation = await self._call("reserve", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
+        limit_s = timeout_s + CALL_TIMEOUT_S
+        reservation: Reservation = await self._call("reserve", request, timeout_s, timeout_s=limit_s)
         return reservation
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        args = request, ticket, timeout_s
-        num_tokens: int = await self._call("fetch_prefix", *args, timeout_s=timeout_s + CALL_TIMEOUT_S)
+        limit_s = timeout_s + CALL_TIMEOUT_S
+        num_tokens: int = await self._call("fetch_prefix", request, ticket, timeout_s, timeout_s=limit_s)
         return num_tokens
 
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -75,9 +78,10 @@ class RpcStub:
             raise NoAnswer(f"no answer within {timeout_s:.1f} s") from None
 
     async def _connected(self) -> WorkerConnection:
+        if self._closed:
+            raise WorkerGone(DISCONNECTED)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
-            self._opening.add_done_callback(_observe)
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> WorkerConnection:
@@ -88,8 +92,5 @@ class RpcStub:
             raise NoAnswer(f"no connection within {CONNECT_S:.1f} s") from None
         except (TransferError, OSError, EOFError) as error:
             raise WorkerGone(f"its process ended, or cannot be reached: {error}") from None
-
-
-def _observe(opening: "asyncio.Task[WorkerConnection]") -> None:
-    if not opening.cancelled():
-        opening.exception()  # those who call get it; there may be none
+        except asyncio.CancelledError:  # by `disconnect`; it must not look like a cancellation of those who wait
+            raise WorkerGone(DISCONNECTED) from None

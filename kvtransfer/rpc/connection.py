@@ -63,7 +63,7 @@ class RpcProtocol:
 class _Failure(msgspec.Struct, frozen=True):
     error: str  # the name of its class
     reason: str
-    args: tuple[str | int | float, ...] = ()  # of its constructor
+    args: tuple[str | int | float, ...] | None = None  # of its constructor; None: they cannot be sent
 
 
 class RpcConnection:
@@ -218,7 +218,7 @@ class RpcConnection:
     def _received_error(self, failure: _Failure) -> Exception:
         kind = self._protocol.error_classes.get(failure.error)
         with suppress(TypeError):  # another release may have other arguments
-            if kind is not None:
+            if kind is not None and failure.args is not None:
                 return kind(*failure.args)
         return self._protocol.other_error(f"{self._peer}: {failure.error}: {failure.reason}")
 

@@ -146,3 +146,42 @@ async def test_a_port_that_nobody_listens_on_and_a_poll_without_an_answer() -> N
         with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
             await remote.poll("me", 1)
         await remote.disconnect()
+
+
+async def test_a_call_that_waits_for_the_connection_fails_when_the_stub_is_disconnected() -> None:
+    """It is not cancelled: its caller did not ask for that."""
+    asked = asyncio.Event()
+
+    async def locate() -> RpcAddress:
+        asked.set()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("never located")
+
+    remote: Any = RpcStub("w", "one", locate, 5.0)
+    waiting = asyncio.ensure_future(remote.holds("a"))
+    await asked.wait()
+    await remote.disconnect()
+    for call in (waiting, remote.holds("a")):
+        with pytest.raises(WorkerGone, match="this end closed the connection"):
+            await call
+
+
+async def test_a_stub_that_was_disconnected_before_it_was_used_opens_no_connection() -> None:
+    async with served() as (server, _, address, _):
+        remote: Any = stub(server, address)
+        await remote.disconnect()
+        with pytest.raises(WorkerGone, match="this end closed the connection"):
+            await remote.holds("a")
+
+
+async def test_an_error_whose_arguments_cannot_be_sent_keeps_its_message() -> None:
+    async with served() as (server, _, address, _):
+        remote: Any = stub(server, address)
+
+        async def refused(key: str) -> bool:
+            raise UnknownSequence(ValueError("no such key"))
+
+        server.worker().holds = refused
+        with pytest.raises(WorkerError, match="UnknownSequence: no such key"):
+            await remote.holds("a")
+        await remote.disconnect()

@@ -29,6 +29,23 @@ def plans(subject: Engine) -> list[Shape]:
     return made
 
 
+class TimedEngine:
+    """An engine whose steps take the time of its cost model."""
+
+    def __init__(self, cost: LinearCost, now_s: float) -> None:
+        self.engine = engine(batching="adaptive", cost=cost, max_batch_tokens=64)
+        self.now_s = now_s
+        self._cost = cost
+
+    def run(self) -> Shape:
+        plan = self.engine.schedule(self.now_s)
+        assert plan is not None
+        seconds = plan_seconds(self._cost, plan)
+        self.now_s += seconds
+        self.engine.commit(plan, result(plan, seconds), self.now_s)
+        return shape(plan)
+
+
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
     return tuple(range(first, first + length))
 
@@ -247,31 +264,22 @@ def test_adaptive_cuts_a_prompt_that_fits_only_beside_decodes() -> None:
 def test_adaptive_spends_the_slack_of_streams_on_prompts_and_delays_none_beyond_its_slo() -> None:
     slo_s, token_s = 0.01, 0.001
     cost = LinearCost(step_s=0.004, prefill_token_s=token_s, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
-    subject = engine(batching="adaptive", cost=cost, max_batch_tokens=64)
-    now_s = 0.0
+    timed = TimedEngine(cost, 0.0)
+    subject, run = timed.engine, timed.run
 
-    def run() -> Shape:
-        nonlocal now_s
-        plan = subject.schedule(now_s)
-        assert plan is not None
-        seconds = plan_seconds(cost, plan)
-        now_s += seconds
-        subject.commit(plan, result(plan, seconds), now_s)
-        return shape(plan)
-
-    subject.add(request("d", prompt(6), max_tokens=100, slo=SLO(tpot_s=slo_s)), now_s, hold=False)
+    subject.add(request("d", prompt(6), max_tokens=100, slo=SLO(tpot_s=slo_s)), timed.now_s, hold=False)
     run()
-    began_s = now_s
-    subject.add(request("e", prompt(10, 40), max_tokens=1), now_s, hold=False)
+    began_s = timed.now_s
+    subject.add(request("e", prompt(10, 40), max_tokens=1), timed.now_s, hold=False)
     assert [run() for _ in range(2)] == [[("d", 1), ("e", 5)]] * 2, "no stream has slack"
     for _ in range(10):
         run()
-    subject.add(request("f", prompt(60, 60), max_tokens=1), now_s, hold=False)
+    subject.add(request("f", prompt(60, 60), max_tokens=1), timed.now_s, hold=False)
     sizes: list[int] = []
     for count in range(13, 40):
-        before_s, sizes = now_s, [*sizes, dict(run()).get("f", 0)]
-        assert now_s - before_s <= Adaptive.PAUSE * slo_s + 1e-9
-        assert now_s <= began_s + count * slo_s
+        before_s, sizes = timed.now_s, [*sizes, dict(run()).get("f", 0)]
+        assert timed.now_s - before_s <= Adaptive.PAUSE * slo_s + 1e-9
+        assert timed.now_s <= began_s + count * slo_s
     assert sizes[0] == round((Adaptive.PAUSE * slo_s - 0.004) / token_s) and sum(sizes) == 60
 
 
@@ -285,8 +293,8 @@ def test_adaptive_pauses_prompts_for_a_stream_that_arrived_during_a_step_while_f
     """A decode step takes 40 ms: beyond 16 arrivals in 10 s, two such steps for each are 0.13 of the time."""
     cost = LinearCost(step_s=0.04, prefill_token_s=0.01, prefill_pair_s=0.0, decode_row_s=0.0, decode_context_s=0.0)
     slo = SLO(tpot_s=0.1)
-    subject = engine(batching="adaptive", cost=cost, max_batch_tokens=64)
-    now_s = 1.0
+    timed = TimedEngine(cost, 1.0)
+    subject, run = timed.engine, timed.run
 
     def arrive(name: str, max_tokens: int, at_s: float) -> None:
         sequence = request(name, prompt(5, 60), max_tokens=max_tokens, slo=slo)
@@ -294,20 +302,11 @@ def test_adaptive_pauses_prompts_for_a_stream_that_arrived_during_a_step_while_f
         subject.fetched(sequence.key, at_s)
         subject.decode(sequence.key, [7], at_s)
 
-    def run() -> Shape:
-        nonlocal now_s
-        plan = subject.schedule(now_s)
-        assert plan is not None
-        seconds = plan_seconds(cost, plan)
-        now_s += seconds
-        subject.commit(plan, result(plan, seconds), now_s)
-        return shape(plan)
-
     for number in range(arrivals_before):
-        arrive(f"early-{number}", 2, now_s - 0.001)
+        arrive(f"early-{number}", 2, timed.now_s - 0.001)
         run()
-    arrive("new", 9, now_s - late_s)  # it waited for the end of a step
-    subject.add(request("prompt", prompt(30), max_tokens=1), now_s, hold=False)
+    arrive("new", 9, timed.now_s - late_s)  # it waited for the end of a step
+    subject.add(request("prompt", prompt(30), max_tokens=1), timed.now_s, hold=False)
     steps = [dict(run()) for _ in range(3)]
     assert all("new" in each for each in steps)
     assert ["prompt" in each for each in steps] == with_prompt
