@@ -42,7 +42,7 @@ LAYERS = [
     ["workers.engine", "workers.model"],
     ["workers.mailbox", "workers.transfer"],
     ["workers.executor", "workers.worker"],
-    ["workers.server"],
+    ["workers.rpc_server", "workers.server"],
     ["workers.build"],
     ["cluster.spec"],
     ["cluster.spec_file"],
@@ -101,6 +101,7 @@ PARTS = (
     "workers.executor.modelled",
     "workers.executor.rank_spec",
     "workers.rpc",
+    "workers.rpc_server",
     "workers.server",
     "workers.worker",
 )

@@ -1,7 +1,6 @@
-"""The outputs for one subscriber until its next poll, with one unacknowledged bundle at a time.
+"""The outputs for one subscriber until they are sent: everything since the last bundle goes into the next one.
 
-A bundle is sent again until it is acknowledged, so a lost reply loses no token. Owned by a Worker; knows no transport.
-Its size is bounded by the tokens of the subscriber's requests.
+Owned by a Worker; knows no transport. Its size is bounded by the tokens of the subscriber's requests.
 """
 
 import asyncio
@@ -13,62 +12,55 @@ from workers.request import Output, TokensOut
 
 
 class Mailbox:
-    """Outputs for one subscriber."""
+    """Outputs for one subscriber. `close` it.
 
-    def __init__(self, now_s: float) -> None:
-        self.last_poll_s = now_s
-        self.number = 0  # of the newest bundle
-        self.polling = 0
-        self._fresh: list[Output] = []
-        self._sent: tuple[Output, ...] = ()
-        self._arrived: asyncio.Future[None] | None = None  # while a poll waits
-        self._heartbeat = Timer(self.pulse)
-        self._turn = asyncio.Lock()  # a poll whose caller has left may still wait when the next one arrives
+    `sending_since_s`: when the send that is still running began; None: there is none.
+    """
+
+    def __init__(self) -> None:
+        self.sending_since_s: float | None = None
+        self._outputs: list[Output] = []
+        self._latest: dict[str, int] = {}  # the index of each sequence's latest output
+        self._arrived: asyncio.Future[None] | None = None  # while `take` waits
+        self._heartbeat = Timer(self.wake)
 
     def put(self, output: Output) -> None:
-        """Add an output; adjacent tokens of one sequence are merged."""
-        last = self._fresh[-1] if self._fresh else None
-        if isinstance(output, TokensOut) and isinstance(last, TokensOut) and _adjacent(last, output):
-            self._fresh[-1] = _merged(last, output)
-        else:
-            self._fresh.append(output)
-        self.pulse()
+        """Add an output; consecutive tokens of one sequence are merged."""
+        index = self._latest.get(output.key)
+        if index is not None and isinstance(output, TokensOut):
+            last = self._outputs[index]
+            if isinstance(last, TokensOut) and _adjacent(last, output):
+                self._outputs[index] = _merged(last, output)
+                return
+        self._latest[output.key] = len(self._outputs)
+        self._outputs.append(output)
+        self.wake()
 
-    def pulse(self) -> None:
-        """Let a waiting poll return now."""
+    def wake(self) -> None:
+        """Let a waiting `take` return now."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
     def close(self) -> None:
-        """Stop the heartbeat and let a waiting poll return."""
+        """Stop the heartbeat and let a waiting `take` return."""
         self._heartbeat.close()
-        self.pulse()
+        self.wake()
 
-    async def take(self, received: int, wait_s: float) -> tuple[int, tuple[Output, ...]]:
-        """The next bundle's number and outputs; empty after `wait_s`. `received` is the last number that arrived."""
-        async with self._turn:
-            if received < self.number and self._sent:
-                return self.number, self._sent
-            if not self._fresh and self.number:  # a new subscriber gets its first bundle at once
-                await self._wait(wait_s)
-            self._sent, self._fresh = tuple(self._fresh), []
-            self.number += 1
-            return self.number, self._sent
-
-    async def _wait(self, wait_s: float) -> None:
-        self._heartbeat.start(wait_s)  # without outputs, an empty bundle is the heartbeat
-        self._arrived = asyncio.get_running_loop().create_future()
-        await self._arrived
-        self._heartbeat.stop()
+    async def take(self, wait_s: float) -> tuple[Output, ...]:
+        """The outputs since the last call, as soon as there are any; empty after `wait_s`."""
+        if not self._outputs:
+            self._heartbeat.start(wait_s)
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+            self._heartbeat.stop()
+        outputs = tuple(self._outputs)
+        self._outputs.clear()
+        self._latest.clear()
+        return outputs
 
 
 def _adjacent(last: TokensOut, new: TokensOut) -> bool:
-    return (
-        last.key == new.key
-        and not last.prefilled
-        and last.finish is None
-        and last.first_position + len(last.tokens) == new.first_position
-    )
+    return not last.prefilled and last.finish is None and last.first_position + len(last.tokens) == new.first_position
 
 
 def _merged(last: TokensOut, new: TokensOut) -> TokensOut:

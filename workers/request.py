@@ -124,8 +124,8 @@ class Request:
     """One attempt at one request.
 
     `generated`: tokens from earlier attempts, which the client already has. `fresh`: do not use cached KV of this
-    prompt, because an earlier attempt found it corrupt. `reply_to`: the subscriber (see `Worker.poll`) that gets the
-    outputs. `group`: common to the siblings of a request for several answers; they compute their prompt once.
+    prompt, because an earlier attempt found it corrupt. `reply_to`: the subscriber (see `Worker.subscribe`) that gets
+    the outputs. `group`: common to the siblings of a request for several answers; they compute their prompt once.
     `tenant`: tenants share capacity by their weights, and cached KV only with `shares_prefixes`. `waited_s`: seconds
     between its arrival at the gateway and the call to a worker. `num_moves`: earlier migrations of this attempt.
     `kv_dtype`: dtype of the KV that another worker computes for this one, or `MIXED_KV`; empty: this worker's own.
@@ -243,14 +243,8 @@ Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut
 
 
 class Bundle(Struct, frozen=True, gc=False):
-    """The outputs of one worker for one subscriber since the last bundle; without outputs, a heartbeat.
+    """The outputs of one worker for one subscriber since the last bundle; without outputs, a heartbeat."""
 
-    `number` counts a subscriber's bundles from 1. The bundle is sent again until a poll acknowledges it.
-    """
-
-    worker: str
-    incarnation: str
-    number: int
     outputs: tuple[Output, ...]
     stats: WorkerStats
 

@@ -1,4 +1,7 @@
-"""A worker's calls over one connection: the server beside a `Worker`, and the caller's end in another process.
+"""A worker's calls over one connection: the protocol, and the caller's end. `workers.rpc_server` is the other end.
+
+    call        ──>  the methods of `Worker`, many at once
+    subscribe   ──>  a call that lasts; until it ends, bundles of outputs come back as messages
 
 The frames are those of `kvtransfer.rpc`. A connection belongs to one incarnation of a worker; it is never reopened.
 Knows no runtime: whoever starts the worker tells callers its host and port.
@@ -15,18 +18,14 @@ import kvtransfer.errors
 import workers.errors
 from diptych.shapes import Shape, Timings
 from diptych.watchdog import patient_timeout
-from kvtransfer.errors import PeerLost, TransportUnavailable
 from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake
-from kvtransfer.rpc.listener import RpcListener
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.errors import WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
 from workers.request import Bundle, Request, Reservation
-from workers.stats import WorkerStats
 
-MAX_CALLERS = 1024  # gateways and the controller
 MAX_CALLS = 1 << 14  # of one caller, unanswered; each request has a few
 MAX_FRAME_BYTES = 256 << 20  # a prompt takes five bytes a token, a whole cache's events nine a block
 CONNECT_S = 5.0
@@ -45,7 +44,7 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as 
     "cache_since": ({"last": int, "reach": int}, KVEvents),
     "cancel": ({"key": str}, None),
     "holds": ({"key": str}, bool),
-    "poll": ({"subscriber": str, "received": int}, Bundle),
+    "subscribe": ({"subscriber": str}, None),
     "check": ({}, None),
     "measure": ({"shape": Shape, "repeats": int}, Timings),
 }
@@ -62,7 +61,7 @@ CALLS: dict[str, type[msgspec.Struct]] = {
 WORKER_PROTOCOL = RpcProtocol(
     name="worker",
     calls={CALLS[name]: result for name, (_, result) in METHODS.items()},
-    messages=(),
+    messages=(Bundle,),
     errors=(workers.errors, kvtransfer.errors, AssertionError),
     other_error=WorkerError,
     lost_error=WorkerClosed,
@@ -71,63 +70,29 @@ WORKER_PROTOCOL = RpcProtocol(
 )
 
 
-class WorkerRpcServer:
-    """Owned by a worker's process; `close` it after the worker.
-
-    `worker` returns the `Worker`, or raises `WorkerClosed`. `on_stats` gets the statistics of every poll.
-    """
-
-    def __init__(
-        self, incarnation: str, secret: bytes, worker: Callable[[], object], on_stats: Callable[[WorkerStats], None]
-    ) -> None:
-        self._incarnation = incarnation
-        self._worker = worker
-        self._on_stats = on_stats
-        self._listener = RpcListener(WORKER_PROTOCOL.name, secret, self._admit, self._serve)
-
-    async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port. Raises OSError."""
-        return await self._listener.start(host, port)
-
-    async def close(self) -> None:
-        """Send what is answered, and disconnect everybody."""
-        await self._listener.close()
-
-    def _admit(self, incarnation: str) -> bytes:
-        if incarnation != self._incarnation:
-            raise PeerLost(f"{incarnation} has ended")
-        if self._listener.num_callers >= MAX_CALLERS:
-            raise TransportUnavailable(f"{MAX_CALLERS} gateways are connected already")
-        return b""
-
-    async def _serve(self, _: str, stream: FrameStream) -> None:
-        connection = RpcConnection(stream, WORKER_PROTOCOL, f"the caller at {stream.peer_host}", on_call=self._on_call)
-        try:
-            await connection.run()
-        finally:
-            await connection.close()
-
-    async def _on_call(self, request: msgspec.Struct) -> Any:
-        method = getattr(self._worker(), type(request).__name__)
-        answer = await method(*msgspec.structs.astuple(request))
-        if isinstance(answer, Bundle):
-            self._on_stats(answer.stats)
-        return answer
-
-
 class WorkerConnection:
     """A connection to one incarnation of a worker. `close` it.
 
-    Calls on a lost connection raise `lost`.
+    Calls on a lost connection raise `lost`. `on_bundle` gets the bundles of the subscription.
     """
 
-    def __init__(self, stream: FrameStream, name: str, lost: type[Exception]) -> None:
-        self._connection = RpcConnection(stream, replace(WORKER_PROTOCOL, lost_error=lost), name)
+    def __init__(
+        self, stream: FrameStream, name: str, lost: type[Exception], on_bundle: Callable[[Bundle], object]
+    ) -> None:
+        protocol = replace(WORKER_PROTOCOL, lost_error=lost)
+        self._connection = RpcConnection(stream, protocol, name, on_message=on_bundle)
         self._running = asyncio.ensure_future(self._connection.run())
 
     @classmethod
     async def open(
-        cls, name: str, host: str, port: int, secret: bytes, incarnation: str, lost: type[Exception]
+        cls,
+        name: str,
+        host: str,
+        port: int,
+        secret: bytes,
+        incarnation: str,
+        lost: type[Exception],
+        on_bundle: Callable[[Bundle], object],
     ) -> "WorkerConnection":
         """Raises a `TransferError` that says why it is not admitted, OSError, EOFError or TimeoutError."""
         stream: FrameStream | None = None
@@ -139,11 +104,15 @@ class WorkerConnection:
             if stream is not None:
                 await stream.close()
             raise
-        return cls(stream, name, lost)
+        return cls(stream, name, lost, on_bundle)
 
     async def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """What the worker's method returns or raises. Raises TimeoutError."""
         return await self._connection.call(CALLS[method](*args), timeout_s)
+
+    async def subscribe(self, subscriber: str) -> None:
+        """Run until the subscription ends. Raises what `Worker.subscribe` raises."""
+        await self._connection.begin(CALLS["subscribe"](subscriber))
 
     async def close(self) -> None:
         await self._connection.close()

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import psutil
@@ -42,7 +43,7 @@ from workers.transfer.peer_links import PeerLinks
 logger = logging.getLogger(__name__)
 
 REMEMBERED_CANCELS = 4096  # a cancel may arrive before the call that it cancels
-SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that has not polled for this long is gone, and its requests with it
+SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that takes no outputs for this long is gone, and its requests with it
 SWEEP_S = 0.5
 MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; a loop that is always late must still reclaim
 
@@ -145,13 +146,13 @@ class Worker:
         self._unfit(await self._executor.failure())
 
     def _unfit(self, error: BaseException) -> None:
-        """Refuse every call from now on, and wake pollers; the controller replaces this worker."""
+        """Refuse every call from now on, and end subscriptions; the controller replaces this worker."""
         if self._failure is not None or self._closed:
             return
         self._failure = f"the engine stopped: {type(error).__name__}: {error}"
         logger.error("worker %s: %s", self.config.name, self._failure, exc_info=error)
         for mailbox in self._mailboxes.values():
-            mailbox.pulse()
+            mailbox.wake()
 
     async def close(self) -> None:
         """End every sequence and fetch, then free the memory once no byte can land in it."""
@@ -183,19 +184,21 @@ class Worker:
         `cut_tokens`: only the KV of this many tokens; the reader computes the rest. Outputs: TicketOut, HeadOut.
         """
         self._accept(request)
+        self._require_subscriber(request)
         self._add(request, hold=True, cut_tokens=cut_tokens)
         self._log(request.key, "prefill of %d tokens, for another worker", cut_tokens or request.num_tokens)
 
     async def generate(self, request: Request) -> None:
         """Compute the prompt and decode, all here. Outputs: TokensOut."""
         self._accept(request)
+        self._require_subscriber(request)
         self._add(request, hold=False)
         self._log(request.key, "prefill of %d tokens, and decode", request.num_tokens)
 
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
         """Wait, first come first served, for blocks and a slot. Raises `Overloaded` after `timeout_s`."""
         self._accept(request)
-        self._mailbox(request.reply_to)  # from now on the subscriber must poll
+        self._require_subscriber(request)
         reserving = self._reservations.ask(request, timeout_s)
         self._arm()
         reservation = await reserving
@@ -274,25 +277,36 @@ class Worker:
         self._require_open()
         return self.engine.holds(key)
 
-    async def poll(self, subscriber: str, received: int) -> Bundle:
-        """The next bundle for this subscriber, after at most a heartbeat. `received`: the last bundle that arrived.
+    async def subscribe(
+        self, subscriber: str, on_bundle: Callable[[Bundle], object], room: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Send the outputs of this subscriber's requests, at most one bundle a step, and heartbeats between them.
 
-        Raises `WorkerError` for a subscriber whose requests ended because it did not poll: it must use a new name.
+        Runs until it is cancelled or the worker ends, and ends the requests. `room` returns when another bundle may be
+        sent; meanwhile outputs are merged. Raises `WorkerError` for a name in use, or when there was no room for
+        `SUBSCRIBER_TIMEOUT_S`, and the errors of all calls.
         """
         self._require_open()
-        mailbox = self._mailbox(subscriber)
-        if received > mailbox.number:
-            raise WorkerError(
-                f"subscriber {subscriber} did not poll for {SUBSCRIBER_TIMEOUT_S:.0f} s; its requests ended"
-            )
-        mailbox.polling += 1
+        if subscriber in self._mailboxes:
+            raise WorkerError(f"{subscriber} subscribed before; choose another name")
+        mailbox = self._mailboxes[subscriber] = Mailbox()
+        outputs: tuple[Output, ...] = ()
         try:
-            number, outputs = await mailbox.take(received, self._heartbeat_s)
+            while True:
+                on_bundle(Bundle(outputs, self._stats()))
+                if room is not None:
+                    mailbox.sending_since_s = self._now_s()
+                    await room()
+                    mailbox.sending_since_s = None
+                    if self._mailboxes.get(subscriber) is not mailbox:
+                        seconds = f"{SUBSCRIBER_TIMEOUT_S:.0f} s"
+                        raise WorkerError(f"{subscriber} took no outputs for {seconds}; its requests ended")
+                outputs = await mailbox.take(self._heartbeat_s)
+                self._require_open()
         finally:
-            mailbox.polling -= 1
-            mailbox.last_poll_s = self._now_s()
-        self._require_open()
-        return Bundle(self.config.name, self.incarnation, number, outputs, self._stats())
+            mailbox.close()
+            if self._mailboxes.get(subscriber) is mailbox:
+                self._unsubscribe(subscriber)
 
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: connect to an owner, move one real block with its digest, measure. Errors: `TransferError`."""
@@ -351,6 +365,10 @@ class Worker:
         if request.key in self._cancelled:
             raise UnknownSequence(f"{request.key} was cancelled before it arrived")
 
+    def _require_subscriber(self, request: Request) -> None:
+        if request.reply_to not in self._mailboxes:
+            raise WorkerError(f"{request.reply_to or 'nobody'} gets the outputs and has not subscribed")
+
     def _add(self, request: Request, *, hold: bool, cut_tokens: int = 0) -> None:
         self.engine.add(request, self._now_s(), hold=hold, cut_tokens=cut_tokens)
         self._routes[request.key] = request.reply_to
@@ -388,15 +406,8 @@ class Worker:
 
     def _post(self, output: Output) -> None:
         subscriber = self._routes.get(output.key)
-        if subscriber is None:
-            return  # cancelled meanwhile
-        self._mailbox(subscriber).put(output)
-
-    def _mailbox(self, subscriber: str) -> Mailbox:
-        mailbox = self._mailboxes.get(subscriber)
-        if mailbox is None:
-            mailbox = self._mailboxes[subscriber] = Mailbox(self._now_s())
-        return mailbox
+        if subscriber is not None:  # None: it was cancelled meanwhile
+            self._mailboxes[subscriber].put(output)
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
@@ -433,16 +444,19 @@ class Worker:
             return self._arm()  # our own loop was blocked: read what arrived meanwhile first
         self.engine.expire(now)
         for subscriber, mailbox in list(self._mailboxes.items()):
-            if mailbox.polling or now - mailbox.last_poll_s < SUBSCRIBER_TIMEOUT_S:
-                continue
-            logger.warning("worker %s: subscriber %s stopped polling; its requests end", self.config.name, subscriber)
-            self._mailboxes.pop(subscriber).close()
-            self._end_reservations(subscriber)
-            for key in [key for key, owner in self._routes.items() if owner == subscriber]:
-                if (task := self._fetches.get(key)) is not None:
-                    task.cancel()
-                self._forget(key)
+            since_s = mailbox.sending_since_s
+            if since_s is not None and now - since_s >= SUBSCRIBER_TIMEOUT_S:
+                logger.warning("worker %s: %s takes no outputs; its requests end", self.config.name, subscriber)
+                self._unsubscribe(subscriber)
         self._changed()
 
-    def _end_reservations(self, subscriber: str) -> None:
-        self._reservations.give_up(lambda each: each.reply_to == subscriber, f"subscriber {subscriber} stopped polling")
+    def _unsubscribe(self, subscriber: str) -> None:
+        """End everything that this subscriber asked for."""
+        del self._mailboxes[subscriber]
+        self._reservations.give_up(lambda each: each.reply_to == subscriber, f"{subscriber} does not listen any more")
+        for key in [key for key, owner in self._routes.items() if owner == subscriber]:
+            if (task := self._fetches.get(key)) is not None:
+                task.cancel()
+            self._forget(key)
+        if not self._closed:
+            self._changed()

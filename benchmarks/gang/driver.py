@@ -11,10 +11,11 @@ import json
 import sys
 from collections import Counter
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from benchmarks.bundle_reader import BundleReader
 from benchmarks.engine.drivers.protocol import MARK, READY
 from benchmarks.gang.plan_times import PlanRecorder, PlanTime
 from benchmarks.gang.plans import PLANS
@@ -22,7 +23,7 @@ from benchmarks.gang.rank_process import ProcessRanks, compute_nothing
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
-from workers.request import FailedOut, Request, SamplingParams, TokensOut
+from workers.request import Bundle, FailedOut, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 KV_BLOCKS = 1024
@@ -65,12 +66,13 @@ class Driver:
         )
         self._server = build_worker(worker, launcher=ProcessRanks(config.computes == "model"), cost=COST)
         self._numbers = itertools.count()
-        self._received = 0
 
     async def start(self) -> None:
         self._worker: Worker = await self._server.open()
+        self._reader = await BundleReader.open(self._worker, SUBSCRIBER)
 
     async def close(self) -> None:
+        await self._reader.close()
         await self._server.close()
 
     async def answer(self, task: list[str | int]) -> list[PlanTime]:
@@ -109,7 +111,7 @@ class Driver:
         for key in keys:
             await self._worker.cancel(key)
         while (await self._bundle()).stats.running:
-            continue  # wait for running steps; every poll waits for output or a heartbeat
+            continue  # wait for running steps; a bundle has output or is a heartbeat
         return plans
 
     async def _submit(self, prompt_tokens: int, num_tokens: int) -> str:
@@ -129,10 +131,8 @@ class Driver:
                 given[output.key] += len(output.tokens)
         return given
 
-    async def _bundle(self) -> Any:
-        bundle = await self._worker.poll(SUBSCRIBER, self._received)
-        self._received = bundle.number
-        return bundle
+    async def _bundle(self) -> Bundle:
+        return await self._reader.next()
 
 
 async def serve(config: GangWorkerConfig) -> None:

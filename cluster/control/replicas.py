@@ -1,4 +1,4 @@
-"""Supervises one replica of a pool: starts it, introduces it to its peers, polls it, restarts it when it fails.
+"""Supervises one replica of a pool: starts it, introduces it to its peers, watches it, restarts it when it fails.
 
     start ──ready──> introduce ──> READY ──silent, gone or unfit──> DEAD ──restart──> start ...
                                      └──leave──> DRAINING ──empty, late or dead──> stopped
@@ -9,6 +9,7 @@ One `ReplicaManager` and one task per replica. Knows one worker; the controller 
 import asyncio
 import logging
 import math
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from diptych.watchdog import patient_timeout
 from kvtransfer.errors import TransferError, TransportUnavailable
 from workers.config import WorkerConfig
 from workers.errors import ModelError, WorkerError
+from workers.request import Bundle
 from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -191,7 +193,7 @@ class ReplicaManager:
         return self._ready_s is not None and asyncio.get_running_loop().time() - self._ready_s >= STEADY_S
 
     async def _run_once(self) -> None:
-        """Start it and poll it until it dies. Always raises."""
+        """Start it and watch it until it dies. Always raises."""
         if self.handle is None:
             self.handle = await self._context.runtime.start_worker(self.order)
             self._show(WorkerState.STARTING, detail="", waits_for="")
@@ -208,7 +210,7 @@ class ReplicaManager:
             await self.stub.disconnect()
 
     async def _serve(self, info: WorkerInfo, stub: WorkerStub) -> None:
-        """Introduce the started worker to its peers, publish it, and poll it until it dies. Always raises."""
+        """Introduce the started worker to its peers, publish it, and watch it until it dies. Always raises."""
         await self._context.introduce(self)
         self._ready_s = asyncio.get_running_loop().time()
         self._show(
@@ -244,18 +246,21 @@ class ReplicaManager:
                     await asyncio.sleep(RETRY_S)
 
     async def _listen(self, stub: WorkerStub) -> None:
-        """Poll it until it dies. The controller has no requests, so it acknowledges no outputs."""
+        """Take its heartbeats until it dies. The controller has no requests, so it gets no outputs."""
         async with patient_timeout(self.order.dead_after_s) as silence:
-            while True:
-                bundle = await stub.poll("controller", 0)
+
+            def on_heartbeat(bundle: Bundle) -> None:
                 silence.reset()
-                if bundle.incarnation != self.view.incarnation:
-                    raise WorkerGone("it restarted")
-                self.view = replace(self.view, stats=bundle.stats)  # not published: statistics are not membership
-                self._pulse()
-                if (self.view.detail or self.view.failures) and self._is_steady():
-                    self._in_a_row = 0
-                    self._show(self.view.state, detail="", failures=0)
+                self._take(bundle.stats)
+
+            await stub.subscribe(f"controller-{uuid.uuid4().hex[:12]}", on_heartbeat)
+
+    def _take(self, stats: WorkerStats) -> None:
+        self.view = replace(self.view, stats=stats)  # not published: statistics are not membership
+        self._pulse()
+        if (self.view.detail or self.view.failures) and self._is_steady():
+            self._in_a_row = 0
+            self._show(self.view.state, detail="", failures=0)
 
     def _show(self, state: WorkerState, **facts: str | int) -> None:
         self._publish(replace(self.view, state=state, **facts))

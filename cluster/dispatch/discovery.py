@@ -115,7 +115,7 @@ class WorkerDiscovery:
         client = self.clients.get(worker.name)
         if client is None or client.view.incarnation != worker.incarnation:
             return worker
-        return structs.replace(worker, age_s=now_s - client.last_poll_s)
+        return structs.replace(worker, age_s=now_s - client.last_bundle_s)
 
     def has_ready(self, *roles: Role) -> bool:
         """Whether a connected worker of one of these roles is ready."""

@@ -1,4 +1,4 @@
-"""A gateway's client of one incarnation of a worker: polls it, routes outputs to attempts, detects its death.
+"""A gateway's client of one incarnation of a worker: subscribes, routes outputs to attempts, detects its death.
 
 A worker is lost if its process is gone, or if it is silent for `dead_after_s` while this process runs. Its attempts get
 `WorkerLost`, and no further one is placed there. Knows no policy and no request.
@@ -68,7 +68,7 @@ class WorkerClient:
         self._handlers: dict[str, OnMessage] = {}
         self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self._loop = asyncio.get_running_loop()
-        self.last_poll_s = self._loop.time()
+        self.last_bundle_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._on_silence)
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -116,25 +116,29 @@ class WorkerClient:
         await self.handle.disconnect()
 
     async def _listen(self) -> None:
-        received = 0
         try:
-            while self.lost is None:
-                bundle = await self.handle.poll(self.subscriber, received)
-                self._silence.reset()
-                if bundle.incarnation != self.view.incarnation:
-                    return self.give_up("it restarted")
-                self._take(bundle)
-                received = bundle.number
+            await self.handle.subscribe(self.subscriber, self._on_bundle)
         except (WorkerGone, WorkerError) as error:
             self.give_up(f"{type(error).__name__}: {error}")
         except Exception as error:
-            logger.exception("polling worker %s", self.name)
-            self.give_up(f"unexpected {type(error).__name__}: {error}")
+            self._failed(error)
         finally:
             self._silence.close()
 
+    def _on_bundle(self, bundle: Bundle) -> None:
+        if self.lost is None:
+            try:
+                self._take(bundle)
+            except Exception as error:
+                self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        logger.error("the outputs of worker %s", self.name, exc_info=error)
+        self.give_up(f"unexpected {type(error).__name__}: {error}")
+
     def _take(self, bundle: Bundle) -> None:
-        self.last_poll_s = self._loop.time()
+        self._silence.reset()
+        self.last_bundle_s = self._loop.time()
         if not self.has_answered:
             self.has_answered = True
             self._changed()

@@ -29,7 +29,7 @@ from cluster.runtime.sessions import withdraw
 from cluster.spec import LogSpec
 from diptych.watchdog import patient_timeout
 from workers.build import build_worker
-from workers.rpc import WorkerRpcServer
+from workers.rpc_server import WorkerRpcServer
 from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class RayWorker:
 
     def at(self, incarnation: str) -> WorkerStub:
         locate = partial(self._locate, incarnation)
-        return cast(WorkerStub, RpcStub(self.name, incarnation, locate, self.dead_after_s))
+        return cast(WorkerStub, RpcStub(self.name, incarnation, locate))
 
     async def _locate(self, incarnation: str) -> RpcAddress:
         address: RpcAddress = await answer_of(self.actor.listen.remote(incarnation), CALL_TIMEOUT_S)

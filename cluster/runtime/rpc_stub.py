@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from kvtransfer.errors import TransferError
 from kvtransfer.ticket import TransferTicket
-from workers.request import Request, Reservation
+from workers.request import Bundle, Request, Reservation
 from workers.rpc import CONNECT_S, METHODS, WorkerConnection
 
 CALL_TIMEOUT_S = 10.0
@@ -31,14 +31,14 @@ class RpcAddress(NamedTuple):
 class RpcStub:
     """A `WorkerStub`. `locate` asks for the worker's address; the first call connects.
 
-    Calls raise `WorkerGone` if the process is gone, `NoAnswer` in time. `poll_s`: the longest silence of a poll.
+    Calls raise `WorkerGone` if the process is gone, `NoAnswer` in time.
     """
 
-    def __init__(self, name: str, incarnation: str, locate: Callable[[], Awaitable[RpcAddress]], poll_s: float) -> None:
+    def __init__(self, name: str, incarnation: str, locate: Callable[[], Awaitable[RpcAddress]]) -> None:
         self.name = name
         self._incarnation = incarnation
         self._locate = locate
-        self._timeouts_s = {**TIMEOUTS_S, "poll": poll_s}
+        self._on_bundle: Callable[[Bundle], object] = _ignore
         self._opening: asyncio.Task[WorkerConnection] | None = None
         self._closed = False
 
@@ -54,6 +54,15 @@ class RpcStub:
         if opening.exception() is None:
             await opening.result().close()
 
+    async def subscribe(self, subscriber: str, on_bundle: Callable[[Bundle], object]) -> None:
+        """Once for each stub. The caller watches for silence: this call has no timeout."""
+        self._on_bundle = on_bundle
+        try:
+            connection = await self._connected()
+            await connection.subscribe(subscriber)
+        finally:
+            self._on_bundle = _ignore
+
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
         limit_s = timeout_s + CALL_TIMEOUT_S
         reservation: Reservation = await self._call("reserve", request, timeout_s, timeout_s=limit_s)
@@ -68,7 +77,7 @@ class RpcStub:
         """The methods with a fixed timeout; `WorkerStub` has their types."""
         if method not in METHODS:
             raise AttributeError(f"a worker has no method {method!r}")
-        return partial(self._call, method, timeout_s=self._timeouts_s[method])
+        return partial(self._call, method, timeout_s=TIMEOUTS_S[method])
 
     async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
         try:
@@ -87,10 +96,22 @@ class RpcStub:
     async def _open(self) -> WorkerConnection:
         try:
             host, port, secret = await self._locate()
-            return await WorkerConnection.open(self.name, host, port, secret, self._incarnation, WorkerGone)
+            return await WorkerConnection.open(
+                self.name,
+                host,
+                port,
+                secret,
+                self._incarnation,
+                WorkerGone,
+                lambda bundle: self._on_bundle(bundle),
+            )
         except TimeoutError:
             raise NoAnswer(f"no connection within {CONNECT_S:.1f} s") from None
         except (TransferError, OSError, EOFError) as error:
             raise WorkerGone(f"its process ended, or cannot be reached: {error}") from None
         except asyncio.CancelledError:  # by `disconnect`; it must not look like a cancellation of those who wait
             raise WorkerGone(DISCONNECTED) from None
+
+
+def _ignore(bundle: Bundle) -> None:
+    """Nobody listens."""

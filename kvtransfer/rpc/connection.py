@@ -79,7 +79,7 @@ class RpcConnection:
         peer: str,
         *,
         on_call: Callable[[Any], Awaitable[Any]] | None = None,
-        on_message: Callable[[Any], None] | None = None,
+        on_message: Callable[[Any], object] | None = None,
         on_lost: Callable[[Exception], None] | None = None,
     ) -> None:
         self._stream = stream

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.bundle_reader import BundleReader
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import TransferReport
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
-from workers.request import FailedOut, FetchedOut, Output, Request, TicketOut, TokensOut
+from workers.request import Bundle, FailedOut, FetchedOut, Output, Request, TicketOut, TokensOut
 from workers.worker import Worker
 
 ANSWER_S = 60.0
@@ -58,26 +59,24 @@ class Legs:
         self._prefill = prefill
         self._decode = decode
         self._name = f"{prefill.config.name}>{decode.config.name}"
-        self._received = {prefill: 0, decode: 0}
         self._told: dict[str, asyncio.Queue[Output]] = {}
 
     async def run(self, requests: Sequence[Request]) -> list[Moved]:
         """All at once."""
-        polls = [asyncio.ensure_future(self._poll(worker)) for worker in (self._prefill, self._decode)]
+        workers = (self._prefill, self._decode)
+        subscribing = [asyncio.ensure_future(worker.subscribe(self._name, self._take)) for worker in workers]
+        await asyncio.sleep(0)
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await asyncio.gather(*(self._move(request) for request in requests))
         finally:
-            for poll in polls:
-                poll.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
+            for each in subscribing:
+                each.cancel()
+            await asyncio.gather(*subscribing, return_exceptions=True)
 
-    async def _poll(self, worker: Worker) -> None:
-        while True:
-            bundle = await worker.poll(self._name, self._received[worker])
-            self._received[worker] = bundle.number
-            for output in bundle.outputs:
-                self._told[output.key].put_nowait(output)
+    def _take(self, bundle: Bundle) -> None:
+        for output in bundle.outputs:
+            self._told[output.key].put_nowait(output)
 
     async def _move(self, request: Request) -> Moved:
         request = replace(request, id=f"{self._name}:{request.id}", reply_to=self._name)
@@ -106,17 +105,17 @@ class Legs:
 
 async def colocated(worker: Worker, requests: Sequence[Request]) -> list[tuple[int, ...]]:
     """The requests' tokens from one worker alone."""
-    name, received = "colocated", 0
+    name = "colocated"
+    reader = await BundleReader.open(worker, name)
     named = [replace(request, reply_to=name) for request in requests]
     tokens: dict[str, list[int]] = {request.key: [] for request in named}
     await asyncio.gather(*(worker.generate(request) for request in named))
     left = len(named)
     async with asyncio.timeout(ANSWER_S):
         while left:
-            bundle = await worker.poll(name, received)
-            received = bundle.number
-            for output in bundle.outputs:
+            for output in (await reader.next()).outputs:
                 assert isinstance(output, TokensOut), f"{output}"
                 tokens[output.key] += output.tokens
                 left -= output.finish is not None
+    await reader.close()
     return [tuple(tokens[request.key]) for request in named]

@@ -296,10 +296,13 @@ async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(
     async with cluster(split_spec(kv_blocks=40)) as subject:
         decode = subject.workers["decode-0"]
         first, second = request("a", 300), request("b", 300, first=500)
+        ghost = asyncio.ensure_future(decode.subscribe("ghost", lambda _: None, asyncio.Event().wait))
+        await asyncio.sleep(0)
         await decode.reserve(replace(first, reply_to="ghost"), 5.0)
         waiting = asyncio.ensure_future(decode.reserve(replace(second, reply_to="ghost"), 5.0))
-        with pytest.raises(UnknownSequence, match="stopped polling"):
+        with pytest.raises(UnknownSequence, match="does not listen any more"):
             await waiting
+        ghost.cancel()
         await subject.settle()
 
 

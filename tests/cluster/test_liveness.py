@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.bundle_reader import BundleReader
 from cluster.dispatch.attempt import LIVENESS_S
 from cluster.events import Event, Unservable
 from cluster.offline.sim import clock
@@ -18,7 +19,7 @@ from workers.costs import LinearCost
 from workers.errors import InvalidRequest, WorkerError
 from workers.executor.modelled import modelled_token
 from workers.request import FailedOut, FinishReason, Request
-from workers.worker import SUBSCRIBER_TIMEOUT_S
+from workers.worker import SUBSCRIBER_TIMEOUT_S, Worker
 
 SLOW = LinearCost(0.001, 0.0001, 0.0, 0.02, 0.0, 0.0, 0.0)
 MODELS = {pool: PoolModel(SLOW, vocab_size=1000) for pool in ("prefill", "decode")}
@@ -86,10 +87,12 @@ def test_a_cancelled_request_ends_pending_calls() -> None:
     async def scene() -> None:
         async with opened() as subject:
             worker = subject.workers["decode-0"]
+            reader = await BundleReader.open(worker, "me")
             await worker.generate(replace(request("a", 50, max_tokens=100), reply_to="me"))
-            first = await worker.poll("me", 0)
+            await reader.next()
             await worker.cancel("a/0")
-            outputs = (await worker.poll("me", first.number)).outputs
+            outputs = (await reader.next()).outputs
+            await reader.close()
             assert isinstance(outputs[-1], FailedOut) and outputs[-1].key == "a/0"
             await subject.settle()
 
@@ -134,44 +137,49 @@ def test_a_prompt_that_waits_long_does_not_count_as_lost() -> None:
     clock.run(scene())
 
 
-def test_a_gateway_that_was_silent_too_long_gets_an_error() -> None:
+def test_a_gateway_that_was_silent_too_long_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process: the worker ends what it had, and the gateway, once it goes on, learns that and recovers."""
+    has_room, subscribe = asyncio.Event(), Worker.subscribe
+
+    async def with_room(self: Worker, subscriber: str, on_bundle):
+        await subscribe(self, subscriber, on_bundle, has_room.wait)
 
     async def scene() -> None:
+        has_room.set()
+        monkeypatch.setattr(Worker, "subscribe", with_room)
         spec = split()
         patient = HealthSpec(heartbeat_s=1.0, dead_after_s=10 * SUBSCRIBER_TIMEOUT_S)
         async with open_cluster(replace(spec, health=patient), MODELS) as subject:
             (dispatcher,) = subject.dispatchers
             running = asyncio.ensure_future(of(subject, 0, request("a", 50, max_tokens=1500)))
             await asyncio.sleep(1.0)
+            has_room.clear()
             line = dispatcher.discovery.clients["decode-0"]
-            poll, gone_on = line.handle.poll, asyncio.Event()
-
-            async def stopped(subscriber: str, received: int):
-                await gone_on.wait()
-                return await poll(subscriber, received)
-
-            line.handle.poll = stopped
             await asyncio.sleep(1.5 * SUBSCRIBER_TIMEOUT_S)
             assert not subject.runtime.workers["decode-0"].engine.has_work
-            line.handle.poll = poll
-            gone_on.set()
+            has_room.set()
             assert tokens_of(await running) == exact("a", 50, 1500) and completed(await running).attempts == 2
-            assert "did not poll" in (line.lost or "")
+            assert "took no outputs for 10 s" in (line.lost or "")
 
     clock.run(scene())
 
 
-def test_an_expired_subscriber_needs_a_new_name() -> None:
+def test_requests_need_a_subscriber_and_end_with_its_subscription() -> None:
     async def scene() -> None:
         async with opened() as subject:
             worker = subject.workers["decode-0"]
-            await worker.generate(replace(request("a", 50, max_tokens=2000), reply_to="me"))
-            number = (await worker.poll("me", 0)).number
-            await asyncio.sleep(SUBSCRIBER_TIMEOUT_S + 1.0)
-            with pytest.raises(WorkerError, match="its requests ended"):
-                await worker.poll("me", number)
+            asked = replace(request("a", 50, max_tokens=2000), reply_to="me")
+            with pytest.raises(WorkerError, match="me gets the outputs and has not subscribed"):
+                await worker.generate(asked)
+            reader = await BundleReader.open(worker, "me")
+            with pytest.raises(WorkerError, match="me subscribed before; choose another name"):
+                await worker.subscribe("me", print)
             with pytest.raises(InvalidRequest):
                 await worker.generate(replace(request("b", 5000), reply_to="me"))
+            await worker.generate(asked)
+            await reader.close()
+            with pytest.raises(WorkerError, match="has not subscribed"):
+                await worker.generate(asked)
+            await subject.settle()
 
     clock.run(scene())

@@ -4,11 +4,11 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from benchmarks.bundle_reader import BundleReader
 from cluster.runtime.interface import WorkerStub
 from cluster.runtime.rpc_stub import RpcAddress, RpcStub
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
@@ -16,8 +16,8 @@ from tests.engine.driving import request
 from workers.build import build_worker
 from workers.config import EngineConfig, WorkerConfig
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerError
-from workers.request import Bundle, TokensOut
-from workers.rpc import WorkerRpcServer
+from workers.request import TokensOut
+from workers.rpc_server import WorkerRpcServer
 from workers.server import WorkerServer
 from workers.stats import WorkerStats
 
@@ -42,19 +42,17 @@ async def served() -> AsyncIterator[tuple[WorkerServer, WorkerRpcServer, RpcAddr
         await rpc.close()
 
 
-def stub(server: WorkerServer, address: RpcAddress, poll_s: float = 5.0, incarnation: str = "") -> RpcStub:
+def stub(server: WorkerServer, address: RpcAddress, incarnation: str = "") -> RpcStub:
     async def locate() -> RpcAddress:
         return address
 
-    return RpcStub("w", incarnation or server.incarnation, locate, poll_s)
+    return RpcStub("w", incarnation or server.incarnation, locate)
 
 
-async def answer(worker: WorkerStub, key: str, received: int = 0) -> tuple[int, ...]:
+async def answer(reader: BundleReader, key: str) -> tuple[int, ...]:
     tokens: tuple[int, ...] = ()
     while True:
-        bundle: Bundle = await worker.poll("me", received)
-        received = bundle.number
-        for output in bundle.outputs:
+        for output in (await reader.next()).outputs:
             assert isinstance(output, TokensOut) and output.key == key
             tokens += output.tokens
             if output.finish is not None:
@@ -66,12 +64,13 @@ async def test_calls_and_outputs_are_those_of_the_worker() -> None:
         remote = stub(server, address)
         worker = cast(WorkerStub, remote)
         await asyncio.gather(*(worker.holds(f"none-{n}") for n in range(100)))  # one connection, many calls
-        asked = replace(request("a", (1, 2, 3), max_tokens=9), reply_to="me")
-        await worker.generate(asked)
-        assert len(await answer(worker, "a/0")) == 9
+        reader = await BundleReader.open(worker, "test")
+        await worker.generate(request("a", (1, 2, 3), max_tokens=9))
+        assert len(await answer(reader, "a/0")) == 9
         assert not await worker.holds("a/0")
         assert stats and stats[-1].total_blocks == server.worker().engine.stats().total_blocks
         await worker.check()
+        await reader.close()
         await remote.disconnect()
         with pytest.raises(WorkerGone, match="this end closed the connection"):
             await worker.holds("a/0")
@@ -80,6 +79,7 @@ async def test_calls_and_outputs_are_those_of_the_worker() -> None:
 async def test_errors_arrive_with_their_class_and_arguments() -> None:
     async with served() as (server, _, address, _):
         remote: Any = stub(server, address)
+        reader = await BundleReader.open(remote, "test")
         with pytest.raises(InvalidRequest, match="prompt: is empty") as invalid:
             await remote.generate(request("a", ()))
         assert invalid.value.field == "prompt"
@@ -104,18 +104,19 @@ async def test_errors_arrive_with_their_class_and_arguments() -> None:
         server.worker().holds = unforeseen
         with pytest.raises(WorkerError, match="KeyError: 'a'"):
             await remote.holds("a")
+        await reader.close()
         await remote.disconnect()
 
 
 async def test_a_worker_that_ends_is_noticed_by_the_calls_that_wait() -> None:
     async with served() as (server, rpc, address, _):
         remote: Any = stub(server, address)
-        await remote.poll("me", 0)
-        waiting = asyncio.ensure_future(remote.poll("me", 1))
-        await asyncio.sleep(0)
+        reader = await BundleReader.open(remote, "me")
         await rpc.close()
         with pytest.raises(WorkerGone):
-            await asyncio.wait_for(waiting, 5.0)
+            async with asyncio.timeout(5.0):
+                while True:
+                    await reader.next()
         with pytest.raises(WorkerGone):
             await remote.holds("a")
         await remote.disconnect()
@@ -134,17 +135,19 @@ async def test_a_stranger_or_an_ended_incarnation_is_not_admitted(secret: bytes,
         await remote.disconnect()
 
 
-async def test_a_port_that_nobody_listens_on_and_a_poll_without_an_answer() -> None:
+async def test_a_port_that_nobody_listens_on_and_a_call_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served() as (server, _, address, _):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             remote: Any = stub(server, address._replace(port=unused.getsockname()[1]))
             with pytest.raises(WorkerGone, match="its process ended, or cannot be reached"):
                 await remote.holds("a")
-        remote = stub(server, address, poll_s=0.05)
-        await remote.poll("me", 0)
+        remote = stub(server, address)
+        await BundleReader.open(remote, "test")
+        await remote.reserve(request("a", tuple(range(1, 240))), 1.0)
+        monkeypatch.setattr("cluster.runtime.rpc_stub.CALL_TIMEOUT_S", -4.9)
         with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
-            await remote.poll("me", 1)
+            await remote.reserve(request("b", tuple(range(1, 240))), 5.0)
         await remote.disconnect()
 
 
@@ -157,7 +160,7 @@ async def test_a_call_that_waits_for_the_connection_fails_when_the_stub_is_disco
         await asyncio.get_running_loop().create_future()
         raise AssertionError("never located")
 
-    remote: Any = RpcStub("w", "one", locate, 5.0)
+    remote: Any = RpcStub("w", "one", locate)
     waiting = asyncio.ensure_future(remote.holds("a"))
     await asked.wait()
     await remote.disconnect()

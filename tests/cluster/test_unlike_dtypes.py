@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bundle_reader import BundleReader
 from cluster.events import Delta, Event
 from cluster.spec import ClusterSpec
 from tests.cluster.local import Cluster, cluster, completed, generate, split_spec
@@ -67,13 +68,13 @@ async def test_a_cached_prompt_gives_the_same_answer(spec: ClusterSpec) -> None:
 
 async def alone(subject: Cluster, name: str) -> Answer:
     """The first request's answer from the decode worker alone."""
-    worker, received = subject.workers["decode-0"], 0
+    worker = subject.workers["decode-0"]
+    reader = await BundleReader.open(worker, name)
     outputs: list[TokensOut] = []
     await worker.generate(replace(FIRST, id=name, reply_to=name))
     while not outputs or outputs[-1].finish is None:
-        bundle = await worker.poll(name, received)
-        received = bundle.number
-        outputs += [output for output in bundle.outputs if isinstance(output, TokensOut)]
+        outputs += [output for output in (await reader.next()).outputs if isinstance(output, TokensOut)]
+    await reader.close()
     return [(output.tokens[0], output.logprobs[0].chosen) for output in outputs]
 
 

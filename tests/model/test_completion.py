@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.bundle_reader import BundleReader
 from kvtransfer.open import SharedMemory
 from kvtransfer.transport import PullOrder
 from tests.model.test_executor import BLOCKS, PROMPT, config, open_tiny, prompt_plan
@@ -71,6 +72,7 @@ async def test_no_block_is_ready_before_the_device_has_written_it(tiny: ModelFol
         return device.under(await open_solo(given, tiny, incarnation, SharedMemory()))
 
     worker = await WorkerServer(setting, open_slow).open()
+    reader = await BundleReader.open(worker, "gateway")
     await worker.prefill(Request("a", PROMPT, SamplingParams(temperature=0, seed=0), reply_to="gateway"))
     for chunk in range(3):
         written = await device.next_wait()
@@ -82,6 +84,7 @@ async def test_no_block_is_ready_before_the_device_has_written_it(tiny: ModelFol
         async with asyncio.timeout(DEADLINE_S):
             while leases.progress(lease.key, lease.epoch, 0, worker._now_s()).ready_blocks == chunk:
                 await asyncio.sleep(0.001)
+    await reader.close()
     await worker.close()
 
 

@@ -1,4 +1,4 @@
-"""Drives Diptych: one whole worker in this process, from `generate` to the outputs of `poll`.
+"""Drives Diptych: one whole worker in this process, from `generate` to its outputs.
 
 A step includes everything but the gateway. The prefix cache makes the untimed prompts of a decode cheap; timed prompts
 do not use it.
@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import fields
 from typing import Any
 
+from benchmarks.bundle_reader import BundleReader
 from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
@@ -44,7 +45,7 @@ class DiptychWorker:
         self._runner = asyncio.Runner()
         self.worker: Worker = self._runner.run(build_worker(config).open())
         self._numbers = itertools.count()
-        self._received = 0
+        self._reader: BundleReader = self._runner.run(BundleReader.open(self.worker, SUBSCRIBER))
 
     def measure(self, task: Task) -> list[tuple[float, float]]:
         if not task.steps:
@@ -114,12 +115,10 @@ class DiptychWorker:
 
     async def _idle(self) -> None:
         while (await self._bundle()).stats.running:
-            continue  # wait for the running step; every poll waits for output or a heartbeat
+            continue  # wait for the running step; a bundle has output or is a heartbeat
 
     async def _bundle(self) -> Bundle:
-        bundle = await self.worker.poll(SUBSCRIBER, self._received)
-        self._received = bundle.number
-        return bundle
+        return await self._reader.next()
 
 
 if __name__ == "__main__":

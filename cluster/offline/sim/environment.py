@@ -84,9 +84,9 @@ class SharedMachine:
 
 
 class RemoteWorker:
-    """A `WorkerHandle` whose calls take `call_s`, half of it each way, also when they raise.
+    """A `WorkerHandle` whose calls take `call_s`, half of it each way, also when they raise. Bundles take half of it.
 
-    Bundles carry statistics that are at least `stale_s` old; outputs are not delayed.
+    Bundles carry statistics that are at least `stale_s` old; outputs are not delayed further.
     """
 
     def __init__(self, worker: WorkerHandle, call_s: float, stale_s: float = 0.0) -> None:
@@ -99,9 +99,21 @@ class RemoteWorker:
         self.worker.at(incarnation)  # raises if that one is gone
         return cast(WorkerStub, self)
 
-    async def poll(self, *args: Any) -> Bundle:
-        bundle: Bundle = await self._call("poll", *args)
-        return msgspec.structs.replace(bundle, stats=self._aged(bundle.stats)) if self._stale_s else bundle
+    async def subscribe(self, subscriber: str, on_bundle: Callable[[Bundle], object]) -> None:
+        loop = asyncio.get_running_loop()
+        in_transit: deque[Bundle] = deque()  # timers that are due at the same time may fire in any order
+
+        def send(bundle: Bundle) -> None:
+            in_transit.append(bundle)
+            loop.call_later(self._half_s, arrive)
+
+        def arrive() -> None:
+            bundle = in_transit.popleft()
+            if self._stale_s:
+                bundle = msgspec.structs.replace(bundle, stats=self._aged(bundle.stats))
+            on_bundle(bundle)
+
+        await self._call("subscribe", subscriber, send)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         async def call(*args: Any) -> Any:
