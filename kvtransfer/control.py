@@ -150,7 +150,7 @@ class ControlClient:
         stream: FrameStream | None = None
         try:
             async with patient_timeout(deadline_s):
-                stream = FrameStream(*await asyncio.open_connection(host, port))
+                stream = await FrameStream.connect(host, port)
                 welcome = await greet(stream, handshake, LEASE_PROTOCOL.max_frame_bytes)
             peer = msgspec.msgpack.decode(welcome, type=PeerAddress)
         except BaseException as error:

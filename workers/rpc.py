@@ -98,7 +98,7 @@ class WorkerConnection:
         stream: FrameStream | None = None
         try:
             async with patient_timeout(CONNECT_S):
-                stream = FrameStream(*await asyncio.open_connection(host, port))
+                stream = await FrameStream.connect(host, port)
                 await greet(stream, CallerHandshake(WORKER_PROTOCOL.name, secret, incarnation, name))
         except BaseException:
             if stream is not None:

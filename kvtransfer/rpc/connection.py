@@ -98,15 +98,9 @@ class RpcConnection:
 
     async def run(self) -> None:
         """Serve the peer's frames until the connection ends, for whatever reason."""
-        try:
-            while self.error is None:
-                kind, number, body = await self._stream.receive(self._protocol.max_frame_bytes)
-                self._silent_s = 0.0
-                self._take(kind, number, body)
-                if len(self._serving) >= self._protocol.max_calls:
-                    await asyncio.wait(self._serving, return_when=asyncio.FIRST_COMPLETED)
-        except Exception as error:  # any error must fail the calls, which would wait forever
-            self._lose(_reason(error))
+        self._stream.deliver(self._take, self._protocol.max_frame_bytes)
+        error = await asyncio.shield(self._stream.ended)
+        self._lose(_reason(error))
 
     def begin(self, request: msgspec.Struct) -> "asyncio.Future[Any]":
         """Send a call at once; the future has its reply. A cancelled future drops the reply, not the call."""
@@ -174,10 +168,13 @@ class RpcConnection:
         self._calls.clear()
 
     def _take(self, kind: int, number: int, body: bytes) -> None:
+        self._silent_s = 0.0
         if kind == Kind.CALL and self._on_call:
             task = asyncio.ensure_future(self._serve(number, self._protocol.requests.decode(body)))
             self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            task.add_done_callback(self._served)
+            if len(self._serving) >= self._protocol.max_calls:
+                self._stream.pause()
         elif kind == Kind.MESSAGE and self._on_message:
             self._on_message(self._protocol.one_way.decode(body))
         elif kind in (Kind.REPLY, Kind.ERROR) and number in self._calls:
@@ -193,6 +190,12 @@ class RpcConnection:
         else:
             raise ProtocolError(f"it sent a frame of kind {kind} and number {number}, which is not expected")
 
+    def _served(self, task: "asyncio.Task[None]") -> None:
+        is_full = len(self._serving) >= self._protocol.max_calls
+        self._serving.discard(task)
+        if is_full and self.error is None:
+            self._stream.resume()
+
     async def _serve(self, number: int, request: Any) -> None:
         """Serve one call; it gets a reply or an error in any case."""
         assert self._on_call is not None
@@ -203,10 +206,7 @@ class RpcConnection:
             kind, body = Kind.ERROR, msgspec.msgpack.encode(self._sent_error(error))
         if self.error is None:
             self._stream.send(kind, number, body)
-            try:
-                await self._stream.drain()
-            except OSError as error:
-                logger.debug("%s didn't take its answer: %s", self._peer, error)
+            await self._stream.drain()
 
     def _sent_error(self, error: Exception) -> _Failure:
         name, reason = type(error).__name__, str(error).strip()

@@ -1,4 +1,4 @@
-"""Frames on an asyncio stream.
+"""Frames on an asyncio transport.
 
     kind (1 byte)  length of the body (7 bytes)  number (4 bytes)  body
 
@@ -7,14 +7,12 @@ A frame's length is checked before its body is read. `kvtransfer.rpc.blocking` p
 
 import asyncio
 import enum
-import logging
 import struct
+from collections.abc import Callable
 
 import msgspec
 
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake
-
-logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("!QI")
 HEADER_BYTES = _HEADER.size  # a longer header costs 20 us in the kernel with a body of 64 KiB
@@ -41,9 +39,9 @@ def pack_header(kind: int, number: int, length: int) -> bytes:
     return _HEADER.pack(kind << 56 | length, number)
 
 
-def parse_header(data: bytes, max_bytes: int) -> tuple[int, int, int]:
+def parse_header(data: bytes | bytearray, max_bytes: int) -> tuple[int, int, int]:
     """Kind, number and length of a frame's body. Raises `ProtocolError` for a longer body than `max_bytes`."""
-    word, number = _HEADER.unpack(data)
+    word, number = _HEADER.unpack_from(data)
     kind, length = word >> 56, word & (1 << 56) - 1
     if length > max_bytes:
         raise ProtocolError(f"a frame of {length} bytes exceeds the limit of {max_bytes}")
@@ -55,51 +53,151 @@ def expect(found: int, kind: Kind) -> None:
         raise ProtocolError(f"a frame of kind {found} came instead of {kind.name}")
 
 
-class FrameStream:
-    """Owned by the side that opened or accepted it; `close` it."""
+class FrameStream(asyncio.Protocol):
+    """One end of a connection; `close` it. Frames are received one by one, or pushed as they arrive after `deliver`.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    `ended` has the error with which the connection ended. Owned by the side that opened or accepted it.
+    """
+
+    def __init__(self, accepted: "Callable[[FrameStream], None] | None" = None) -> None:
+        self.ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._accepted = accepted
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray()
+        self._arrived: asyncio.Future[None] | None = None  # while `receive` waits
+        self._writable: asyncio.Future[None] | None = None  # while the kernel takes no more
+        self._on_frame: Callable[[int, int, bytes], None] | None = None
+        self._max_bytes = 0
+        self._is_paused = False
+
+    @classmethod
+    async def connect(cls, host: str, port: int) -> "FrameStream":
+        """Raises OSError."""
+        _, stream = await asyncio.get_running_loop().create_connection(cls, host, port)
+        return stream
 
     @property
     def peer_host(self) -> str:
-        """The peer's address; "" if the connection is closed."""
-        name = self._writer.get_extra_info("peername")
+        """The peer's address; "" if the connection is closed or has none."""
+        name = self._wire.get_extra_info("peername")
         return str(name[0]) if name else ""
+
+    @property
+    def _wire(self) -> asyncio.Transport:
+        assert self._transport is not None, "asyncio connects a protocol before it is used"
+        return self._transport
 
     async def receive(self, max_bytes: int) -> tuple[int, int, bytes]:
         """Kind, number and body of the next frame. Raises `EOFError`, `OSError` or `ProtocolError`."""
-        header = await self._reader.readexactly(HEADER_BYTES)
-        kind, number, length = parse_header(header, max_bytes)
-        return kind, number, await self._reader.readexactly(length)
+        while (frame := self._next_frame(max_bytes)) is None:
+            if self.ended.done():
+                raise self.ended.result()
+            self._wire.resume_reading()
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        return frame
 
     async def receive_handshake(self, max_bytes: int = HANDSHAKE_BYTES) -> bytes:
         kind, _, body = await self.receive(max_bytes)
         expect(kind, Kind.HANDSHAKE)
         return body
 
+    def deliver(self, on_frame: Callable[[int, int, bytes], None], max_bytes: int) -> None:
+        """Call `on_frame` for every frame from now on. An error of it, or of a frame, ends the connection."""
+        self._on_frame, self._max_bytes = on_frame, max_bytes
+        self.resume()
+
+    def pause(self) -> None:
+        """Deliver no frames, and read no bytes, until `resume`."""
+        self._is_paused = True
+        self._wire.pause_reading()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._wire.resume_reading()
+        self._deliver()
+
     def send(self, kind: Kind, number: int, body: bytes) -> None:
-        self._writer.write(pack_header(kind, number, len(body)) + body)
+        if not self.ended.done():
+            self._wire.write(pack_header(kind, number, len(body)) + body)
 
     async def drain(self) -> None:
-        await self._writer.drain()
+        """Wait until the kernel has taken most of what was sent, or the connection has ended."""
+        if self._writable is not None:
+            await asyncio.shield(self._writable)
 
     def abort(self) -> None:
         """Disconnect at once; pending receives raise."""
-        self._writer.transport.abort()
+        self._wire.abort()
 
     async def close(self) -> None:
         """Flush for at most `LINGER_S`, then disconnect."""
-        self._writer.close()
+        self._wire.close()
+        await asyncio.wait([self.ended], timeout=LINGER_S)
+        self._wire.abort()
+
+    # ---- called by asyncio -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._accepted is not None:
+            self._accepted(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._on_frame is not None:
+            self._deliver()
+            return
+        if len(self._buffer) > HANDSHAKE_BYTES:
+            self._wire.pause_reading()
+        _wake(self._arrived)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(error or EOFError("the peer disconnected"))
+
+    def pause_writing(self) -> None:
+        self._writable = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        _wake(self._writable)
+        self._writable = None
+
+    # ---- internals -------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
         try:
-            async with asyncio.timeout(LINGER_S):
-                # Shielded: all waiters share the stream's future, and cancelling it would fail the others.
-                await asyncio.shield(self._writer.wait_closed())
-        except TimeoutError:
-            self._writer.transport.abort()
-        except OSError as error:
-            logger.debug("the connection was broken already: %s", error)
+            while not self._is_paused and (frame := self._next_frame(self._max_bytes)) is not None:
+                assert self._on_frame is not None
+                self._on_frame(*frame)
+        except Exception as error:
+            self._end(error)
+            self.abort()
+
+    def _next_frame(self, max_bytes: int) -> tuple[int, int, bytes] | None:
+        """The next frame, removed from the buffer; None if it has not arrived whole. Raises `ProtocolError`."""
+        buffer = self._buffer
+        if len(buffer) < HEADER_BYTES:
+            return None
+        kind, number, length = parse_header(buffer, max_bytes)
+        end = HEADER_BYTES + length
+        if len(buffer) < end:
+            return None
+        body = bytes(memoryview(buffer)[HEADER_BYTES:end])
+        del buffer[:end]
+        return kind, number, body
+
+    def _end(self, error: Exception) -> None:
+        self._is_paused = True
+        if not self.ended.done():
+            self.ended.set_result(error)
+        _wake(self._arrived)
+        self.resume_writing()
+
+
+def _wake(waiter: "asyncio.Future[None] | None") -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 async def greet(stream: FrameStream, handshake: CallerHandshake, max_verdict_bytes: int = HANDSHAKE_BYTES) -> bytes:

@@ -47,7 +47,6 @@ class RpcListener:
         self._unauthenticated: Unauthenticated[FrameStream] = Unauthenticated(max_unauthenticated)
         self._greeting: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
-        self._closing = False
 
     @property
     def num_callers(self) -> int:
@@ -60,13 +59,13 @@ class RpcListener:
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port."""
-        self._server = await asyncio.start_server(self._accept, host, port)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: FrameStream(self._accepted), host, port)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
     async def stop_accepting(self) -> None:
         """Close the port, and disconnect the callers that are not admitted yet."""
-        self._closing = True
         if self._server:
             self._server.close()
         await _cancel(self._greeting)
@@ -78,12 +77,21 @@ class RpcListener:
         if self._server:
             await self._server.wait_closed()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accepted(self, stream: FrameStream) -> None:
+        task = asyncio.ensure_future(self._accept(stream))
+        self._greeting.add(task)
+        task.add_done_callback(lambda _: self._ended(task, stream))  # even if it is cancelled before it begins
+
+    def _ended(self, task: "asyncio.Task[None]", stream: FrameStream) -> None:
+        self._unauthenticated.discard(stream)
+        self._greeting.discard(task)
+        self._serving.discard(task)
+        stream.abort()
+
+    async def _accept(self, stream: FrameStream) -> None:
         task = asyncio.current_task()
         assert task is not None
-        stream = FrameStream(reader, writer)
         host = stream.peer_host
-        self._greeting.add(task)
         displaced = self._unauthenticated.add(stream, host)
         if displaced is not None:
             displaced.abort()
@@ -95,13 +103,7 @@ class RpcListener:
             await self._serve(target, stream)
         except (*BROKEN, TimeoutError, TransferError) as error:
             logger.info("%s port: a caller from %s was refused: %s", self._protocol, host, error or "it sent nothing")
-        except asyncio.CancelledError:
-            if not self._closing:
-                raise  # asyncio logs a stream's cancelled task as an error, which `close` is not
         finally:
-            self._unauthenticated.discard(stream)
-            self._greeting.discard(task)
-            self._serving.discard(task)
             await stream.close()
 
     async def _greet(self, stream: FrameStream) -> str:

@@ -22,6 +22,7 @@ from kvtransfer.host import host_identity
 from kvtransfer.rpc.frames import FrameStream, Kind, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_S, MAX_UNAUTHENTICATED, ListenerHandshake, Unauthenticated
 from kvtransfer.ticket import PeerAddress, Progress, ShardAddress
+from tests.kvtransfer.frame_server import served
 from tests.kvtransfer.leases import MemoryLeases
 from tests.kvtransfer.peers import (
     LAYOUT,
@@ -85,13 +86,13 @@ async def test_an_earlier_incarnation_is_lost(owner: Owner) -> None:
 
 
 async def test_an_owner_that_cannot_prove_the_secret_is_refused() -> None:
-    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream, handshake = FrameStream(reader, writer), ListenerHandshake("lease", b"guessed")
+    async def pretend(stream: FrameStream) -> None:
+        handshake = ListenerHandshake("lease", b"guessed")
         stream.send(Kind.HANDSHAKE, 0, handshake.hello)
         await stream.receive_handshake()
         stream.send(Kind.HANDSHAKE, 0, handshake.welcome(msgspec.msgpack.encode(PEER)))
 
-    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    server = await served(pretend)
     with pytest.raises(PeerRefused, match="secret"):
         await ControlClient.connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET)
     server.close()
@@ -251,7 +252,7 @@ async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
 
 async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owner) -> None:
     bad, good = await owner.meet(), await owner.meet()
-    bad._connection._stream._writer.write(pack_header(Kind.CALL, 1, 4) + b"\xde\xad\xbe\xef")
+    bad._connection._stream._wire.write(pack_header(Kind.CALL, 1, 4) + b"\xde\xad\xbe\xef")
     with pytest.raises(PeerLost):
         await bad.watch("lease", 3, 0, timeout_s=5, pieces=PIECES)
     assert (await good.watch("lease", 3, 0, timeout_s=0, pieces=PIECES)).ready_blocks == 0

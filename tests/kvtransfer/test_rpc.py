@@ -112,7 +112,7 @@ async def connected(
 
     listener = RpcListener(PROTOCOL.name, SECRET, admit, serve)
     port = await listener.start("127.0.0.1")
-    stream = FrameStream(*await asyncio.open_connection("127.0.0.1", port))
+    stream = await FrameStream.connect("127.0.0.1", port)
     caller = RpcConnection(stream, PROTOCOL, "the listener")
     try:
         async with asyncio.timeout(20):
@@ -204,18 +204,18 @@ async def test_a_broken_connection_fails_every_call_at_once_and_every_later_one(
 async def test_invalid_bytes_of_one_peer_do_not_affect_the_others() -> None:
     draw = random.Random(0)
     async with connected(echo) as (caller, served):
-        port = served._stream._writer.get_extra_info("sockname")[1]
+        port = served._stream._wire.get_extra_info("sockname")[1]
         for number in range(30):
             kind, length = draw.choice([*Kind, 0, 255]), draw.choice([0, 1, 40, HANDSHAKE_BYTES, 1 << 40])
             body = os.urandom(min(length, HANDSHAKE_BYTES))
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stream = await FrameStream.connect("127.0.0.1", port)
             if number % 2:
-                stream = FrameStream(reader, writer)
                 await greet(stream, CallerHandshake(PROTOCOL.name, SECRET, "", "the listener"))
-            writer.write(pack_header(kind, draw.randrange(4), length) + body)
-            writer.write_eof()
-            with pytest.raises((EOFError, OSError)):
-                while True:
-                    await reader.readexactly(1)
-            writer.close()
+            stream._wire.write(pack_header(kind, draw.randrange(4), length) + body)
+            stream._wire.write_eof()
+            async with asyncio.timeout(5):
+                with pytest.raises((EOFError, OSError)):
+                    while True:
+                        await stream.receive(1 << 20)
+            await stream.close()
         assert await caller.call(Ask("still there?"), 5) == "still there?"

@@ -21,6 +21,7 @@ from kvtransfer.rpc import connection
 from kvtransfer.rpc.frames import FrameStream, Kind
 from kvtransfer.rpc.handshake import ListenerHandshake
 from kvtransfer.transport import PullOrder, Read
+from tests.kvtransfer.frame_server import served
 from tests.model.rank_processes import FORKS, MOMENTS, Fate, ProcessRanks, ended, lead
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
@@ -398,15 +399,14 @@ async def test_unauthenticated_connections_keep_no_rank_out(
 
 
 async def test_a_leader_without_the_secret_is_refused(nine_heads: ModelFolder) -> None:
-    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream, handshake = FrameStream(reader, writer), ListenerHandshake("gang", b"guessed")
+    async def lie(stream: FrameStream) -> None:
+        handshake = ListenerHandshake("gang", b"guessed")
         stream.send(Kind.HANDSHAKE, 0, handshake.hello)
         await stream.receive_handshake()
         stream.send(Kind.HANDSHAKE, 0, handshake.welcome())
-        await reader.read()
-        await stream.close()
+        await stream.ended
 
-    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    server = await served(lie)
     spec = RankSpec(config(2, 1), "w-1", Rendezvous(1, "127.0.0.1", 1), *server.sockets[0].getsockname())
     async with asyncio.timeout(SOON_S):
         with pytest.raises(PeerRefused, match=r"the leader at .* don't share one secret"):

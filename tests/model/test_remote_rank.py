@@ -36,9 +36,9 @@ class Wire:
 
     async def __aenter__(self) -> "Wire":
         arrived: asyncio.Future[FrameStream] = asyncio.get_running_loop().create_future()
-        self._server = await asyncio.start_server(lambda *ends: arrived.set_result(FrameStream(*ends)), "127.0.0.1", 0)
-        self.reader, self.writer = await asyncio.open_connection(*self._server.sockets[0].getsockname())
-        self.stream = FrameStream(self.reader, self.writer)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: FrameStream(arrived.set_result), "127.0.0.1", 0)
+        self.stream = await FrameStream.connect(*self._server.sockets[0].getsockname())
         self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.remote = remote_rank.RemoteRank(1, await arrived, self.lost.set_result)
         self._running = asyncio.ensure_future(self.remote.run())
@@ -50,7 +50,7 @@ class Wire:
     async def __aexit__(self, *_: object) -> None:
         await self.remote.close()
         await self._running
-        self.writer.close()
+        await self.stream.close()
         self._server.close()
 
 
@@ -87,8 +87,8 @@ async def test_frames_that_no_rank_sends_lose_the_rank(sent: bytes, reason: str)
             rank.remote.execute(StepPlan(1, ())),
             rank.remote.pull(PullOrder("nobody", (1,), (4,), 0, 8, (), 5.0)),
         )
-        rank.writer.write(sent)
-        rank.writer.write_eof()
+        rank.stream._wire.write(sent)
+        rank.stream._wire.write_eof()
         assert re.search(f"^rank 1 {reason}", str(await rank.lost))
         for call in (step, read.done, rank.remote.execute(StepPlan(2, ()))):
             with pytest.raises(RankLost, match=r"^rank 1 "):

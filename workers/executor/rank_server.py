@@ -37,7 +37,7 @@ async def serve_rank(spec: RankSpec, find: Callable[[str], ModelFolder], shared:
     or doesn't expect this rank; an error at opening goes to the leader.
     """
     async with asyncio.timeout(JOIN_TIMEOUT_S):
-        stream = FrameStream(*await asyncio.open_connection(spec.leader_host, spec.leader_port))
+        stream = await FrameStream.connect(spec.leader_host, spec.leader_port)
     try:
         async with asyncio.timeout(LEADER_SILENT_S):
             await _join(stream, spec)
