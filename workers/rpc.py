@@ -3,12 +3,15 @@
     call        ──>  the methods of `Worker`, many at once
     subscribe   ──>  a call that lasts; until it ends, bundles of outputs come back as messages
 
-The frames are those of `kvtransfer.rpc`. A connection belongs to one incarnation of a worker; it is never reopened.
+The frames are those of `kvtransfer.rpc`. A session belongs to one incarnation of a worker, and survives a reconnect.
 Knows no runtime: whoever starts the worker tells callers its host and port.
 """
 
 import asyncio
+import sys
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +24,7 @@ from diptych.watchdog import patient_timeout
 from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake
+from kvtransfer.rpc.session import SessionStream, SessionTarget
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.errors import WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
@@ -29,6 +33,7 @@ from workers.request import Bundle, Request, Reservation
 MAX_CALLS = 1 << 14  # of one caller, unanswered; each request has a few
 MAX_FRAME_BYTES = 256 << 20  # a prompt takes five bytes a token, a whole cache's events nine a block
 CONNECT_S = 5.0
+RESUME_S = 1.0  # to connect again, before the worker counts as lost
 
 DEFAULTS = {"cut_tokens": 0, "goes_on": False}  # of parameters
 METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as in `Worker`
@@ -71,13 +76,14 @@ WORKER_PROTOCOL = RpcProtocol(
 
 
 class WorkerConnection:
-    """A connection to one incarnation of a worker. `close` it.
+    """A session with one incarnation of a worker, over a Unix socket on one host and TCP between hosts. `close` it.
 
-    Calls on a lost connection raise `lost`. `on_bundle` gets the bundles of the subscription.
+    It survives a lost connection if the next one is made within `RESUME_S`. Calls on a lost session raise `lost`.
+    `on_bundle` gets the bundles of the subscription.
     """
 
     def __init__(
-        self, stream: FrameStream, name: str, lost: type[Exception], on_bundle: Callable[[Bundle], object]
+        self, stream: SessionStream, name: str, lost: type[Exception], on_bundle: Callable[[Bundle], object]
     ) -> None:
         protocol = replace(WORKER_PROTOCOL, lost_error=lost)
         self._connection = RpcConnection(stream, protocol, name, on_message=on_bundle)
@@ -95,16 +101,20 @@ class WorkerConnection:
         on_bundle: Callable[[Bundle], object],
     ) -> "WorkerConnection":
         """Raises a `TransferError` that says why it is not admitted, OSError, EOFError or TimeoutError."""
-        stream: FrameStream | None = None
-        try:
+        session = uuid.uuid4().hex
+
+        async def connect(number: int, received: int) -> tuple[FrameStream, int]:
+            target = SessionTarget(incarnation, session, number, received).encode()
             async with patient_timeout(CONNECT_S):
-                stream = await FrameStream.connect(host, port)
-                await greet(stream, CallerHandshake(WORKER_PROTOCOL.name, secret, incarnation, name))
-        except BaseException:
-            if stream is not None:
-                await stream.close()
-            raise
-        return cls(stream, name, lost, on_bundle)
+                stream = await _connect(host, port, incarnation)
+                try:
+                    return stream, int(await greet(stream, CallerHandshake(WORKER_PROTOCOL.name, secret, target, name)))
+                except BaseException:
+                    await stream.close()
+                    raise
+
+        stream, _ = await connect(0, 0)
+        return cls(SessionStream(stream, RESUME_S, connect), name, lost, on_bundle)
 
     async def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """What the worker's method returns or raises. Raises TimeoutError."""
@@ -117,3 +127,15 @@ class WorkerConnection:
     async def close(self) -> None:
         await self._connection.close()
         await self._running
+
+
+async def _connect(host: str, port: int, incarnation: str) -> FrameStream:
+    if sys.platform == "linux":
+        with suppress(OSError):  # it runs on another host, or in another network namespace
+            return await FrameStream.connect_on_host(socket_name(incarnation))
+    return await FrameStream.connect(host, port)
+
+
+def socket_name(incarnation: str) -> str:
+    """The name of this worker's Unix socket."""
+    return f"diptych-worker-{incarnation}"

@@ -3,12 +3,13 @@
     protocol                   listener           caller             after the handshake
     lease   kvtransfer.control owner of KV        its readers        the caller calls
     tcp     kvtransfer.backends.tcp   owner       its readers        the caller calls, one call at a time
-    worker  workers.rpc        worker             gateways           the caller calls
+    worker  workers.rpc        worker             gateways           both, in a session
     gang    workers.executor   leader             the other ranks    the listener calls
 
     handshake    proof of the secret, and a bound on peers that have not proven it
     frames       bytes on an asyncio stream            blocking     the same bytes on a blocking socket
     listener     accepts and authenticates, asyncio     connection   numbered calls and one-way messages, for asyncio
+    session      frames that survive a reconnect, for asyncio
 
 Knows no KV, no lease and no rank.
 """

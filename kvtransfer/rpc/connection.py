@@ -21,6 +21,7 @@ import msgspec
 
 from diptych.watchdog import patient_timeout
 from kvtransfer.rpc.frames import MAX_NUMBER, FrameStream, Kind, ProtocolError
+from kvtransfer.rpc.session import SessionStream
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,12 @@ class RpcProtocol:
         return {kind.__name__: kind for kind in kinds}
 
 
+class _Named(msgspec.Struct, frozen=True):
+    """What every call has in common."""
+
+    type: str
+
+
 class _Failure(msgspec.Struct, frozen=True):
     error: str  # the name of its class
     reason: str
@@ -74,7 +81,7 @@ class RpcConnection:
 
     def __init__(
         self,
-        stream: FrameStream,
+        stream: FrameStream | SessionStream,
         protocol: RpcProtocol,
         peer: str,
         *,
@@ -170,7 +177,7 @@ class RpcConnection:
     def _take(self, kind: int, number: int, body: bytes) -> None:
         self._silent_s = 0.0
         if kind == Kind.CALL and self._on_call:
-            task = asyncio.ensure_future(self._serve(number, self._protocol.requests.decode(body)))
+            task = asyncio.ensure_future(self._serve(number, self._request(body)))
             self._serving.add(task)
             task.add_done_callback(self._served)
             if len(self._serving) >= self._protocol.max_calls:
@@ -196,11 +203,21 @@ class RpcConnection:
         if is_full and self.error is None:
             self._stream.resume()
 
+    def _request(self, body: bytes) -> Any:
+        """A call, or the error that answers one which this release does not know. Raises `DecodeError` for garbage."""
+        try:
+            return self._protocol.requests.decode(body)
+        except msgspec.ValidationError as error:
+            msgspec.msgpack.decode(body, type=_Named)
+            return error
+
     async def _serve(self, number: int, request: Any) -> None:
         """Serve one call; it gets a reply or an error in any case."""
         assert self._on_call is not None
         kind = Kind.REPLY
         try:
+            if isinstance(request, Exception):
+                raise request
             body = msgspec.msgpack.encode(await self._on_call(request))
         except Exception as error:
             kind, body = Kind.ERROR, msgspec.msgpack.encode(self._sent_error(error))

@@ -26,6 +26,8 @@ class Kind(enum.IntEnum):
     REPLY = 3  # to the call with this number
     ERROR = 4  # to the call with this number
     MESSAGE = 5  # expects no reply; its number is 0
+    ACK = 6  # its number is that of the frames received in this session; see `kvtransfer.rpc.session`
+    END = 7  # of a session; its number is 0
 
 
 class ProtocolError(Exception):
@@ -76,6 +78,12 @@ class FrameStream(asyncio.Protocol):
         _, stream = await asyncio.get_running_loop().create_connection(cls, host, port)
         return stream
 
+    @classmethod
+    async def connect_on_host(cls, name: str) -> "FrameStream":
+        """Connect to a process of this host by a name in Linux's abstract namespace of Unix sockets. Raises OSError."""
+        _, stream = await asyncio.get_running_loop().create_unix_connection(cls, f"\0{name}")
+        return stream
+
     @property
     def peer_host(self) -> str:
         """The peer's address; "" if the connection is closed or has none."""
@@ -118,7 +126,7 @@ class FrameStream(asyncio.Protocol):
         self._deliver()
 
     def send(self, kind: Kind, number: int, body: bytes) -> None:
-        if not self.ended.done():
+        if not self._wire.is_closing():
             self._wire.write(pack_header(kind, number, len(body)) + body)
 
     async def drain(self) -> None:

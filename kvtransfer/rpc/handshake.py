@@ -1,12 +1,15 @@
 """The handshake: both ends prove that they share the cluster's secret, without sending it.
 
-    listener -> caller   Hello(protocol, version, nonce)
-    caller -> listener   Claim(nonce, target, proof)       target: the end that the caller expects
-    listener -> caller   Verdict(proof, error, body)       welcome, or an error of `kvtransfer.errors` and its reason
+    listener -> caller   Hello(protocol, versions, nonce)
+    caller -> listener   Claim(nonce, target, proof, version)     target: the end that the caller expects
+    listener -> caller   Verdict(proof, error, body)     welcome, or an error of `kvtransfer.errors` and its reason
 
-A proof is an HMAC over the protocol, the role of its sender, both nonces and the content sent with it. The role keeps a
-proof from being reflected, the nonces keep it from being replayed. The handshake authenticates both ends; it doesn't
-encrypt what follows. Pure: bytes in, bytes out; knows no socket.
+Both use the newest version that both know, and ignore fields that they do not know, so that processes of
+consecutive releases work together while a cluster is upgraded.
+
+A proof is an HMAC over the protocol, the version, the role of its sender, both nonces and the content sent with it. The
+role keeps a proof from being reflected, the nonces keep it from being replayed. The handshake authenticates both ends;
+it doesn't encrypt what follows. Pure: bytes in, bytes out; knows no socket.
 """
 
 import hmac
@@ -20,7 +23,8 @@ import msgspec
 import kvtransfer.errors
 from kvtransfer.errors import PeerRefused, TransferError
 
-VERSION = 4  # of handshake and frames; all processes of a cluster run one release
+VERSION = 5  # of handshake and frames
+OLDEST_VERSION = 5  # that this release still speaks
 HANDSHAKE_BYTES = 4096  # the longest frame that a peer may send before it has proven the secret
 HANDSHAKE_S = 5.0
 MAX_UNAUTHENTICATED = 64
@@ -29,14 +33,16 @@ NONCE_BYTES = 32
 
 class Hello(msgspec.Struct, frozen=True):
     protocol: str
-    version: int
+    version: int  # the newest
     nonce: bytes
+    oldest: int = 0  # 0: `version`
 
 
 class Claim(msgspec.Struct, frozen=True):
     nonce: bytes
     target: str
     proof: bytes
+    version: int = 4
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -60,12 +66,16 @@ class ListenerHandshake:
         self._secret = secret
         self._ours = secrets.token_bytes(NONCE_BYTES)
         self._theirs: bytes | None = None  # of a caller that has proven the secret
-        self.hello = msgspec.msgpack.encode(Hello(protocol, VERSION, self._ours))
+        self._version = VERSION
+        self.hello = msgspec.msgpack.encode(Hello(protocol, VERSION, self._ours, OLDEST_VERSION))
 
     def verify(self, data: bytes) -> str:
         """The target of a caller that knows the secret. Raises `PeerRefused`, or msgspec's errors for invalid bytes."""
         claim = msgspec.msgpack.decode(data, type=Claim)
-        expected = _proof(self._secret, self._protocol, "caller", self._ours, claim.nonce, claim.target)
+        if not OLDEST_VERSION <= claim.version <= VERSION:
+            raise PeerRefused(f"the caller speaks version {claim.version}, this process {_versions()}: run one release")
+        self._version = claim.version
+        expected = _proof(self._secret, self._protocol, claim.version, "caller", self._ours, claim.nonce, claim.target)
         if not hmac.compare_digest(claim.proof, expected):
             raise PeerRefused("the caller doesn't know the cluster's secret")
         self._theirs = claim.nonce
@@ -80,7 +90,8 @@ class ListenerHandshake:
     def _verdict(self, error: str, body: bytes) -> bytes:
         proof = b""
         if self._theirs is not None:
-            proof = _proof(self._secret, self._protocol, "listener", self._ours, self._theirs, (error, body))
+            content = (error, body)
+            proof = _proof(self._secret, self._protocol, self._version, "listener", self._ours, self._theirs, content)
         return msgspec.msgpack.encode(Verdict(proof, error, body))
 
 
@@ -97,23 +108,27 @@ class CallerHandshake:
         self._listener = listener
         self._ours = secrets.token_bytes(NONCE_BYTES)
         self._theirs = b""
+        self._version = VERSION
 
     def claim(self, data: bytes) -> bytes:
         """Raises `PeerRefused` when the listener speaks another protocol or version."""
         hello = self._decoded(data, Hello)
         if hello.protocol != self._protocol:
             raise self.wrong_protocol(f"it speaks {hello.protocol}")
-        if hello.version != VERSION:
-            raise self.wrong_protocol(f"it speaks version {hello.version}, this process version {VERSION}")
+        self._version = min(VERSION, hello.version)
+        oldest = hello.oldest or hello.version
+        if self._version < max(OLDEST_VERSION, oldest):
+            theirs = f"versions {oldest} to {hello.version}"
+            raise self.wrong_protocol(f"it speaks {theirs}, this process {_versions()}")
         self._theirs = hello.nonce
-        proof = _proof(self._secret, self._protocol, "caller", hello.nonce, self._ours, self._target)
-        return msgspec.msgpack.encode(Claim(self._ours, self._target, proof))
+        proof = _proof(self._secret, self._protocol, self._version, "caller", hello.nonce, self._ours, self._target)
+        return msgspec.msgpack.encode(Claim(self._ours, self._target, proof, self._version))
 
     def accept(self, data: bytes) -> bytes:
         """The body of the welcome. Raises `PeerRefused` for another secret, or the error that the listener sent."""
         verdict = self._decoded(data, Verdict)
         content = (verdict.error, verdict.body)
-        expected = _proof(self._secret, self._protocol, "listener", self._theirs, self._ours, content)
+        expected = _proof(self._secret, self._protocol, self._version, "listener", self._theirs, self._ours, content)
         if not hmac.compare_digest(verdict.proof, expected):
             raise PeerRefused(
                 f"{self._listener} and this process don't share one secret: start both with the same cluster secret"
@@ -139,10 +154,14 @@ class CallerHandshake:
 _Message = TypeVar("_Message", Hello, Verdict)
 
 
+def _versions() -> str:
+    return f"versions {OLDEST_VERSION} to {VERSION}"
+
+
 def _proof(
-    secret: bytes, protocol: str, role: str, listener_nonce: bytes, caller_nonce: bytes, content: object
+    secret: bytes, protocol: str, version: int, role: str, listener_nonce: bytes, caller_nonce: bytes, content: object
 ) -> bytes:
-    signed = msgspec.msgpack.encode((protocol, VERSION, role, listener_nonce, caller_nonce, content))
+    signed = msgspec.msgpack.encode((protocol, version, role, listener_nonce, caller_nonce, content))
     return hmac.digest(secret, signed, "sha256")
 
 

@@ -43,7 +43,7 @@ class RpcListener:
         self._admit = admit
         self._serve = serve
         self._handshake_s = handshake_s
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._unauthenticated: Unauthenticated[FrameStream] = Unauthenticated(max_unauthenticated)
         self._greeting: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
@@ -57,25 +57,31 @@ class RpcListener:
     def num_connections(self) -> int:
         return len(self._greeting) + len(self._serving)
 
-    async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port."""
+    async def start(self, host: str, port: int = 0, name: str = "") -> int:
+        """Listen; returns the port. `name`: for callers on this host, see `FrameStream.connect_on_host`."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: FrameStream(self._accepted), host, port)
-        bound: int = self._server.sockets[0].getsockname()[1]
+        server = await loop.create_server(self._stream, host, port)
+        self._servers.append(server)
+        if name:
+            self._servers.append(await loop.create_unix_server(self._stream, f"\0{name}"))
+        bound: int = server.sockets[0].getsockname()[1]
         return bound
 
     async def stop_accepting(self) -> None:
         """Close the port, and disconnect the callers that are not admitted yet."""
-        if self._server:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         await _cancel(self._greeting)
 
     async def close(self) -> None:
         """Disconnect all callers."""
         await self.stop_accepting()
         await _cancel(self._serving)
-        if self._server:
-            await self._server.wait_closed()
+        for server in self._servers:
+            await server.wait_closed()
+
+    def _stream(self) -> FrameStream:
+        return FrameStream(self._accepted)
 
     def _accepted(self, stream: FrameStream) -> None:
         task = asyncio.ensure_future(self._accept(stream))

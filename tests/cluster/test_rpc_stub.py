@@ -76,6 +76,38 @@ async def test_calls_and_outputs_are_those_of_the_worker() -> None:
             await worker.holds("a/0")
 
 
+async def test_a_connection_that_breaks_again_and_again_loses_and_doubles_no_token() -> None:
+    async with served() as (server, rpc, address, _):
+        remote: Any = stub(server, address)
+        reader = await BundleReader.open(remote, "test")
+        wanted = [request(f"r{n}", (n + 1, 2, 3), max_tokens=60) for n in range(12)]
+        outputs: dict[str, list[TokensOut]] = {each.key: [] for each in wanted}
+        calls = [asyncio.ensure_future(remote.generate(each)) for each in wanted]
+        async with asyncio.timeout(30):
+            while any(not of or of[-1].finish is None for of in outputs.values()):
+                for output in (await reader.next()).outputs:
+                    assert isinstance(output, TokensOut)
+                    outputs[output.key].append(output)
+                [session] = rpc._sessions.values()
+                if session._stream is not None and session.received % 2:
+                    session._stream.abort()
+            await asyncio.gather(*calls)
+        for of in outputs.values():
+            positions = [
+                position
+                for each in of
+                for position in range(each.first_position, each.first_position + len(each.tokens))
+            ]
+            assert positions == list(range(60))
+        assert session._connection > 2, "otherwise this proves nothing"
+        await reader.close()
+        await remote.check()  # it is connected again
+        await remote.disconnect()
+        async with asyncio.timeout(5):
+            while rpc._sessions:
+                await asyncio.sleep(0.01)
+
+
 async def test_errors_arrive_with_their_class_and_arguments() -> None:
     async with served() as (server, _, address, _):
         remote: Any = stub(server, address)
@@ -139,7 +171,7 @@ async def test_a_port_that_nobody_listens_on_and_a_call_without_an_answer(monkey
     async with served() as (server, _, address, _):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
-            remote: Any = stub(server, address._replace(port=unused.getsockname()[1]))
+            remote: Any = stub(server, address._replace(port=unused.getsockname()[1]), incarnation="nobody")
             with pytest.raises(WorkerGone, match="its process ended, or cannot be reached"):
                 await remote.holds("a")
         remote = stub(server, address)

@@ -86,9 +86,55 @@ def test_content_sent_with_a_proof_cannot_be_changed(changed: str) -> None:
 def test_another_protocol_or_release_is_named() -> None:
     with pytest.raises(PeerRefused, match=r"it doesn't speak our a protocol \(it speaks b\).*one release"):
         greeted(ListenerHandshake("b", SECRET), CallerHandshake("a", SECRET, "", "it"))
-    hello = msgspec.msgpack.encode(handshakes.Hello("a", handshakes.VERSION + 1, bytes(32)))
-    with pytest.raises(PeerRefused, match=f"version {handshakes.VERSION + 1}"):
-        CallerHandshake("a", SECRET, "", "it").claim(hello)
+    newest = handshakes.VERSION
+    for version, oldest in ((newest - 1, 0), (newest + 2, newest + 1)):
+        hello = msgspec.msgpack.encode(handshakes.Hello("a", version, bytes(32), oldest))
+        with pytest.raises(PeerRefused, match=f"it speaks versions {oldest or version} to {version}"):
+            CallerHandshake("a", SECRET, "", "it").claim(hello)
+    listener = ListenerHandshake("a", SECRET)
+    claim = msgspec.msgpack.decode(CallerHandshake("a", SECRET, "", "it").claim(listener.hello), type=handshakes.Claim)
+    for version in (newest - 1, newest + 1):
+        with pytest.raises(PeerRefused, match=f"the caller speaks version {version}"):
+            listener.verify(msgspec.msgpack.encode(msgspec.structs.replace(claim, version=version)))
+
+
+@pytest.mark.parametrize("newer_listens", [True, False])
+def test_consecutive_releases_agree_on_the_newest_version_that_both_know(
+    newer_listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = handshakes.VERSION
+
+    def become(version: int) -> None:
+        monkeypatch.setattr(handshakes, "VERSION", version)
+        monkeypatch.setattr(handshakes, "OLDEST_VERSION", newest)
+
+    listens, calls = (newest + 1, newest) if newer_listens else (newest, newest + 1)
+    become(listens)
+    listener = ListenerHandshake("a", SECRET)
+    become(calls)
+    caller = CallerHandshake("a", SECRET, "life-1", "it")
+    claim = caller.claim(listener.hello)
+    assert msgspec.msgpack.decode(claim, type=handshakes.Claim).version == newest
+    become(listens)
+    assert listener.verify(claim) == "life-1"
+    welcome = listener.welcome(b"body")
+    become(calls)
+    assert caller.accept(welcome) == b"body"
+
+
+async def test_a_call_with_an_unknown_field_is_served_and_an_unknown_call_gets_an_error() -> None:
+    async with connected(echo) as (caller, _):
+
+        def sent(number: int, call: dict[str, object]) -> "asyncio.Future[str]":
+            answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            caller._calls[number] = answer, str
+            caller._stream.send(Kind.CALL, number, msgspec.msgpack.encode(call))
+            return answer
+
+        assert await sent(101, {"type": "Ask", "what": "a", "since": 9}) == "a"
+        with pytest.raises(TransferError, match="ValidationError: Invalid value 'Later'"):
+            await sent(102, {"type": "Later", "what": "a"})
+        assert await caller.call(Ask("b"), 5) == "b"
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
