@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from benchmarks import frontend, handoff, overhead, peer, simulator, startup, transfer
+from benchmarks.control_plane import part as control_plane
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import PEERS, VLLM
 from benchmarks.figures import BenchmarkPart, BenchmarkReport, Progress, report_json
@@ -42,6 +43,7 @@ PARTS = {
     "gang-reshard": Measurement(reshard.measure, reshard.ROUNDS),
     "gang-step": Measurement(steps.measure, steps.ROUNDS),
     "gang-bubble": Measurement(bubble.measure, bubble.ROUNDS),
+    "control_plane": Measurement(control_plane.measure, control_plane.ROUNDS),
     "simulator": Measurement(simulator.measure, simulator.ROUNDS),
 }
 GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.startswith("gang-"))}

@@ -72,7 +72,7 @@ class GatewayService:
     async def _open(self, model: ModelView, port: int, http_port: int | None) -> None:
         spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
         spans = await _spans(spec, self._name)
-        dispatcher = Dispatcher(spec, model, self._controller.members, self._name, () if spans is None else (spans,))
+        dispatcher = Dispatcher(spec, model, self._controller, self._name, () if spans is None else (spans,))
         async with AsyncExitStack() as undo:
             if spans is not None:
                 undo.push_async_callback(spans.close)

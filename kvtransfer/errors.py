@@ -6,7 +6,8 @@
     ├── LeaseLost                    the lease expired, was released, or belongs to another epoch
     ├── DigestMismatch               bytes arrived that are not the bytes the owner computed
     ├── TransferTimeout              the deadline passed; bytes may still land until the read settles
-    └── TransportUnavailable         a backend cannot work here (module missing, probe failed)
+    ├── TransportUnavailable         a backend cannot work here (module missing, probe failed)
+    └── Unlinked                     the reader could not connect to the owner, or its link failed preflight
 
 Every message says what happened, to which peer or lease, and what the reader may do.
 """
@@ -40,6 +41,10 @@ class TransferTimeout(TransferError):
 
 class TransportUnavailable(TransferError):
     """This backend cannot work in this process or for this pair."""
+
+
+class Unlinked(TransferError):
+    """This reader cannot pull from this owner now: it could not connect, or the link failed preflight."""
 
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

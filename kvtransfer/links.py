@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from kvtransfer.copies import pieces_of
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransferTimeout, TransportUnavailable
 from kvtransfer.piece_reader import PeerLink, PieceReader
-from kvtransfer.probe import measure, verify_probe
+from kvtransfer.probe import NOT_MEASURED, measure, verify_probe
 from kvtransfer.rpc.connection import observe
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress, rank_name
 from kvtransfer.transport import Place, PullOrder, Read, ReadStats, Region, Transport, summed
@@ -90,19 +90,19 @@ class TransportSet:
         assert all(not task.done() for task in self._pulls)
         self._piece_reader.check()
 
-    async def connect(self, peer: PeerAddress, *, deadline_s: float = PROBE_S) -> LinkReport:
+    async def connect(self, peer: PeerAddress, *, measures: bool = True, deadline_s: float = PROBE_S) -> LinkReport:
         """Find the best path to each of the peer's ranks with KV for this rank, verify it with real bytes, measure.
 
-        `deadline_s` bounds each step. Connecting again measures again, and leaves pulls in flight alone. Raises
-        `PeerRefused` when the peer's KV cannot become ours, else the most serious error of the transports. On cancel
-        new links are not used.
+        `measures` False: only verify, which moves one block. `deadline_s` bounds each step. Connecting again measures
+        again, and leaves pulls in flight alone. Raises `PeerRefused` when the peer's KV cannot become ours, else the
+        most serious error of the transports. On cancel new links are not used.
         """
         pieces = self._pieces(peer)
         connected: list[tuple[PeerLink, LinkReport]] = []
         async with self._meeting.setdefault(peer.incarnation, asyncio.Lock()):
             try:
                 for piece in pieces:
-                    connected.append(await self._choose(peer, piece, deadline_s))
+                    connected.append(await self._choose(peer, piece, deadline_s, measures))
             except BaseException:
                 if peer.incarnation not in self._links:  # else pulls may be using them
                     await asyncio.gather(*(link.transport.forget(link.name) for link, _ in connected))
@@ -144,7 +144,9 @@ class TransportSet:
         self._piece_reader.refuse(layouts[0], pieces)
         return pieces
 
-    async def _choose(self, peer: PeerAddress, piece: Piece, deadline_s: float) -> tuple[PeerLink, LinkReport]:
+    async def _choose(
+        self, peer: PeerAddress, piece: Piece, deadline_s: float, measures: bool
+    ) -> tuple[PeerLink, LinkReport]:
         shard = peer.shards[piece.shard]
         name = rank_name(peer.incarnation, shard.rank)
         offered = {name for name, _ in shard.transports}
@@ -155,7 +157,7 @@ class TransportSet:
                 skipped.append(f"{transport.name}: {peer.worker} does not offer it")
                 continue
             try:
-                report = await self._preflight(transport, peer, shard, name, deadline_s)
+                report = await self._preflight(transport, peer, shard, name, deadline_s, measures)
             except TransferError as error:
                 errors.append(error)
                 skipped.append(f"{transport.name}: {error}")
@@ -164,7 +166,13 @@ class TransportSet:
         raise _most_serious(errors)(f"no transport reaches {peer.worker} ({name}): " + "; ".join(skipped))
 
     async def _preflight(
-        self, transport: Transport, peer: PeerAddress, shard: ShardAddress, name: str, deadline_s: float
+        self,
+        transport: Transport,
+        peer: PeerAddress,
+        shard: ShardAddress,
+        name: str,
+        deadline_s: float,
+        measures: bool,
     ) -> LinkReport:
         path = await transport.connect(name, shard, deadline_s=deadline_s)
         num_bytes = min(shard.layout.block_bytes, self._region.layout.block_bytes)
@@ -172,7 +180,9 @@ class TransportSet:
             async with self._scratch:
                 if self._verifies:
                     await verify_probe(transport, self._region, name, num_bytes, deadline_s)
-                quality = await measure(transport, self._region, name, num_bytes, deadline_s)
+                quality = NOT_MEASURED
+                if measures:
+                    quality = await measure(transport, self._region, name, num_bytes, deadline_s)
         except BaseException:
             if peer.incarnation not in self._links:  # else pulls may be using it
                 await transport.forget(name)

@@ -33,6 +33,9 @@ class LinkQuality:
     bytes_per_s: float
 
 
+NOT_MEASURED = LinkQuality(0.0, 0.0)
+
+
 def probe_pattern(name: str, num_bytes: int) -> bytes:
     """The first bytes of block 0 of the pool that the rank `name` owns."""
     return hashlib.shake_128(b"diptych probe block " + name.encode()).digest(num_bytes)

@@ -231,12 +231,15 @@ class FetchedOut(Struct, frozen=True, gc=False, tag=True):
 
 
 class FailedOut(Struct, frozen=True, gc=False, tag=True):
-    """The sequence failed; another attempt may succeed unless `final`. `corrupt`: a digest did not match."""
+    """The sequence failed; another attempt may succeed unless `final`. `corrupt`: a digest did not match. `unlinked`:
+    this worker could not connect to the owner of the KV.
+    """
 
     key: str
     reason: str
     corrupt: bool = False
     final: bool = False
+    unlinked: bool = False
 
 
 Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut

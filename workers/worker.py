@@ -311,7 +311,7 @@ class Worker:
     async def connect(self, peer: PeerAddress) -> LinkReport:
         """Preflight: connect to an owner, move one real block with its digest, measure. Errors: `TransferError`."""
         self._require_open()
-        _, link = await self._peer_links.meet(peer)
+        _, link = await self._peer_links.meet(peer, measures=True)
         return link
 
     async def check(self) -> None:

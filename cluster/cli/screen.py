@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # importing rich takes a tenth of a second, which --help must
     from rich.table import Table
 
 PIPE_WIDTH = 200  # so that rows are not wrapped in a pipe
+MAX_PAIRS = 8  # unlinked ones shown
 LINE_S = 3.0  # between lines of progress where there is no terminal
 
 PullProgress = Callable[[str, int, int | None], None]
@@ -111,7 +112,7 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, complete
 
 def view_json(view: ClusterView) -> dict[str, Any]:
     shown = ("name", "revision", "model", "workers", "links", "pools", "served_gateways", "failures")
-    return {name: msgspec.to_builtins(getattr(view, name)) for name in shown}
+    return {name: msgspec.to_builtins(getattr(view, name)) for name in shown} | {"unlinked": sorted(view.unlinked)}
 
 
 def ledger_table(ledger: LatencyLedger) -> "Table":
@@ -263,12 +264,16 @@ def links_table(view: ClusterView) -> "Table":
 
 
 def trouble_lines(view: ClusterView) -> list[str]:
-    """Problems of pools, gateways and background tasks. The table of workers has their problems."""
+    """Problems of pools, pairs, gateways and background tasks. The table of workers has their problems."""
     lines = [
         f"pool {pool.name} has no ready worker: other pools serve its requests"
         for pool in view.pools
         if _is_empty(pool, view)
     ]
+    pairs = sorted(view.unlinked)
+    lines += [f"no KV can move from {owner} to {reader}; preflight tries again" for owner, reader in pairs[:MAX_PAIRS]]
+    if len(pairs) > MAX_PAIRS:
+        lines.append(f"the same holds for {len(pairs) - MAX_PAIRS} further pairs")
     for each in view.served_gateways:
         counts = ", ".join(
             f"{count} {word}{'s' * (count != 1)}"

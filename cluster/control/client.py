@@ -4,7 +4,6 @@ While the controller is away the gateway continues; only changes are refused.
 """
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from cluster.control.changes import ControllerAway
@@ -14,7 +13,6 @@ from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
 from diptych.view import DecisionRecord
-from kvtransfer.ticket import LinkReport
 
 GRACE_S = 5.0  # beyond the controller's own timeout
 DECISIONS_S = 2.0
@@ -32,19 +30,21 @@ class ControllerCalls:
         self._controller = controller
         self._gateway = gateway
         self._decides = decides
-        self._links: tuple[LinkReport, ...] = ()
-        self._links_id = ""  # identifies `_links`, which the controller need not send again
+        self._known = Membership(0)  # the controller need not send it again
         self._change_s = 2 * preflight_s + GRACE_S  # a change may wait for another change
 
     async def members(self, revision: int, timeout_s: float) -> Membership:
         """Long poll of the membership. Raises `WorkerGone`."""
+        known = self._known if self._known.revision == revision else Membership(0)
         membership: Membership = await self._controller.call(
-            "members", revision, timeout_s, self._gateway, self._links_id, timeout_s=timeout_s + GRACE_S
+            "members", revision, timeout_s, self._gateway, known.links_id, timeout_s=timeout_s + GRACE_S
         )
-        if membership.links_id == self._links_id:
-            return replace(membership, links=self._links)
-        self._links, self._links_id = membership.links, membership.links_id
-        return membership
+        self._known = membership.after(known)
+        return self._known
+
+    async def unlinked(self, owner: str, reader: str) -> None:
+        """Report that a worker could not connect to an owner of KV. Raises `WorkerGone`."""
+        await self._controller.call("unlinked", owner, reader, timeout_s=GRACE_S)
 
     async def report(self, report: LoadReport) -> None:
         """Send a load report. Raises `WorkerGone`."""

@@ -7,7 +7,7 @@ membership by long poll. Requests do not pass through it. While it is away, gate
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from cluster.control.changes import (
     MAX_DRAIN_S,
@@ -18,7 +18,7 @@ from cluster.control.changes import (
     TargetWorker,
     UnknownMember,
 )
-from cluster.control.membership import Listeners, Member, Membership, task_failures
+from cluster.control.membership import Listeners, Member, Membership, Revisions, task_failures
 from cluster.control.pools import (
     free_name,
     in_order,
@@ -75,7 +75,8 @@ class Controller:
         self._listeners = Listeners()
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._relinking: asyncio.Task[None] | None = None
-        self._revision = 0
+        self._revisions = Revisions()
+        self._targets_at = 0  # the revision of the latest change of the target workers
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()  # one change at a time, so that revisions can be checked
         self._orphan_after_s = orphan_after_s
@@ -102,7 +103,7 @@ class Controller:
                 for index in range(pool.replicas)
             ]
         else:
-            workers, self._revision = list(saved.workers), saved.revision + REVISIONS_APART
+            workers, self._revisions.now = list(saved.workers), saved.revision + REVISIONS_APART
         for worker in workers:
             replica = self._add(self._pools[worker.pool], worker.name, worker.role, required=saved is None)
             if worker.is_leaving:
@@ -111,7 +112,7 @@ class Controller:
         self._relinking = asyncio.ensure_future(relinking)
         if self._scaling_loop is not None:
             self._scaling_loop.begin(self._failures)
-        self._bump()
+        self._retargeted()
         self._reset_orphan_timer()
 
     async def keep_alive(
@@ -119,8 +120,8 @@ class Controller:
     ) -> ControllerState | None:
         """The server's heartbeat. After `orphan_after_s` without one, the controller stops the cluster.
 
-        Long poll: returns the state to store once it differs from `revision`, or after `timeout_s`. None: this
-        controller was restarted and must `begin` with the stored state.
+        Long poll: returns the state to store once the target workers differ from those of `revision`, or after
+        `timeout_s`. None: this controller was restarted and must `begin` with the stored state.
         """
         if self._relinking is None:
             return None
@@ -128,10 +129,10 @@ class Controller:
         if report != self._server:
             self._server = report
             self._bump()
-        await self._wait_for_change(revision, timeout_s)
+        await self._wait_until(lambda: self._targets_at > revision, timeout_s)
         replicas = self._replicas.values()
         workers = (TargetWorker(each.name, each.pool.name, each.role, each.is_leaving) for each in replicas)
-        return ControllerState(self._revision, tuple(workers))
+        return ControllerState(self._revisions.now, tuple(workers))
 
     def _reset_orphan_timer(self) -> None:
         if self._orphan_timer is not None:
@@ -192,7 +193,7 @@ class Controller:
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while (model := self._model()) is None and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
-            await self._wait_for_change(self._revision, left_s)
+            await self._wait_for_change(self._revisions.now, left_s)
         if self._relinking is None:
             raise WorkerGone(NOT_BEGUN)
         return None if model is None else (self._spec, model)
@@ -200,49 +201,72 @@ class Controller:
     async def members(self, revision: int, timeout_s: float, gateway: str = "", links_id: str = "") -> Membership:
         """The membership, once it differs from `revision` or after `timeout_s` (long poll). `gateway`: the caller.
 
-        Omits the links, by far the largest part, if the caller has those of `links_id`. Raises `WorkerGone` if this
-        controller was restarted and has not begun.
+        Omits the links if the caller has those of `links_id`, and, if this controller made them, the members that did
+        not change since `revision`. Raises `WorkerGone` if this controller was restarted and has not begun.
         """
         clock = asyncio.get_running_loop().time
+        is_ours = self._preflight.made(links_id)
         if gateway:
             self._listeners.polled(gateway, clock(), clock() + timeout_s + SILENT_S)
-        await self._wait_for_change(revision, timeout_s)
+        if is_ours or not links_id:
+            await self._wait_for_change(revision, timeout_s)
+        if gateway:
+            await asyncio.sleep(self._listeners.answer_s(gateway, clock()) - clock())
         if self._relinking is None:
             raise WorkerGone(NOT_BEGUN)
-        members = tuple(Member(replica.view, replica.handle) for replica in self._replicas.values())
-        listeners = self._listeners.names(clock())
-        now_id = self._preflight.links_id
-        links = self._preflight.links if links_id != now_id else ()
+        since = revision if is_ours else 0
+        names = self._revisions.since(since) if since else self._replicas
+        changed = (self._replicas[name] for name in names if name in self._replicas)
+        known = links_id == self._preflight.links_id
         return Membership(
-            revision=self._revision,
-            members=members,
-            links=links,
+            revision=self._revisions.now,
+            members=tuple(Member(replica.view, replica.handle) for replica in changed),
+            links=() if known else self._preflight.links,
+            unlinked=frozenset() if known else self._preflight.unlinked,
             pools=pool_views(self._spec.pools, self._replicas.values()),
-            gateways=listeners,
+            gateways=self._listeners.names(clock()),
             served_gateways=self._server.gateways,
             failures=task_failures(server=self._server.failures, controller=self._failures.counts()),
-            links_id=now_id,
+            links_id=self._preflight.links_id,
+            since=since,
+            names=tuple(self._replicas) if since and self._revisions.names_changed(since) else None,
         )
 
+    async def unlinked(self, owner: str, reader: str) -> None:
+        """A gateway reports that a worker could not connect to an owner of KV. The pair is not used until it passes
+        preflight again. Ignores unknown workers.
+        """
+        if owner in self._replicas and reader in self._replicas:
+            self._preflight.doubt(self._replicas[owner], self._replicas[reader])
+
     async def _wait_for_change(self, revision: int, timeout_s: float) -> None:
-        try:
+        await self._wait_until(lambda: self._revisions.now != revision, timeout_s)
+
+    async def _wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until this controller has begun and it is so, or until the timeout."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._relinking is None or self._revision == revision:
+                while self._relinking is None or not is_so():
                     await self._changed.wait()
-        except TimeoutError:
-            pass  # no change
 
     def view(self) -> ClusterView:
         """The view that gateways get."""
         workers = tuple(replica.view for replica in self._replicas.values())
         pools = pool_views(self._spec.pools, self._replicas.values())
-        links, pairs = self._preflight.links, self._preflight.pairs
-        return ClusterView(self._revision, self._spec.name, self._model(), workers, links, pairs, pools)
+        links, unlinked = self._preflight.links, self._preflight.unlinked
+        return ClusterView(self._revisions.now, self._spec.name, self._model(), workers, links, unlinked, pools)
 
-    def _bump(self) -> None:
-        self._revision += 1
+    def _bump(self, name: str = "") -> None:
+        """Publish a change; `name`: of this worker."""
+        self._revisions.changed(name)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _retargeted(self) -> None:
+        """Publish a change of the target workers."""
+        self._revisions.renamed()
+        self._bump()
+        self._targets_at = self._revisions.now
 
     # ---- changes ---------------------------------------------------------------------------------------------
 
@@ -257,15 +281,16 @@ class Controller:
             if replica.is_leaving:
                 raise ChangeRefused(f"{worker} is draining and takes no new work in any role")
             if replica.role is role:
-                return self._revision
+                return self._revisions.now
             if not is_ready(replica):
                 state = replica.view.state.value
                 raise ChangeRefused(f"{worker} is {state}, not ready; flip it when it is")
             self._refuse_below_floors({worker: role})
             before = replica.role
             await self._preflight.flip(replica, role, self._replicas.values)
+            self._targets_at = self._revisions.now
             logger.info("%s: role set to %s, was %s", worker, role.value, before.value)
-            return self._revision
+            return self._revisions.now
 
     async def drain(self, worker: str, revision: int = 0, deadline_s: float = 0.0) -> int:
         """Send a worker no new work, and stop it once it is empty or after `deadline_s` (0: `health.drain_s`).
@@ -278,12 +303,12 @@ class Controller:
                 raise ChangeRefused(f"a drain takes at most {MAX_DRAIN_S:.0f} s, not {deadline_s:g} s")
             replica = self._find(worker)
             if replica.is_leaving:
-                return self._revision
+                return self._revisions.now
             now = len(self._workers_of(replica.pool.name))
             refuse_beyond_bounds(replica.pool, now, now - 1)
             self._refuse_below_floors({worker: None})
             self._leave(replica, deadline_s or self._spec.health.drain_s)
-            return self._revision
+            return self._revisions.now
 
     async def scale(self, pool: str, replicas: int, revision: int = 0) -> int:
         """Set a pool's target: start workers, or drain those with the least work.
@@ -304,8 +329,8 @@ class Controller:
             if replicas != len(workers):
                 logger.info("%s: target set to %d workers, was %d", pool, replicas, len(workers))
                 self._replicas = in_order(self._replicas, self._spec.pools)
-                self._bump()
-            return self._revision
+                self._retargeted()
+            return self._revisions.now
 
     async def vacate(self, workers: Collection[str], deadline_s: float) -> int:
         """Drain the workers of a node that leaves, and start a replacement for each on any node with room.
@@ -322,13 +347,15 @@ class Controller:
                 ):
                     await self._changed.wait()
         async with self._changing:
-            for replica in self._not_leaving(workers):
+            for replica in (leaving := self._not_leaving(workers)):
                 name = free_name(replica.pool, self._replicas)
                 self._add(replica.pool, name, replica.role, required=False)
                 logger.info("the node of worker %s leaves; %s replaces it", replica.name, name)
                 self._leave(replica, ends_s - clock())
-            self._replicas = in_order(self._replicas, self._spec.pools)
-            return self._revision
+            if leaving:
+                self._replicas = in_order(self._replicas, self._spec.pools)
+                self._retargeted()
+            return self._revisions.now
 
     def _not_leaving(self, workers: Collection[str]) -> list[ReplicaManager]:
         return [each for each in self._replicas.values() if each.name in workers and not each.is_leaving]
@@ -347,9 +374,10 @@ class Controller:
         return () if self._scaling_loop is None else self._scaling_loop.counts()
 
     def _check(self, revision: int) -> None:
-        if revision and revision != self._revision:
+        now = self._revisions.now
+        if revision and revision != now:
             raise StaleRevision(
-                f"revision {revision} was expected, but the cluster is at {self._revision}; check and repeat the change"
+                f"revision {revision} was expected, but the cluster is at {now}; check and repeat the change"
             )
 
     def _find(self, worker: str) -> ReplicaManager:
@@ -370,12 +398,13 @@ class Controller:
             pool, order_of(self._spec, pool, name, self._secret), self._context, role=role, required=required
         )
         replica.begin()
+        self._bump(name)
         return replica
 
     def _leave(self, replica: ReplicaManager, deadline_s: float, *, waits: bool = False) -> None:
         """Drain. `waits`: until it is empty, even if it is not ready; a crashed controller's worker may have work."""
         replica.leave()
-        self._bump()
+        self._retargeted()
         logger.info("worker %s drains and stops within %.0f s", replica.name, deadline_s)
         waits = waits or replica.view.state is WorkerState.DRAINING
         self._leaving[replica.name] = asyncio.ensure_future(
@@ -402,7 +431,7 @@ class Controller:
         del self._replicas[replica.name]
         self._leaving.pop(replica.name, None)
         self._preflight.forget(replica.name)
-        self._bump()
+        self._retargeted()
 
     async def _introduce(self, new: ReplicaManager) -> None:
         await self._preflight.introduce(new, self._replicas.values)

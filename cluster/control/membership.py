@@ -1,11 +1,17 @@
-"""The membership, which the controller publishes: workers and their handles, links, pools, and connected gateways."""
+"""The membership, which the controller publishes: workers and their handles, links, pools, and connected gateways.
 
+A gateway that has an earlier revision gets only what changed since then.
+"""
+
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.runtime.interface import WorkerHandle
 from diptych.view import GatewayView, PoolView, TaskFailures, WorkerView
 from kvtransfer.ticket import LinkReport
+
+APART_S, BURST_S = 0.05, 1.0  # time between answers to a gateway, once it has had a second's worth of them at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +26,62 @@ class Member:
 class Membership:
     """`revision` grows with every change, except of `gateways`, the gateways that poll the membership.
 
-    `links_id` identifies the links. A gateway that has them already gets none.
+    `links`: a sample of the measured links. `unlinked`: pairs (owner, reader) between which KV cannot move. `links_id`
+    identifies both, and the controller; a gateway that has them already gets neither. `since`: only the members that
+    changed after this revision are here; 0: all are. `names`: all members in order; None: as in that revision.
     """
 
     revision: int
     members: tuple[Member, ...] = ()
     links: tuple[LinkReport, ...] = ()
+    unlinked: frozenset[tuple[str, str]] = frozenset()
     pools: tuple[PoolView, ...] = ()
     gateways: tuple[str, ...] = ()
     served_gateways: tuple[GatewayView, ...] = ()
     failures: tuple[TaskFailures, ...] = ()
     links_id: str = ""
+    since: int = 0
+    names: tuple[str, ...] | None = None
 
-    @property
-    def pairs(self) -> frozenset[tuple[str, str]]:
-        """Owner and reader of each link."""
-        return frozenset((link.owner, link.reader) for link in self.links)
+    def after(self, before: "Membership") -> "Membership":
+        """The whole membership: what is left out here is as `before`, of revision `since`."""
+        whole = self
+        if self.since:
+            members = {member.view.name: member for member in (*before.members, *self.members)}
+            names = members if self.names is None else self.names
+            whole = replace(self, members=tuple(members[name] for name in names), since=0, names=None)
+        if self.links_id != before.links_id:
+            return whole
+        return replace(whole, links=before.links, unlinked=before.unlinked)
+
+
+class Revisions:
+    """When each member changed last. Owned by a Controller."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._names = 0  # the revision of the latest change of the names
+        self._changed: dict[str, int] = {}  # by name, the latest last
+
+    def changed(self, name: str = "") -> None:
+        """A member changed; without a name: another part of the membership."""
+        self.now += 1
+        if name:
+            self._changed.pop(name, None)
+            self._changed[name] = self.now
+
+    def renamed(self) -> None:
+        """Members were added, removed or sorted, which the next revision publishes."""
+        self._names = self.now + 1
+
+    def since(self, revision: int) -> list[str]:
+        """The members that changed after a revision; some may have left."""
+        recent = itertools.takewhile(lambda each: each[1] > revision, reversed(self._changed.items()))
+        return [name for name, _ in recent]
+
+    def names_changed(self, revision: int) -> bool:
+        """Whether the names changed after a revision."""
+        return self._names > revision
 
 
 def task_failures(**by_process: Iterable[tuple[str, int]]) -> tuple[TaskFailures, ...]:
@@ -48,6 +94,13 @@ class Listeners:
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
+        self._spaced_s: dict[str, float] = {}
+
+    def answer_s(self, gateway: str, now_s: float) -> float:
+        """When to answer a gateway: now, or later after many answers, so that changes in quick succession are one."""
+        spaced_s = max(now_s, self._spaced_s.get(gateway, now_s))
+        self._spaced_s[gateway] = spaced_s + APART_S
+        return max(now_s, spaced_s - BURST_S)
 
     def polled(self, gateway: str, now_s: float, until_s: float) -> None:
         """A gateway polled, and will poll again before `until_s`."""
@@ -57,4 +110,5 @@ class Listeners:
     def names(self, now_s: float) -> tuple[str, ...]:
         """The gateways that are not overdue. Drops those that are; they join again as the last."""
         self._until_s = {name: until_s for name, until_s in self._until_s.items() if until_s > now_s}
+        self._spaced_s = {name: at_s for name, at_s in self._spaced_s.items() if name in self._until_s}
         return tuple(self._until_s)

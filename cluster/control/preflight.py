@@ -1,12 +1,17 @@
-"""Tests pairs of workers by moving one KV block, and owns the links of pairs that passed. Knows no gateway.
+"""Tests pairs of workers by moving one KV block. Owns the measured links, and the pairs between which no KV can move.
+Knows no gateway.
 
 It tests a new worker with its peers, a worker that changes its role with the peers of the new role, and a draining
-worker with those that may take over its decodes.
+worker with those that may take over its decodes. In a small cluster it tests all pairs. In a larger one it tests a
+sample; readers connect when a pair is first used, and gateways report those that cannot.
 """
 
 import asyncio
+import contextlib
+import heapq
 import logging
 import uuid
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -23,15 +28,20 @@ logger = logging.getLogger(__name__)
 
 RELINK_S = 5.0
 RELINKS_AT_ONCE = 64  # between two partitioned racks, each retry takes its full timeout
+SMALL = 16  # a worker with at most this many peers is tested with all of them
+SAMPLE = 4  # else with this many of each pool
+INTRODUCED_AT_ONCE = 16  # so that few new workers test the same peer at once
+MAX_LINKS, MAX_LINKS_OF_POOLS = SMALL * (SMALL + 1), SAMPLE * SAMPLE  # published; the second beyond the first
 
 Pair = tuple[ReplicaManager, ReplicaManager]  # owner, reader
+Tested = dict[Pair, Exception | None]  # the error of each tested pair
 
 
 class Preflight:
-    """Owned by the Controller. `links_all`: link any two workers, whatever their roles. `moves`: link any two workers
-    that decode, because decodes may migrate.
+    """Owned by the Controller. `links_all`: KV may move between any two workers, whatever their roles. `moves`: between
+    any two workers that decode, because decodes may migrate.
 
-    `timeout_s` limits the test of one pair. `changed` is called for new links, except by `introduce`.
+    `timeout_s` limits the test of one pair. `changed` is called when a pair works again, or no longer.
     """
 
     def __init__(self, links_all: bool, moves: bool, timeout_s: float, changed: Callable[[], None]) -> None:
@@ -39,117 +49,161 @@ class Preflight:
         self._moves = moves
         self._timeout_s = timeout_s
         self._changed = changed
-        self._links: dict[tuple[str, str], LinkReport] = {}  # (owner, reader)
-        # Of `_links`; None: outdated.
-        self._snapshot: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None
+        self._links: defaultdict[tuple[str, str], dict[tuple[str, str], LinkReport]] = defaultdict(dict)  # see `_keep`
+        self._snapshot: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None  # None: outdated
         self._owner_id, self._number = uuid.uuid4().hex[:8], 0
         self._unlinked: dict[Pair, None] = {}  # failed pairs, oldest first
-        self._introducing = asyncio.Lock()  # one at a time, so that two new workers do not miss each other
+        self._chosen: Counter[tuple[str, str]] = Counter()  # how often a worker was tested as a sample for a pool
+        self._doubted = asyncio.Event()  # a gateway reported a pair
+        self._introducing = asyncio.Semaphore(INTRODUCED_AT_ONCE)
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
+        """Links that passed preflight: all in a small cluster, else some of each two pools."""
         return self._published()[0]
 
     @property
+    def unlinked(self) -> frozenset[tuple[str, str]]:
+        """Owner and reader of each pair that failed and may be needed."""
+        return self._published()[1]
+
+    @property
     def links_id(self) -> str:
-        """Identifies the current links. Never reused, not even by another controller."""
+        """Identifies the current links and unlinked pairs. Never reused, not even by another controller."""
         self._published()
         return f"{self._owner_id}.{self._number}"
 
-    @property
-    def pairs(self) -> frozenset[tuple[str, str]]:
-        """Owner and reader of each link."""
-        return self._published()[1]
+    def made(self, links_id: str) -> bool:
+        """Whether a `links_id` is of this controller."""
+        return links_id.partition(".")[0] == self._owner_id
 
     def _published(self) -> tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]]:
         if self._snapshot is None:
-            self._snapshot = tuple(self._links.values()), frozenset(self._links)
+            unlinked = frozenset((owner.name, reader.name) for owner, reader in self._unlinked)
+            self._snapshot = tuple(link for links in self._links.values() for link in links.values()), unlinked
             self._number += 1
         return self._snapshot
 
     async def introduce(self, new: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
-        """Link a new worker with every ready peer that it may exchange KV with.
+        """Test a new worker with ready peers that it may exchange KV with.
 
         Raises `ModelError` if the worker can never work with one of them.
         """
         async with self._introducing:
-            self._unlink(new.name, (replica.name for replica in replicas()))
-            peers = [peer for peer in replicas() if peer is not new and peer.introduced]
-            for peer in peers:
-                _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
-            pairs = [(new, peer) for peer in peers] + [(peer, new) for peer in peers]
-            movable = [(owner, reader) for owner, reader in pairs if self._may_move(owner, reader)]
-            for error in await asyncio.gather(*(self._link(*pair) for pair in movable)):
-                # A restarted worker is accepted anyway, because it can run both phases alone.
-                if isinstance(error, PeerRefused) and not new.view.incarnation:
-                    raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
+            self._unlink(new.name)
+            tested: Tested = {}
+            while pairs := self._to_introduce(new, replicas(), tested):  # peers may have come meanwhile
+                tested |= await self._test(pairs)
+                for error in tested.values():
+                    # A restarted worker is accepted anyway, because it can run both phases alone.
+                    if isinstance(error, PeerRefused) and not new.view.incarnation:
+                        raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             new.introduced = True
 
+    def _to_introduce(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> list[Pair]:
+        """The pairs that are left to test before a worker is ready; all if one failed. Raises `ModelError`."""
+        peers = [peer for peer in replicas if peer is not new and peer.introduced]
+        kinds = {(peer.pool.name, peer.role, peer.is_leaving): peer for peer in peers}
+        for peer in peers if len(peers) <= SMALL else kinds.values():  # the workers of a pool fit each other
+            _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
+        chosen = peers if any(tested.values()) else self._sample(new, peers, tested)
+        pairs = [pair for peer in chosen for pair in ((new, peer), (peer, new))]
+        return [pair for pair in pairs if pair not in tested and self._may_move(*pair)]
+
     async def flip(self, replica: ReplicaManager, role: Role, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
-        """Change a ready worker's role, once every pair that the role needs is linked.
+        """Change a ready worker's role, once the pairs that the role needs are tested.
 
         Raises `ChangeRefused` without a change if a pair cannot be linked.
         """
-        async with self._introducing:
-            peers = [peer for peer in replicas() if peer is not replica and _is_ready(peer)]
-            directions = [((replica, peer), (role, peer.role)) for peer in peers]
-            directions += [((peer, replica), (peer.role, role)) for peer in peers]
-            pairs = [
-                (owner, reader)
-                for (owner, reader), roles in directions
-                if self._is_used(*roles) and (owner.name, reader.name) not in self._links
-            ]
-            refused = f"{replica.name} stays a {replica.role.value} worker"
+        refused = f"{replica.name} stays a {replica.role.value} worker"
+        tested: Tested = {}
+        while pairs := self._to_flip(replica, role, replicas(), tested):
             for pair in pairs:
                 try:
                     _refuse_misfit(*pair, moving=True)
                 except ModelError as error:
                     raise ChangeRefused(f"{refused}: {error}") from None
-            for (owner, reader), failure in zip(
-                pairs, await asyncio.gather(*(self._link(*pair) for pair in pairs)), strict=True
-            ):
+            tested |= await self._test(pairs)
+            for (owner, reader), failure in tested.items():
                 if failure is not None:
                     why = str(failure) or "preflight timed out"
                     raise ChangeRefused(f"{refused}: no KV can move from {owner.name} to {reader.name}: {why}")
-            if not _is_ready(replica):
-                raise ChangeRefused(f"{refused}: it is {replica.view.state.value}; try again when it is ready")
-            replica.assign(role)
+        if not _is_ready(replica):
+            raise ChangeRefused(f"{refused}: it is {replica.view.state.value}; try again when it is ready")
+        replica.assign(role)
+
+    def _to_flip(
+        self, replica: ReplicaManager, role: Role, replicas: Iterable[ReplicaManager], tested: Tested
+    ) -> list[Pair]:
+        """The pairs that are left to test before a worker gets a role."""
+        peers = [peer for peer in replicas if peer is not replica and _is_ready(peer)]
+        failed = {each for pair in self._unlinked if replica in pair for each in pair}
+        chosen = dict.fromkeys([*self._sample(replica, peers, tested), *(peer for peer in peers if peer in failed)])
+        pairs = [(replica, peer) for peer in chosen if self._is_used(role, peer.role)]
+        pairs += [(peer, replica) for peer in chosen if self._is_used(peer.role, role)]
+        return [pair for pair in pairs if pair not in tested and not self._has_link(*pair)]
+
+    async def _test(self, pairs: list[Pair]) -> Tested:
+        return dict(zip(pairs, await asyncio.gather(*(self._link(*pair) for pair in pairs)), strict=True))
+
+    def _has_link(self, owner: ReplicaManager, reader: ReplicaManager) -> bool:
+        return (owner.name, reader.name) in self._links[owner.pool.name, reader.pool.name]
 
     async def link_draining(self, leaving: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
-        """Link a draining worker to those that may take over its decodes. Logs failures."""
-        async with self._introducing:
-            if leaving.info is None:
-                return
-            pairs = [
-                (leaving, peer)
-                for peer in replicas()
-                if _is_ready(peer) and self._may_move(leaving, peer) and (leaving.name, peer.name) not in self._links
-            ]
-            made = [error is None for error in await asyncio.gather(*(self._link(*pair) for pair in pairs))]
-        if any(made):
+        """Test a draining worker with those that may take over its decodes. Logs failures."""
+        if leaving.info is None:
+            return
+        peers = [peer for peer in replicas() if _is_ready(peer) and self._may_move(leaving, peer)]
+        untested = [peer for peer in self._sample(leaving, peers, {}) if not self._has_link(leaving, peer)]
+        for peer in untested:
+            self._failed(leaving, peer)  # until it passes
+        if await asyncio.gather(*(self._link(leaving, peer) for peer in untested)):
             self._changed()
 
     def forget(self, name: str) -> None:
         """The worker has left."""
-        self._unlink(name, {end for names in self._links for end in names})
+        self._unlink(name)
         for pair in [pair for pair in self._unlinked if name in (pair[0].name, pair[1].name)]:
+            self._passed(pair)
+        for key in [key for key in self._chosen if key[0] == name]:
+            del self._chosen[key]
+
+    def _unlink(self, name: str) -> None:
+        """Drop a worker's measured links."""
+        for links in self._links.values():
+            for pair in [pair for pair in links if name in pair]:
+                del links[pair]
+                self._snapshot = None
+
+    def doubt(self, owner: ReplicaManager, reader: ReplicaManager) -> None:
+        """Do not use a pair until it passes preflight, which begins soon."""
+        if self._may_move(owner, reader) and _is_ready(owner) and _is_ready(reader):
+            self._failed(owner, reader)
+            self._doubted.set()
+            self._changed()
+
+    def _failed(self, owner: ReplicaManager, reader: ReplicaManager) -> None:
+        self._snapshot = None
+        self._links[owner.pool.name, reader.pool.name].pop((owner.name, reader.name), None)
+        self._unlinked.pop((owner, reader), None)
+        self._unlinked[owner, reader] = None  # retried last
+
+    def _passed(self, pair: Pair) -> None:
+        if pair in self._unlinked:
+            self._snapshot = None
             del self._unlinked[pair]
 
-    def _unlink(self, name: str, others: Iterable[str]) -> None:
-        self._snapshot = None
-        for other in others:
-            self._links.pop((name, other), None)
-            self._links.pop((other, name), None)
-
     async def relink_failed_pairs(self) -> None:
-        """Retry failed pairs of ready workers, every `RELINK_S`, each pair in its own task."""
+        """Retry failed pairs of ready workers, every `RELINK_S` or when one is reported, each in its own task."""
         trying: set[Pair] = set()
         async with asyncio.TaskGroup() as group:
             while True:
-                await asyncio.sleep(RELINK_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._doubted.wait(), RELINK_S)
+                self._doubted.clear()
                 for pair in tuple(self._unlinked):
                     if not self._may_move(*pair):
-                        self._unlinked.pop(pair, None)
+                        self._passed(pair)
                     elif pair not in trying and len(trying) < RELINKS_AT_ONCE and all(map(_is_ready, pair)):
                         trying.add(pair)
                         group.create_task(self._relink(pair, trying))
@@ -160,6 +214,19 @@ class Preflight:
                 self._changed()
         finally:
             trying.discard(pair)
+
+    def _sample(self, replica: ReplicaManager, peers: list[ReplicaManager], tested: Tested) -> list[ReplicaManager]:
+        """All peers in a small cluster; else, once, a few of each pool: those that were chosen least for this pool."""
+        if len(peers) <= SMALL or tested:
+            return peers if len(peers) <= SMALL else []
+        pools: defaultdict[str, list[ReplicaManager]] = defaultdict(list)
+        for peer in peers:
+            pools[peer.pool.name].append(peer)
+        chosen: list[ReplicaManager] = []
+        for pool in pools.values():
+            chosen += heapq.nsmallest(SAMPLE, pool, key=lambda peer: self._chosen[peer.name, replica.pool.name])
+        self._chosen.update((peer.name, replica.pool.name) for peer in chosen)
+        return chosen
 
     def _may_move(self, owner: ReplicaManager, reader: ReplicaManager) -> bool:
         """Whether KV may move in this direction: by role, or out of a draining worker."""
@@ -182,17 +249,24 @@ class Preflight:
                 return WorkerGone("it has left")
             if owner.info is not tested[0] or reader.info is not tested[1]:
                 return WorkerGone("it was restarted and will be introduced again")
-            self._links[owner.name, reader.name] = replace(link, owner=owner.name, reader=reader.name)
-            self._snapshot = None
-            self._unlinked.pop((owner, reader), None)
+            self._passed((owner, reader))
+            self._keep(owner, reader, link)
             return None
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
             reason = str(error) or "preflight timed out"
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
-            self._unlinked.pop((owner, reader), None)
+            self._passed((owner, reader))
             if self._may_move(owner, reader):
-                self._unlinked[owner, reader] = None  # retried last
+                self._failed(owner, reader)
             return error
+
+    def _keep(self, owner: ReplicaManager, reader: ReplicaManager, link: LinkReport) -> None:
+        """Keep a measured link, by pools and names, while there are few of these pools."""
+        links, pair = self._links[owner.pool.name, reader.pool.name], (owner.name, reader.name)
+        num_links = sum(map(len, self._links.values()))
+        if link.bytes_per_s > 0.0 and (pair in links or num_links < MAX_LINKS or len(links) < MAX_LINKS_OF_POOLS):
+            links[pair] = replace(link, owner=owner.name, reader=reader.name)
+            self._snapshot = None
 
 
 def _is_ready(replica: ReplicaManager) -> bool:

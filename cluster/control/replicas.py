@@ -42,12 +42,12 @@ EXPECTED = (*IMPOSSIBLE, WorkerGone, WorkerError, TransferError, TimeoutError)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaContext:
-    """Shared by all replicas of a controller. `changed` is called after every change of a replica's `view`."""
+    """Shared by all replicas of a controller. `changed` is called with the name after every change of a `view`."""
 
     runtime: Runtime
     start_timeout_s: float
     introduce: Callable[["ReplicaManager"], Awaitable[None]]
-    changed: Callable[[], None]
+    changed: Callable[[str], None]
 
 
 class ReplicaManager:
@@ -268,7 +268,7 @@ class ReplicaManager:
     def _publish(self, view: WorkerView) -> None:
         self.view = view
         self._pulse()
-        self._context.changed()
+        self._context.changed(self.name)
 
     def _pulse(self) -> None:
         self._changed.set()

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, TypeVar, overload
@@ -21,7 +22,8 @@ from cluster.dispatch.worker_call import AttemptFailed, Background, WorkerCall
 from cluster.dispatch.worker_client import Message, WorkerClient, WorkerLost
 from cluster.events import NotComputable
 from cluster.observe.ledger import Stopwatch
-from kvtransfer.ticket import TransferReport
+from kvtransfer.errors import Unlinked
+from kvtransfer.ticket import TransferReport, TransferTicket
 from workers.log_fields import log_fields
 from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, Request, SequenceTiming, TicketOut, TokensOut
 
@@ -48,8 +50,9 @@ class Attempt:
     """Owned by its request's coroutine. `prefill` and `decode` are the same client when colocated.
 
     `cut_tokens`: tokens that the prefill worker computes; the decode worker computes the rest (0: no cut). `answer`:
-    the tokens so far, which `on_tokens` extends. `on_moved` gets source and target of a migration. `prefix_owner`: a
-    worker that may have the prompt's prefix; the prefill worker fetches it first, for at most `prefix_fetch_s`.
+    the tokens so far, which `on_tokens` extends. `on_moved` gets source and target of a migration,
+    `on_unlinked` owner and reader of a fetch that could not connect. `prefix_owner`: a worker that may have the
+    prompt's prefix; the prefill worker fetches it first, for at most `prefix_fetch_s`.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Attempt:
         on_tokens: Callable[[TokensOut], None],
         on_transfer: Callable[[str, TransferReport], None],
         on_moved: Callable[[str, str], None],
+        on_unlinked: Callable[[str, str], None],
         background: Background,
         cut_tokens: int = 0,
         prefix_owner: WorkerClient | None = None,
@@ -82,6 +86,7 @@ class Attempt:
         self._on_tokens = on_tokens
         self._on_transfer = on_transfer
         self._on_moved = on_moved
+        self.on_unlinked = on_unlinked
         self.background = background
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
@@ -189,8 +194,14 @@ class Attempt:
             logger.warning("request %s: could not fetch a prefix from %s", self.request.id, failure, extra=extra)
             return
         if ticket is not None:
-            fetching = self._prefill.handle.fetch_prefix(self.request, ticket, self._prefix_fetch_s)
-            await self._prefill.call(fetching)
+            await self._prefill.call(self._fetched_prefix(ticket, owner.name))
+
+    async def _fetched_prefix(self, ticket: TransferTicket, owner: str) -> None:
+        """As `_fetch_prefix`."""
+        with suppress(Unlinked):
+            await self._prefill.handle.fetch_prefix(self.request, ticket, self._prefix_fetch_s)
+            return
+        self.on_unlinked(owner, self._prefill.name)
 
     def _on_head(self, output: HeadOut) -> None:
         """A cut prompt's head is computed."""
@@ -281,6 +292,8 @@ class Attempt:
             if isinstance(message, FailedOut):
                 if message.final:
                     raise NotComputable(f"{call.name}: {message.reason}")
+                if message.unlinked:
+                    self.on_unlinked(self._prefill.name, call.name)
                 raise AttemptFailed(call.name, message.reason, corrupt=message.corrupt)
             if not isinstance(message, expected):
                 raise AttemptFailed(call.name, f"it sent an unexpected {type(message).__name__}")

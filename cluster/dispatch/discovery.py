@@ -8,13 +8,14 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from msgspec import structs
 
+from cluster.control.client import ControllerCalls
 from cluster.control.membership import Member, Membership
 from cluster.control.replicas import CRASH_LOOP, TAKEN_OUT
 from cluster.control.supervised import Failures, supervised
@@ -30,7 +31,6 @@ from workers.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
-WatchMembers = Callable[[int, float], Awaitable[Membership]]  # long poll: (known revision, timeout_s)
 WATCH_S = 10.0
 RECONNECT_S = 1.0
 
@@ -44,20 +44,23 @@ class WorkerDiscovery:
         self,
         spec: ClusterSpec,
         model: ModelView,
-        watch_members: WatchMembers,
+        controller: ControllerCalls,
         name: str,
         caches: PrefixIndex | None,
         history: History,
     ) -> None:
         self._spec = spec
         self._model = model
-        self._watch_members = watch_members
+        self._controller = controller
         self._name = name
         self._caches = caches
         self._history = history
-        self.failures = Failures()
+        self.failures = Failures(self._forget_picture)
         self._membership = Membership(0)
-        self._pairs = self._membership.pairs
+        self._members: dict[str, Member] = {}  # of the membership
+        self._seen: dict[str, WorkerView] = {}  # the picture's workers
+        self._stale: set[str] = set()  # workers that changed since the last picture
+        self._picture: ClusterView | None = None  # None: other parts changed
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._following: list[asyncio.Task[None]] = []
@@ -66,7 +69,7 @@ class WorkerDiscovery:
 
     async def start(self) -> None:
         """Connect to the workers, and follow the membership from now on."""
-        self.take(await self._watch_members(0, WATCH_S))
+        self.take(await self._controller.members(0, WATCH_S))
         for task, work in (("following the members", self._follow), ("reconnecting to lost workers", self._reconnect)):
             self._following.append(asyncio.ensure_future(supervised(task, work, self.failures)))
         while any(not client.has_answered and client.lost is None for client in self.clients.values()):
@@ -93,14 +96,18 @@ class WorkerDiscovery:
 
     def picture(self) -> ClusterView:
         """The membership with the latest statistics, without ages. Unchanged parts are the same objects."""
-        clients = self.clients
-        workers = tuple(
-            client.seen(member.view) if (client := clients.get(member.view.name)) is not None else member.view
-            for member in self._membership.members
-        )
-        known = self._membership
-        more = known.links, self._pairs, known.pools, known.gateways, known.served_gateways, self._all_failures()
-        return ClusterView(known.revision, self._spec.name, self._model, workers, *more)
+        if self._picture is None or self._stale:  # called for each request
+            for name in self._stale & self._seen.keys():
+                client, view = self.clients.get(name), self._members[name].view
+                self._seen[name] = view if client is None else client.seen(view)
+            self._stale.clear()
+            known, workers = self._membership, tuple(self._seen.values())
+            more = known.links, known.unlinked, known.pools, known.gateways, known.served_gateways, self._all_failures()
+            self._picture = ClusterView(known.revision, self._spec.name, self._model, workers, *more)
+        return self._picture
+
+    def _forget_picture(self) -> None:
+        self._picture = None
 
     def _all_failures(self) -> tuple[TaskFailures, ...]:
         own = self.failures.counts()
@@ -124,7 +131,7 @@ class WorkerDiscovery:
             and member.view.state is WorkerState.READY
             and (client := self.clients.get(member.view.name)) is not None
             and client.lost is None
-            for member in self._membership.members
+            for member in self._members.values()
         )
 
     def sent(self) -> dict[str, Sent]:
@@ -140,46 +147,56 @@ class WorkerDiscovery:
             view, workers=tuple(structs.replace(w, audit=audit) for w, audit in zip(view.workers, audits, strict=True))
         )
 
+    def report_unlinked(self, owner: str, reader: str) -> None:
+        """Tell the controller that a worker could not connect to an owner of KV. Does not wait."""
+        self._in_background(self._report_unlinked(owner, reader))
+
+    async def _report_unlinked(self, owner: str, reader: str) -> None:
+        try:
+            await self._controller.unlinked(owner, reader)
+        except WorkerGone as error:
+            logger.warning("could not report that no KV moves from %s to %s: %s", owner, reader, error)
+
     # ---- following -------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
         """Poll for the next membership. While the controller is away, the last one stays valid."""
         try:
-            self.take(await self._watch_members(self._membership.revision, WATCH_S))
+            self.take(await self._controller.members(self._membership.revision, WATCH_S))
         except WorkerGone as error:
             logger.warning("the controller does not answer (%s); keeping the last membership", error)
             await asyncio.sleep(RECONNECT_S)
 
     def take(self, membership: Membership) -> None:
-        self._record_changes(membership)
-        if membership.links is not self._membership.links:
-            self._pairs = membership.pairs
-        self._membership = membership
-        ready = {
-            member.view.name: member
-            for member in membership.members
-            if member.handle is not None and member.view.state is WorkerState.READY
-        }
-        known = {member.view.name: member.view for member in membership.members}
-        for name, client in list(self.clients.items()):
-            if _departed(client, view := known.get(name)):
+        """Follow a membership. Members that did not change are the same objects."""
+        before, self._membership = self._members, membership
+        self._members = members = {member.view.name: member for member in membership.members}
+        changed = [member for name, member in members.items() if before.get(name) is not member]
+        self._record_changes(before, changed)
+        left = before.keys() - members.keys()
+        for name in (*left, *(member.view.name for member in changed)):
+            client, member = self.clients.get(name), members.get(name)
+            view = None if member is None else member.view
+            if client is not None and _departed(client, view):
                 if client.lost is None:
                     client.give_up(_reason(client, view))
                 self._in_background(client.close())
                 del self.clients[name]
                 if self._caches is not None:
                     self._caches.forget(name)
-        for name, member in ready.items():
-            if name not in self.clients:
+            is_ready = member is not None and member.handle is not None and member.view.state is WorkerState.READY
+            if member is not None and is_ready and name not in self.clients:
                 self.clients[name] = self._connect(member)
+        self._seen = {name: self._seen.get(name, member.view) for name, member in members.items()}
+        self._stale.update(member.view.name for member in changed)
+        self._picture = None
         self._pulse()
 
-    def _record_changes(self, membership: Membership) -> None:
-        before = {member.view.name: member.view for member in self._membership.members}
-        for now in (member.view for member in membership.members):
-            old = before.get(now.name)
-            if old is None:
+    def _record_changes(self, before: dict[str, Member], changed: list[Member]) -> None:
+        for now in (member.view for member in changed):
+            if now.name not in before:
                 continue
+            old = before[now.name].view
             if old.role is not now.role:
                 self._role_changes[old.role.value, now.role.value] += 1
                 self._history.add_event("flip", now.name, f"{old.role.value} -> {now.role.value}")
@@ -203,6 +220,7 @@ class WorkerDiscovery:
             handle,
             subscriber=f"{self._name}-{uuid.uuid4().hex[:12]}",
             silence_s=self._spec.health.dead_after_s,
+            touched=partial(self._stale.add, view.name),
             changed=self._pulse,
             cache=reader,
             kv_dtype=next((pool.engine.dtype for pool in self._spec.pools if pool.name == view.pool), ""),
@@ -224,6 +242,7 @@ class WorkerDiscovery:
             if view.state is WorkerState.READY and view.incarnation == client.view.incarnation:
                 self._in_background(client.close())
                 self.clients[view.name] = self._connect(member)
+                self._stale.add(view.name)
 
     def _pulse(self) -> None:
         self._changed.set()

@@ -10,8 +10,9 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 
+from cluster.control.client import ControllerCalls
 from cluster.dispatch.admission_queue import AdmissionQueue
-from cluster.dispatch.discovery import RECONNECT_S, WatchMembers, WorkerDiscovery
+from cluster.dispatch.discovery import RECONNECT_S, WorkerDiscovery
 from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.dispatch.request_runner import RequestRunner
 from cluster.events import Event, Rejected
@@ -39,7 +40,7 @@ class Dispatcher:
         self,
         spec: ClusterSpec,
         model: ModelView,
-        watch_members: WatchMembers,
+        controller: ControllerCalls,
         name: str = "gateway",
         observers: Iterable[RequestObserver] = (),
     ) -> None:
@@ -55,7 +56,7 @@ class Dispatcher:
         own = SLOObserver(self._slo_scores), self._metrics, self.history, self.load_reporter, RequestLog(name)
         self._observer = RequestObservers((*own, *observers))
         caches = self._policy.index if self._policy.wants_caches else None
-        self.discovery = WorkerDiscovery(spec, model, watch_members, name, caches, self.history)
+        self.discovery = WorkerDiscovery(spec, model, controller, name, caches, self.history)
         self._admission_queue = AdmissionQueue(
             spec.gateway, self._policy, spec.health.heartbeat_s, self.discovery.change
         )

@@ -88,6 +88,8 @@ class _Migration:
         if isinstance(message, FetchedOut):
             self._arrived.set_result(message.report)
         elif isinstance(message, (FailedOut, WorkerLost)):
+            if isinstance(message, FailedOut) and message.unlinked:
+                self._attempt.on_unlinked(self._owner.name, self._target.name)
             self._arrived.set_exception(AttemptFailed(call.name, message.reason))
 
     async def _switch(self) -> None:

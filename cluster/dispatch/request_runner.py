@@ -256,6 +256,7 @@ class RequestRunner:
             on_tokens=partial(self._on_tokens, state),
             on_transfer=self._observer.on_transfer,
             on_moved=partial(self._on_moved, state),
+            on_unlinked=self._discovery.report_unlinked,
             background=self._in_background,
             cut_tokens=placement.cut(state.request),
             prefix_owner=workers.get(placement.prefix_owner),

@@ -36,7 +36,8 @@ OnMessage = Callable[[Message], None]
 
 
 class WorkerClient:
-    """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost.
+    """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost; `touched`
+    also for statistics, whenever `seen` changes.
 
     `cache` reads the worker's cache events. It is closed, and `handle` disconnected, with the client. `kv_dtype`: of
     the worker's pool.
@@ -49,6 +50,7 @@ class WorkerClient:
         *,
         subscriber: str,
         silence_s: float,
+        touched: Callable[[], None],
         changed: Callable[[], None],
         cache: CacheReader | None,
         kv_dtype: str,
@@ -63,10 +65,10 @@ class WorkerClient:
         self.lost: str | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence_s = silence_s
+        self.touched = touched
         self._changed = changed
         self._cache = cache
         self._handlers: dict[str, OnMessage] = {}
-        self._seen: tuple[tuple[WorkerView, WorkerStats, bool, str | None], WorkerView] | None = None
         self._loop = asyncio.get_running_loop()
         self.last_bundle_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._on_silence)
@@ -77,11 +79,7 @@ class WorkerClient:
         return self.view.name
 
     def seen(self, published: WorkerView) -> WorkerView:
-        """The published view with this client's statistics and state; the same object while nothing changes."""
-        if (last := self._seen) is not None:  # called for each worker and request
-            view, stats, has_answered, lost = last[0]
-            if published is view and self.stats is stats and self.has_answered is has_answered and self.lost is lost:
-                return last[1]
+        """The published view with this client's statistics and state."""
         if published.incarnation != self.view.incarnation:
             return published
         seen = replace(published, stats=self.stats)
@@ -89,7 +87,6 @@ class WorkerClient:
             seen = replace(seen, state=WorkerState.DEAD, detail=self.lost)
         elif published.state is WorkerState.READY and not self.has_answered:
             seen = replace(seen, state=WorkerState.STARTING, detail="no answer yet")
-        self._seen = (published, self.stats, self.has_answered, self.lost), seen
         return seen
 
     def join(self, key: str, on_message: OnMessage, prompt_tokens: int) -> None:
@@ -143,6 +140,7 @@ class WorkerClient:
             self.has_answered = True
             self._changed()
         self.stats = bundle.stats
+        self.touched()
         self.sent = NOTHING_SENT
         if self._cache is not None:
             self._cache.on_stats(bundle.stats.cache_number)
@@ -161,6 +159,7 @@ class WorkerClient:
             return
         logger.warning("worker %s is lost: %s", self.name, reason)
         self.lost = reason
+        self.touched()
         if self._cache is not None:
             self._cache.stop()
         self.ended.set_result(None)

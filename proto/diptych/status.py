@@ -48,6 +48,10 @@ WORKER = Pair(
     lambda message: _WORKER.decode(message, parallel=ParallelConfig(max(1, message.tensor), max(1, message.pipeline))),
 )
 LINK = Codec(LinkReport, admin_pb2.Link, latency_s=("latency", SECONDS), bytes_per_s=("bytes_per_second", SAME))
+UNLINKED = Pair(
+    lambda pairs: [admin_pb2.UnlinkedPair(owner=owner, reader=reader) for owner, reader in sorted(pairs)],
+    lambda messages: frozenset((each.owner, each.reader) for each in messages),
+)
 POOL = Codec(PoolView, admin_pb2.Pool, role=("role", ROLE))
 GATEWAY = Codec(
     GatewayView,
@@ -62,6 +66,7 @@ VIEW = Codec(
     model=("model", MODEL),
     workers=("workers", repeated(WORKER)),
     links=("links", repeated(LINK)),
+    unlinked=("unlinked", UNLINKED),
     pools=("pools", repeated(POOL)),
     served_gateways=("served_gateways", repeated(GATEWAY)),
     failures=("failures", repeated(FAILURES)),

@@ -203,7 +203,8 @@ class TaskFailures:
 class LinkReport:
     """The result of a pair's preflight: the path that reader pulls from owner by, and its measured quality.
 
-    If ranks read from several ranks, the numbers are those of the slowest link, and the names are joined.
+    If ranks read from several ranks, the numbers are those of the slowest link, and the names are joined. They are 0 if
+    the link was only verified.
     """
 
     reader: str
@@ -219,8 +220,9 @@ class LinkReport:
 class ClusterView:
     """`revision` grows with every change of membership or state; statistics do not change it.
 
-    `pairs`: an index of the links as (owner, reader); None: there is no index. `gateways`: all known gateways, oldest
-    first. `served_gateways`: those that `diptych serve` started.
+    `links`: measured links; all in a small cluster, else some of each two pools. `unlinked`: pairs (owner, reader)
+    between which KV cannot move. `gateways`: all known gateways, oldest first. `served_gateways`: those that `diptych
+    serve` started.
     """
 
     revision: int
@@ -228,7 +230,7 @@ class ClusterView:
     model: ModelView | None
     workers: tuple[WorkerView, ...]
     links: tuple[LinkReport, ...] = ()
-    pairs: frozenset[tuple[str, str]] | None = None
+    unlinked: frozenset[tuple[str, str]] = frozenset()
     pools: tuple[PoolView, ...] = ()
     gateways: tuple[str, ...] = ()
     served_gateways: tuple[GatewayView, ...] = ()
@@ -238,10 +240,8 @@ class ClusterView:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)
 
     def linked(self, owner: str, reader: str) -> bool:
-        """Whether KV can move from owner to reader."""
-        if self.pairs is not None:
-            return (owner, reader) in self.pairs
-        return any(link.owner == owner and link.reader == reader for link in self.links)
+        """Whether KV can move from owner to reader, as far as known."""
+        return owner != reader and (owner, reader) not in self.unlinked
 
 
 @dataclass(frozen=True, slots=True)

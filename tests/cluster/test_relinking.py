@@ -21,6 +21,11 @@ PROOF_S = 30.0
 
 
 @dataclass
+class Pool:
+    name: str
+
+
+@dataclass
 class Info:
     peer: str
 
@@ -34,6 +39,7 @@ class Post:
     cut: set[str]
     tried: list[tuple[str, str, float]]
     info: Info = field(init=False)
+    pool = Pool("pool")
     is_leaving = False
     is_over = False
     introduced = True
@@ -71,7 +77,9 @@ def test_a_working_pair_does_not_wait_for_a_failing_one() -> None:
     cut = {f"prefill-{index}" for index in range(7)}
     made, _, _ = preflight(8, 7, cut)
     run(tended(made, RELINK_S + 0.1))
-    assert made.pairs == {("prefill-7", f"decode-{index}") for index in range(7)}
+    linked = {("prefill-7", f"decode-{index}") for index in range(7)}
+    assert {(link.owner, link.reader) for link in made.links} == linked
+    assert not linked & made.unlinked and len(made.unlinked) == 49
 
 
 def test_every_failed_pair_is_retried_in_time() -> None:
@@ -100,7 +108,7 @@ def test_a_preflight_with_an_owner_that_restarted_is_discarded() -> None:
 
     reader.connect = restarts_meanwhile
     run(tended(made, RELINK_S + 0.1))
-    assert not made.pairs
+    assert not made.links and made.unlinked == {(owner.name, reader.name)}
 
 
 async def test_the_link_of_a_dead_owner_is_dropped() -> None:

@@ -198,7 +198,7 @@ def test_a_worker_without_room_is_retried_with_doubling_pauses() -> None:
 
         wanted = Resources(cpu=2, custom={"decode": 1})
         order = WorkerOrder(WorkerConfig("decode-1", "decode", "modelled"), wanted, 1.0, 10.0)
-        context = ReplicaContext(Full(), 10.0, introduce, lambda: None)
+        context = ReplicaContext(Full(), 10.0, introduce, lambda name: None)
         replica = ReplicaManager(PoolSpec("decode", Role.DECODE), order, context, required=False)
         replica.begin()
         await asyncio.sleep(2000.0)

@@ -1,14 +1,13 @@
 """Routers that use load only: each rule."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from cluster.policy.routing.baselines.load_based import SplitMix64
 from cluster.policy.routing.router import Placement, Sent
 from diptych.view import ClusterView
-from tests.policy.views import BLOCKS, Story, request, view, worker
+from tests.policy.views import BLOCKS, Story, only_linked, request, view, worker
 
 SPLIT = view(worker("p0", queued_tokens=50), worker("p1", queued_tokens=10), worker("d0"), worker("d1"))
 
@@ -35,7 +34,7 @@ def test_one_requested_token_needs_no_decode_worker() -> None:
 
 
 def test_unlinked_pairs_are_skipped() -> None:
-    linked = replace(SPLIT, links=tuple(link for link in SPLIT.links if {link.owner, link.reader} == {"p0", "d1"}))
+    linked = only_linked(SPLIT, ("p0", "d1"), ("d1", "p0"))
     assert Story("least-loaded").names(linked) == ("p0", "d1")
 
 

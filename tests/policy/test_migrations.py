@@ -197,10 +197,8 @@ def test_sent_requests_count_before_the_statistics_show_them() -> None:
 
 
 def unlinked(picture: ClusterView, owner: str, reader: str) -> ClusterView:
-    """The view without this link."""
-    return dataclasses.replace(
-        picture, links=tuple(each for each in picture.links if (each.owner, each.reader) != (owner, reader))
-    )
+    """The view in which no KV can move between these two."""
+    return dataclasses.replace(picture, unlinked=picture.unlinked | {(owner, reader)})
 
 
 def test_nothing_migrates_without_a_proven_link() -> None:

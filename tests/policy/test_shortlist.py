@@ -110,9 +110,7 @@ class Town:
             opened(few, cost, max_batch_tokens=2048, max_running=256) for few in (MAX_EXHAUSTIVE, EVERYBODY)
         )
         workers = [self.changed(worker(f"{roles[number % len(roles)]}{number}")) for number in range(60)]
-        names = [each.name for each in workers]
-        pairs = frozenset((owner, reader) for owner in names for reader in names if owner != reader)
-        self.picture = ClusterView(1, "c", None, tuple(workers), pairs=pairs)
+        self.picture = ClusterView(1, "c", None, tuple(workers))
         self.now_s = 1000.0
         self.under_way: list[Request] = []
 

@@ -32,6 +32,13 @@ def view(*workers: WorkerView) -> ClusterView:
     return ClusterView(1, "c", None, workers, links)
 
 
+def only_linked(picture: ClusterView, *pairs: tuple[str, str]) -> ClusterView:
+    """The view in which KV can move only between these pairs."""
+    names = [each.name for each in picture.workers]
+    every = frozenset((owner, reader) for owner in names for reader in names)
+    return replace(picture, unlinked=every - frozenset(pairs))
+
+
 def changed(picture: ClusterView, *workers: WorkerView) -> ClusterView:
     """The same workers and links, with these workers as they are now."""
     now = {each.name: each for each in workers}

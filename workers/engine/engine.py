@@ -344,10 +344,12 @@ class Engine:
             self._end(sequence)
         return True
 
-    def fail(self, key: str, reason: str, *, corrupt: bool = False, final: bool = False) -> None:
-        """Abort, and report the reason to the subscriber. `final`: another attempt would fail in the same way."""
+    def fail(
+        self, key: str, reason: str, *, corrupt: bool = False, final: bool = False, unlinked: bool = False
+    ) -> None:
+        """Abort, and report the reason to the subscriber. For the flags, see `FailedOut`."""
         if key in self._sequences:
-            self._outputs.append(FailedOut(key, reason, corrupt, final))
+            self._outputs.append(FailedOut(key, reason, corrupt, final, unlinked))
         self.abort(key)
 
     def _blame(self, sequence: Sequence, error: Exception) -> None:

@@ -53,8 +53,11 @@ class Executor(Protocol):
         """The registered pool of each rank."""
         ...
 
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        """Connect every rank to the peer's ranks, probe with one real block, and measure. Errors: `TransferError`."""
+    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
+        """Connect every rank to the peer's ranks, probe with one real block, and perhaps measure.
+
+        Errors: `TransferError`.
+        """
         ...
 
     def pull(self, order: PullOrder) -> Read:

@@ -116,8 +116,9 @@ class GangExecutor:
         others = (other.shard for other in self._others)
         return (self._own.shard(), *(shard for shard in others if shard is not None))
 
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        return slowest(await asyncio.gather(self._own.connect(peer), *(other.connect(peer) for other in self._others)))
+    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
+        others = (other.connect(peer, measures=measures) for other in self._others)
+        return slowest(await asyncio.gather(self._own.connect(peer, measures=measures), *others))
 
     def pull(self, order: PullOrder) -> Read:
         """Every rank reads its own pieces; the read is done, or settled, when all of theirs are."""

@@ -30,6 +30,7 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
     peer: PeerAddress
+    measures: bool
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True):

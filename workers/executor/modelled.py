@@ -193,8 +193,8 @@ class ModelledExecutor:
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._transports.shard(),)
 
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        return await self._transports.connect(peer)
+    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
+        return await self._transports.connect(peer, measures=measures)
 
     def pull(self, order: PullOrder) -> Read:
         return self._transports.pull(order)

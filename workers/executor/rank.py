@@ -91,8 +91,8 @@ class Rank:
     def shard(self) -> ShardAddress:
         return self._transports.shard()
 
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        return await self._transports.connect(peer)
+    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
+        return await self._transports.connect(peer, measures=measures)
 
     def pull(self, order: PullOrder) -> Read:
         """As `TransportSet.pull`; the blocks of a failed read are zeroed before it counts as settled."""

@@ -85,8 +85,8 @@ class _Service:
                 return await self._open()
             case wire.Execute(plan):
                 return await self._rank.execute(plan)
-            case wire.Connect(peer):
-                return await self._rank.connect(peer)
+            case wire.Connect(peer, measures):
+                return await self._rank.connect(peer, measures=measures)
             case wire.Pull(number, order):
                 return await self._pull(number, order)
             case wire.Forget(incarnation):

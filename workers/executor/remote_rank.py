@@ -51,8 +51,8 @@ class RemoteRank:
     def execute(self, plan: StepPlan) -> "asyncio.Future[RankStep]":
         return self._connection.begin(wire.Execute(plan))
 
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        report: LinkReport = await self._connection.begin(wire.Connect(peer))
+    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
+        report: LinkReport = await self._connection.begin(wire.Connect(peer, measures))
         return report
 
     def pull(self, order: PullOrder) -> Read:

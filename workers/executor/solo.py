@@ -41,8 +41,8 @@ class SoloExecutor:
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._rank.shard(),)
 
-    async def connect(self, peer: PeerAddress) -> LinkReport:
-        return await self._rank.connect(peer)
+    async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
+        return await self._rank.connect(peer, measures=measures)
 
     def pull(self, order: PullOrder) -> Read:
         return self._rank.pull(order)

@@ -7,10 +7,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvtransfer.control import ControlClient
 from kvtransfer.copies import covering, union_of_pieces
-from kvtransfer.errors import DigestMismatch, PeerLost, TransferError
+from kvtransfer.errors import DigestMismatch, PeerLost, TransferError, Unlinked
 from kvtransfer.pull import pull
-from kvtransfer.ticket import TransferReport, TransferTicket
+from kvtransfer.ticket import LinkReport, PeerAddress, TransferReport, TransferTicket
 from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
 from workers.engine.blocks import OutOfBlocks
@@ -62,8 +63,8 @@ class KVFetcher:
             self._engine.fetched(key, now_s, num_tokens=num_tokens, goes_on=goes_on)
             return FetchedOut(key, report)
         except (TransferError, UnknownSequence) as error:
-            corrupt = isinstance(error, DigestMismatch)
-            self._engine.fail(key, f"{type(error).__name__}: {error}", corrupt=corrupt)
+            kinds = {"corrupt": isinstance(error, DigestMismatch), "unlinked": isinstance(error, Unlinked)}
+            self._engine.fail(key, f"{type(error).__name__}: {error}", **kinds)
         except Exception as error:
             fields = log_fields(self._config.name, key)
             logger.exception("worker %s: fetch of %s", self._config.name, key, extra=fields)
@@ -82,7 +83,7 @@ class KVFetcher:
 
     async def _pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
         try:
-            client, link = await self._peer_links.meet(ticket.owner)
+            client, link = await self._meet(ticket.owner)
             ours = [(shard.layout, shard.rank) for shard in self._executor.shards()]
             return await pull(
                 client,
@@ -99,10 +100,17 @@ class KVFetcher:
             self._peer_links.unlink(ticket.owner.incarnation)
             raise
 
+    async def _meet(self, owner: PeerAddress) -> tuple[ControlClient, LinkReport]:
+        try:
+            return await self._peer_links.meet(owner)
+        except TransferError as error:
+            raise Unlinked(f"{type(error).__name__}: {error}") from error
+
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         """Pull the ticket's prefix into our cache; returns how many tokens of it are there.
 
         0 without room, for another dtype, or after a failure: the prompt is then computed, which only costs time.
+        Raises `Unlinked`.
         """
         task = asyncio.ensure_future(self._fetch_prefix(request, ticket, timeout_s))
         self._prefix_fetches.add(task)
@@ -123,6 +131,8 @@ class KVFetcher:
             async with asyncio.timeout(timeout_s):
                 await self.pull(ticket, fetch.blocks[fetch.num_shared :], skip_tokens)
             arrived = True
+        except Unlinked:
+            raise
         except (TransferError, TimeoutError) as error:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
             logger.warning("worker %s: could not fetch a prefix: %s", self._config.name, reason)

@@ -46,12 +46,15 @@ class PeerLinks:
         self._forgetting: set[asyncio.Future[None]] = set()
         self._closed = False
 
-    async def meet(self, peer: PeerAddress) -> tuple[ControlClient, LinkReport]:
-        """The connection to this incarnation and its link, verified by preflight. Errors: `TransferError`."""
-        client = await self._client(peer)
-        return client, await asyncio.shield(self._proof(peer))
+    async def meet(self, peer: PeerAddress, *, measures: bool = False) -> tuple[ControlClient, LinkReport]:
+        """The connection to this incarnation and its link, verified by preflight.
 
-    def _proof(self, peer: PeerAddress) -> "asyncio.Future[LinkReport]":
+        `measures`: also measure a link that is not verified yet. Errors: `TransferError`.
+        """
+        client = await self._client(peer)
+        return client, await asyncio.shield(self._proof(peer, measures))
+
+    def _proof(self, peer: PeerAddress, measures: bool) -> "asyncio.Future[LinkReport]":
         ours, theirs = _addresses(self._executor.shards()), _addresses(peer.shards)
         link = self._links.get(peer.incarnation)
         known = link.known if link else frozenset[Addresses]()
@@ -59,7 +62,7 @@ class PeerLinks:
             peer = link.peer  # the latest address
             if link.ours == ours and link.proof and not _failed(link.proof):
                 return link.proof
-        proof = asyncio.ensure_future(self._executor.connect(peer))
+        proof = asyncio.ensure_future(self._executor.connect(peer, measures=measures))
         proof.add_done_callback(_failed)  # its callers may have been cancelled
         self._links[peer.incarnation] = _Link(peer, ours, known | {theirs}, proof)
         return proof

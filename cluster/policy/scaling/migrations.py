@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import Decodes, LatencyPredictor
+from cluster.policy.estimate.links import MeasuredLinks
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 
@@ -99,6 +100,7 @@ class MigrationPlanner:
         self, latency: LatencyPredictor, active: ActiveRequests, *, rebalances: bool, tpot_s: float | None
     ) -> None:
         self._latency = latency
+        self._links = MeasuredLinks()
         self._active = active
         self._rebalances = rebalances
         self._tpot_s = tpot_s
@@ -301,9 +303,9 @@ class MigrationPlanner:
 
     def _cost_s(self, load: _Load, target: _Load, decode: _Decode, view: ClusterView) -> float:
         """Seconds of the transfer, and of computing the tokens that are decoded meanwhile."""
-        link = next((each for each in view.links if (each.owner, each.reader) == (load.name, target.name)), None)
+        link = self._links.between(view, load.name, target.name)
         num_bytes = decode.context_tokens * load.worker.kv_token_bytes
-        if link is not None and link.bytes_per_s > 0:
+        if link is not None:
             transfer_s = link.latency_s + num_bytes / link.bytes_per_s
         else:
             transfer_s = self._latency.transfer_seconds(target.worker, decode.context_tokens)

@@ -42,7 +42,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "slo_attainment", "traffic", "events", "served_gateways", "failures")
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "slo_attainment", "traffic", "events", "served_gateways", "failures", "unlinked")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class GetClusterResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SERVED_GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    UNLINKED_FIELD_NUMBER: _ClassVar[int]
     revision: int
     name: str
     model: Model
@@ -69,7 +70,8 @@ class GetClusterResponse(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[RecentEvent]
     served_gateways: _containers.RepeatedCompositeFieldContainer[ServedGateway]
     failures: _containers.RepeatedCompositeFieldContainer[TaskFailures]
-    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., slo_attainment: _Optional[_Union[SLOAttainment, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecentEvent, _Mapping]]] = ..., served_gateways: _Optional[_Iterable[_Union[ServedGateway, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TaskFailures, _Mapping]]] = ...) -> None: ...
+    unlinked: _containers.RepeatedCompositeFieldContainer[UnlinkedPair]
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., slo_attainment: _Optional[_Union[SLOAttainment, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecentEvent, _Mapping]]] = ..., served_gateways: _Optional[_Iterable[_Union[ServedGateway, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TaskFailures, _Mapping]]] = ..., unlinked: _Optional[_Iterable[_Union[UnlinkedPair, _Mapping]]] = ...) -> None: ...
 
 class ServedGateway(_message.Message):
     __slots__ = ("name", "state", "restarts", "silences", "detail")
@@ -480,6 +482,14 @@ class WorkerStats(_message.Message):
     swapped_blocks: int
     bubble_share: float
     def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ...) -> None: ...
+
+class UnlinkedPair(_message.Message):
+    __slots__ = ("owner", "reader")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    reader: str
+    def __init__(self, owner: _Optional[str] = ..., reader: _Optional[str] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("reader", "owner", "transport", "path", "latency", "bytes_per_second", "skipped")

@@ -48,7 +48,7 @@ class Shortlist:
         self._rates: dict[str, CostColumns] = {}
         self._groups: dict[int, Rows] = {}  # bits of slots -> their rows
         self._reaches: dict[str, Flags] = {}  # reader -> mask is linked to it
-        self._pairs: object = None
+        self._unlinked: frozenset[tuple[str, str]] = frozenset()
         self.workers: tuple[WorkerView, ...] = ()
         self._clear()
 
@@ -289,13 +289,14 @@ class Shortlist:
 
     def linked_to(self, ask: Ask, reader: str) -> Flags:
         """The workers that are linked to this reader."""
-        if self._pairs is not ask.view.pairs or ask.view.pairs is None:
+        if self._unlinked is not ask.view.unlinked:
             self._reaches.clear()
-            self._pairs = ask.view.pairs
+            self._unlinked = ask.view.unlinked
         reach = self._reaches.get(reader)
         if reach is None:
-            linked = (ask.view.linked(worker.name, reader) for worker in self.workers)
-            reach = self._reaches[reader] = np.fromiter(linked, np.bool_, len(self.workers))
+            reach = self._reaches[reader] = np.ones(len(self.workers), np.bool_)
+            owners = {reader} | {owner for owner, to in self._unlinked if to == reader}
+            reach[[self.row[owner] for owner in owners if owner in self.row]] = False
         return reach
 
 

@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
 from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, LatencyPredictor
+from cluster.policy.estimate.links import MeasuredLinks
 from cluster.policy.routing.router import Ask
 from cluster.spec import Role
 from diptych.view import WorkerView
-from kvtransfer.ticket import LinkReport
 
 MAX_FULL = 0.97  # share of the KV pool that may be assigned
 NEAR_S = 0.25  # a time this close counts as now
@@ -77,8 +77,7 @@ class WorkerEstimate:
     def __init__(self, latency: LatencyPredictor, active: ActiveRequests) -> None:
         self._latency = latency
         self._active = active
-        self._links: tuple[LinkReport, ...] = ()
-        self._pairs: dict[tuple[str, str], LinkReport] = {}
+        self._links = MeasuredLinks()
         self._ends: dict[str, _Ends] = {}  # by worker
 
     def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
@@ -157,10 +156,7 @@ class WorkerEstimate:
 
     def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
         """Seconds to move the KV of this many tokens over an idle link, by preflight or else by the cost model."""
-        links = ask.view.links
-        if links is not self._links:
-            self._links, self._pairs = links, {(link.owner, link.reader): link for link in links}
-        link = self._pairs.get((owner, reader.name))
-        if link is None or not link.bytes_per_s > 0.0 or not reader.kv_token_bytes:
+        link = self._links.between(ask.view, owner, reader.name)
+        if link is None or not reader.kv_token_bytes:
             return self._latency.transfer_seconds(reader, num_tokens)
         return link.latency_s + num_tokens * reader.kv_token_bytes / link.bytes_per_s

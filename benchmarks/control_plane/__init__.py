@@ -1,0 +1,1 @@
+"""What the control plane costs at a thousand workers; `part.py` describes the measurement."""
