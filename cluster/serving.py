@@ -19,13 +19,14 @@ from cluster.control.controller import Controller
 from cluster.control.gateway_manager import GatewayManager, GatewayPorts
 from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
+from cluster.control.pools import first_orders
 from cluster.control.scaling_loop import Decider
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import GatewayContext, Server, ServerFactory
 from cluster.policy.scaling.elastic import Elastic
-from cluster.runtime.interface import Runtime, ServiceHandle
+from cluster.runtime.interface import Runtime, ServiceHandle, WorkerOrder
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
@@ -61,6 +62,12 @@ class GatewayService:
     async def check_files(self) -> None:
         """Check that this process can read the certificate and key files. Raises `SpecError`."""
         Guard(self._spec.gateway)
+
+    async def prepare(self) -> None:
+        """Import what `open` needs. Takes seconds, which pass while the workers load."""
+        from cluster.frontend.servers import preload  # imports grpc, which only this process needs
+
+        await asyncio.to_thread(preload, self._spec.gateway)
 
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
         """Listen on these ports (0: any free one), unless it already does. Returns the endpoint."""
@@ -157,6 +164,7 @@ class Serving:
         self.http_urls: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
+        self._preparing: asyncio.Future[Any] | None = None
         self._gateway_managers: list[GatewayManager] = []
         self._failures = Failures()
         self._keep_alive: KeepAlive | None = None
@@ -182,30 +190,29 @@ class Serving:
         await self._closed.wait()
 
     async def open(self, make_server: ServerFactory, progress: Progress) -> None:
-        spec = self.spec
+        spec, secret = self.spec, secrets.token_hex(16)
+        # All processes start at once: the workers load while the controller and the gateways start.
+        orders = first_orders(spec, secret)
+        await self._prestart(orders)
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
-            "controller",
-            make_controller,
-            spec,
-            self.runtime,
-            secrets.token_hex(16),
-            orphan_after_s,
-            self._decider,
+            "controller", make_controller, spec, self.runtime, secret, orphan_after_s, self._decider
         )
-        await self._controller.call("begin", timeout_s=FIRST_CALL_S)
-        restart = self.runtime.restart_service
-        self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, restart, self._failures)
-        replicas = sum(pool.replicas for pool in spec.pools)
-        for index in range(self._num_gateways):  # they start while the model loads
+        for index in range(self._num_gateways):
             name = f"gateway-{index}"
             self._gateways.append(
                 await self.runtime.start_service(name, GatewayService, name, spec, self._controller, make_server)
             )
-        if spec.gateway.names_files:  # fail before the model is loaded
+        if spec.gateway.names_files:
             await asyncio.gather(*(gateway.call("check_files", timeout_s=FIRST_CALL_S) for gateway in self._gateways))
-        progress(f"starting {replicas} worker{'s' * (replicas != 1)}: loading {spec.model}")
+        progress(f"starting {len(orders)} worker{'s' * (len(orders) != 1)}: loading {spec.model}")
+        await self._controller.call("begin", timeout_s=FIRST_CALL_S)
+        restart = self.runtime.restart_service
+        self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, restart, self._failures)
+        preparing = (gateway.call("prepare", timeout_s=FIRST_CALL_S) for gateway in self._gateways)
+        self._preparing = asyncio.gather(*preparing, return_exceptions=True)  # `open` would raise the same
         model = await self._ready(progress)
+        await self._preparing
         for index, gateway in enumerate(self._gateways):
             port, http_port = spec.gateway.grpc_port, spec.gateway.http_port
             ports = port and port + index, http_port and http_port + index
@@ -219,6 +226,15 @@ class Serving:
                 f"{link.owner} -> {link.reader}: {link.transport}, {link.path}, "
                 f"{link.bytes_per_s / 1e9:.2f} GB/s, {link.latency_s * 1e6:.0f} us"
             )
+
+    async def _prestart(self, orders: list[WorkerOrder]) -> None:
+        """All at once. After an error none of them goes on, since Ray ends next."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for order in orders:
+                    group.create_task(self.runtime.prestart(order))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _ready(self, progress: Progress) -> ModelView:
         """Wait for the workers, and report their state changes to `progress`."""
@@ -264,6 +280,8 @@ class Serving:
 
         Running requests get `grace_s` to finish; `cut` cancels them. Keep-alives to the controller continue meanwhile.
         """
+        if self._preparing is not None:
+            self._preparing.cancel()
         for manager in self._gateway_managers:
             manager.close()
         await asyncio.gather(*(self._end(gateway, "close", grace_s, grace_s=grace_s) for gateway in self._gateways))

@@ -9,8 +9,8 @@ import click
 from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json
-from cluster.spec import Role
 from diptych.access import Access
+from diptych.view import Role
 
 if TYPE_CHECKING:
     from diptych.client import AsyncClient

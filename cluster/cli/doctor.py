@@ -4,7 +4,6 @@ import importlib.util
 import os
 import platform
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -86,6 +85,8 @@ def _torch() -> tuple[str, str | None, int, tuple[str, ...]]:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

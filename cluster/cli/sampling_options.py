@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 from cluster.cli.groups import grouped
-from workers.request import SLO
 
 sampling = grouped("Sampling")
 length = grouped("Length and stopping")
@@ -83,5 +82,7 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in options.items() if value not in (None, ())}
     ttft_s, tpot_s, class_name = (found.pop(name, None) for name in ("ttft_s", "tpot_s", "slo_class"))
     if (ttft_s, tpot_s, class_name) != (None, None, None):
+        from workers.request import SLO
+
         found["slo"] = SLO(ttft_s, tpot_s, "default" if class_name is None else class_name)
     return found

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cluster.events import Accepted, Completed, Queued
-from cluster.observe.ledger import PHASES, LatencyLedger
 from diptych.view import ClusterView, Decision, DecisionRecord, GatewayState, PoolView, WorkerState, WorkerView
-from kvtransfer.ticket import TransferReport
 
 if TYPE_CHECKING:  # importing rich takes a tenth of a second, which --help must not need
     from rich.console import Console
     from rich.table import Table
+
+    from cluster.events import Accepted, Completed, Queued
+    from cluster.observe.ledger import LatencyLedger
+    from kvtransfer.ticket import TransferReport
 
 PIPE_WIDTH = 200  # so that rows are not wrapped in a pipe
 MAX_PAIRS = 8  # unlinked ones shown
@@ -83,7 +84,7 @@ class ProgressLines:
         self._due_s[what] = now_s + LINE_S
 
 
-def answer_json(text: str, tokens: tuple[int, ...], accepted: Accepted, completed: Completed) -> dict[str, Any]:
+def answer_json(text: str, tokens: tuple[int, ...], accepted: "Accepted", completed: "Completed") -> dict[str, Any]:
     ledger = completed.ledger
     return {
         "request_id": accepted.request_id,
@@ -115,8 +116,10 @@ def view_json(view: ClusterView) -> dict[str, Any]:
     return {name: msgspec.to_builtins(getattr(view, name)) for name in shown} | {"unlinked": sorted(view.unlinked)}
 
 
-def ledger_table(ledger: LatencyLedger) -> "Table":
+def ledger_table(ledger: "LatencyLedger") -> "Table":
     """One row per phase. The columns sum to TTFT, to the time after it, and to the total."""
+    from cluster.observe.ledger import PHASES
+
     first, rest = dict(ledger.first), dict(ledger.rest)
     table = plain_table("phase", ">to first token", ">after it", ">total")
     for phase in PHASES:
@@ -132,14 +135,14 @@ def _ms(ns: int | None) -> str:
     return "" if ns is None else f"{ns / 1e6:.3f} ms"
 
 
-def queued_line(event: Queued) -> str:
+def queued_line(event: "Queued") -> str:
     """The reason for the wait, and the predicted times."""
     ahead = f"behind {event.position} others" if event.position else "next in line"
     start, first = f"{event.predicted_start_s:.1f} s", f"{event.predicted_ttft_s:.1f} s"
     return f"queued {ahead} ({event.reason}); expected to start in {start}, with a TTFT of {first}"
 
 
-def route_lines(accepted: Accepted, completed: Completed, workers: dict[str, WorkerView]) -> list[str]:
+def route_lines(accepted: "Accepted", completed: "Completed", workers: dict[str, WorkerView]) -> list[str]:
     """The workers of a request, its KV handoffs, and its token counts."""
 
     def named(name: str) -> str:
@@ -163,7 +166,7 @@ def route_lines(accepted: Accepted, completed: Completed, workers: dict[str, Wor
     return lines
 
 
-def _handoff_lines(report: TransferReport, ledger: LatencyLedger) -> list[str]:
+def _handoff_lines(report: "TransferReport", ledger: "LatencyLedger") -> list[str]:
     waited_s = (dict(ledger.first).get("transfer_wait", 0) + dict(ledger.rest).get("transfer_wait", 0)) / 1e9
     hidden_s = max(0.0, report.elapsed_s - waited_s)
     moved = f"{report.num_blocks} blocks, {size(report.num_bytes)}"

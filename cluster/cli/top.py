@@ -10,12 +10,12 @@ import click
 from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.lifetime import run
-from cluster.cli.rates import Snapshot, StatusWindow
 from cluster.cli.screen import console, print_json
 from diptych.access import Access
 from diptych.errors import DiptychError
 
 if TYPE_CHECKING:
+    from cluster.cli.rates import StatusWindow
     from diptych.client import AsyncClient
 
 
@@ -64,6 +64,7 @@ def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: b
 
 async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool) -> None:
     from cluster.cli.dashboard import screen, screen_json
+    from cluster.cli.rates import StatusWindow
     from diptych.client import AsyncClient
 
     snapshots = StatusWindow()
@@ -82,6 +83,7 @@ async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: f
     from rich.live import Live
 
     from cluster.cli.dashboard import screen
+    from cluster.cli.rates import StatusWindow
     from diptych.client import AsyncClient
 
     snapshots, shown = StatusWindow(), console()
@@ -104,6 +106,8 @@ async def _watch(endpoint: str, access: Access, interval_s: float, deadline_s: f
                     trouble = f"no answer for {silent_s:.0f} s, trying again: {error}"
 
 
-async def _add_snapshot(client: "AsyncClient", snapshots: StatusWindow) -> None:
+async def _add_snapshot(client: "AsyncClient", snapshots: "StatusWindow") -> None:
+    from cluster.cli.rates import Snapshot
+
     status = await client.status()
     snapshots.add(Snapshot(time.monotonic(), status))

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from cluster.control.changes import ChangeRefused
-from cluster.control.replicas import ReplicaManager
-from cluster.spec import MAX_REPLICAS, PoolSpec, Role
+from cluster.control.replicas import ReplicaManager, order_of
+from cluster.runtime.interface import WorkerOrder
+from cluster.spec import MAX_REPLICAS, ClusterSpec, PoolSpec, Role
 from diptych.view import PoolView, WorkerState
 
 PHASE_ROLES = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}
@@ -17,6 +18,13 @@ def is_ready(replica: ReplicaManager) -> bool:
 
 def worker_name(pool: PoolSpec, index: int) -> str:
     return f"{pool.name}-{index}"
+
+
+def first_orders(spec: ClusterSpec, secret: str) -> list[WorkerOrder]:
+    """The workers that a cluster starts with."""
+    return [
+        order_of(spec, pool, worker_name(pool, index), secret) for pool in spec.pools for index in range(pool.replicas)
+    ]
 
 
 def index_of(name: str) -> int:

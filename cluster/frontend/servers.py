@@ -1,25 +1,31 @@
-"""The servers of one gateway process: gRPC, and HTTP if the spec has a port for it."""
+"""The servers of one gateway process: gRPC, and HTTP if the spec has a port for it.
+
+Imports their libraries only when they open, because the process that starts gateways does not need them.
+"""
 
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.grpc.server import GrpcServer, model_tokenizer
 from cluster.frontend.http import check_extra
-from cluster.frontend.text import Tokenizer
+from cluster.spec import GatewaySpec
 
-if TYPE_CHECKING:  # needs the extra `http`
-    from cluster.frontend.http.server import HttpServer
+if TYPE_CHECKING:
+    from cluster.frontend.http.server import HttpServer  # needs the extra `http`
+    from cluster.frontend.text import Tokenizer
 
 
 class Servers:
     """The `Server` of a gateway process, which owns it. Arguments and errors: see `GrpcServer`."""
 
     def __init__(
-        self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
+        self, context: GatewayContext, load_tokenizer: "Callable[[], Tokenizer]", *, eager: bool = False
     ) -> None:
+        from cluster.frontend.grpc.server import GrpcServer
+
         if context.spec.gateway.http_port is not None:
             check_extra()
         self._context = context
@@ -59,6 +65,18 @@ class Servers:
         await self._http.close()
 
 
+def preload(gateway: GatewaySpec) -> None:
+    """Import what the servers and their tokenizer need."""
+    names = ["cluster.frontend.grpc.server", "workers.model.store", "workers.model.tokenizer"]
+    if gateway.http_port is not None:
+        check_extra()
+        names.append("cluster.frontend.http.server")
+    for name in names:
+        import_module(name)
+
+
 def open_servers(context: GatewayContext) -> Servers:
     """The `ServerFactory` of `diptych serve`. A module function, so that it can be pickled."""
+    from cluster.frontend.grpc.server import model_tokenizer
+
     return Servers(context, partial(model_tokenizer, context.model), eager=True)

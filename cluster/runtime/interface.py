@@ -78,6 +78,10 @@ class Runtime(Protocol):
     @property
     def name(self) -> str: ...
 
+    async def prestart(self, order: WorkerOrder) -> None:
+        """Let a worker load before `start_worker` asks for it, if that is possible. Raises `RuntimeUnavailable`."""
+        ...
+
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         """Place a worker. It may still be loading: await its `start`. Raises `RuntimeUnavailable`."""
         ...

@@ -68,6 +68,9 @@ class LocalRuntime:
         """The workers that have loaded, for tests."""
         return {name: each.server.worker() for name, each in self.handles.items() if each.server.is_open}
 
+    async def prestart(self, order: WorkerOrder) -> None:
+        """Nothing to do: there is no process to wait for."""
+
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         handle = self.handles[order.config.name] = LocalWorker(self._build(order))
         return cast(WorkerHandle, handle)

@@ -79,6 +79,11 @@ class _WorkerActor:
     async def incarnation(self) -> str:
         return self._server.incarnation
 
+    async def load(self) -> None:
+        """Load ahead of `start`, which raises the errors."""
+        with contextlib.suppress(Exception):
+            await self._server.open()
+
     async def start(self) -> WorkerInfo:
         worker = await self._server.open()
         return await worker.info()
@@ -164,9 +169,15 @@ class RayRuntime:
     session_file: str = ""
     name: str = "ray"
 
+    async def prestart(self, order: WorkerOrder) -> None:
+        if self.owns_ray:  # on other Rays a node may have to join first, and names may be taken
+            worker = await self.start_worker(order)
+            assert isinstance(worker, RayWorker)
+            worker.actor.load.remote()
+
     async def start_worker(self, order: WorkerOrder) -> WorkerHandle:
         name = f"{self.cluster}/{order.config.name}"
-        with contextlib.suppress(ValueError):  # the actor exists only after a controller's crash
+        with contextlib.suppress(ValueError):  # the actor exists after `prestart`, and after a controller's crash
             return cast(WorkerHandle, RayWorker(name, ray.get_actor(name, NAMESPACE), order.dead_after_s))
         group = await self._place(name, order)
         options: dict[str, Any] = {

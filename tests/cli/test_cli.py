@@ -46,11 +46,19 @@ def test_help_has_an_example(command: str) -> None:
     assert "Example:" in result.output and "diptych " in result.output
 
 
-def test_help_loads_nothing_heavy() -> None:
-    heavy = "torch, ray, grpc, transformers, numpy, rich.console"
-    code = f"import sys, cluster.cli; print([name for name in '{heavy}'.split(', ') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+@pytest.mark.parametrize(
+    "code",
+    ["import cluster", "from cluster.cli import main; main(['--help'], standalone_mode=False)"],
+    ids=["import cluster", "diptych --help"],
+)
+def test_nothing_heavy_is_loaded(code: str) -> None:
+    """`-X importtime` names every module that was imported, even one that was removed again."""
+    light = [sys.executable, "-X", "importtime", "-c", code]
+    done = subprocess.run(light, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "cluster" in loaded
+    heavy = "torch, ray, grpc, transformers, tokenizers, numpy, gguf, fastapi, uvicorn, pydantic, opentelemetry, nixl_cu12"
+    assert loaded.isdisjoint([*heavy.split(", "), "rich", "yaml", "jinja2", "psutil"])
 
 
 def test_generate_streams_the_text(endpoint: str) -> None:
