@@ -1,6 +1,7 @@
 """Time of `diptych serve` until it is ready, and memory and CPU of its idle processes, beside a lower bound.
 
-The lower bound, the floor, starts Ray the same way and as many actors, which only import torch.
+The lower bound, the floor, starts Ray the same way and as many actors, which only import torch. The floor of the
+controller's and a gateway's memory is an actor that imports nothing.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from diptych.client import AsyncClient
 from kvtransfer.layout import KVLayout
 
 ROUNDS = 3
+SERVICES = ("controller", "gateway")
 SETTLE_S = 2.0  # startup work ends
 IDLE_S, QUICK_IDLE_S = 10.0, 2.0
 # A separate program, because only `cluster.runtime` may import Ray.
@@ -43,6 +45,14 @@ actors = [Actor.remote() for _ in range(2)]
 ray.get([actor.load.remote() for actor in actors])
 print("floor: ready", flush=True)
 input()
+@ray.remote(num_cpus=0)
+class BareActor:
+    async def pid(self):
+        import os
+        return os.getpid()
+bare = BareActor.remote()
+print("floor: bare", ray.get(bare.pid.remote()), flush=True)
+input()
 """
 
 
@@ -57,12 +67,15 @@ class ProcessUsage:
 
 @dataclass(frozen=True, slots=True)
 class StartupSample:
-    """One start of Diptych and one of the floor."""
+    """One start of Diptych and one of the floor. `cpu_s` and `floor_cpu_s`: CPU time of all processes until ready."""
 
     phases_s: Mapping[str, float]
-    floor_s: float
+    cpu_s: float
     usage: Mapping[str, ProcessUsage]
+    floor_s: float
+    floor_cpu_s: float
     floor: ProcessUsage
+    bare_uss: int  # of an actor that imports nothing
 
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
@@ -70,30 +83,42 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     folder = model_folder()  # a first conversion is not part of a start
     samples = []
     for number in range(rounds):
-        phases_s, usage = _ours(QUICK_IDLE_S if quick else IDLE_S)
-        floor_s, floor = _floor(QUICK_IDLE_S if quick else IDLE_S)
-        samples.append(StartupSample(phases_s, floor_s, usage, floor))
-        progress(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
+        sample = StartupSample(*_ours(QUICK_IDLE_S if quick else IDLE_S), *_floor(QUICK_IDLE_S if quick else IDLE_S))
+        samples.append(sample)
+        ours_s = sum(sample.phases_s.values())
+        progress(f"round {number + 1} of {rounds}: ours {ours_s:.1f} s, the floor {sample.floor_s:.1f} s")
     return BenchmarkPart("startup", figures(samples, least_bytes(folder)), (), NOTES)
 
 
-def _ours(idle_s: float) -> tuple[dict[str, float], dict[str, ProcessUsage]]:
+def _ours(idle_s: float) -> tuple[dict[str, float], float, dict[str, ProcessUsage]]:
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_bytes(msgspec.json.encode(split_spec()))  # JSON is YAML
         command = [sys.executable, "-m", "cluster.cli", "serve", "-f", str(file), "--port", "0", "--no-http"]
         with Child(command) as child:
             ready = child.wait_line("ready: grpc://", START_TIMEOUT_S)
+            cpu_s = _cpu_s(child)
             endpoint = ready.text.rpartition("//")[2]
             workers = asyncio.run(_worker_pids(endpoint))
             port = int(endpoint.rpartition(":")[2])
-            return phases(child.lines, child.started_s), _usage_by_kind(child, idle_s, workers, port)
+            return phases(child.lines, child.started_s), cpu_s, _usage_by_kind(child, idle_s, workers, port)
 
 
-def _floor(idle_s: float) -> tuple[float, ProcessUsage]:
+def _floor(idle_s: float) -> tuple[float, float, ProcessUsage, int]:
     with Child([sys.executable, "-c", FLOOR]) as child:
         ready = child.wait_line("floor: ready", START_TIMEOUT_S)
-        return ready.at_s - child.started_s, total(usage for _, usage in _measured(child, idle_s))
+        cpu_s = _cpu_s(child)
+        usage = total(usage for _, usage in _measured(child, idle_s))
+        child.write_line("")
+        bare = child.wait_line("floor: bare", START_TIMEOUT_S)
+        time.sleep(SETTLE_S)
+        uss = psutil.Process(int(bare.text.rpartition(" ")[2])).memory_full_info().uss
+        return ready.at_s - child.started_s, cpu_s, usage, uss
+
+
+def _cpu_s(child: Child) -> float:
+    """CPU time of every process of the family so far."""
+    return sum(cpu_seconds(process) for process in child.family())
 
 
 async def _worker_pids(endpoint: str) -> dict[int, str]:
@@ -195,17 +220,25 @@ def figures(samples: Sequence[StartupSample], least: Mapping[str, int]) -> tuple
     made.append(Figure(title, "together", "time", "s", spread(totals)))
     made.append(Figure(title, "floor: Ray and 2 actors with torch", "time", "s", spread(floors)))
     made.append(Figure(title, "together", "/ floor", "x", ratios(totals, floors)))
+    cpu, floor_cpu = [each.cpu_s for each in samples], [each.floor_cpu_s for each in samples]
+    made.append(Figure(title, "together", "CPU", "s", spread(cpu)))
+    made.append(Figure(title, "floor: Ray and 2 actors with torch", "CPU", "s", spread(floor_cpu)))
+    made.append(Figure(title, "together", "CPU / floor", "x", ratios(cpu, floor_cpu)))
     title = "Memory and idle CPU when ready"
     for kind in sorted({kind for each in samples for kind in each.usage}):
         there = [each.usage[kind] for each in samples if kind in each.usage]
         made.append(Figure(title, kind, "USS", "MiB", spread(usage.uss for usage in there)))
         made.append(Figure(title, kind, "RSS", "MiB", spread(usage.rss for usage in there)))
         made.append(Figure(title, kind, "idle, of a core", "%", spread(usage.idle for usage in there)))
+        if kind in SERVICES:
+            above = spread(each.usage[kind].uss - each.bare_uss for each in samples if kind in each.usage)
+            made.append(Figure(title, kind, "USS above a bare actor", "MiB", above))
         if kind in least:
             share = spread(usage.uss / least[kind] for usage in there)
             made.append(Figure(title, kind, "USS / (weights + KV pool)", "x", share))
     ours = [total(each.usage.values()) for each in samples]
     theirs = [each.floor for each in samples]
+    made.append(Figure(title, "bare Ray actor", "USS", "MiB", spread(each.bare_uss for each in samples)))
     for row, usages in (("together", ours), ("floor: Ray and 2 actors with torch", theirs)):
         made.append(Figure(title, row, "USS", "MiB", spread(usage.uss for usage in usages)))
         made.append(Figure(title, row, "idle, of a core", "%", spread(usage.idle for usage in usages)))
