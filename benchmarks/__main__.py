@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks import frontend, handoff, overhead, peer, simulator, startup, transfer
+from benchmarks import capacity, frontend, handoff, overhead, peer, simulator, startup, transfer
 from benchmarks.control_plane import part as control_plane
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import PEERS, VLLM
@@ -35,6 +35,7 @@ PARTS = {
     "transfer": Measurement(transfer.measure, transfer.ROUNDS, 3),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "frontend": Measurement(frontend.measure, frontend.ROUNDS),
+    "capacity": Measurement(capacity.measure, capacity.ROUNDS),
     "startup": Measurement(startup.measure, startup.ROUNDS),
     "peer": Measurement(peer.measure, peer.ROUNDS),
     "engine": Measurement(compare.measure, compare.ROUNDS),

@@ -58,11 +58,15 @@ QUICK = LoadSize((4, 8), 24, 64)
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """The process of a gRPC and an HTTP server. `uniform_text`: all its tokens have the same text."""
+    """The process of a gRPC and an HTTP server. `uniform_text`: all its tokens have the same text.
+
+    `family`: the processes of its cluster.
+    """
 
     pid: int
     addresses: Mapping[str, str]  # by protocol
     uniform_text: bool = True
+    family: Callable[[], list[psutil.Process]] = list
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def sampled(systems: Sequence[str], rounds: int, size: LoadSize, progress: Progr
     samples: dict[tuple[str, str], list[ServerSample]] = defaultdict(list)
     with ExitStack() as stack:
         servers = {
-            system: stack.enter_context(_served() if system == "served" else _alone(MODULES[system]))
+            system: stack.enter_context(served(served_spec()) if system == "served" else _alone(MODULES[system]))
             for system in systems
         }
         for number in range(rounds):
@@ -118,14 +122,16 @@ def _alone(module: str) -> Iterator[MeasuredServer]:
 
 
 @contextmanager
-def _served() -> Iterator[MeasuredServer]:
+def served(spec: ClusterSpec) -> Iterator[MeasuredServer]:
+    """A cluster on Ray with one gateway."""
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         file = Path(folder) / "cluster.yaml"
-        file.write_bytes(msgspec.json.encode(served_spec()))  # JSON is YAML
+        file.write_bytes(msgspec.json.encode(spec))  # JSON is YAML
         with Child([sys.executable, "-m", "cluster.cli", "serve", "-f", str(file)]) as child:
             endpoint = child.wait_line("ready: grpc://", START_TIMEOUT_S).text.rpartition("//")[2]
             url = child.wait_line("ready: http://", START_TIMEOUT_S).text.split()[1].removesuffix("/v1")
-            yield MeasuredServer(_listener(child, endpoint), {"gRPC": endpoint, "HTTP": url}, uniform_text=False)
+            addresses = {"gRPC": endpoint, "HTTP": url}
+            yield MeasuredServer(_listener(child, endpoint), addresses, uniform_text=False, family=child.family)
 
 
 def served_spec() -> ClusterSpec:

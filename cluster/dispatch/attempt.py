@@ -256,8 +256,9 @@ class Attempt:
         self._num_messages += 1
         is_direct = self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
         if is_direct and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
+            self._latest = message.timing
             try:
-                self._emit(message)
+                self._on_tokens(message)
             except Exception as error:  # must end this attempt, not the worker's client
                 self._put(call, error)
         else:

@@ -306,7 +306,7 @@ class RequestRunner:
         )
         num_tokens = len(output.tokens)
         state.sent.extend(output.tokens)
-        gap_s = state.timing.tokens(num_tokens, _now_s())
+        gap_s = state.timing.tokens(num_tokens, state.now_s())
         for count_tokens in state.token_observers:
             count_tokens(num_tokens, gap_s)
         if gap_s is None:

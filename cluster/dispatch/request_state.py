@@ -37,6 +37,7 @@ class RequestState:
     emit: Callable[[Event], None]
     timing: RequestTiming
     stop: asyncio.Future[None] = field(default_factory=_future)  # the caller wants no more tokens
+    now_s: Callable[[], float] = field(default_factory=lambda: asyncio.get_running_loop().time)
     sent: list[int] = field(default_factory=list)
     avoid: frozenset[str] = frozenset()  # workers that failed or refused this request
     phase: Phase = Phase.QUEUEING  # between attempts

@@ -19,11 +19,12 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from cluster.events import ClusterError, Event, Rejected, Unservable
+from cluster.events import ClusterError, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.output_collector import RequestOutputCollector
+from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
 from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
 from cluster.frontend.preprocessing import LARGE_BYTES, InThread, Preprocessing
 from cluster.frontend.text import (
@@ -112,12 +113,14 @@ class Gateway:
         session: str = "",
         model: str = "",
         tenant: str = "",
+        send_delta: SendDelta | None = None,
     ) -> AsyncGenerator[GatewayEvent, None]:
         """Yields Accepted, text deltas, each answer's end, and Completed. Joins deltas that a slow consumer left.
 
         Deltas of several answers interleave and have the answer's `index`. With `best_of` above n, deltas come only
         after all answers have ended. `client_id`: a second id for `cancel`, which several requests may share.
-        `deadline_s` counts from now. Closing the iterator cancels the request on its workers.
+        `deadline_s` counts from now. `send_delta` gets deltas, in order, while the iterator waits for its next event;
+        the iterator then skips them. Closing the iterator cancels the request on its workers.
         Errors: `cluster.events`, `InvalidRequest`, and those above.
         """
         arrived_ns = now_ns()
@@ -126,7 +129,7 @@ class Gateway:
         request_id = request_id or new_id()
         slo = slo or SLO()
         self._check_tenant(tenant)
-        running = self._enter(request_id, client_id, sampling.num_answers, slo)
+        running = self._enter(request_id, client_id, sampling.num_answers, slo, send_delta)
         try:
             tokens = await self.encode(prompt, sampling.max_tokens or 1)
             sampling = self._resolve(sampling, len(tokens))
@@ -205,7 +208,9 @@ class Gateway:
             rule = f"must be at most {MAX_ID_CHARS} visible ASCII characters"
             raise InvalidRequest("tenant", f"{tenant[:40]!r} cannot be used; it {rule}")
 
-    def _enter(self, request_id: str, client_id: str, num_answers: int, slo: SLO) -> "_Running":
+    def _enter(
+        self, request_id: str, client_id: str, num_answers: int, slo: SLO, send_delta: SendDelta | None
+    ) -> "_Running":
         if len(request_id) > MAX_ID_CHARS or not all(map(is_usable, request_id)):
             rule = f"must be at most {MAX_ID_CHARS} visible ASCII characters without '/' and '#'"
             raise InvalidRequest("request_id", f"{request_id[:40]!r} cannot be used; it {rule}")
@@ -216,7 +221,7 @@ class Gateway:
             self._context.dispatcher.count_refusal(slo.class_name, "gateway-full")
             room = f"{active} of {limit} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
-        running = self._active[request_id] = _Running(client_id, num_answers)
+        running = self._active[request_id] = _Running(client_id, num_answers, send_delta)
         return running
 
     def _resolve(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
@@ -272,13 +277,17 @@ class Gateway:
                 request.id,
                 self._text_stream(each.sampling, index),
                 RequestOutputCollector() if ranked else output,
+                partial(self._context.dispatcher.finish, each.id),
             )
             for index, each in enumerate(child_requests(request))
         ]
         try:
             async with asyncio.TaskGroup() as group:
                 for answer in answers:
-                    group.create_task(self._follow(answer, arrived_ns, left_s))
+                    running = self._context.dispatcher.run(
+                        answer.request, answer.take, deadline_s=left_s, arrived_ns=arrived_ns
+                    )
+                    group.create_task(running)
             best = sorted(answers, key=ChildRequest.by_rank)[: sampling.n] if ranked else answers
             if ranked:
                 emit_ranked(best, answers[0].prompt_logprobs, sampling, output)
@@ -291,24 +300,14 @@ class Gateway:
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
         return TextStream(detokenizer, sampling, index)
 
-    async def _follow(self, answer: ChildRequest, arrived_ns: int, deadline_s: float | None) -> None:
-        dispatcher = self._context.dispatcher
-
-        def take(event: Event) -> None:
-            answer.take(event)
-            if answer.stopped:
-                dispatcher.finish(answer.request.id)
-
-        await dispatcher.run(answer.request, take, deadline_s=deadline_s, arrived_ns=arrived_ns)
-
 
 class _Running:
     """A running request. Owned by its `generate` iterator."""
 
-    def __init__(self, client_id: str, num_answers: int) -> None:
+    def __init__(self, client_id: str, num_answers: int, send_delta: SendDelta | None) -> None:
         self.client_id = client_id
         self.num_answers = num_answers
-        self.output = RequestOutputCollector()
+        self.output = RequestOutputCollector(send_delta)
         self.pump: asyncio.Task[None] | None = None  # None while the prompt is being encoded
 
     def cancel(self, reason: Exception) -> None:

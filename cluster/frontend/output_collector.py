@@ -2,36 +2,48 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from cluster.frontend.text import GatewayEvent, TextDelta
+
+# Sends a delta at once; False: it cannot now, and has done nothing. Must not wait or raise.
+SendDelta = Callable[[TextDelta], bool]
 
 
 class RequestOutputCollector:
     """`put` never waits. For a slow reader, `take` joins deltas.
 
-    Bounded by the request: at most max_tokens tokens with their text, and one Accepted per attempt. Owned by the
-    request's `Gateway.generate`.
+    While the reader waits in `take`, deltas go to `send_delta`, so that they do not wake it. Bounded by the request: at
+    most max_tokens tokens with their text, and one Accepted per attempt. Owned by the request's `Gateway.generate`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, send_delta: SendDelta | None = None) -> None:
         self._events: deque[GatewayEvent] = deque()
         self._over: Exception | bool = False
-        self._wake = asyncio.Event()
+        self._send_delta = send_delta
+        self._reader: asyncio.Future[None] | None = None  # of a `take` that waits and has not been woken
 
     def put(self, event: GatewayEvent) -> None:
+        if self._send_delta and self._reader and isinstance(event, TextDelta) and self._send_delta(event):
+            return
         self._events.append(event)
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
     def end(self) -> None:
         """No further event follows."""
         self._over = self._over or True
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """`take` raises this error after the buffered events. Only the first error counts."""
         if self._over is False:
             self._over = error
-        self._wake.set()
+        self._wake()
 
     async def take(self) -> GatewayEvent | None:
         """The next event, deltas joined; None at the end."""
@@ -40,8 +52,11 @@ class RequestOutputCollector:
                 raise self._over
             if self._over:
                 return None
-            self._wake.clear()
-            await self._wake.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         event = self._events.popleft()
         if not isinstance(event, TextDelta) or not (self._events and isinstance(self._events[0], TextDelta)):
             return event

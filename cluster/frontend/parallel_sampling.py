@@ -4,7 +4,7 @@ Pure, except that it fills output collectors. Knows no dispatcher and no server.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.events import Accepted, AnswerEnd, Completed, Delta, Event, Queued
@@ -52,11 +52,17 @@ def answer_seed(seed: int, index: int) -> int:
 class ChildRequest:
     """The request of one answer, and its results. Owned by the parent request's pump.
 
-    `parent_id`: the id that clients see.
+    `parent_id`: the id that clients see. `stop` ends the request at its workers; called when a stop string is found.
     """
 
     def __init__(
-        self, index: int, request: Request, parent_id: str, text: TextStream, output: RequestOutputCollector
+        self,
+        index: int,
+        request: Request,
+        parent_id: str,
+        text: TextStream,
+        output: RequestOutputCollector,
+        stop: Callable[[], None],
     ) -> None:
         self.request = request
         self.output = output
@@ -65,11 +71,8 @@ class ChildRequest:
         self._index = index
         self._parent_id = parent_id
         self._text = text
+        self._stop = stop
         self._logprob = 0.0
-
-    @property
-    def stopped(self) -> bool:
-        return self._text.stopped
 
     @property
     def mean_logprob(self) -> float:
@@ -81,19 +84,24 @@ class ChildRequest:
 
     def take(self, event: Event) -> None:
         match event:
-            case Accepted() | Queued():
-                self.output.put(replace(event, request_id=self._parent_id, index=self._index))
             case Delta():
                 delta = self._text.push(event)
-                if delta is not None:
+                if delta is None:
+                    return
+                if delta.logprobs:
                     self._logprob += sum(each.chosen for each in delta.logprobs)
+                if delta.prompt_logprobs:
                     self.prompt_logprobs += delta.prompt_logprobs
-                    self.output.put(delta)
+                self.output.put(delta)
+                if self._text.stopped:
+                    self._stop()
+            case Accepted() | Queued():
+                self.output.put(replace(event, request_id=self._parent_id, index=self._index))
             case Completed():
                 rest = self._text.flush()
                 if rest is not None:
                     self.output.put(rest)
-                if self.stopped:  # further tokens may have arrived after the call of `finish`
+                if self._text.stopped:  # further tokens may have arrived after the call of `finish`
                     event = replace(event, finish=FinishReason.STOP, completion_tokens=self._text.num_tokens)
                 self.end = event
                 self.output.put(TextEnd(event.finish, self._index))

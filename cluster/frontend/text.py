@@ -316,7 +316,12 @@ class TextStream:
         """The text that these tokens complete. Drops tokens after the one that completes a stop string."""
         if self.stopped:
             return None
-        text = self._text_with_stops(delta.tokens) if self._has_stops else self._text(delta.tokens)
+        if not self._has_stops:
+            text = self._text(delta.tokens)
+            return TextDelta(
+                text, delta.tokens, delta.first_position, delta.logprobs, delta.prompt_logprobs, self._index
+            )
+        text = self._text_with_stops(delta.tokens)
         used = self.num_tokens - delta.first_position
         return TextDelta(
             text, delta.tokens[:used], delta.first_position, delta.logprobs[:used], delta.prompt_logprobs, self._index

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -22,16 +23,57 @@ class OutputNotTaken(Exception):
 
 
 class Sender:
-    """Sends the messages of one call, one at a time."""
+    """Sends the messages of one call, one at a time. For `send_at_once`, `encode` makes messages, and the caller enters
+    the sender, which waits for the last one.
+    """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, encode: Callable[[Any], Any] | None = None) -> None:
         self._context = context
+        self._encode = encode
         self._over = False
+        self._sending: asyncio.Task[None] | None = None  # of `send_at_once`
+
+    def send_at_once(self, event: Any) -> bool:
+        """Begin to send, without waiting. False: an earlier message is still being sent, or has failed.
+
+        `send` raises its error.
+        """
+        before = self._sending
+        if before is not None and (not before.done() or before.cancelled() or before.exception()):
+            return False
+        assert self._encode is not None, "send_at_once needs encode"
+        self._sending = asyncio.create_task(self._context.write(self._encode(event)))
+        return True
+
+    async def __aenter__(self) -> "Sender":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """What is being sent comes before the call's status; a call that was cancelled sends nothing more."""
+        if kind is None or issubclass(kind, Exception):
+            await self._finish()
+        elif self._sending is not None:
+            self._sending.cancel()
+            await asyncio.wait([self._sending])
+
+    async def _finish(self) -> None:
+        """Wait until nothing is being sent any more."""
+        if (sending := self._sending) is None:
+            return
+        try:
+            async with asyncio.timeout(SEND_S):
+                await sending
+        except TimeoutError:
+            self._over = True
+            raise OutputNotTaken from None
+        finally:
+            self._sending = None
 
     async def send(self, message: Any) -> None:
         """Wait until flow control lets the message through. Raises `OutputNotTaken`, and then at every call."""
         if self._over:
             raise OutputNotTaken  # grpc buffers one message, and that buffer is full
+        await self._finish()
         try:
             async with asyncio.timeout(SEND_S):
                 await self._context.write(message)

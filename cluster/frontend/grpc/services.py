@@ -29,6 +29,7 @@ from cluster.frontend.grpc.messages import (
 )
 from cluster.frontend.grpc.sender import Context, OutputNotTaken, Sender, abort
 from cluster.frontend.grpc.statuses import code_name, status_of
+from cluster.frontend.output_collector import SendDelta
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import PromptInput, TextDelta, TextEnd
 from cluster.observe.ledger import now_ns
@@ -57,12 +58,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, raw: bytes, context: Context) -> None:
         request_id = ""
-        sender = Sender(context)
+        sender = Sender(context, event_message)
         self._set_trace_headers(context)
         try:
             request, prompt = await self._read(raw, context)
             request_id = request.request_id
-            async with aclosing(responses(self._gateway, request, prompt, deadline_of(context))) as messages:
+            generated = responses(self._gateway, request, prompt, deadline_of(context), sender.send_at_once)
+            async with sender, aclosing(generated) as messages:
                 async for message in messages:
                     await sender.send(message)
         except Exception as error:  # not left to the interceptor, so that the log line has the request's id
@@ -260,9 +262,16 @@ async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
 
 
 async def responses(
-    gateway: Gateway, request: inference_pb2.GenerateRequest, prompt: PromptInput, deadline_s: float | None
+    gateway: Gateway,
+    request: inference_pb2.GenerateRequest,
+    prompt: PromptInput,
+    deadline_s: float | None,
+    send_delta: SendDelta | None = None,
 ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-    """The messages of one request, in its response mode. Closing the iterator cancels the request."""
+    """The messages of one request, in its response mode. Closing the iterator cancels the request.
+
+    `send_delta`: see `Gateway.generate`; not used for whole answers.
+    """
     whole = _is_whole(request)
     sampling = sampling_from(request.sampling, gateway.default_sampling)
     if sampling.num_answers > sampling.n and not whole:
@@ -277,6 +286,7 @@ async def responses(
         session=request.session_id,
         model=request.model,
         tenant=request.tenant,
+        send_delta=None if whole else send_delta,
     )
     deltas: list[TextDelta] = []
     async with aclosing(events):

@@ -6,6 +6,7 @@ trace-7-1b9f03e2           the unique id in gateway, workers and logs, and part 
 
 import secrets
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +17,7 @@ from cluster.observe.metrics.responses import Responses
 from diptych.request_ids import is_usable, new_id
 
 NAME = "diptych.name"  # keys in an ASGI scope
+WRITER = "diptych.writer"
 OUTCOME = "diptych.outcome"
 REQUEST_ID = b"x-request-id"
 TENANT = b"x-diptych-tenant"
@@ -35,6 +37,19 @@ class Outcome:
     """The status that is counted. A stream that fails after its status was sent sets the status of its error."""
 
     status: int = CLIENT_LEFT
+
+
+class BodyWriter(Protocol):
+    """Writes parts of a response's body without waiting. The ASGI `send` starts and ends the response."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the body has begun, and the client reads fast enough."""
+        ...
+
+    def write(self, part: bytes) -> None:
+        """Write a part that is not empty. Only if `is_ready`."""
+        ...
 
 
 class CountResponses:

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -22,7 +21,8 @@ from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.http.failures import JSON, failure_of
 from cluster.frontend.http.formats import Choice, Format, Usage, finishes
 from cluster.frontend.http.headers import RequestHeaders
-from cluster.frontend.http.middleware import OUTCOME
+from cluster.frontend.http.middleware import OUTCOME, WRITER, BodyWriter
+from cluster.frontend.output_collector import SendDelta
 from cluster.frontend.text import GatewayEvent, PromptInput, TextDelta, TextEnd
 from workers.request import FinishReason, SamplingParams
 
@@ -45,12 +45,14 @@ class ParsedRequest:
     usage_in_chunks: bool
     scores_only: bool  # the answers themselves are dropped
 
-    def events(self, gateway: Gateway) -> list[AsyncGenerator[GatewayEvent, None]]:
-        """One iterator for each prompt; closing it cancels the prompt's request."""
+    def events(self, gateway: Gateway, send_delta: SendDelta | None) -> list[AsyncGenerator[GatewayEvent, None]]:
+        """One iterator for each prompt; closing it cancels the prompt's request. `send_delta`: for a single prompt."""
         arrived_s = time.monotonic()
-        return [self._events(gateway, index, arrived_s) for index in range(len(self.prompts))]
+        return [self._events(gateway, index, arrived_s, send_delta) for index in range(len(self.prompts))]
 
-    async def _events(self, gateway: Gateway, index: int, arrived_s: float) -> AsyncGenerator[GatewayEvent, None]:
+    async def _events(
+        self, gateway: Gateway, index: int, arrived_s: float, send_delta: SendDelta | None
+    ) -> AsyncGenerator[GatewayEvent, None]:
         """The deadline counts from the arrival of the request, however long this prompt waited for others."""
         headers, unique = self.headers, self.headers.name.unique
         waited_s = time.monotonic() - arrived_s
@@ -64,6 +66,7 @@ class ParsedRequest:
             session=headers.session,
             model=self.model,
             tenant=headers.tenant,
+            send_delta=send_delta,
         )
         async with aclosing(events):
             async for event in events:
@@ -85,16 +88,22 @@ class Reply(Response):
         self._request = request
         self._format = form
         self._begun = False
+        self._writer: BodyWriter | None = None
+        self._sent = Usage()  # so far
         self._fields = {
             "id": f"{form.prefix}-{request.headers.name.unique}",
             "object": form.chunk_kind if request.stream else form.whole_kind,
             "created": int(time.time()),
             "model": model,
         }
+        self._head = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":['
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(merged(self._request.events(self._gateway))) as events:
+            self._writer = scope.get(WRITER)
+            at_once = self._request.stream and len(self._request.prompts) == 1 and not self._request.scores_only
+            iterators = self._request.events(self._gateway, self._send_delta if at_once else None)
+            async with aclosing(merged(iterators)) as events:
                 await (self._stream(events, send) if self._request.stream else self._whole(events, send))
         except Exception as error:
             ready, name = servable(self._gateway.view), self._request.headers.name
@@ -128,61 +137,72 @@ class Reply(Response):
         in_thread = any(_is_long(delta) for _, delta, _ in answers)  # then all: they may repeat one prompt's logprobs
         choices = []
         for answer in answers:
-            choices.append(await self._encoded(partial(self._format.whole, *answer), in_thread))
+            choices.append(msgspec.Raw(await self._encoded(partial(self._format.whole, *answer), in_thread)))
             await asyncio.sleep(0)  # many short ones together take long, too
         body = msgspec.json.encode(self._fields | {"choices": choices, "usage": usage.json})
         await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
         await _send_body(send, body, last=True)
 
     async def _stream(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:
-        usage, so_far = Usage(), Usage()
+        usage = Usage()
         prompts: dict[int, int] = {}
         async for prompt, event in events:
             match event:
                 case Accepted():
                     prompts[prompt] = event.prompt_tokens
-                    so_far.prompt_tokens = sum(prompts.values())
+                    self._sent.prompt_tokens = sum(prompts.values())
                     if not self._begun:
                         await self._begin(event, {"content-type": EVENTS, "x-accel-buffering": "no"}, send)
                 case TextDelta():
-                    so_far.completion_tokens += len(event.tokens)
-                    counts = self._counts(so_far)
-                    # A delta may have no text: its tokens end inside a character or a possible stop string.
-                    if event.text or event.logprobs or event.prompt_logprobs or counts:
+                    if self._count(event):
                         part = partial(self._format.part, self._choice(prompt, event.index), event)
-                        choices = [await self._encoded(part, _is_long(event))]
-                        await _send_body(send, self._chunk(choices, counts))
+                        await _send_body(send, self._chunk(await self._encoded(part, _is_long(event))))
                 case TextEnd():
                     end = partial(self._format.end, self._choice(prompt, event.index), event.finish)
-                    choices = [await self._encoded(end, in_thread=False)]
-                    await _send_body(send, self._chunk(choices, self._counts(so_far)))
+                    await _send_body(send, self._chunk(await self._encoded(end, in_thread=False)))
                 case Completed():
                     usage.add(event)
-        last = self._chunk([], usage.json) if self._request.include_usage else b""
+        self._sent = usage
+        last = self._chunk(b"", with_usage=True) if self._request.include_usage else b""
         await _send_body(send, last + b"data: [DONE]\n\n", last=True)
 
-    async def _encoded(self, build: Callable[[], Choice], in_thread: bool) -> msgspec.Raw:
+    def _send_delta(self, delta: TextDelta) -> bool:
+        """Send a delta of the only prompt at once, if the client is ready and the delta is short."""
+        if self._writer is None or not self._writer.is_ready or _is_long(delta):
+            return False
+        if self._count(delta):
+            self._writer.write(self._chunk(msgspec.json.encode(self._format.part(delta.index, delta))))
+        return True
+
+    def _count(self, delta: TextDelta) -> bool:
+        """Count its tokens. Returns whether there is something to send.
+
+        Tokens that end inside a character or a possible stop string have no text.
+        """
+        self._sent.completion_tokens += len(delta.tokens)
+        return bool(delta.text or delta.logprobs or delta.prompt_logprobs or self._request.usage_in_chunks)
+
+    async def _encoded(self, build: Callable[[], Choice], in_thread: bool) -> bytes:
         """A choice as JSON. Encodes long ones in a thread, so that they do not delay other requests' tokens."""
 
-        def encoded() -> msgspec.Raw:
-            return msgspec.Raw(msgspec.json.encode(build()))
+        def encoded() -> bytes:
+            return msgspec.json.encode(build())
 
         if not in_thread:
             return encoded()
         async with self._encoder_slots:
             return await asyncio.to_thread(encoded)
 
-    def _counts(self, so_far: Usage) -> dict[str, Any] | None:
-        return so_far.json if self._request.usage_in_chunks else None
-
     def _choice(self, prompt: int, index: int) -> int:
         return prompt * self._request.sampling.n + index
 
-    def _chunk(self, choices: list[msgspec.Raw], usage: dict[str, Any] | None = None) -> bytes:
-        chunk = self._fields | {"choices": choices}
-        if self._request.include_usage:
-            chunk["usage"] = usage
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    def _chunk(self, choice: bytes, *, with_usage: bool = False) -> bytes:
+        """An event with this choice, or with none."""
+        if not self._request.include_usage:
+            return self._head + choice + b"]}\n\n"
+        counted = with_usage or self._request.usage_in_chunks
+        usage = msgspec.json.encode(self._sent.json if counted else None)
+        return self._head + choice + b'],"usage":' + usage + b"}\n\n"
 
     async def _begin(self, accepted: Accepted, headers: dict[str, str], send: Send) -> None:
         headers |= {"cache-control": "no-store"}
@@ -249,6 +269,8 @@ async def merged(
 
 
 def _is_long(delta: TextDelta) -> bool:
+    if not delta.logprobs and not delta.prompt_logprobs:
+        return False
     return sum(1 + len(each.top) for each in (*delta.logprobs, *delta.prompt_logprobs)) > MAX_LOGPROBS
 
 

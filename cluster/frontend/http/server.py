@@ -12,6 +12,7 @@ from typing import Any
 import h11
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.frontend.auth import Guard
@@ -21,7 +22,7 @@ from cluster.frontend.http.app import make_app
 from cluster.frontend.http.body_reader import BodyReader
 from cluster.frontend.http.connection import Connection
 from cluster.frontend.http.listener import listen
-from cluster.frontend.http.middleware import CountResponses, NameRequests, RequireKey
+from cluster.frontend.http.middleware import WRITER, CountResponses, NameRequests, RequireKey
 from cluster.frontend.http.reply import EVENTS
 
 logger = logging.getLogger(__name__)
@@ -102,12 +103,14 @@ class HttpServer:
 
 
 class _H11(h11.Connection):
-    """h11's connection, extended by whether the response is an event stream."""
+    """h11's connection, extended by whether the response is an event stream and has chunks."""
 
-    streams = False
+    streams = has_chunks = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if isinstance(event, h11.Response):
+            has_length = any(name == b"content-length" for name, _ in event.headers)
+            self.has_chunks = self.their_http_version == b"1.1" and not has_length
             self.streams = (b"content-type", EVENTS.encode()) in event.headers
         return super().send(event)
 
@@ -123,6 +126,12 @@ class _Http(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = _H11(h11.SERVER, HEADERS_BYTES)
+        inner = self.app
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await inner({**scope, WRITER: ChunkWriter(self)}, receive, send)
+
+        self.app = app
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -199,6 +208,28 @@ class _Http(H11Protocol):
     def _disconnect(self) -> None:
         logger.info("disconnected a client that read nothing for %.0f s", SEND_S)
         self.transport.abort()
+
+
+class ChunkWriter:
+    """The `BodyWriter` of the connection's current response. h11's state stays the same between two chunks."""
+
+    def __init__(self, protocol: _Http) -> None:
+        self._cycle = protocol.cycle
+        self._protocol = protocol
+
+    @property
+    def is_ready(self) -> bool:
+        protocol = self._protocol
+        return (
+            protocol.cycle is self._cycle
+            and protocol.conn.has_chunks
+            and protocol.conn.our_state is h11.SEND_BODY
+            and not protocol.flow.write_paused
+            and not protocol.transport.is_closing()
+        )
+
+    def write(self, part: bytes) -> None:
+        self._protocol.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _Tls(_Http):
