@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks import capacity, frontend, handoff, overhead, peer, simulator, startup, transfer
+from benchmarks import capacity, frontend, handoff, overhead, peer, simulator, startup, tcp_links, transfer
 from benchmarks.control_plane import part as control_plane
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import PEERS, VLLM
@@ -33,6 +33,7 @@ class Measurement:
 PARTS = {
     "handoff": Measurement(handoff.measure, handoff.ROUNDS),
     "transfer": Measurement(transfer.measure, transfer.ROUNDS, 3),
+    "tcp-links": Measurement(tcp_links.measure, tcp_links.ROUNDS, 3),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "frontend": Measurement(frontend.measure, frontend.ROUNDS),
     "capacity": Measurement(capacity.measure, capacity.ROUNDS),

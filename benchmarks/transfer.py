@@ -82,19 +82,19 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
 async def _measure(
     planned: Sequence[Plan], num_blocks: int, rounds: int, progress: Progress
 ) -> tuple[Samples, tuple[str, ...]]:
-    truth, region = _pool(num_blocks, filled=True), _pool(num_blocks, filled=False)
-    with _Owner(num_blocks) as owner:
+    truth, region = pool_of(num_blocks, filled=True), pool_of(num_blocks, filled=False)
+    with OwnerProcess(BACKENDS, 1, num_blocks) as owner:
         readers: dict[str, tuple[TransportSet, str]] = {}
         notes = []
         for backend in BACKENDS:
-            opened = _open(region, (backend,), f"reader-{backend}")
+            opened = open_set(region, (backend,), f"reader-{backend}")
             if isinstance(opened, str):
                 notes.append(f"{backend} was left out: {opened}")
                 continue
-            report = await opened.connect(owner.address, deadline_s=WAIT_S)
+            report = await opened.connect(owner.addresses[0], deadline_s=WAIT_S)
             readers[backend] = (opened, f"{backend}: {report.path}")
         try:
-            samples = await _rounds(planned, rounds, readers, owner.address.incarnation, truth, region, progress)
+            samples = await _rounds(planned, rounds, readers, owner.addresses[0].incarnation, truth, region, progress)
         finally:
             for opened, _ in readers.values():
                 await opened.close()
@@ -171,13 +171,13 @@ def figures(samples: Samples) -> tuple[Figure, ...]:
     return tuple(made)
 
 
-def _pool(num_blocks: int, *, filled: bool) -> Region:
+def pool_of(num_blocks: int, *, filled: bool) -> Region:
     size = num_blocks * BLOCK.block_bytes
     array = np.random.default_rng(0).integers(0, 256, size, np.uint8) if filled else np.zeros(size, np.uint8)
     return Region(BLOCK, num_blocks, array.ctypes.data, array)
 
 
-def _open(region: Region, backends: tuple[str, ...], incarnation: str) -> TransportSet | str:
+def open_set(region: Region, backends: tuple[str, ...], incarnation: str) -> TransportSet | str:
     """The transports, or the reason why they do not open."""
     from kvtransfer.errors import TransportUnavailable
 
@@ -187,21 +187,21 @@ def _open(region: Region, backends: tuple[str, ...], incarnation: str) -> Transp
         return str(error)
 
 
-class _Owner:
-    """The other process, which owns a filled pool."""
+class OwnerProcess:
+    """Another process with `count` filled pools of `num_blocks` blocks each."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, backends: tuple[str, ...], count: int, num_blocks: int) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=own, args=(theirs, num_blocks), daemon=True)
+        self._process = context.Process(target=own, args=(theirs, backends, count, num_blocks), daemon=True)
         self._process.start()
         theirs.close()
 
-    def __enter__(self) -> "_Owner":
+    def __enter__(self) -> "OwnerProcess":
         if not self._pipe.poll(WAIT_S):
             self.__exit__()
-            raise TimeoutError(f"the owner's process did not open its pool in {WAIT_S:.0f} s")
-        self.address: PeerAddress = self._pipe.recv()
+            raise TimeoutError(f"the owner's process did not open its pools in {WAIT_S:.0f} s")
+        self.addresses: list[PeerAddress] = self._pipe.recv()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,11 +212,16 @@ class _Owner:
             self._process.join()
 
 
-def own(pipe: Connection, num_blocks: int) -> None:
+def own(pipe: Connection, backends: tuple[str, ...], count: int, num_blocks: int) -> None:
     """The owner's process: opens every backend that works here, and waits until the pipe closes."""
-    opened = _open(_pool(num_blocks, filled=True), BACKENDS, "owner")
-    assert isinstance(opened, TransportSet), opened
-    pipe.send(PeerAddress("owner", "owner", "127.0.0.1", 0, host_identity(), (opened.shard(),)))
+    addresses = []
+    sets = []  # kept open
+    for name in (f"owner-{number}" for number in range(count)):
+        opened = open_set(pool_of(num_blocks, filled=True), backends, name)
+        assert isinstance(opened, TransportSet), opened
+        sets.append(opened)
+        addresses.append(PeerAddress(name, name, "127.0.0.1", 0, host_identity(), (opened.shard(),)))
+    pipe.send(addresses)
     try:
         pipe.recv()
     except EOFError:

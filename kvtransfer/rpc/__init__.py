@@ -7,9 +7,9 @@
     gang    workers.executor   leader             the other ranks    the listener calls
 
     handshake    proof of the secret, and a bound on peers that have not proven it
-    frames       bytes on an asyncio stream            blocking     the same bytes on a blocking socket
+    frames       bytes on an asyncio stream            polled       the same bytes on a socket of a poller
     listener     accepts and authenticates, asyncio     connection   numbered calls and one-way messages, for asyncio
-    session      frames that survive a reconnect, for asyncio
+    session      frames that survive a reconnect       poller       one thread for many sockets
 
 Knows no KV, no lease and no rank.
 """

@@ -2,7 +2,7 @@
 
     kind (1 byte)  length of the body (7 bytes)  number (4 bytes)  body
 
-A frame's length is checked before its body is read. `kvtransfer.rpc.blocking` puts the same frames on a socket.
+A frame's length is checked before its body is read. `kvtransfer.rpc.polled` puts the same frames on a socket.
 """
 
 import asyncio

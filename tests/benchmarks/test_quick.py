@@ -28,6 +28,13 @@ def test_quick_transfer_prints_and_writes_its_figures(tmp_path: Path) -> None:
     assert "| 1 MiB scattered |" in next(tmp_path.glob("*.md")).read_text()
 
 
+def test_quick_tcp_links_have_a_rate_each() -> None:
+    result = CliRunner().invoke(main, ["tcp-links", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
+    assert result.exit_code == 0, result.output
+    for row in ("memcpy, 1 thread", "1 link", "4 links of one reader", "4 links of one owner"):
+        assert row in result.output
+
+
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
     def fail(rounds: int, quick: bool, progress: object) -> BenchmarkPart:
         raise RuntimeError("the machine is on fire")
