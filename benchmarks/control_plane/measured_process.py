@@ -83,15 +83,15 @@ class MeasuredGateway:
 async def main(kind: str, args: list[str]) -> None:
     if kind == "workers":
         host = WorkerHost()
-        print(f"port {await listen(lambda: host)}", flush=True)
+        print(f"its port is {await listen(lambda: host)}", flush=True)
     elif kind == "controller":
         controller = Controller(load(args[0]), HostRuntime([int(port) for port in args[1:]]), "a-secret")
-        print(f"port {await listen(lambda: controller)}", flush=True)
+        print(f"its port is {await listen(lambda: controller)}", flush=True)
     else:
         gateway = MeasuredGateway(args[0], int(args[1]))
         opening = asyncio.ensure_future(gateway.open())
         opening.add_done_callback(lambda done: done.cancelled() or done.result())
-        print(f"port {await listen(lambda: gateway)}", flush=True)
+        print(f"its port is {await listen(lambda: gateway)}", flush=True)
     await wait_for_shutdown()
 
 

@@ -97,7 +97,7 @@ def sample(workers: int, gateways: int, quick: bool, progress: Progress) -> Cont
 def _started(undo: ExitStack, *args: str) -> tuple[int, int]:
     """Start a measured process; returns its process id and port."""
     child = undo.enter_context(Child([sys.executable, "-m", "benchmarks.control_plane.measured_process", *args]))
-    return child.pid, int(child.wait_line("port ", 60.0).text.split()[1])
+    return child.pid, int(child.wait_line("its port is ", 60.0).text.split()[-1])
 
 
 class _Run:

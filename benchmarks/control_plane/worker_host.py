@@ -11,7 +11,7 @@ from cluster.runtime.interface import WorkerHandle, WorkerOrder, WorkerStub
 from cluster.runtime.local import LocalRuntime
 from cluster.runtime.rpc_stub import RpcAddress, RpcStub
 from workers.build import build_worker
-from workers.rpc import WorkerRpcServer
+from workers.rpc_server import WorkerRpcServer
 from workers.server import WorkerServer
 from workers.stats import WorkerInfo
 
@@ -52,11 +52,10 @@ class HostedWorker:
 
     name: str
     port: int
-    dead_after_s: float
 
     def at(self, incarnation: str) -> WorkerStub:
         locate = partial(service(self.port).call, "locate", self.name)
-        return cast(WorkerStub, RpcStub(self.name, incarnation, locate, self.dead_after_s))
+        return cast(WorkerStub, RpcStub(self.name, incarnation, locate))
 
     async def start(self) -> WorkerInfo:
         info: WorkerInfo = await service(self.port).call("start", self.name, timeout_s=300.0)
@@ -75,7 +74,7 @@ class HostRuntime(LocalRuntime):
         port = self._ports[self._placed % len(self._ports)]
         self._placed += 1
         await service(port).call("build", order)
-        return cast(WorkerHandle, HostedWorker(order.config.name, port, order.dead_after_s))
+        return cast(WorkerHandle, HostedWorker(order.config.name, port))
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:
         """Its process ends it."""
