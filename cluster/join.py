@@ -37,7 +37,7 @@ class JoinedGateway:
             async with patient_timeout(ORPHAN_AFTER_S) as silence:
                 while True:
                     try:
-                        await self._controller.call("members", 0, 0.0)
+                        await self._controller.call("spec_and_model", 0.0)
                         silence.reset()
                     except WorkerGone as error:
                         logger.debug("the controller does not answer: %s", error)

@@ -23,7 +23,7 @@ from cluster.dispatch.cache_reader import CacheReader
 from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
 from cluster.policy.routing.prefix_index import PrefixIndex
-from cluster.policy.routing.router import NOTHING_SENT, Sent
+from cluster.policy.routing.router import Sent
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from diptych.view import ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
@@ -59,6 +59,7 @@ class WorkerDiscovery:
         self._membership = Membership(0)
         self._members: dict[str, Member] = {}  # of the membership
         self._seen: dict[str, WorkerView] = {}  # the picture's workers
+        self._sent: dict[str, Sent] = {}
         self._stale: set[str] = set()  # workers that changed since the last picture
         self._picture: ClusterView | None = None  # None: other parts changed
         self._changed = asyncio.Event()
@@ -136,7 +137,7 @@ class WorkerDiscovery:
 
     def sent(self) -> dict[str, Sent]:
         """The work sent to each worker since its latest statistics."""
-        return {name: client.sent for name, client in self.clients.items() if client.sent is not NOTHING_SENT}
+        return self._sent.copy()
 
     async def audit(self) -> ClusterView:
         """The view, with each ready worker's check of its block accounting."""
@@ -182,6 +183,7 @@ class WorkerDiscovery:
                     client.give_up(_reason(client, view))
                 self._in_background(client.close())
                 del self.clients[name]
+                self._sent.pop(name, None)
                 if self._caches is not None:
                     self._caches.forget(name)
             is_ready = member is not None and member.handle is not None and member.view.state is WorkerState.READY
@@ -209,6 +211,7 @@ class WorkerDiscovery:
     def _connect(self, member: Member) -> WorkerClient:
         """A new client with a new subscriber name. The worker drops an older client's mailbox after a timeout."""
         view = member.view
+        self._sent.pop(view.name, None)
         assert member.handle is not None, "only ready members have a client"
         handle = member.handle.at(view.incarnation)
         reader: CacheReader | None = None
@@ -220,6 +223,7 @@ class WorkerDiscovery:
             handle,
             subscriber=f"{self._name}-{uuid.uuid4().hex[:12]}",
             silence_s=self._spec.health.dead_after_s,
+            sent=self._sent,
             touched=partial(self._stale.add, view.name),
             changed=self._pulse,
             cache=reader,

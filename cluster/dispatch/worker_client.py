@@ -37,7 +37,7 @@ OnMessage = Callable[[Message], None]
 
 class WorkerClient:
     """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost; `touched`
-    also for statistics, whenever `seen` changes.
+    also for statistics, whenever `seen` changes. `sent`: the work sent to each worker since its latest statistics.
 
     `cache` reads the worker's cache events. It is closed, and `handle` disconnected, with the client. `kv_dtype`: of
     the worker's pool.
@@ -50,6 +50,7 @@ class WorkerClient:
         *,
         subscriber: str,
         silence_s: float,
+        sent: dict[str, Sent],
         touched: Callable[[], None],
         changed: Callable[[], None],
         cache: CacheReader | None,
@@ -61,7 +62,7 @@ class WorkerClient:
         self.kv_dtype = kv_dtype
         self.has_answered = False
         self.stats: WorkerStats = view.stats
-        self.sent = NOTHING_SENT
+        self._sent = sent
         self.lost: str | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._silence_s = silence_s
@@ -92,7 +93,8 @@ class WorkerClient:
     def join(self, key: str, on_message: OnMessage, prompt_tokens: int) -> None:
         """Send outputs for `key` to `on_message`, and `WorkerLost` if the worker is lost."""
         self._handlers[key] = on_message
-        self.sent = Sent(self.sent.prompt_tokens + prompt_tokens, self.sent.sequences + 1)
+        sent = self._sent.get(self.name, NOTHING_SENT)
+        self._sent[self.name] = Sent(sent.prompt_tokens + prompt_tokens, sent.sequences + 1)
         if self.lost is not None:
             on_message(WorkerLost(self.lost))
 
@@ -141,7 +143,7 @@ class WorkerClient:
             self._changed()
         self.stats = bundle.stats
         self.touched()
-        self.sent = NOTHING_SENT
+        self._sent.pop(self.name, None)
         if self._cache is not None:
             self._cache.on_stats(bundle.stats.cache_number)
         for output in bundle.outputs:

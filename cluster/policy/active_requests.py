@@ -101,6 +101,7 @@ class ActiveRequests:
         self._worker_loads: dict[str, WorkerLoad] = {}  # cache, dropped on change
         self._prefilled_s: dict[str, float] = {}  # worker -> when it last finished a prompt of ours
         self._computed_s: dict[str, float] = {}  # worker -> seconds of our prompts it has computed
+        self._ended_s: dict[str, float] = {}  # worker -> when a decode of ours last ended there
         self._num_decoded = 0
         self._mean_decode_s = 0.0
 
@@ -181,6 +182,10 @@ class ActiveRequests:
         running_s = sum(now_s - work.prefilled_s for work in self if work.decodes and work.prefilled_s is not None)
         return self._mean_decode_s + running_s / self._num_decoded
 
+    def ended_s(self, worker: str) -> float:
+        """When a decode of ours last ended there."""
+        return self._ended_s.get(worker, -math.inf)
+
     def began(self, work: Work) -> None:
         """The request was sent to its workers."""
         assert work.key not in self._works, f"{work.key} is active already"
@@ -248,6 +253,7 @@ class ActiveRequests:
         if work.decodes:
             self._remove_decode(work)
             self._mark_changed(work.decode)
+            self._ended_s[work.decode] = now_s
             if work.prefilled_s is not None:
                 self._learn(now_s - work.prefilled_s)
         return work

@@ -249,7 +249,9 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
         "predictive": lambda: Predictive(spec.gateway.slo, latency, active),
-        "slo": lambda: SLOAdmission(spec.gateway, latency, active, partial(expected_tokens, lengths)),
+        "slo": lambda: SLOAdmission(
+            spec.gateway, latency, active, partial(expected_tokens, lengths), spec.health.heartbeat_s
+        ),
     }
     migrations = MigrationPlanner(latency, active, rebalances=spec.gateway.rebalance, tpot_s=spec.gateway.slo.tpot_s)
     requeue = Requeue(latency, active, index, is_on=spec.gateway.rebalance, ttft_s=spec.gateway.slo.ttft_s)

@@ -484,6 +484,37 @@ def test_a_request_whose_worker_is_lost_before_its_start_is_placed_again() -> No
     in_virtual_time(scene)
 
 
+def served_by(gateways: int, busy: int) -> list[int]:
+    """The answers of each busy gateway after a minute of more work than two decode workers can do."""
+    found: list[int] = []
+    classes = CLASSES | {"batch": ClassSpec(priority=1, max_wait_s=1e6, max_queued=100)}
+    spec = promising(split(1, 2, gateways=gateways), classes)
+
+    async def scene() -> None:
+        async with opened(replace(spec, health=replace(spec.health, heartbeat_s=0.25))) as cluster:
+            of = [
+                [Seen(dispatcher, request(f"g{which}n{n}", "batch", 40, max_tokens=200)) for n in range(60)]
+                for which, dispatcher in enumerate(cluster.dispatchers[:busy])
+            ]
+            await asyncio.sleep(60.0)
+            found.extend(sum(each.first(Completed) is not None for each in mine) for mine in of)
+            tasks = [each.task for mine in of for each in mine]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    in_virtual_time(scene)
+    return found
+
+
+def test_gateways_get_equal_shares_of_the_slots_whatever_their_number() -> None:
+    (alone,) = served_by(1, 1)
+    assert served_by(4, 1) == [alone], "the shares of idle gateways are used"
+    for gateways in (2, 4):
+        shares = served_by(gateways, gateways)
+        assert min(shares) >= 0.6 * max(shares) and sum(shares) >= 0.8 * alone, shares
+
+
 def test_the_engine_gets_the_time_that_a_request_waited() -> None:
     spec = promising(colocated(engine=replace(ENGINE, prompt_order="deadline")))
 

@@ -4,6 +4,7 @@ Behind asyncio's streams there is no difference to sockets, so protocols run wit
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,7 @@ class VirtualListener:
 
 
 class Pipe(asyncio.Transport):
-    """One end of a connection. It cannot pause: streams then buffer all that the peer writes."""
+    """One end of a connection. A paused reader's bytes wait here, without a bound."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol) -> None:
         super().__init__()
@@ -77,14 +78,32 @@ class Pipe(asyncio.Transport):
         self._loop = loop
         self._protocol = protocol
         self._closing = False
+        self._paused = False
+        self._waiting: deque[bytes | None] = deque()  # bytes that have arrived; None: the end
 
     def write(self, data: Any) -> None:
         if not self._closing and self.peer is not None:
             self._loop.call_soon(self.peer._receive, bytes(data))
 
-    def _receive(self, data: bytes) -> None:
-        if not self._closing:
-            self._protocol.data_received(data)
+    def _receive(self, data: bytes | None) -> None:
+        self._waiting.append(data)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        while self._waiting and not self._paused and not self._closing:
+            data = self._waiting.popleft()
+            if data is not None:
+                self._protocol.data_received(data)
+            elif not self._protocol.eof_received():
+                self.close()
+
+    def pause_reading(self) -> None:
+        self._paused = True
+
+    def resume_reading(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._loop.call_soon(self._deliver)
 
     def close(self) -> None:
         if self._closing:
@@ -92,14 +111,10 @@ class Pipe(asyncio.Transport):
         self._closing = True
         self._loop.call_soon(self._protocol.connection_lost, None)
         if self.peer is not None:
-            self._loop.call_soon(self.peer._receive_eof)
+            self._loop.call_soon(self.peer._receive, None)
 
     def abort(self) -> None:
         self.close()
-
-    def _receive_eof(self) -> None:
-        if not self._closing and not self._protocol.eof_received():
-            self.close()
 
     def is_closing(self) -> bool:
         return self._closing

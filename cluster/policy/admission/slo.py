@@ -31,6 +31,7 @@ from workers.request import Request
 TTFT_SHARE = 0.5  # of the tightest TTFT SLO that requests without an SLO may use
 TPOT_SHARE = 0.75  # the same of the tightest TPOT SLO
 MARGIN = 1.1  # the SLO must be met even if the first token takes this many times as long as predicted
+TURNS = 2.0  # intervals of statistics after which another gateway has seen a free slot and sent a request
 USUAL_TTFT_S = 2.0  # if no class has one, so that prompts wait in the gateway, in order, rather than on a worker
 MIN_WAIT_S = 0.01
 
@@ -45,8 +46,10 @@ class SLOAdmission(Admission):
         latency: LatencyPredictor,
         active: ActiveRequests,
         expected: Callable[[Request], int] = longest_answer,
+        stats_s: float = 0.0,
     ) -> None:
-        """`expected`: predicted tokens of an answer."""
+        """`expected`: predicted tokens of an answer. `stats_s`: interval of workers' statistics."""
+        self._turn_s = TURNS * stats_s
         self._expected = expected
         self._classes = Classes(gateway)
         self._latency = latency
@@ -70,7 +73,8 @@ class SLOAdmission(Admission):
         if rejects and (reason := self._impossible(ask, decode)):
             return Refusal(reason, DECODE_RETRY_S)
         is_best_effort = late_s > 0.0 or (slo.ttft_s is None and slo.tpot_s is None)
-        waits = self._no_slot(ask, placement, decode, self._step_room_s if is_best_effort else math.inf)
+        most_s = self._step_room_s if is_best_effort else math.inf
+        waits = self._no_slot(ask, placement, decode, most_s) or self._others_turn(ask, placement, decode, most_s)
         if waits is not None:
             reason, start_s, apart_s = waits
             first_s = ask.waited_s + max(ttft_s, start_s + need_s)
@@ -103,16 +107,16 @@ class SLOAdmission(Admission):
         return idle and not self._latency.is_sure(worker) and not self._active.prefilling(worker.name)
 
     def _no_slot(
-        self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float
+        self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float, more: int = 0
     ) -> tuple[str, float, float] | None:
         """None if the worker can decode one more now. Else: why not, seconds until it can, and between further ends.
 
-        `most_s`: longest step with it, whatever the SLOs there.
+        `most_s`: longest step with it, whatever the SLOs there. `more`: as if so many more decoded there already.
         """
         if ask.tokens_left == 1:
             return None
         ours = self._active.decoding(decode.name)
-        batch = max(num_sequences(ask, decode), len(ours))
+        batch = max(num_sequences(ask, decode), len(ours)) + more
         if not batch:
             return None
         most = self._latency.engine(decode).max_running
@@ -129,6 +133,20 @@ class SLOAdmission(Admission):
         bound = "the limit for requests without an SLO is" if bound_s == most_s else "the SLO is"
         reason = f"each token on {decode.name} would take {tpot_s:.3g} s, {bound} {bound_s:.3g} s"
         return reason, *self._ends_s(ask, decode, batch, min(batch, max(1, too_many)))
+
+    def _others_turn(
+        self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float
+    ) -> tuple[str, float, float] | None:
+        """As `_no_slot`, for the last free slot: a gateway with more than its share there leaves it to the others for a
+        moment after a decode of its own has ended, because they see it in their next statistics.
+        """
+        ours, gateways = len(self._active.decoding(decode.name)), len(ask.view.gateways)
+        left_s = self._active.ended_s(decode.name) + self._turn_s - ask.now_s
+        if gateways < 2 or left_s <= 0.0 or (ours + 1) * gateways <= max(num_sequences(ask, decode), ours) + 1:
+            return None
+        if self._no_slot(ask, placement, decode, most_s, more=1) is None:
+            return None
+        return f"the last decode slot of {decode.name} is left to the other gateways", left_s, left_s
 
     def _impossible(self, ask: Ask, decode: WorkerView) -> str:
         """Why waiting does not help: even an empty worker would miss the TPOT SLO. Empty: it helps."""
