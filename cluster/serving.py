@@ -1,7 +1,8 @@
 """Composition: turns a specification into a running cluster.
 
 The only module that puts runtime, controller, dispatchers and servers together. Knows the order of starts and stops;
-knows no scheduling and no wire format.
+knows no scheduling and no wire format. Imports controller and dispatcher where it makes them, because the process of
+`diptych serve` has neither.
 """
 
 import asyncio
@@ -15,23 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.control.changes import ServerReport
 from cluster.control.client import ControllerCalls
-from cluster.control.controller import Controller
 from cluster.control.gateway_manager import GatewayManager, GatewayPorts
 from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
 from cluster.control.pools import first_orders
 from cluster.control.scaling_loop import Decider
 from cluster.control.supervised import Failures, supervised
-from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import GatewayContext, Server, ServerFactory
-from cluster.policy.scaling.elastic import Elastic
 from cluster.runtime.interface import Runtime, ServiceHandle, WorkerOrder
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec
 from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
+    from cluster.control.controller import Controller
+    from cluster.dispatch.dispatcher import Dispatcher
     from cluster.observe.otlp import Spans
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class GatewayService:
         """Import what `open` needs. Takes seconds, which pass while the workers load."""
         from cluster.frontend.servers import preload  # imports grpc, which only this process needs
 
+        await asyncio.to_thread(import_module, "cluster.dispatch.dispatcher")
         await asyncio.to_thread(preload, self._spec.gateway)
 
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
@@ -79,6 +80,8 @@ class GatewayService:
     async def _open(self, model: ModelView, port: int, http_port: int | None) -> None:
         spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
         spans = await _spans(spec, self._name)
+        from cluster.dispatch.dispatcher import Dispatcher
+
         dispatcher = Dispatcher(spec, model, self._controller, self._name, () if spans is None else (spans,))
         async with AsyncExitStack() as undo:
             if spans is not None:
@@ -95,10 +98,10 @@ class GatewayService:
         if spec.gateway.trace_requests:
             self._supervise(dispatcher, "sampling the load", lambda: self._sample(dispatcher))
 
-    def _supervise(self, dispatcher: Dispatcher, task: str, work: Callable[[], Awaitable[None]]) -> None:
+    def _supervise(self, dispatcher: "Dispatcher", task: str, work: Callable[[], Awaitable[None]]) -> None:
         self._tasks.append(asyncio.ensure_future(supervised(task, work, dispatcher.discovery.failures)))
 
-    async def _report(self, dispatcher: Dispatcher, period_s: float) -> None:
+    async def _report(self, dispatcher: "Dispatcher", period_s: float) -> None:
         """Send a load report to the controller. If that fails, the report is lost."""
         await asyncio.sleep(period_s)
         try:
@@ -107,7 +110,7 @@ class GatewayService:
             logger.debug("could not send the load report: %s", error)
 
     @staticmethod
-    async def _sample(dispatcher: Dispatcher) -> None:
+    async def _sample(dispatcher: "Dispatcher") -> None:
         """Record the workers' load, for traces."""
         dispatcher.history.sample(dispatcher.discovery.picture())
         await asyncio.sleep(SAMPLE_S)
@@ -314,7 +317,10 @@ def make_controller(
     secret: str,
     orphan_after_s: float | None,
     decider: Decider | None = None,
-) -> Controller:
+) -> "Controller":
+    from cluster.control.controller import Controller
+    from cluster.policy.scaling.elastic import Elastic
+
     elastic = Elastic(spec) if spec.elastic.mode != "off" else None
     return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s, decider=decider or elastic)
 

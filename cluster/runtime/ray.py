@@ -28,8 +28,6 @@ from cluster.runtime.runtime_errors import NoAnswer, RuntimeUnavailable, WorkerG
 from cluster.runtime.sessions import withdraw
 from cluster.spec import LogSpec
 from diptych.watchdog import patient_timeout
-from workers.build import build_worker
-from workers.rpc_server import WorkerRpcServer
 from workers.stats import WorkerInfo, WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -68,6 +66,10 @@ class _WorkerActor:
     """The process of one worker. When it dies, Ray restarts it as a new worker with a new incarnation."""
 
     def __init__(self, order: WorkerOrder, logs: LogSpec) -> None:
+        # Here, because processes that only start workers would load numpy and the transports for nothing.
+        from workers.build import build_worker
+        from workers.rpc_server import WorkerRpcServer
+
         begin_logs(logs, order.config.name)
         config = on_this_node(order.config)
         self._host, self._secret = config.transfer.host, config.secret.encode()

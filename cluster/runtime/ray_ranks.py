@@ -6,7 +6,7 @@ The leader's process owns them: Ray kills them with it, and each exits if its le
 import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -15,9 +15,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.logs import begin as begin_logs
 from cluster.spec import LogSpec
-from workers.build import serve_rank
 from workers.config import WorkerConfig
-from workers.executor.rank_spec import RankSpec
+
+if TYPE_CHECKING:
+    from workers.executor.rank_spec import RankSpec
 
 
 def rank_options(order: WorkerOrder, group: PlacementGroup, rank: int) -> dict[str, Any]:
@@ -40,7 +41,9 @@ def on_this_node(config: WorkerConfig) -> WorkerConfig:
 class _RankActor:
     """The process of one rank. Never restarted: a new leader starts new ranks."""
 
-    async def run(self, spec: RankSpec, logs: LogSpec) -> None:
+    async def run(self, spec: "RankSpec", logs: LogSpec) -> None:
+        from workers.build import serve_rank  # see `cluster.runtime.ray`
+
         begin_logs(logs, f"{spec.config.name}, rank {spec.rendezvous.rank}")
         try:
             await serve_rank(replace(spec, config=on_this_node(spec.config)))
@@ -56,7 +59,7 @@ class RayRanks:
         self._logs = logs
         self._actors: list[Any] = []
 
-    def launch(self, specs: Sequence[RankSpec]) -> Sequence[Awaitable[Any]]:
+    def launch(self, specs: "Sequence[RankSpec]") -> Sequence[Awaitable[Any]]:
         group = ray.util.get_current_placement_group()
         assert group is not None, "a leader is always placed in a group"
         ends: list[Awaitable[Any]] = []

@@ -1,21 +1,22 @@
 """Converts a GGUF file into a model folder in hub layout.
 
 Knows the container; `gguf.config` translates keys, `gguf.tensors` tensors. Knows no cache: the caller gives the target
-folder.
+folder. Imports the gguf package, and numpy with it, only to read a file, since most starts read none.
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import gguf
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.gguf.config import Metadata, hub_config
 from workers.model.gguf.tensors import ROPE_FACTORS, Source, plan
+
+if TYPE_CHECKING:
+    import gguf
 
 CONVERTER_VERSION = 1  # part of the cache key: increase it when the output changes
 Progress = Callable[[str, int, int | None], None]
@@ -47,8 +48,10 @@ def convert_gguf(source: Path, target: Path, progress: Progress) -> None:
     _write_tokenizer(source, target)
 
 
-def open_gguf(source: Path) -> gguf.GGUFReader:
+def open_gguf(source: Path) -> "gguf.GGUFReader":
     """Map the file and read its header, which takes seconds for a large vocabulary. Raises `ModelError`."""
+    import gguf
+
     try:
         return gguf.GGUFReader(source)
     except FileNotFoundError:
@@ -58,7 +61,7 @@ def open_gguf(source: Path) -> gguf.GGUFReader:
         raise ModelError(f"{source} is truncated or is no GGUF file ({error}); fetch it again") from error
 
 
-def _pairs(reader: gguf.GGUFReader) -> dict[str, Any]:
+def _pairs(reader: "gguf.GGUFReader") -> dict[str, Any]:
     """The metadata without the vocabulary: its lists take seconds to read, and only the tokenizer needs them."""
     return {
         name: field.contents()
@@ -72,7 +75,7 @@ def _write_weights(path: Path, sources: list[Source], progress: Progress) -> Non
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for source in sources:
-        stop = offset + 4 * int(np.prod(source.shape))
+        stop = offset + 4 * math.prod(source.shape)
         header[source.name] = {"dtype": "F32", "shape": list(source.shape), "data_offsets": [offset, stop]}
         offset = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()

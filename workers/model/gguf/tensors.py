@@ -1,21 +1,23 @@
 """Maps the tensors of a GGUF file to those of a hub checkpoint, and undoes llama.cpp's changes.
 
 Knows llama.cpp's names and its three changes: interleaved rotary pairs in some architectures, norm weights with the
-offset added, stacked experts. Dequantises to float32 one tensor at a time.
+offset added, stacked experts. Dequantises to float32 one tensor at a time, and imports the gguf package
+and numpy only for that.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import gguf
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from workers.errors import ModelError
 from workers.model.description import LayerConfig, ModelConfig
 from workers.model.tensors import tensor_shapes
+
+if TYPE_CHECKING:
+    import gguf
+    import numpy as np
+    from numpy.typing import NDArray
 
 # Here the two numbers of a rotary pair are adjacent; in the others they are half a head apart, as in the hub.
 _INTERLEAVED = ("llama", "smollm3")
@@ -27,19 +29,22 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 class Source:
     """The source of one hub tensor. `expert`: its index in a stack; `heads`: heads to de-interleave, or 0."""
 
-    tensor: gguf.ReaderTensor
+    tensor: "gguf.ReaderTensor"
     name: str  # the hub's
     shape: tuple[int, ...]
     expert: int | None
     heads: int
     offset: float  # that llama.cpp added
 
-    def stored(self) -> NDArray[Any]:
+    def stored(self) -> "NDArray[Any]":
         """The bytes in the file."""
         data: NDArray[Any] = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         return data
 
-    def numbers(self) -> NDArray[np.float32]:
+    def numbers(self) -> "NDArray[np.float32]":
+        import gguf
+        import numpy as np
+
         numbers = gguf.quants.dequantize(self.stored(), self.tensor.tensor_type)
         numbers = np.ascontiguousarray(numbers, dtype=np.float32).reshape(self.shape)
         if not self.heads:
@@ -50,7 +55,7 @@ class Source:
 
 
 def plan(
-    source: Path, architecture: str, tensors: Mapping[str, gguf.ReaderTensor], config: ModelConfig
+    source: Path, architecture: str, tensors: "Mapping[str, gguf.ReaderTensor]", config: ModelConfig
 ) -> list[Source]:
     """The tensors to write, in order. Raises `ModelError` for a missing, unknown or invalid tensor."""
     places = dict(_places(config))
@@ -76,7 +81,7 @@ def plan(
 
 
 def _check(
-    source: Path, tensor: gguf.ReaderTensor, shape: tuple[int, ...], expert: int | None, config: ModelConfig
+    source: Path, tensor: "gguf.ReaderTensor", shape: tuple[int, ...], expert: int | None, config: ModelConfig
 ) -> None:
     found = tuple(int(axis) for axis in reversed(tensor.shape))  # GGUF lists the fastest axis first
     assert config.experts is not None or expert is None
@@ -84,6 +89,8 @@ def _check(
     if _squeezed(found) != _squeezed(wanted):
         raise ModelError(f"{source}: tensor {tensor.name} has shape {list(found)}, the metadata say {list(wanted)}")
     if not _can_dequantise(tensor.tensor_type):
+        import gguf
+
         known = ", ".join(kind.name for kind in gguf.GGMLQuantizationType if _can_dequantise(kind))
         raise ModelError(
             f"{source}: tensor {tensor.name} is quantised as {tensor.tensor_type.name}, which is not supported; "
@@ -95,7 +102,10 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in shape if axis != 1)  # llama.cpp's converter drops axes of one
 
 
-def _can_dequantise(kind: gguf.GGMLQuantizationType) -> bool:
+def _can_dequantise(kind: "gguf.GGMLQuantizationType") -> bool:
+    import gguf
+    import numpy as np
+
     _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     try:
         gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
