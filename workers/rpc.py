@@ -116,9 +116,9 @@ class WorkerConnection:
         stream, _ = await connect(0, 0)
         return cls(SessionStream(stream, RESUME_S, connect), name, lost, on_bundle)
 
-    async def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        """What the worker's method returns or raises. Raises TimeoutError."""
-        return await self._connection.call(CALLS[method](*args), timeout_s)
+    def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> "asyncio.Future[Any]":
+        """What the worker's method returns or raises, or TimeoutError."""
+        return self._connection.begin(CALLS[method](*args), timeout_s)
 
     async def subscribe(self, subscriber: str) -> None:
         """Run until the subscription ends. Raises what `Worker.subscribe` raises."""

@@ -94,13 +94,8 @@ class WorkerCall:
         """Run a call to the worker. Raises `AttemptFailed` if the worker is lost or has no room, and `Unservable` for
         invalid requests.
         """
-        calling = asyncio.ensure_future(call)
-        either: set[asyncio.Future[Any]] = {calling, self.worker.ended}
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not calling.done():
-                raise AttemptFailed(self.name, f"the worker was lost ({self.worker.lost})")
-            return calling.result()
+            return await self._while_alive(call)
         except (WorkerGone, WorkerClosed) as error:
             self.worker.give_up(f"{type(error).__name__}: {error}")  # now, so that the next attempt does not use it
             raise AttemptFailed(self.name, f"{type(error).__name__}: {error}") from None
@@ -110,8 +105,24 @@ class WorkerCall:
             raise AttemptFailed(self.name, str(error), refused_s=error.retry_after_s) from None
         except (UnknownSequence, WorkerError) as error:
             raise AttemptFailed(self.name, str(error)) from None
+
+    async def _while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run the call in this task, which is cancelled if the worker is lost meanwhile (as `asyncio.timeout` does)."""
+        worker, task = self.worker, asyncio.current_task()
+        assert task is not None
+        num_cancels = task.cancelling()
+        if worker.lost is not None:
+            call.close()
+            raise AttemptFailed(self.name, f"the worker was lost ({worker.lost})")
+        worker.callers.add(task)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if worker.lost is None or task.uncancel() > num_cancels:
+                raise
+            raise AttemptFailed(self.name, f"the worker was lost ({worker.lost})") from None
         finally:
-            calling.cancel()
+            worker.callers.discard(task)
 
     def release(self, background: Background) -> None:
         """Cancel at the worker, if it may hold something. Does not wait."""

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -65,6 +66,7 @@ class WorkerClient:
         self._sent = sent
         self.lost: str | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.callers: set[asyncio.Task[Any]] = set()  # they wait for the worker; cancelled when it is lost
         self._silence_s = silence_s
         self.touched = touched
         self._changed = changed
@@ -165,6 +167,8 @@ class WorkerClient:
         if self._cache is not None:
             self._cache.stop()
         self.ended.set_result(None)
+        for caller in self.callers:
+            caller.cancel()
         for on_message in tuple(self._handlers.values()):
             on_message(WorkerLost(reason))
         self._changed()

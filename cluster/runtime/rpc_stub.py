@@ -40,11 +40,12 @@ class RpcStub:
         self._locate = locate
         self._on_bundle: Callable[[Bundle], object] = _ignore
         self._opening: asyncio.Task[WorkerConnection] | None = None
+        self._connection: WorkerConnection | None = None  # once it is open
         self._closed = False
 
     async def disconnect(self) -> None:
         """Close the connection. Calls that wait, and later ones, raise `WorkerGone`."""
-        self._closed = True
+        self._closed, self._connection = True, None
         opening = self._opening
         if opening is None:
             return
@@ -81,7 +82,7 @@ class RpcStub:
 
     async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
         try:
-            connection = await self._connected()
+            connection = self._connection or await self._connected()
             return await connection.call(method, args, timeout_s)
         except TimeoutError:
             raise NoAnswer(f"no answer within {timeout_s:.1f} s") from None
@@ -91,7 +92,9 @@ class RpcStub:
             raise WorkerGone(DISCONNECTED)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
-        return await asyncio.shield(self._opening)
+        connection = await asyncio.shield(self._opening)
+        self._connection = None if self._closed else connection
+        return connection
 
     async def _open(self) -> WorkerConnection:
         try:

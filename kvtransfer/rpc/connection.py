@@ -9,9 +9,10 @@ calls fail at once.
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from operator import or_
 from types import ModuleType
@@ -19,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from diptych.watchdog import patient_timeout
 from kvtransfer.rpc.frames import MAX_NUMBER, FrameStream, Kind, ProtocolError
 from kvtransfer.rpc.session import SessionStream
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 1.0
+TICK_S = 0.25  # timeouts are counted in ticks of this event loop; a late tick counts once
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,20 @@ class RpcProtocol:
         found = (vars(each).values() if isinstance(each, ModuleType) else (each,) for each in self.errors)
         kinds = (kind for kinds in found for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
         return {kind.__name__: kind for kind in kinds}
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of this end. `ticks`: until its timeout; 0: there is none, or it has passed."""
+
+    reply_type: Any
+    ticks: int
+    reply: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def fail(self, error: Exception) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+            observe(self.reply)  # perhaps nobody awaits it
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -96,7 +111,8 @@ class RpcConnection:
         self._on_message = on_message
         self._on_lost = on_lost
         self._number = 0
-        self._calls: dict[int, tuple[asyncio.Future[Any], Any]] = {}  # waiting calls: (future, type of the reply)
+        self._calls: dict[int, _Call] = {}  # without a reply
+        self._ticker: asyncio.TimerHandle | None = None  # while a call has a timeout
         self._serving: set[asyncio.Task[None]] = set()
         self._keeping_alive: asyncio.Task[None] | None = None
         self._silent_s = 0.0
@@ -109,24 +125,37 @@ class RpcConnection:
         error = await asyncio.shield(self._stream.ended)
         self._lose(_reason(error))
 
-    def begin(self, request: msgspec.Struct) -> "asyncio.Future[Any]":
-        """Send a call at once; the future has its reply. A cancelled future drops the reply, not the call."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(observe)
+    def begin(self, request: msgspec.Struct, timeout_s: float = math.inf) -> "asyncio.Future[Any]":
+        """Send a call at once; the future has its reply, its error, or TimeoutError at most two ticks late.
+
+        The timeout does not count pauses of this event loop. A cancelled future drops the reply, not the call.
+        """
+        call = _Call(self._protocol.calls[type(request)], math.ceil(timeout_s / TICK_S) if timeout_s < math.inf else 0)
         if self.error is not None:
-            future.set_exception(self.error)
+            call.fail(self.error)
         elif len(self._calls) >= self._protocol.max_calls:
-            future.set_exception(self._protocol.other_error(f"{self._peer} leaves {len(self._calls)} calls unanswered"))
+            call.fail(self._protocol.other_error(f"{self._peer} leaves {len(self._calls)} calls unanswered"))
         else:
             self._number = self._number % MAX_NUMBER + 1
-            self._calls[self._number] = future, self._protocol.calls[type(request)]
+            self._calls[self._number] = call
             self._stream.send(Kind.CALL, self._number, msgspec.msgpack.encode(request))
-        return future
+            if call.ticks and self._ticker is None:
+                self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        return call.reply
 
     async def call(self, request: msgspec.Struct, timeout_s: float) -> Any:
-        """A call; its timeout does not count pauses of this event loop. Raises TimeoutError or the call's error."""
-        async with patient_timeout(timeout_s):
-            return await self.begin(request)
+        """`begin`, and wait. Raises TimeoutError or the call's error."""
+        return await self.begin(request, timeout_s)
+
+    def _tick(self) -> None:
+        self._ticker = None
+        waiting = [call for call in self._calls.values() if call.ticks]
+        for call in waiting:
+            call.ticks -= 1
+            if not call.ticks:
+                call.fail(TimeoutError())
+        if waiting:
+            self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def notify(self, message: msgspec.Struct) -> None:
         if self.error is None:
@@ -169,10 +198,11 @@ class RpcConnection:
 
     def _fail(self, error: Exception) -> None:
         self.error = error
-        for future, _ in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        for call in self._calls.values():
+            call.fail(error)
         self._calls.clear()
+        if self._ticker is not None:
+            self._ticker.cancel()
 
     def _take(self, kind: int, number: int, body: bytes) -> None:
         self._silent_s = 0.0
@@ -185,15 +215,13 @@ class RpcConnection:
         elif kind == Kind.MESSAGE and self._on_message:
             self._on_message(self._protocol.one_way.decode(body))
         elif kind in (Kind.REPLY, Kind.ERROR) and number in self._calls:
-            future, reply_type = self._calls[number]
-            outcome = msgspec.msgpack.decode(body, type=reply_type if kind == Kind.REPLY else _Failure)
+            call = self._calls[number]
+            outcome = msgspec.msgpack.decode(body, type=call.reply_type if kind == Kind.REPLY else _Failure)
             del self._calls[number]
-            if future.done():  # its caller has left
-                return
             if isinstance(outcome, _Failure):
-                future.set_exception(self._received_error(outcome))
-            else:
-                future.set_result(outcome)
+                call.fail(self._received_error(outcome))
+            elif not call.reply.done():  # its caller is still there
+                call.reply.set_result(outcome)
         else:
             raise ProtocolError(f"it sent a frame of kind {kind} and number {number}, which is not expected")
 

@@ -9,6 +9,7 @@ import asyncio
 import enum
 import struct
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 
@@ -147,8 +148,7 @@ class FrameStream(asyncio.Protocol):
     # ---- called by asyncio -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         if self._accepted is not None:
             self._accepted(self)
 

@@ -22,9 +22,8 @@ from kvtransfer.rpc.frames import FrameStream, Kind, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 64  # frames without an acknowledgment; then `drain` waits
-ACK_FRAMES, ACK_BYTES, ACK_S = 16, 64 << 10, 1.0  # an acknowledgment is sent after the first of these
-LATE_S = 2.0  # without an acknowledgment for this long, `drain` waits too: the peer may be stopped
+WINDOW = 8  # frames without an acknowledgment; then `drain` waits, so that a slow peer gets fewer and larger ones
+ACK_FRAMES, ACK_BYTES, ACK_S = 4, 64 << 10, 1.0  # an acknowledgment is sent after the first of these
 RECONNECT_S = 0.05  # between attempts to connect again
 
 
@@ -73,7 +72,6 @@ class SessionStream:
         self._first = stream
         self._kept: deque[tuple[Kind, int, bytes]] = deque()  # not acknowledged
         self._acknowledged = 0  # frames that the peer has got
-        self._heard_s = 0.0  # when `_kept` was last empty or shortened
         self._unacknowledged = self._unacknowledged_bytes = 0  # frames that we got since our last ACK
         self._ack_timer: asyncio.TimerHandle | None = None
         self._room: asyncio.Future[None] | None = None  # while `drain` waits
@@ -128,8 +126,6 @@ class SessionStream:
     def send(self, kind: Kind, number: int, body: bytes) -> None:
         if self.ended.done():
             return
-        if not self._kept:
-            self._heard_s = self._loop.time()
         self._kept.append((kind, number, body))
         if self._stream is not None:
             self._stream.send(kind, number, body)
@@ -201,15 +197,11 @@ class SessionStream:
         for _ in range(news):
             self._kept.popleft()
         self._acknowledged += news
-        self._heard_s = self._loop.time()
         if self._room is not None and self._has_room():
             self._let_go()
 
     def _has_room(self) -> bool:
-        if self.ended.done():
-            return True
-        late = bool(self._kept) and self._loop.time() - self._heard_s > LATE_S
-        return self._stream is not None and len(self._kept) < WINDOW and not late
+        return self.ended.done() or (self._stream is not None and len(self._kept) < WINDOW)
 
     def _let_go(self) -> None:
         if self._room is not None and not self._room.done():

@@ -13,7 +13,7 @@ import pytest
 import kvtransfer.errors
 from kvtransfer.errors import LeaseLost, PeerLost, PeerRefused, TransferError, TransportUnavailable
 from kvtransfer.rpc import handshake as handshakes
-from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
+from kvtransfer.rpc.connection import RpcConnection, RpcProtocol, _Call
 from kvtransfer.rpc.frames import FrameStream, Kind, greet, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, CallerHandshake, ListenerHandshake
 from kvtransfer.rpc.listener import RpcListener
@@ -127,7 +127,7 @@ async def test_a_call_with_an_unknown_field_is_served_and_an_unknown_call_gets_a
 
         def sent(number: int, call: dict[str, object]) -> "asyncio.Future[str]":
             answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            caller._calls[number] = answer, str
+            caller._calls[number] = _Call(str, 0, answer)
             caller._stream.send(Kind.CALL, number, msgspec.msgpack.encode(call))
             return answer
 
@@ -226,7 +226,7 @@ async def test_unanswered_calls_are_bounded_at_both_ends() -> None:
             await caller.begin(Ask("d"))
         ignoring_the_bound = [asyncio.get_running_loop().create_future() for _ in range(2)]
         for number, future in enumerate(ignoring_the_bound, 4):
-            caller._calls[number] = future, str
+            caller._calls[number] = _Call(str, 0, future)
             caller._stream.send(Kind.CALL, number, msgspec.msgpack.encode(Ask(str(number))))
         await asyncio.sleep(0.1)
         assert started == ["a", "b", "c"], "the others are not even read"
