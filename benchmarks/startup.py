@@ -83,10 +83,10 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     folder = model_folder()  # a first conversion is not part of a start
     samples = []
     for number in range(rounds):
-        sample = StartupSample(*_ours(QUICK_IDLE_S if quick else IDLE_S), *_floor(QUICK_IDLE_S if quick else IDLE_S))
-        samples.append(sample)
-        ours_s = sum(sample.phases_s.values())
-        progress(f"round {number + 1} of {rounds}: ours {ours_s:.1f} s, the floor {sample.floor_s:.1f} s")
+        phases_s, cpu_s, usage = _ours(QUICK_IDLE_S if quick else IDLE_S)
+        floor_s, floor_cpu_s, floor, bare_uss = _floor(QUICK_IDLE_S if quick else IDLE_S)
+        samples.append(StartupSample(phases_s, cpu_s, usage, floor_s, floor_cpu_s, floor, bare_uss))
+        progress(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
     return BenchmarkPart("startup", figures(samples, least_bytes(folder)), (), NOTES)
 
 

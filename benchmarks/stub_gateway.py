@@ -11,7 +11,8 @@ from functools import partial
 from benchmarks.shutdown import wait_for_shutdown
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.grpc.server import GrpcServer, model_tokenizer
+from cluster.frontend.grpc.server import GrpcServer
+from cluster.frontend.servers import load_tokenizer
 from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.slo_attainment import GatewayAttainment
@@ -95,7 +96,7 @@ async def serve(period_s: float) -> None:
     gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MAX_REQUESTS)
     spec = ClusterSpec(MODEL, (PoolSpec("mixed", Role.MIXED),), "servers", gateway=gateway)
     context = GatewayContext("servers", spec, model, StubDispatcher(model, period_s))
-    grpc = GrpcServer(context, partial(model_tokenizer, model))
+    grpc = GrpcServer(context, partial(load_tokenizer, model.name, model.context_length))
     endpoint = await grpc.open()
     http = HttpServer(context, grpc.gateway, grpc.guard)
     try:

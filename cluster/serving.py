@@ -64,11 +64,11 @@ class GatewayService:
         Guard(self._spec.gateway)
 
     async def prepare(self) -> None:
-        """Import what `open` needs. Takes seconds, which pass while the workers load."""
+        """Load what `open` needs. Takes seconds, which pass while the workers load."""
         from cluster.frontend.servers import preload  # imports grpc, which only this process needs
 
         await asyncio.to_thread(import_module, "cluster.dispatch.dispatcher")
-        await asyncio.to_thread(preload, self._spec.gateway)
+        await asyncio.to_thread(preload, self._spec)
 
     async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
         """Listen on these ports (0: any free one), unless it already does. Returns the endpoint."""

@@ -5,13 +5,13 @@ Imports their libraries only when they open, because the process that starts gat
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.http import check_extra
-from cluster.spec import GatewaySpec
+from cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
     from cluster.frontend.http.server import HttpServer  # needs the extra `http`
@@ -65,18 +65,27 @@ class Servers:
         await self._http.close()
 
 
-def preload(gateway: GatewaySpec) -> None:
-    """Import what the servers and their tokenizer need."""
-    names = ["cluster.frontend.grpc.server", "workers.model.store", "workers.model.tokenizer"]
-    if gateway.http_port is not None:
+def preload(spec: ClusterSpec) -> None:
+    """Import what the servers need, and load the tokenizer. Raises `ModelError` or `RuntimeUnavailable`."""
+    from workers.model.store import read_model_config, resolve
+
+    import_module("cluster.frontend.grpc.server")
+    if spec.gateway.http_port is not None:
         check_extra()
-        names.append("cluster.frontend.http.server")
-    for name in names:
-        import_module(name)
+        import_module("cluster.frontend.http.server")
+    load_tokenizer(spec.model, read_model_config(resolve(spec.model).path).context_length)
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(model: str, context_length: int) -> "Tokenizer":
+    """The tokenizer of the served model. Raises `ModelError`."""
+    from workers.model.store import resolve
+    from workers.model.tokenizer import ModelTokenizer
+
+    return ModelTokenizer(resolve(model).path, context_length)
 
 
 def open_servers(context: GatewayContext) -> Servers:
     """The `ServerFactory` of `diptych serve`. A module function, so that it can be pickled."""
-    from cluster.frontend.grpc.server import model_tokenizer
-
-    return Servers(context, partial(model_tokenizer, context.model), eager=True)
+    model = context.model
+    return Servers(context, partial(load_tokenizer, model.name, model.context_length), eager=True)

@@ -23,7 +23,6 @@ from cluster.frontend.grpc.services import AdminService, InferenceService, add_i
 from cluster.frontend.preprocessing import PreprocessingPool
 from cluster.frontend.text import Tokenizer
 from diptych.v1 import admin_pb2_grpc
-from diptych.view import ModelView
 from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
 
 OPENING_S = 10.0  # for the TLS handshake and the first HTTP/2 frame
@@ -96,14 +95,6 @@ class GrpcServer:
             await self._gateway.close()
         if self._stopping is not None:
             await self._stopping
-
-
-def model_tokenizer(model: ModelView) -> Tokenizer:
-    """The served model's tokenizer."""
-    from workers.model.store import resolve
-    from workers.model.tokenizer import ModelTokenizer
-
-    return ModelTokenizer(resolve(model.name).path, model.context_length)
 
 
 def _credentials(guard: Guard) -> grpc.ServerCredentials | None:
