@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks import capacity, frontend, handoff, overhead, peer, simulator, startup, tcp_links, transfer
+from benchmarks import capacity, frontend, handoff, overhead, peer, routing, simulator, startup, tcp_links, transfer
 from benchmarks.control_plane import part as control_plane
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import PEERS, VLLM
@@ -46,6 +46,7 @@ PARTS = {
     "gang-step": Measurement(steps.measure, steps.ROUNDS),
     "gang-bubble": Measurement(bubble.measure, bubble.ROUNDS),
     "control_plane": Measurement(control_plane.measure, control_plane.ROUNDS),
+    "routing": Measurement(routing.measure, routing.ROUNDS),
     "simulator": Measurement(simulator.measure, simulator.ROUNDS),
 }
 GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.startswith("gang-"))}

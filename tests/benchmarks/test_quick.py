@@ -35,6 +35,13 @@ def test_quick_tcp_links_have_a_rate_each() -> None:
         assert row in result.output
 
 
+def test_quick_routing_times_decisions_with_and_without_new_statistics() -> None:
+    result = CliRunner().invoke(main, ["routing", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
+    assert result.exit_code == 0, result.output
+    for row in ("64 workers, no statistics are new", "64 workers, one worker in ten has new ones"):
+        assert row in result.output
+
+
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
     def fail(rounds: int, quick: bool, progress: object) -> BenchmarkPart:
         raise RuntimeError("the machine is on fire")

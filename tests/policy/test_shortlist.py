@@ -176,6 +176,42 @@ def test_of_many_workers_the_shortlist_has_those_that_an_exhaustive_search_prefe
 
 
 @given(
+    seed=st.integers(0, 1 << 32),
+    cost=st.sampled_from([REAL, A100, SIMPLE]),
+    roles=st.sampled_from(["pd", "m", "ppdm"]),
+    changes=st.lists(st.integers(0, 60), min_size=25, max_size=25),
+)
+@settings(max_examples=25)
+def test_a_shortlist_that_follows_changes_decides_as_one_that_is_made_anew(
+    seed: int, cost: CostModel, roles: str, changes: list[int]
+) -> None:
+    """Whether few or all workers have changed: their statistics, what was sent to them, their requests."""
+    town = Town(seed, cost, roles)
+    followed, anew = (opened(0, cost, max_batch_tokens=2048, max_running=256) for _ in range(2))
+    under_way: list[Request] = []
+    for number, count in enumerate(changes):
+        town.now_s += town.draw.expovariate(1.0)
+        workers = list(town.picture.workers)
+        for row in town.draw.sample(range(60), count):
+            workers[row] = town.changed(workers[row])
+        town.picture = replace(town.picture, workers=tuple(workers))
+        wanted = request(f"r{number}", town.draw.choice((100, 1500)), max_tokens=town.draw.choice((1, 50, 400)))
+        sent = {town.draw.choice(workers).name: Sent(50, 2) for _ in range(count % 4)}
+        ask = Ask(town.picture, wanted, sent, now_s=town.now_s)
+        latency, active, index = anew._latency, anew.active, anew.index
+        anew._router._shortlist = Shortlist(latency, active, index, TARGET.tpot_s, 0)  # type: ignore[attr-defined]
+        placed = followed.choose(ask)
+        assert isinstance(placed, Placement) and placed == anew.choose(ask)
+        follow((followed, anew), ask, placed, 0)
+        under_way.append(wanted)
+        if town.draw.random() < 0.5:
+            ended = under_way.pop(0).key
+            for policy in (followed, anew):
+                policy.prefilled(ended, town.now_s, 0.1)
+                policy.ended(ended, town.now_s, 20)
+
+
+@given(
     cases=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 5000), st.integers(0, BLOCKS)), min_size=30, max_size=30
     ),
