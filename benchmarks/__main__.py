@@ -10,10 +10,22 @@ from pathlib import Path
 
 import click
 
-from benchmarks import capacity, frontend, handoff, overhead, peer, routing, simulator, startup, tcp_links, transfer
+from benchmarks import (
+    capacity,
+    frontend,
+    handoff,
+    overhead,
+    peer,
+    peers_frontend,
+    routing,
+    simulator,
+    startup,
+    tcp_links,
+    transfer,
+)
 from benchmarks.control_plane import part as control_plane
 from benchmarks.engine import chart, compare, step
-from benchmarks.environments import PEERS, VLLM
+from benchmarks.environments import FRONTENDS, PEERS, VLLM
 from benchmarks.figures import BenchmarkPart, BenchmarkReport, Progress, report_json
 from benchmarks.gang import bubble, delivery, reshard, steps
 from benchmarks.hosted import refuse_foreign_ray
@@ -37,6 +49,7 @@ PARTS = {
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "frontend": Measurement(frontend.measure, frontend.ROUNDS),
     "capacity": Measurement(capacity.measure, capacity.ROUNDS),
+    "peers-frontend": Measurement(peers_frontend.measure, peers_frontend.ROUNDS),
     "startup": Measurement(startup.measure, startup.ROUNDS),
     "peer": Measurement(peer.measure, peer.ROUNDS),
     "engine": Measurement(compare.measure, compare.ROUNDS),
@@ -49,11 +62,12 @@ PARTS = {
     "routing": Measurement(routing.measure, routing.ROUNDS),
     "simulator": Measurement(simulator.measure, simulator.ROUNDS),
 }
+INSTALLS = {"peer-install": PEERS, "peers-frontend-install": FRONTENDS}
 GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.startswith("gang-"))}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.argument("parts", nargs=-1, type=click.Choice([*GROUPS, *PARTS, "peer-install"]))
+@click.argument("parts", nargs=-1, type=click.Choice([*GROUPS, *PARTS, *INSTALLS]))
 @click.option("--rounds", type=click.IntRange(1, 100), help="Interleaved rounds; each part has its own number.")
 @click.option("--quick", is_flag=True, help="Few and short rounds: a smoke test, not figures to quote.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
@@ -82,10 +96,10 @@ def main(
 
     if peer_venv is not None:
         os.environ[VLLM.variable] = str(peer_venv)
-    if "peer-install" in parts:
-        for each in PEERS:
+    if installs := [part for part in parts if part in INSTALLS]:
+        for each in (environment for name in installs for environment in INSTALLS[name]):
             each.install(click.echo)
-        parts = tuple(part for part in parts if part != "peer-install")
+        parts = tuple(part for part in parts if part not in INSTALLS)
         if not parts:
             return
     try:

@@ -72,6 +72,10 @@ def _application(period_s: float) -> FastAPI:
     token, end = _line([_choice(TEXT, None)]), _line([_choice("", "length")])
     last = [_line([], _usage(count)) + b"data: [DONE]\n\n" for count in range(MAX_TOKENS + 1)]
 
+    @app.get("/health", response_model=None)
+    async def health() -> None:
+        """SGLang's router asks for it."""
+
     @app.post("/v1/completions", response_model=None)
     async def completions(request: Request) -> StreamingResponse:
         count = (await request.json())["max_tokens"]

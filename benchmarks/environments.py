@@ -25,6 +25,7 @@ class PeerEnvironment:
     unwanted: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)  # environment variables of the installation
     files: dict[str, str] = field(default_factory=dict)  # written before it; settings refer to them by {path}
+    installer: str = "peer-install"  # the command that installs it
 
     @property
     def path(self) -> Path:
@@ -41,7 +42,7 @@ class PeerEnvironment:
         found = self.path.glob(f"lib/python*/site-packages/{self.module}/__init__.py")
         if self.python.exists() and any(found):
             return ""
-        return f"no {self.title} in {self.path}; make it with `python -m benchmarks peer-install`"
+        return f"no {self.title} in {self.path}; make it with `python -m benchmarks {self.installer}`"
 
     def install(self, progress: Callable[[str], None]) -> None:
         """Create it. Raises `subprocess.CalledProcessError`."""
@@ -119,3 +120,36 @@ AIPERF = PeerEnvironment(
     packages=("aiperf",),
     installs=(("aiperf==0.13.0",),),
 )
+# Frontends of other systems; `python -m benchmarks peers-frontend-install` creates these environments.
+DYNAMO = PeerEnvironment(
+    title="Dynamo",
+    variable="DIPTYCH_DYNAMO_VENV",
+    folder="dynamo-venv",
+    module="dynamo/frontend",
+    packages=("ai-dynamo",),
+    installer="peers-frontend-install",
+    installs=(
+        # Not its requirement aisimulate: PyPI has only a placeholder of it, and the mocker does without.
+        ("--no-deps", "ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),
+        ("pydantic<=2.13.5", "uvloop", "aiohttp", "msgspec", "prometheus-client", "pyzmq", "transformers", "redis<9"),
+    ),
+)
+SGLANG_ROUTER = PeerEnvironment(
+    title="SGLang router",
+    variable="DIPTYCH_SGLANG_VENV",
+    folder="sglang-venv",
+    module="sglang_router",
+    packages=("sglang-router",),
+    installer="peers-frontend-install",
+    installs=(("sglang-router==0.3.2",),),
+)
+LITELLM = PeerEnvironment(
+    title="LiteLLM",
+    variable="DIPTYCH_LITELLM_VENV",
+    folder="litellm-venv",
+    module="litellm",
+    packages=("litellm",),
+    installer="peers-frontend-install",
+    installs=(("litellm[proxy]==1.108.7",),),
+)
+FRONTENDS = (DYNAMO, SGLANG_ROUTER, LITELLM)
