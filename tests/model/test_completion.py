@@ -4,15 +4,18 @@ import asyncio
 import queue
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+import workers.executor.rank as rank_module
 from benchmarks.bundle_reader import BundleReader
 from kvtransfer.open import SharedMemory
 from kvtransfer.transport import PullOrder
 from tests.model.test_executor import BLOCKS, PROMPT, config, open_tiny, prompt_plan
 from workers.config import WorkerConfig
+from workers.executor.rank import RankStep
 from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.folder import ModelFolder
 from workers.ops.completion import mark_on
@@ -131,3 +134,33 @@ def test_a_gpus_mark_is_an_event_on_the_stream_that_computes(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     assert isinstance(mark_on(torch.device("cuda", 1))(), Event)
     assert calls == [("made", True), ("recorded on", "the stream of cuda:1")]
+
+
+async def test_heartbeats_go_out_while_a_step_computes(tiny: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step belongs to the compute thread, so a long one does not look like silence."""
+    computing, go_on, compute = threading.Event(), threading.Event(), rank_module.compute
+
+    def slow(*args: Any) -> RankStep:
+        computing.set()
+        assert go_on.wait(DEADLINE_S)
+        return compute(*args)
+
+    setting = replace(config(), secret="s")
+
+    async def open_executor(given: WorkerConfig, incarnation: str) -> SoloExecutor:
+        return await open_solo(given, tiny, incarnation, SharedMemory())
+
+    worker = await WorkerServer(setting, open_executor, heartbeat_s=0.01).open()
+    monkeypatch.setattr(rank_module, "compute", slow)
+    reader = await BundleReader.open(worker, "gateway")
+    await worker.generate(Request("a", PROMPT, SamplingParams(temperature=0, seed=0, max_tokens=1), reply_to="gateway"))
+    async with asyncio.timeout(DEADLINE_S):
+        assert await asyncio.to_thread(computing.wait, DEADLINE_S)
+        for _ in range(10):
+            assert (await reader.next()).outputs == ()
+        go_on.set()
+        while not (outputs := (await reader.next()).outputs):
+            continue
+    assert [each.key for each in outputs] == ["a/0"]
+    await reader.close()
+    await worker.close()
