@@ -145,7 +145,8 @@ async def test_heartbeats_go_out_while_a_step_computes(tiny: ModelFolder, monkey
         assert go_on.wait(DEADLINE_S)
         return compute(*args)
 
-    setting = replace(config(), secret="s")
+    setting = config()
+    setting = replace(setting, transfer=replace(setting.transfer, host="127.0.0.1"), secret="s")
 
     async def open_executor(given: WorkerConfig, incarnation: str) -> SoloExecutor:
         return await open_solo(given, tiny, incarnation, SharedMemory())
