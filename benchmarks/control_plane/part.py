@@ -64,7 +64,7 @@ def spec_of(workers: int) -> ClusterSpec:
     return ClusterSpec(
         "modelled",
         pools,
-        transfer=TransferConfig(backends=("modelled",), digest=False, host="127.0.0.1"),
+        transfer=TransferConfig(backends=("modelled",), digest=False, host="127.0.0.1", max_readers=workers),
         gateway=GatewaySpec(routing="slo"),
         health=HealthSpec(heartbeat_s=HEARTBEAT_S, dead_after_s=DEAD_AFTER_S, start_timeout_s=JOIN_TIMEOUT_S),
         executor="modelled",

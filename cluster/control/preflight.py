@@ -98,17 +98,25 @@ class Preflight:
                     # A restarted worker is accepted anyway, because it can run both phases alone.
                     if isinstance(error, PeerRefused) and not new.view.incarnation:
                         raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
+            if 2 * sum(error is not None for error in tested.values()) >= max(1, len(tested)):
+                self._doubt_others(new, replicas(), tested)
             new.introduced = True
 
     def _to_introduce(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> list[Pair]:
-        """The pairs that are left to test before a worker is ready; all if one failed. Raises `ModelError`."""
+        """The pairs that are left to test before a worker is ready. Raises `ModelError`."""
         peers = [peer for peer in replicas if peer is not new and peer.introduced]
         kinds = {(peer.pool.name, peer.role, peer.is_leaving): peer for peer in peers}
         for peer in peers if len(peers) <= SMALL else kinds.values():  # the workers of a pool fit each other
             _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
-        chosen = peers if any(tested.values()) else self._sample(new, peers, tested)
-        pairs = [pair for peer in chosen for pair in ((new, peer), (peer, new))]
+        pairs = [pair for peer in self._sample(new, peers, tested) for pair in ((new, peer), (peer, new))]
         return [pair for pair in pairs if pair not in tested and self._may_move(*pair)]
+
+    def _doubt_others(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> None:
+        """Most of a sample failed: use no other pair of the worker until it passes preflight."""
+        for peer in replicas:
+            for pair in ((new, peer), (peer, new)):
+                if peer is not new and peer.introduced and pair not in tested and self._may_move(*pair):
+                    self._failed(*pair)
 
     async def flip(self, replica: ReplicaManager, role: Role, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Change a ready worker's role, once the pairs that the role needs are tested.
@@ -183,9 +191,11 @@ class Preflight:
             self._changed()
 
     def _failed(self, owner: ReplicaManager, reader: ReplicaManager) -> None:
-        self._snapshot = None
-        self._links[owner.pool.name, reader.pool.name].pop((owner.name, reader.name), None)
-        self._unlinked.pop((owner, reader), None)
+        if (owner, reader) in self._unlinked:
+            del self._unlinked[owner, reader]
+        else:
+            self._snapshot = None
+            self._links[owner.pool.name, reader.pool.name].pop((owner.name, reader.name), None)
         self._unlinked[owner, reader] = None  # retried last
 
     def _passed(self, pair: Pair) -> None:
@@ -255,9 +265,10 @@ class Preflight:
         except (TransferError, WorkerGone, WorkerError, TimeoutError) as error:
             reason = str(error) or "preflight timed out"
             logger.error("no KV can move from %s to %s: %s", owner.name, reader.name, reason)
-            self._passed((owner, reader))
             if self._may_move(owner, reader):
                 self._failed(owner, reader)
+            else:
+                self._passed((owner, reader))
             return error
 
     def _keep(self, owner: ReplicaManager, reader: ReplicaManager, link: LinkReport) -> None:
