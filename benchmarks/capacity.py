@@ -137,11 +137,11 @@ async def _load(server: MeasuredServer, protocol: str, streams: int, window_s: f
             await asyncio.gather(*(stream.ended for stream in running))
     finally:
         close()
-    spent = [late - early for early, late in zip(before, after, strict=True)]
+    gateway_s, client_s, others_s = (late - early for early, late in zip(before, after, strict=True))
     probes = [_within(stream.marks, from_s, until_s) for stream in running if stream.is_probe]
     gaps_s = tuple(sorted(gap for marks in probes for gap in _gaps(marks)))
     seen = sum(marks[-1][1] - marks[0][1] for marks in probes)
-    return StreamLoad(streams, until_s - from_s, *spent, seen * streams / len(probes), gaps_s)
+    return StreamLoad(streams, until_s - from_s, gateway_s, client_s, others_s, seen * streams / len(probes), gaps_s)
 
 
 def _within(marks: Sequence[tuple[float, int]], from_s: float, until_s: float) -> list[tuple[float, int]]:

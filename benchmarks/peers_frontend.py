@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,7 @@ def dynamo() -> Iterator[Frontend]:
             yield frontend
 
 
-SYSTEMS: Mapping[str, Callable[[], "contextmanager[Frontend]"]] = {  # type: ignore[type-arg]
+SYSTEMS: Mapping[str, Callable[[], AbstractContextManager[Frontend]]] = {
     "Diptych": diptych,
     "Dynamo": dynamo,
     "SGLang router": sglang_router,
@@ -189,7 +189,7 @@ async def _session() -> AsyncIterator[aiohttp.ClientSession]:
 
 async def _answer(session: aiohttp.ClientSession, frontend: Frontend) -> int:
     """Events with text. Raises `ProcessFailed` unless the answer has `TOKENS` tokens."""
-    body = {
+    body: dict[str, object] = {
         "model": frontend.model,
         "prompt": frontend.prompt,
         "max_tokens": TOKENS,

@@ -278,7 +278,10 @@ class Worker:
         return self.engine.holds(key)
 
     async def subscribe(
-        self, subscriber: str, on_bundle: Callable[[Bundle], object], room: Callable[[], Awaitable[None]] | None = None
+        self,
+        subscriber: str,
+        on_bundle: Callable[[Bundle], object],
+        room: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         """Send the outputs of this subscriber's requests, at most one bundle a step, and heartbeats between them.
 

@@ -252,6 +252,7 @@ async def test_garbage_does_not_hurt_the_server(owner: Owner) -> None:
 
 async def test_garbage_after_the_handshake_ends_only_that_connection(owner: Owner) -> None:
     bad, good = await owner.meet(), await owner.meet()
+    assert isinstance(bad._connection._stream, FrameStream)
     bad._connection._stream._wire.write(pack_header(Kind.CALL, 1, 4) + b"\xde\xad\xbe\xef")
     with pytest.raises(PeerLost):
         await bad.watch("lease", 3, 0, timeout_s=5, pieces=PIECES)

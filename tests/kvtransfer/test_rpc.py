@@ -250,6 +250,7 @@ async def test_a_broken_connection_fails_every_call_at_once_and_every_later_one(
 async def test_invalid_bytes_of_one_peer_do_not_affect_the_others() -> None:
     draw = random.Random(0)
     async with connected(echo) as (caller, served):
+        assert isinstance(served._stream, FrameStream)
         port = served._stream._wire.get_extra_info("sockname")[1]
         for number in range(30):
             kind, length = draw.choice([*Kind, 0, 255]), draw.choice([0, 1, 40, HANDSHAKE_BYTES, 1 << 40])

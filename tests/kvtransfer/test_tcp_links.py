@@ -117,8 +117,8 @@ async def test_a_stopped_owner_does_not_delay_reads_from_another_one() -> None:
     assert not stuck.done.done()
     await reader.close()
     assert isinstance(stuck.done.exception(), PeerLost) and stuck.settled.done()
-    for each in (stopped, child):
-        each.end()
+    for owner in (stopped, child):
+        owner.end()
 
 
 async def test_a_stopped_reader_does_not_delay_another_one() -> None:

@@ -20,7 +20,7 @@ from cluster.spec import HealthSpec
 from diptych.client import Answer, AsyncClient, answer_of
 from diptych.errors import DiptychError
 from diptych.retry import Retry
-from diptych.view import ClusterView
+from diptych.view import ClusterView, WorkerState
 from tests.model.tiny import write_tiny_llama
 from tests.ray.served import ROOT, Served, at_rest, laptop, listens, served, services, until, worker
 
@@ -203,7 +203,9 @@ async def test_a_stopped_worker_is_replaced(subject: Served) -> None:
             client,
             60.0,
             lambda view: (
-                worker(view, "decode-0").incarnation != stopped.incarnation and view.linked("prefill-0", "decode-0")
+                worker(view, "decode-0").incarnation != stopped.incarnation
+                and worker(view, "decode-0").state is WorkerState.READY
+                and view.linked("prefill-0", "decode-0")
             ),
         )
     assert not psutil.pid_exists(stopped.pid)
