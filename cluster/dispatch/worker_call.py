@@ -74,15 +74,7 @@ class WorkerCall:
 
     async def take(self, call: Coroutine[Any, Any, T]) -> T:
         """Run the call that sends the key to the worker. A worker that refuses holds nothing. Errors: see `call`."""
-
-        async def taking() -> T:
-            try:
-                return await call
-            except (InvalidRequest, Overloaded, UnknownSequence):
-                self.done()
-                raise
-
-        answer = await self.call(taking())
+        answer = await self.call(call, refused=self.done)
         self.is_taken = True
         return answer
 
@@ -90,9 +82,9 @@ class WorkerCall:
         """Whether the worker had the key and no longer has it. Raises `AttemptFailed`."""
         return self.is_held and self.is_taken and not await self.call(self.handle.holds(self.key))
 
-    async def call(self, call: Coroutine[Any, Any, T]) -> T:
+    async def call(self, call: Coroutine[Any, Any, T], refused: Callable[[], None] = lambda: None) -> T:
         """Run a call to the worker. Raises `AttemptFailed` if the worker is lost or has no room, and `Unservable` for
-        invalid requests.
+        invalid requests. `refused` is called if the worker does not take what was sent.
         """
         try:
             return await self._while_alive(call)
@@ -100,10 +92,15 @@ class WorkerCall:
             self.worker.give_up(f"{type(error).__name__}: {error}")  # now, so that the next attempt does not use it
             raise AttemptFailed(self.name, f"{type(error).__name__}: {error}") from None
         except InvalidRequest as error:
+            refused()
             raise Unservable(str(error)) from None
         except Overloaded as error:
+            refused()
             raise AttemptFailed(self.name, str(error), refused_s=error.retry_after_s) from None
-        except (UnknownSequence, WorkerError) as error:
+        except UnknownSequence as error:
+            refused()
+            raise AttemptFailed(self.name, str(error)) from None
+        except WorkerError as error:
             raise AttemptFailed(self.name, str(error)) from None
 
     async def _while_alive(self, call: Coroutine[Any, Any, T]) -> T:

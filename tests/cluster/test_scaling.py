@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -26,6 +26,7 @@ from kvtransfer.ticket import PeerAddress
 from tests.cluster.local import FAST, Cluster, cluster, completed, generate, request, split_spec, tokens_of
 from workers.build import build_worker
 from workers.config import WorkerConfig
+from workers.transfer.peer_links import PeerLinks
 
 
 def names(view: ClusterView, *states: WorkerState) -> list[str]:
@@ -97,11 +98,14 @@ async def test_requests_left_at_the_drain_deadline_fail_over_without_losing_a_to
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with cluster(split_spec(1, 2)) as subject:
+        meet = PeerLinks.meet
 
-        async def nobody(peer: PeerAddress) -> None:
-            raise PeerLost(f"no way to {peer.worker}")
+        async def meet_others(self: PeerLinks, peer: PeerAddress, **options: bool) -> Any:
+            if peer.worker == "decode-1":
+                raise PeerLost("no way from decode-1")
+            return await meet(self, peer, **options)
 
-        monkeypatch.setattr(subject.workers["decode-0"], "connect", nobody)  # so that nothing can move there
+        monkeypatch.setattr(PeerLinks, "meet", meet_others)  # so that no decode can leave decode-1
         streams = await begun(subject, 4, max_tokens=180)
         await subject.controller.drain("decode-1", deadline_s=0.05)
         await subject.until(only("prefill-0", "decode-0"))
