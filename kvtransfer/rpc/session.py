@@ -93,6 +93,9 @@ class SessionStream:
 
     def attach(self, stream: FrameStream, peer_received: int) -> None:
         """Go on with this connection, whose other end has got `peer_received` frames."""
+        if self.ended.done():  # meanwhile
+            stream.send(Kind.END, 0, b"")
+            return stream.abort()
         self._stream = stream
         if self._patience is not None:
             self._patience.close()

@@ -205,6 +205,25 @@ async def test_an_end_that_closes_does_not_let_the_other_one_wait(at_once: bool)
             assert "the peer ended the session" in str(await getattr(ends, waiting).ended)
 
 
+async def test_a_session_that_ends_while_it_connects_again_does_not_let_the_listener_wait() -> None:
+    async with joined(resume_s=60.0) as ends, asyncio.timeout(20):
+        reopen, opened, go_on = ends.caller._reopen, asyncio.Event(), asyncio.Event()
+        assert reopen is not None
+
+        async def slow(*counts: int) -> tuple[FrameStream, int]:
+            connection = await reopen(*counts)
+            opened.set()
+            await go_on.wait()
+            return connection
+
+        ends.caller._reopen = slow
+        ends.relay.cut()
+        await opened.wait()
+        ends.caller.abort()
+        go_on.set()
+        assert "the peer ended the session" in str(await ends.listener.ended)
+
+
 async def test_a_refused_session_has_ended() -> None:
     async with joined(resume_s=60.0) as ends, asyncio.timeout(20):
 
