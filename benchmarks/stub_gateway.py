@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 
 from benchmarks.shutdown import wait_for_shutdown
+from cluster.dispatch.capacity import ServingCapacity
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.grpc.server import GrpcServer
@@ -33,6 +34,7 @@ class StubDispatcher:
     def __init__(self, model: ModelView, period_s: float = 0.0) -> None:
         worker = WorkerView("none", "none", Role.MIXED, WorkerState.READY, capacity_tokens=CAPACITY)
         self.view = ClusterView(1, "server", model, (worker,))
+        self.capacity = ServingCapacity(CAPACITY, CAPACITY, MAX_REQUESTS, 1)
         self._tokens = (TOKEN,)
         self._period_s = period_s
 

@@ -210,8 +210,8 @@ class TransportSet:
             if links is None:
                 raise PeerLost(f"{order.peer} is not connected: connect to its present incarnation first")
             digests = [_digests_of(order, link.piece) for link in links]
-            reads = (self._piece_reader.read(order, *each, fail) for each in zip(links, digests, strict=True))
-            landed = await asyncio.gather(*reads)
+            reads = [self._piece_reader.read(order, *each, fail) for each in zip(links, digests, strict=True)]
+            landed = [await reads[0]] if len(reads) == 1 else await asyncio.gather(*reads)
         except Exception as error:
             fail(error)
         stats = [each for each in landed if each is not None]

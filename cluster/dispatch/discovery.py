@@ -20,6 +20,7 @@ from cluster.control.membership import Member, Membership
 from cluster.control.replicas import CRASH_LOOP, TAKEN_OUT
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.cache_reader import CacheReader
+from cluster.dispatch.capacity import ServingCapacity, serving_capacity
 from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
 from cluster.policy.routing.prefix_index import PrefixIndex
@@ -62,6 +63,7 @@ class WorkerDiscovery:
         self._sent: dict[str, Sent] = {}
         self._stale: set[str] = set()  # workers that changed since the last picture
         self._picture: ClusterView | None = None  # None: other parts changed
+        self._capacity: ServingCapacity | None = None  # of the membership; None: not computed yet
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._following: list[asyncio.Task[None]] = []
@@ -125,6 +127,12 @@ class WorkerDiscovery:
             return worker
         return structs.replace(worker, age_s=now_s - client.last_bundle_s)
 
+    def capacity(self) -> ServingCapacity:
+        """What the current members can hold."""
+        if self._capacity is None:  # several reads for each request
+            self._capacity = serving_capacity(self._spec.pools, (member.view for member in self._members.values()))
+        return self._capacity
+
     def has_ready(self, *roles: Role) -> bool:
         """Whether a connected worker of one of these roles is ready."""
         return any(
@@ -172,6 +180,7 @@ class WorkerDiscovery:
         """Follow a membership. Members that did not change are the same objects."""
         before, self._membership = self._members, membership
         self._members = members = {member.view.name: member for member in membership.members}
+        self._capacity = None
         changed = [member for name, member in members.items() if before.get(name) is not member]
         self._record_changes(before, changed)
         left = before.keys() - members.keys()

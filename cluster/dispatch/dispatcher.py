@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from cluster.control.client import ControllerCalls
 from cluster.dispatch.admission_queue import AdmissionQueue
+from cluster.dispatch.capacity import ServingCapacity
 from cluster.dispatch.discovery import RECONNECT_S, WorkerDiscovery
 from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.dispatch.request_runner import RequestRunner
@@ -125,6 +126,11 @@ class Dispatcher:
     def view(self) -> ClusterView:
         """The membership with the latest statistics. A lost worker is shown as dead."""
         return self.discovery.view()
+
+    @property
+    def capacity(self) -> ServingCapacity:
+        """What the current workers can hold."""
+        return self.discovery.capacity()
 
     def view_change(self) -> Awaitable[object]:
         """Done after the next change of the membership or of a worker's state; statistics do not count."""

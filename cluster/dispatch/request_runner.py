@@ -26,7 +26,7 @@ from cluster.observe.request_timing import RequestTiming
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import Policy
 from cluster.policy.routing.router import Placement, Refusal
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import ClusterSpec
 from workers.log_fields import log_fields
 from workers.request import FinishReason, Request, TokensOut
 
@@ -266,7 +266,7 @@ class RequestRunner:
     def _reserving_s(self, state: RequestState) -> float:
         """Time limit of one reservation; no longer than the SLO allows."""
         request = state.request
-        others = len(self._discovery.picture().ready(Role.DECODE, Role.MIXED)) - len(state.avoid)
+        others = self._discovery.capacity().ready_to_decode - len(state.avoid)
         limit_s = self._spec.gateway.placement_timeout_s / max(1, others)
         if request.slo.ttft_s is None or not request.slo.is_enforced or not self._classes.rejects(request):
             return limit_s

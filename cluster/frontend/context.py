@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.dispatch.capacity import ServingCapacity
 from cluster.events import Event
 from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
@@ -38,6 +39,11 @@ class RequestDispatcher(Protocol):
     @property
     def view(self) -> ClusterView:
         """The latest view of the cluster, with statistics."""
+        ...
+
+    @property
+    def capacity(self) -> ServingCapacity:
+        """What the current workers can hold."""
         ...
 
     async def audit(self) -> ClusterView:

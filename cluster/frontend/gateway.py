@@ -40,7 +40,7 @@ from cluster.frontend.text import (
 )
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics.responses import Responses
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import Role
 from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
 from diptych.view import ClusterView, WorkerState
 from workers.errors import InvalidRequest
@@ -76,12 +76,13 @@ class Gateway:
         self._tokenizer = tokenizer
         self.preprocessing = preprocessing or InThread(tokenizer)
         self._active: dict[str, _Running] = {}
+        self._num_active = 0
         self.responses = Responses()
 
     @property
     def active(self) -> int:
         """Number of running answers."""
-        return sum(running.num_answers for running in self._active.values())
+        return self._num_active
 
     @property
     def traces(self) -> bool:
@@ -143,12 +144,13 @@ class Gateway:
                 await running.close()
             finally:  # also if this task is cancelled while it waits
                 del self._active[request_id]
+                self._num_active -= running.num_answers
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together: bounded by the model's context and by the pools' capacity."""
-        by_role = (_max_capacity(self.view, role) for role in (Role.PREFILL, Role.DECODE))
-        return min([self._context.model.context_length, *(each for each in by_role if each is not None)])
+        capacity, context = self._context.dispatcher.capacity, self._context.model.context_length
+        return min(context, capacity.prefill_tokens or context, capacity.decode_tokens or context)
 
     def check_model(self, model: str) -> None:
         """Raises `UnknownModel` unless it is the served model or empty."""
@@ -198,7 +200,7 @@ class Gateway:
     def _check_answers(self, sampling: SamplingParams) -> None:
         """Refuse more answers than can ever run at once."""
         spec, count = self._context.spec, sampling.num_answers
-        limit = min(spec.gateway.max_requests, _decode_slots(spec, self.view))
+        limit = min(spec.gateway.max_requests, self._context.dispatcher.capacity.decode_slots)
         if count > max(1, limit):
             field = "n" if sampling.best_of is None else "best_of"
             raise InvalidRequest(f"sampling.{field}", f"is {count}; this cluster runs at most {limit} answers at once")
@@ -217,11 +219,12 @@ class Gateway:
         if request_id in self._active:
             raise DuplicateRequest(f"request {request_id} is running already; choose another id or leave it empty")
         limit = self._context.spec.gateway.max_requests
-        if (active := self.active) + num_answers > limit:
+        if (active := self._num_active) + num_answers > limit:
             self._context.dispatcher.count_refusal(slo.class_name, "gateway-full")
             room = f"{active} of {limit} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
         running = self._active[request_id] = _Running(client_id, num_answers, send_delta)
+        self._num_active += num_answers
         return running
 
     def _resolve(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
@@ -247,8 +250,8 @@ class Gateway:
         Raises `Unservable` if the prompt leaves no room for one token.
         """
         limit, why = self._context.model.context_length, ""
-        for role, reserve in ((Role.PREFILL, 0), (Role.DECODE, 1)):
-            capacity = _max_capacity(self.view, role)
+        held = self._context.dispatcher.capacity
+        for role, capacity, reserve in ((Role.PREFILL, held.prefill_tokens, 0), (Role.DECODE, held.decode_tokens, 1)):
             if capacity is None:
                 continue
             bound = f" (as many as the {role.value} pools here can hold)"
@@ -328,14 +331,6 @@ def servable(view: ClusterView) -> bool:
     return any(worker.state is WorkerState.READY for worker in view.workers)
 
 
-def _decode_slots(spec: ClusterSpec, view: ClusterView) -> int:
-    """Most sequences that can decode at once: on the current workers and roles, or on the pools at their maximum."""
-    slots = {pool.name: pool.engine.max_running for pool in spec.pools}
-    decoding = (worker for worker in view.workers if worker.role is not Role.PREFILL)
-    maximum = (pool.bounds[1] * slots[pool.name] for pool in spec.pools if pool.role is not Role.PREFILL)
-    return max(sum(slots.get(worker.pool, 0) for worker in decoding), sum(maximum))
-
-
 def _too_long(limit: int, why: str, num_prompt: int, num_output: int, field: str = "prompt") -> Unservable:
     """OpenAI's error message, which clients parse to shorten the prompt."""
     parts = f"{num_prompt} in the prompt, {num_output} in the completion"
@@ -343,9 +338,3 @@ def _too_long(limit: int, why: str, num_prompt: int, num_output: int, field: str
     return Unservable(
         f"This model's maximum context length is {limit} tokens{why}. However, {asked}; shorten it", field
     )
-
-
-def _max_capacity(view: ClusterView, role: Role) -> int | None:
-    """Tokens of the longest sequence that a worker of this role can hold; None while no capacity is known."""
-    capacities = (worker.capacity_tokens for worker in view.workers if worker.role in (role, Role.MIXED))
-    return max((tokens for tokens in capacities if tokens > 0), default=None)

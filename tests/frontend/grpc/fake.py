@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from cluster.dispatch.capacity import ServingCapacity, serving_capacity
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
 from cluster.observe.history import Recent, RequestTrace, Window
@@ -90,6 +91,7 @@ class FakeDispatcher:
         self._promises = SLOScores()
         self._changed = asyncio.Event()
         self._view = view()
+        self.pools: tuple[PoolSpec, ...] = ()
         self.past, self.remembered = Recent(), Window()
         self.traces: list[RequestTrace] = []
         self.queued = 0
@@ -140,6 +142,10 @@ class FakeDispatcher:
 
     def finish(self, request_id: str) -> None:
         self._stops[request_id].set()
+
+    @property
+    def capacity(self) -> ServingCapacity:
+        return serving_capacity(self.pools, self._view.workers)
 
     @property
     def view(self) -> ClusterView:
@@ -216,6 +222,7 @@ def gateway_context(dispatcher: FakeDispatcher, *, model: ModelView = MODEL, **g
     """On any free port of the loopback, unless told otherwise. `max_running` is the decode worker's."""
     engine = EngineConfig(max_running=int(gateway.pop("max_running", 64)))
     pools = (PoolSpec("prefill", Role.PREFILL), PoolSpec("decode", Role.DECODE, engine=engine))
+    dispatcher.pools = pools
     options: dict[str, Any] = {"grpc_port": 0} | gateway
     spec = ClusterSpec("bytes", pools, gateway=GatewaySpec(**options))
     return GatewayContext("gateway-0", spec, model, dispatcher)

@@ -1,0 +1,35 @@
+"""What the workers of a membership can hold. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.spec import PoolSpec, Role
+from diptych.view import WorkerState, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class ServingCapacity:
+    """Tokens of the longest sequence that a prefill and a decode worker can hold; None while it is not known.
+
+    `decode_slots`: most sequences that can decode at once, on the current workers and roles or on the pools at their
+    maximum. `ready_to_decode`: workers that are ready for it.
+    """
+
+    prefill_tokens: int | None
+    decode_tokens: int | None
+    decode_slots: int
+    ready_to_decode: int
+
+
+def serving_capacity(pools: Sequence[PoolSpec], workers: Iterable[WorkerView]) -> ServingCapacity:
+    slots = {pool.name: pool.engine.max_running for pool in pools}
+    tokens = {Role.PREFILL: 0, Role.DECODE: 0, Role.MIXED: 0}
+    decoding = ready = 0
+    for worker in workers:
+        tokens[worker.role] = max(tokens[worker.role], worker.capacity_tokens)
+        if worker.role is not Role.PREFILL:
+            decoding += slots.get(worker.pool, 0)
+            ready += worker.state is WorkerState.READY
+    maximum = sum(pool.bounds[1] * slots[pool.name] for pool in pools if pool.role is not Role.PREFILL)
+    prefill, decode = (max(tokens[role], tokens[Role.MIXED]) or None for role in (Role.PREFILL, Role.DECODE))
+    return ServingCapacity(prefill, decode, max(decoding, maximum), ready)
