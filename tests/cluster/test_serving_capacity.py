@@ -6,7 +6,7 @@ from diptych.view import WorkerState, WorkerView
 from workers.config import EngineConfig
 
 POOLS = (
-    PoolSpec("prefill", Role.PREFILL, max_replicas=2),
+    PoolSpec("prefill", Role.PREFILL),
     PoolSpec("decode", Role.DECODE, engine=EngineConfig(max_running=8)),
     PoolSpec("mixed", Role.MIXED, engine=EngineConfig(max_running=4)),
 )
