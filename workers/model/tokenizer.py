@@ -1,7 +1,7 @@
 """Converts text to token ids and back with the tokenizer of a model folder.
 
-Knows vocabularies and chat templates; knows no model and does not import torch (its import takes about a second). The
-gateway owns one; workers see only token ids.
+Knows vocabularies and chat templates; knows no model, and imports neither torch nor transformers, which take seconds.
+The gateway owns one; workers see only token ids.
 """
 
 import ctypes
@@ -13,15 +13,17 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
 
 from workers.errors import InvalidRequest, ModelError, PromptTooLong
+from workers.model.chat_template import Templates, environment, render
 from workers.model.config import read_model_config
 from workers.model.token_bytes import byte_letters, token_bytes
+from workers.model.tokenizer_files import read_tokenizer
 
 NOTHING: Mapping[str, Any] = {}
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
-# Variables that transformers sets, and the names of its own arguments.
+# Variables that every template has, and the names of transformers' arguments.
 OWN_VARIABLES = {
     *("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
     *("chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -46,15 +48,12 @@ class ModelTokenizer:
         """
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
-        try:
-            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # the Rust code raises a bare Exception for a damaged file
-            raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
-        self._backend = self._tokenizer.backend_tokenizer
+        files = read_tokenizer(folder)
+        self._backend = Tokenizer.from_str(files.tokenizer)
+        self._backend.encode_special_tokens = files.splits_special
+        self._special_tokens, self._templates = files.special_tokens, files.chat_template
         self._class_name = _class_name(folder)
-        if self._tokenizer.chat_template is None:
-            self._tokenizer.chat_template = _processor_template(folder)
-        self._variables = _variables(self._tokenizer.chat_template)
+        self._variables = _variables(self._templates)
         self._check_end_tokens(folder)
         self._most_tokens = most_tokens
         self._bytes = None if most_tokens is None else token_bytes(self._backend)
@@ -86,7 +85,7 @@ class ModelTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._tokenizer.chat_template is not None
+        return self._templates is not None
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -94,8 +93,8 @@ class ModelTokenizer:
         return {
             "tokenizer_class": self._class_name,
             "vocab_size": self.vocab_size,
-            **self._tokenizer.special_tokens_map,
-            "chat_template": self._tokenizer.chat_template,
+            **self._special_tokens,
+            "chat_template": self._templates,
         }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -126,7 +125,7 @@ class ModelTokenizer:
         `template_kwargs` are additional variables of the template. Raises `InvalidRequest` if there are no messages or
         a malformed one, or the template is missing, rejects them, ignores the tools or has no such variable.
         """
-        if not self.has_chat_template:
+        if self._templates is None:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt instead")
         if not messages:
             raise InvalidRequest("messages", "is empty; send at least one message")
@@ -135,23 +134,20 @@ class ModelTokenizer:
                 raise InvalidRequest(f"messages[{index}]", "needs a text 'role' and a text 'content'")
         self._check_variables(template_kwargs)
         options = dict(template_kwargs) | {"add_generation_prompt": add_generation_prompt}
-        text = self._rendered(messages, tools, options)
-        if tools and text == self._rendered(messages, (), options):
+        text = self._rendered(self._templates, messages, tools, options)
+        if tools and text == self._rendered(self._templates, messages, (), options):
             raise InvalidRequest("tools", "are ignored by this model's chat template; describe them in a message")
         return self.encode(text, add_special_tokens=False)  # the template includes them
 
     def _rendered(
-        self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        templates: Templates,
+        messages: Sequence[Mapping[str, str]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
     ) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    tokenize=False,
-                    **options,
-                )
-            )
+            return render(templates, messages, tools, self._special_tokens | dict(options))
         except REJECTIONS as error:
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
 
@@ -182,12 +178,11 @@ class ModelTokenizer:
         return IncrementalDetokenizer(self, skip_special_tokens)
 
 
-def _variables(templates: str | dict[str, str] | None) -> frozenset[str] | None:
-    """The variables that chat templates use; None if one has syntax that only transformers can parse."""
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
-    each = templates.values() if isinstance(templates, dict) else [templates or ""]
+def _variables(templates: Templates | None) -> frozenset[str] | None:
+    """The variables that chat templates use; None if one cannot be parsed."""
+    each = [templates or ""] if isinstance(templates, str | None) else templates.values()
     try:
-        found = [jinja2.meta.find_undeclared_variables(environment.parse(template)) for template in each]
+        found = [jinja2.meta.find_undeclared_variables(environment().parse(template)) for template in each]
     except jinja2.TemplateError:
         return None
     return frozenset().union(*found)
@@ -204,18 +199,6 @@ def _class_name(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     name = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class") if path.is_file() else None
     return name if isinstance(name, str) else None
-
-
-def _processor_template(folder: Path) -> str | None:
-    """The template in chat_template.json, which multimodal models have and transformers does not read."""
-    path = folder / "chat_template.json"
-    if not path.is_file():
-        return None
-    try:
-        template = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} has no chat_template that can be read ({error!r}); fetch it again") from error
-    return str(template)
 
 
 class IncrementalDetokenizer:
