@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 FRAME_VERSION = 1
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
 TRIAL_BYTES = 64
-PROGRESS_PAUSE_US = 100  # a read that needs the thread (connecting, RDMA) waits at most this long for it
+# Pause of the agent's progress thread between rounds: what needs that thread waits at most this long for it. Reads over
+# a fabric do. Within a host only connecting does, and an idle agent then uses 0.3 % of a core instead of 2.2 %.
+FABRIC_PAUSE_US, HOST_PAUSE_US = 100, 1000
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
@@ -86,8 +88,8 @@ def fabrics(device: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _calm_progress(bindings: Any) -> Iterator[None]:
-    """Agents created inside pause their progress thread between rounds.
+def _calm_progress(bindings: Any, pause_us: int) -> Iterator[None]:
+    """Agents created inside pause their progress thread for so long between rounds.
 
     NIXL 1.5.1's wrapper sets the pause to 0, and an idle agent then uses a whole core (95 %; 3 % with a pause). The
     bindings below accept a pause, so it is set where the wrapper passes its configuration to them.
@@ -95,7 +97,7 @@ def _calm_progress(bindings: Any) -> Iterator[None]:
     construct = bindings.nixlAgent
 
     def calm(name: str, config: Any) -> Any:
-        config.pthrDelay = PROGRESS_PAUSE_US
+        config.pthrDelay = pause_us
         return construct(name, config)
 
     bindings.nixlAgent = calm
@@ -117,7 +119,8 @@ class NixlAgent:
         self._trial_buffer = np.zeros(TRIAL_BYTES, np.uint8)
         with ucx_report.environment():
             config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
-            with _calm_progress(api.nixlBind):
+            pause_us = FABRIC_PAUSE_US if fabrics(region.device) else HOST_PAUSE_US
+            with _calm_progress(api.nixlBind, pause_us):
                 self._agent: Any = api.nixl_agent(f"diptych-{uuid.uuid4().hex}", config)
             self._agent.create_backend("UCX", {})
         self._registered = [
