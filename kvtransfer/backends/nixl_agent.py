@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 FRAME_VERSION = 1
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
 TRIAL_BYTES = 64
-# Pause of the agent's progress thread between rounds: what needs that thread waits at most this long for it. Reads over
-# a fabric do. Within a host only connecting does, and an idle agent then uses 0.3 % of a core instead of 2.2 %.
-FABRIC_PAUSE_US, HOST_PAUSE_US = 100, 1000
+# Pause of the agent's progress thread between rounds, which NIXL rounds up to a millisecond: reads over a fabric wait for
+# that thread. Reads within a host do not, and without them an agent uses 0.3 % of a core instead of 2 to 3 %.
+FABRIC_PAUSE_US, HOST_PAUSE_US = 1000, 20_000
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
@@ -91,8 +91,8 @@ def fabrics(device: str) -> tuple[str, ...]:
 def _calm_progress(bindings: Any, pause_us: int) -> Iterator[None]:
     """Agents created inside pause their progress thread for so long between rounds.
 
-    NIXL 1.5.1's wrapper sets the pause to 0, and an idle agent then uses a whole core (95 %; 3 % with a pause). The
-    bindings below accept a pause, so it is set where the wrapper passes its configuration to them.
+    NIXL 1.5.1's wrapper sets the pause to 0, and an idle agent then uses a whole core. The bindings below accept a
+    pause, so it is set where the wrapper passes its configuration to them.
     """
     construct = bindings.nixlAgent
 
