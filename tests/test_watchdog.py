@@ -14,10 +14,12 @@ def block(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def test_silence_is_told_after_its_time_and_at_most_one_tick_more() -> None:
+@pytest.mark.parametrize("shares_ticks", [False, True])
+def test_silence_is_told_after_its_time_and_at_most_one_tick_more(shares_ticks: bool) -> None:
     async def story() -> list[float]:
         loop, rung = asyncio.get_running_loop(), list[float]()
-        watchdog = Watchdog(2.0, lambda: rung.append(loop.time()))
+        await asyncio.sleep(0.1)
+        watchdog = Watchdog(2.0, lambda: rung.append(loop.time()), shares_ticks=shares_ticks)
         for _ in range(50):
             await asyncio.sleep(0.33)
             watchdog.reset()
@@ -62,6 +64,21 @@ def test_heard_gives_a_timeout_all_its_time_again() -> None:
                 silence.reset()
 
     clock.run(story())
+
+
+def test_watchdogs_that_share_ticks_expire_together_and_none_too_early() -> None:
+    async def story() -> tuple[list[float], list[float]]:
+        time_now, begun, rung = asyncio.get_running_loop().time, list[float](), list[float]()
+        for _ in range(9):
+            begun.append(time_now())
+            Watchdog(2.0, lambda: rung.append(time_now()), shares_ticks=True)
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(3.0)
+        return begun, rung
+
+    begun, rung = clock.run(story())
+    assert len(rung) == 9 and len(set(rung)) == 1
+    assert begun[-1] + 2.0 <= rung[0] <= begun[0] + 2.0 + 2.0 / TICKS
 
 
 def test_a_closed_watchdog_leaves_no_timer() -> None:

@@ -31,7 +31,7 @@ SIZES, QUICK_SIZES = (512, 1000), (24,)
 GATEWAYS, QUICK_GATEWAYS = 8, 2
 WORKER_HOSTS = 4
 HEARTBEAT_S, DEAD_AFTER_S = 5.0, 60.0  # two cores carry all workers
-JOIN_TIMEOUT_S, SETTLE_S, IDLE_S, FLIPS, FLIP_S = 900.0, 10.0, 20.0, 20, 0.25
+JOIN_TIMEOUT_S, SETTLE_S, IDLE_S, FLIPS, FLIP_S = 900.0, 10.0, 20.0, 40, 0.25
 DECISIONS, FRESH = 1000, 0.1
 ROUNDS = 1
 JOIN_CPU_S, FLIP_CPU_S, IDLE_SHARE, GATEWAY_BYTES, DECISION_S = 10.0, 0.010, 0.02, 300 << 20, 500e-6
@@ -167,7 +167,7 @@ class _Run:
         begun_s = time.perf_counter()
         used = await self._used(flip_all())
         wall_s = time.perf_counter() - begun_s
-        each = [max(0.0, cpu_s - share * wall_s) / flips for cpu_s, share in zip(used, idle, strict=True)]
+        each = [(cpu_s - share * wall_s) / flips for cpu_s, share in zip(used, idle, strict=True)]
         self._found.flip_controller_s, self._found.flip_gateways_s = each[0], each[1:]
 
     async def _used(self, work: Awaitable[None]) -> list[float]:

@@ -38,7 +38,7 @@ from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.interface import Runtime
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, PoolSpec, Role
-from diptych.view import ClusterView, DecisionRecord, ModelView, WorkerState
+from diptych.view import ClusterView, DecisionRecord, ModelView, PoolView, WorkerState
 from diptych.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Controller:
         self._relinking: asyncio.Task[None] | None = None
         self._revisions = Revisions()
         self._targets_at = 0  # the revision of the latest change of the target workers
+        self._pool_views: tuple[PoolView, ...] = ()
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()  # one change at a time, so that revisions can be checked
         self._orphan_after_s = orphan_after_s
@@ -223,7 +224,7 @@ class Controller:
             members=tuple(Member(replica.view, replica.handle) for replica in changed),
             links=() if known else self._preflight.links,
             unlinked=frozenset() if known else self._preflight.unlinked,
-            pools=pool_views(self._spec.pools, self._replicas.values()),
+            pools=self._pool_views,
             gateways=self._listeners.names(clock()),
             served_gateways=self._server.gateways,
             failures=task_failures(server=self._server.failures, controller=self._failures.counts()),
@@ -252,9 +253,9 @@ class Controller:
     def view(self) -> ClusterView:
         """The view that gateways get."""
         workers = tuple(replica.view for replica in self._replicas.values())
-        pools = pool_views(self._spec.pools, self._replicas.values())
         links, unlinked = self._preflight.links, self._preflight.unlinked
-        return ClusterView(self._revisions.now, self._spec.name, self._model(), workers, links, unlinked, pools)
+        more = workers, links, unlinked, self._pool_views
+        return ClusterView(self._revisions.now, self._spec.name, self._model(), *more)
 
     def _bump(self, name: str = "") -> None:
         """Publish a change; `name`: of this worker."""
@@ -264,6 +265,7 @@ class Controller:
 
     def _retargeted(self) -> None:
         """Publish a change of the target workers."""
+        self._pool_views = pool_views(self._spec.pools, self._replicas.values())
         self._revisions.renamed()
         self._bump()
         self._targets_at = self._revisions.now

@@ -5,25 +5,25 @@ A gateway that has an earlier revision gets only what changed since then.
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from cluster.runtime.interface import WorkerHandle
 from diptych.view import GatewayView, PoolView, TaskFailures, WorkerView
 from kvtransfer.ticket import LinkReport
 
-APART_S, BURST_S = 0.05, 1.0  # time between answers to a gateway, once it has had a second's worth of them at once
+APART_S, AT_ONCE = 0.2, 20  # time between answers to a gateway, once it has had so many at once
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """One worker. `handle` is None while it starts."""
 
     view: WorkerView
     handle: WorkerHandle | None
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
+class Membership(Struct, frozen=True):
     """`revision` grows with every change, except of `gateways`, the gateways that poll the membership.
 
     `links`: a sample of the measured links. `unlinked`: pairs (owner, reader) between which KV cannot move. `links_id`
@@ -100,7 +100,7 @@ class Listeners:
         """When to answer a gateway: now, or later after many answers, so that changes in quick succession are one."""
         spaced_s = max(now_s, self._spaced_s.get(gateway, now_s))
         self._spaced_s[gateway] = spaced_s + APART_S
-        return max(now_s, spaced_s - BURST_S)
+        return max(now_s, spaced_s - AT_ONCE * APART_S)
 
     def polled(self, gateway: str, now_s: float, until_s: float) -> None:
         """A gateway polled, and will poll again before `until_s`."""

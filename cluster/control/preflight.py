@@ -11,7 +11,7 @@ import contextlib
 import heapq
 import logging
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -53,7 +53,8 @@ class Preflight:
         self._snapshot: tuple[tuple[LinkReport, ...], frozenset[tuple[str, str]]] | None = None  # None: outdated
         self._owner_id, self._number = uuid.uuid4().hex[:8], 0
         self._unlinked: dict[Pair, None] = {}  # failed pairs, oldest first
-        self._chosen: Counter[tuple[str, str]] = Counter()  # how often a worker was tested as a sample for a pool
+        # How often a worker was in a sample for a worker of a pool.
+        self._chosen: defaultdict[str, defaultdict[ReplicaManager, int]] = defaultdict(lambda: defaultdict(int))
         self._doubted = asyncio.Event()  # a gateway reported a pair
         self._introducing = asyncio.Semaphore(INTRODUCED_AT_ONCE)
 
@@ -105,7 +106,7 @@ class Preflight:
     def _to_introduce(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> list[Pair]:
         """The pairs that are left to test before a worker is ready. Raises `ModelError`."""
         peers = [peer for peer in replicas if peer is not new and peer.introduced]
-        kinds = {(peer.pool.name, peer.role, peer.is_leaving): peer for peer in peers}
+        kinds = {(peer.pool.name, peer.view.role, peer.is_leaving): peer for peer in peers}
         for peer in peers if len(peers) <= SMALL else kinds.values():  # the workers of a pool fit each other
             _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
         pairs = [pair for peer in self._sample(new, peers, tested) for pair in ((new, peer), (peer, new))]
@@ -173,8 +174,9 @@ class Preflight:
         self._unlink(name)
         for pair in [pair for pair in self._unlinked if name in (pair[0].name, pair[1].name)]:
             self._passed(pair)
-        for key in [key for key in self._chosen if key[0] == name]:
-            del self._chosen[key]
+        for times in self._chosen.values():
+            for peer in [peer for peer in times if peer.name == name]:
+                del times[peer]
 
     def _unlink(self, name: str) -> None:
         """Drop a worker's measured links."""
@@ -232,10 +234,10 @@ class Preflight:
         pools: defaultdict[str, list[ReplicaManager]] = defaultdict(list)
         for peer in peers:
             pools[peer.pool.name].append(peer)
-        chosen: list[ReplicaManager] = []
-        for pool in pools.values():
-            chosen += heapq.nsmallest(SAMPLE, pool, key=lambda peer: self._chosen[peer.name, replica.pool.name])
-        self._chosen.update((peer.name, replica.pool.name) for peer in chosen)
+        times = self._chosen[replica.pool.name]
+        chosen = [peer for pool in pools.values() for peer in heapq.nsmallest(SAMPLE, pool, key=times.__getitem__)]
+        for peer in chosen:
+            times[peer] += 1
         return chosen
 
     def _may_move(self, owner: ReplicaManager, reader: ReplicaManager) -> bool:

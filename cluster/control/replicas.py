@@ -64,13 +64,14 @@ class ReplicaManager:
         role: Role | None = None,
         required: bool = True,
     ) -> None:
+        self.name = order.config.name
         self.pool = pool
         self.order = order
         self.handle: WorkerHandle | None = None
         self.stub: WorkerStub | None = None  # of the incarnation that runs
         self.info: WorkerInfo | None = None
         self.view = WorkerView(
-            order.config.name,
+            self.name,
             pool.name,
             role or pool.role,
             WorkerState.STARTING,
@@ -89,10 +90,6 @@ class ReplicaManager:
         self._last_failure = ""  # until it is ready again
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-
-    @property
-    def name(self) -> str:
-        return self.order.config.name
 
     @property
     def role(self) -> Role:
@@ -247,7 +244,7 @@ class ReplicaManager:
 
     async def _listen(self, stub: WorkerStub) -> None:
         """Take its heartbeats until it dies. The controller has no requests, so it gets no outputs."""
-        async with patient_timeout(self.order.dead_after_s) as silence:
+        async with patient_timeout(self.order.dead_after_s, shares_ticks=True) as silence:
 
             def on_heartbeat(bundle: Bundle) -> None:
                 silence.reset()

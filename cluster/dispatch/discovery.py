@@ -248,10 +248,9 @@ class WorkerDiscovery:
     async def _reconnect(self) -> None:
         """Make a new client for each lost worker that the controller still sees as ready, every `RECONNECT_S`."""
         await asyncio.sleep(RECONNECT_S)
-        for member in self._membership.members:
-            client, view = self.clients.get(member.view.name), member.view
-            if client is None or client.lost is None:
-                continue
+        for client in [each for each in self.clients.values() if each.lost is not None]:
+            member = self._members[client.name]
+            view = member.view
             if view.state is WorkerState.READY and view.incarnation == client.view.incarnation:
                 self._in_background(client.close())
                 self.clients[view.name] = self._connect(member)

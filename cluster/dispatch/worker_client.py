@@ -74,7 +74,7 @@ class WorkerClient:
         self._handlers: dict[str, OnMessage] = {}
         self._loop = asyncio.get_running_loop()
         self.last_bundle_s = self._loop.time()
-        self._silence = Watchdog(silence_s, self._on_silence)
+        self._silence = Watchdog(silence_s, self._on_silence, shares_ticks=True)
         self._listening = asyncio.ensure_future(self._listen())
 
     @property

@@ -19,6 +19,7 @@ _HEADER = struct.Struct("!QI")
 HEADER_BYTES = _HEADER.size  # a longer header costs 20 us in the kernel with a body of 64 KiB
 MAX_NUMBER = (1 << 32) - 1
 LINGER_S = 1.0
+READ_BYTES = 64 << 10  # asyncio allocates 256 KiB for each read, which takes 30 us
 
 
 class Kind(enum.IntEnum):
@@ -149,6 +150,7 @@ class FrameStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
         if self._accepted is not None:
             self._accepted(self)
 

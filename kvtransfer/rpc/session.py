@@ -1,7 +1,8 @@
 """A stream of frames that outlives its connections: after a reconnect, no frame is lost and none arrives twice.
 
-Each end counts the frames that it got and acknowledges them now and then (ACK). Frames without an acknowledgment are
-kept, and sent again on the next connection, from the first one that the other end has not got.
+Each end counts the frames that it got and acknowledges them after every few frames or bytes (ACK), never by a timer.
+Frames without an acknowledgment are kept, and sent again on the next connection, from the first one that the other end
+has not got.
 
     caller    opens the first connection, and the next one when it breaks, for at most `resume_s`
     listener  waits for the caller for at most `resume_s`, then the session has ended
@@ -23,7 +24,7 @@ from kvtransfer.rpc.frames import FrameStream, Kind, ProtocolError
 logger = logging.getLogger(__name__)
 
 WINDOW = 8  # frames without an acknowledgment; then `drain` waits, so that a slow peer gets fewer and larger ones
-ACK_FRAMES, ACK_BYTES, ACK_S = 4, 64 << 10, 1.0  # an acknowledgment is sent after the first of these
+ACK_FRAMES, ACK_BYTES = 4, 64 << 10  # an acknowledgment is sent after the first of these
 RECONNECT_S = 0.05  # between attempts to connect again
 
 
@@ -73,7 +74,6 @@ class SessionStream:
         self._kept: deque[tuple[Kind, int, bytes]] = deque()  # not acknowledged
         self._acknowledged = 0  # frames that the peer has got
         self._unacknowledged = self._unacknowledged_bytes = 0  # frames that we got since our last ACK
-        self._ack_timer: asyncio.TimerHandle | None = None
         self._room: asyncio.Future[None] | None = None  # while `drain` waits
         self._on_frame: Callable[[int, int, bytes], None] | None = None
         self._max_bytes = 0
@@ -178,14 +178,7 @@ class SessionStream:
         self._unacknowledged_bytes += len(body)
         if self._unacknowledged >= ACK_FRAMES or self._unacknowledged_bytes >= ACK_BYTES:
             self._send_ack()
-        elif self._ack_timer is None:
-            self._ack_timer = self._loop.call_later(ACK_S, self._ack_due)
         self._on_frame(kind, number, body)
-
-    def _ack_due(self) -> None:
-        self._ack_timer = None
-        if self._unacknowledged:
-            self._send_ack()
 
     def _send_ack(self) -> None:
         self._unacknowledged = self._unacknowledged_bytes = 0
@@ -255,7 +248,5 @@ class SessionStream:
         self.ended.set_result(error)
         self._kept.clear()
         self._let_go()
-        if self._ack_timer is not None:
-            self._ack_timer.cancel()
         if self._patience is not None:
             self._patience.close()

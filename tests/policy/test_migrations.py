@@ -78,16 +78,17 @@ def test_every_decode_leaves_a_draining_worker_a_few_at_a_time() -> None:
     assert {move.key for move in (*moves, *rest)} == keys
 
 
-def test_a_prefill_worker_takes_decodes_of_a_draining_worker_if_no_other_is_left() -> None:
+def test_a_prefill_worker_takes_no_decode_of_a_draining_worker() -> None:
     scenario = Scenario(rebalances=False)
     scenario.decode("a", "d0")
-    leaving = draining(worker("d0", running=1, used=10))
-    assert [move.target for move in scenario.look(view(leaving, worker("p0"), worker("m0", running=2, used=20)))] == [
-        "m0"
-    ]
-    scenario.end(Move("a/0", "d0", "m0", ""), moved=False)
-    assert scenario.look(view(leaving, worker("p0")), RETRY_S / 2) == (), "a failed migration is retried later"
-    assert [move.target for move in scenario.look(view(leaving, worker("p0")), RETRY_S)] == ["p0"]
+    others = draining(worker("d0", running=1, used=10)), worker("p0")
+    assert scenario.look(view(*others)) == (), "preflight links no prefill worker to it"
+    late = worker("m0", running=9, used=90)
+    (move,) = scenario.look(view(*others, late))
+    assert move.target == "m0", "even if it is late there"
+    scenario.end(move, moved=False)
+    assert scenario.look(view(*others, late), RETRY_S / 2) == (), "a failed migration is retried later"
+    assert [each.target for each in scenario.look(view(*others, late), RETRY_S)] == ["m0"]
 
 
 def test_no_worker_takes_a_decode_without_room_for_it() -> None:
@@ -296,9 +297,8 @@ def test_planned_migrations_are_valid_for_any_view(
         assert len({move.key for move in moves}) == len(moves)
         for move in moves:
             assert where[move.key] == move.source != move.target and move.target not in leaving
-            if move.source not in leaving:
-                target = next(each for each in picture.workers if each.name == move.target)
-                assert target.role is not Role.PREFILL
+            target = next(each for each in picture.workers if each.name == move.target)
+            assert target.role is not Role.PREFILL
         for move in moves:
             scenario.end(move, moved=moved)
             if moved:

@@ -1,6 +1,6 @@
 """Decides which decodes migrate: away from a worker that drains, that became a prefill worker, or that is overloaded.
 
-    drain     all decodes of a draining worker, to workers with room
+    drain     all decodes of a draining worker, to decode and mixed workers with room
     role      while prompts wait anywhere: decodes of a prefill worker, which had another role before. They limit each
               prompt chunk to the time that their SLO leaves of a step; one decode limits it as much as many
     relief    of a worker that runs out of blocks, or whose steps exceed the TPOT SLO: the longest answers first, a few
@@ -175,7 +175,8 @@ class MigrationPlanner:
             able = [
                 each
                 for each in loads
-                if view.linked(load.name, each.name)
+                if each.worker.role is not Role.PREFILL
+                and view.linked(load.name, each.name)
                 and self._has_room(each, replace(decode, left_tokens=MIN_LEFT), None)
             ]
             targets = [each for each in able if self._has_room(each, decode, 1.0)] or able
@@ -185,10 +186,10 @@ class MigrationPlanner:
             moves.append(_move(decode, load, target, "its worker drains", "drain"))
         return moves
 
-    def _drain_order(self, load: _Load, decode: _Decode) -> tuple[bool, bool, int, int, str]:
+    def _drain_order(self, load: _Load, decode: _Decode) -> tuple[bool, int, int, str]:
         tpot_slo_s = _tightest((load.tpot_slo_s, decode.tpot_slo_s))
         late = tpot_slo_s is not None and self._step_with(load, decode) > tpot_slo_s
-        return late, load.worker.role is Role.PREFILL, load.batch, load.used_tokens - load.total_tokens, load.name
+        return late, load.batch, load.used_tokens - load.total_tokens, load.name
 
     # ---- role ----------------------------------------------------------------------------------------------------
 

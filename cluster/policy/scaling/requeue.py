@@ -38,8 +38,10 @@ class Requeue:
 
     def candidates(self, view: ClusterView, now_s: float) -> list[list[str]]:
         """Attempts that may gain elsewhere, by queue: the longest queue first, and its last attempt first."""
+        if not self._is_on or not self._active:
+            return []
         ready = [each for each in view.workers if each.state is WorkerState.READY]
-        if not self._is_on or len(ready) < 2:
+        if len(ready) < 2:
             return []
         for worker in ready:
             self._update_prediction(worker)
