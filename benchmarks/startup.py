@@ -1,7 +1,7 @@
 """Time of `diptych serve` until it is ready, and memory and CPU of its idle processes, beside a lower bound.
 
 The lower bound, the floor, starts Ray the same way and as many actors, which only import torch. The floor of the
-controller's and a gateway's memory is an actor that imports nothing.
+controller's and a gateway's memory, and of an idle process, is an actor that imports nothing.
 """
 
 import asyncio
@@ -21,14 +21,16 @@ import psutil
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
 from benchmarks.hosted import ENGINE, MODEL, START_TIMEOUT_S, model_folder, split_spec
 from benchmarks.pinning import cpu_seconds
+from cluster.frontend.preprocessing import MODULE as TOKENIZER
 from cluster.offline.load.processes import Child, Line
 from diptych.client import AsyncClient
 from kvtransfer.layout import KVLayout
 
 ROUNDS = 3
 SERVICES = ("controller", "gateway")
+RAY = "Ray"
 SETTLE_S = 2.0  # startup work ends
-IDLE_S, QUICK_IDLE_S = 10.0, 2.0
+IDLE_S, QUICK_IDLE_S = 30.0, 2.0
 # A separate program, because only `cluster.runtime` may import Ray.
 FLOOR = """
 from cluster.runtime.sessions import settle_auth
@@ -58,11 +60,12 @@ input()
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """Memory of a process without (USS) and with shared pages (RSS). `idle`: its share of a core without requests."""
+    """Memory of processes without (USS) and with shared pages (RSS). `idle`: their share of a core without requests."""
 
     uss: int
     rss: int
     idle: float
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class StartupSample:
     floor_s: float
     floor_cpu_s: float
     floor: ProcessUsage
-    bare_uss: int  # of an actor that imports nothing
+    bare: ProcessUsage  # an actor that imports nothing
 
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
@@ -84,8 +87,8 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     samples = []
     for number in range(rounds):
         phases_s, cpu_s, usage = _ours(QUICK_IDLE_S if quick else IDLE_S)
-        floor_s, floor_cpu_s, floor, bare_uss = _floor(QUICK_IDLE_S if quick else IDLE_S)
-        samples.append(StartupSample(phases_s, cpu_s, usage, floor_s, floor_cpu_s, floor, bare_uss))
+        floor_s, floor_cpu_s, floor, bare = _floor(QUICK_IDLE_S if quick else IDLE_S)
+        samples.append(StartupSample(phases_s, cpu_s, usage, floor_s, floor_cpu_s, floor, bare))
         progress(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
     return BenchmarkPart("startup", figures(samples, least_bytes(folder)), (), NOTES)
 
@@ -104,16 +107,15 @@ def _ours(idle_s: float) -> tuple[dict[str, float], float, dict[str, ProcessUsag
             return phases(child.lines, child.started_s), cpu_s, _usage_by_kind(child, idle_s, workers, port)
 
 
-def _floor(idle_s: float) -> tuple[float, float, ProcessUsage, int]:
+def _floor(idle_s: float) -> tuple[float, float, ProcessUsage, ProcessUsage]:
     with Child([sys.executable, "-c", FLOOR]) as child:
         ready = child.wait_line("floor: ready", START_TIMEOUT_S)
         cpu_s = _cpu_s(child)
         usage = total(usage for _, usage in _measured(child, idle_s))
         child.write_line("")
-        bare = child.wait_line("floor: bare", START_TIMEOUT_S)
-        time.sleep(SETTLE_S)
-        uss = psutil.Process(int(bare.text.rpartition(" ")[2])).memory_full_info().uss
-        return ready.at_s - child.started_s, cpu_s, usage, uss
+        pid = int(child.wait_line("floor: bare", START_TIMEOUT_S).text.rpartition(" ")[2])
+        bare = total(usage for process, usage in _measured(child, idle_s) if process.pid == pid)
+        return ready.at_s - child.started_s, cpu_s, usage, bare
 
 
 def _cpu_s(child: Child) -> float:
@@ -175,7 +177,9 @@ def _measured(child: Child, idle_s: float) -> list[tuple[psutil.Process, Process
 def total(usages: Iterable[ProcessUsage]) -> ProcessUsage:
     """RSS counts shared pages once for each process."""
     each = list(usages)
-    return ProcessUsage(sum(one.uss for one in each), sum(one.rss for one in each), sum(one.idle for one in each))
+    return ProcessUsage(
+        sum(one.uss for one in each), sum(one.rss for one in each), sum(one.idle for one in each), len(each)
+    )
 
 
 def _kind(process: psutil.Process, root: int, workers: Mapping[int, str], port: int) -> str:
@@ -185,14 +189,16 @@ def _kind(process: psutil.Process, root: int, workers: Mapping[int, str], port: 
         return f"worker {workers[process.pid]}"
     try:
         listening = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-        command = " ".join(process.cmdline()[:1])
+        command = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return "Ray"
+        return RAY
     if port in listening:
         return "gateway"
-    if command.startswith("ray::") and "IDLE" not in command:
+    if TOKENIZER in command:
+        return "tokenizer process"
+    if command and command[0].startswith("ray::_ServiceActor"):
         return "controller"
-    return "Ray"
+    return RAY
 
 
 def least_bytes(folder: Path) -> dict[str, int]:
@@ -231,20 +237,33 @@ def figures(samples: Sequence[StartupSample], least: Mapping[str, int]) -> tuple
         made.append(Figure(title, kind, "RSS", "MiB", spread(usage.rss for usage in there)))
         made.append(Figure(title, kind, "idle, of a core", "%", spread(usage.idle for usage in there)))
         if kind in SERVICES:
-            above = spread(each.usage[kind].uss - each.bare_uss for each in samples if kind in each.usage)
+            above = spread(each.usage[kind].uss - each.bare.uss for each in samples if kind in each.usage)
             made.append(Figure(title, kind, "USS above a bare actor", "MiB", above))
         if kind in least:
             share = spread(usage.uss / least[kind] for usage in there)
             made.append(Figure(title, kind, "USS / (weights + KV pool)", "x", share))
     ours = [total(each.usage.values()) for each in samples]
     theirs = [each.floor for each in samples]
-    made.append(Figure(title, "bare Ray actor", "USS", "MiB", spread(each.bare_uss for each in samples)))
+    made.append(Figure(title, "bare Ray actor", "USS", "MiB", spread(each.bare.uss for each in samples)))
+    made.append(Figure(title, "bare Ray actor", "idle, of a core", "%", spread(each.bare.idle for each in samples)))
+    made.append(Figure(title, "our processes", "idle, of a core", "%", spread(map(_our_idle, samples))))
+    made.append(Figure(title, "our processes", "idle above bare actors", "%", spread(map(_idle_above_bare, samples))))
     for row, usages in (("together", ours), ("floor: Ray and 2 actors with torch", theirs)):
         made.append(Figure(title, row, "USS", "MiB", spread(usage.uss for usage in usages)))
         made.append(Figure(title, row, "idle, of a core", "%", spread(usage.idle for usage in usages)))
     held = ratios([usage.uss for usage in ours], [usage.uss for usage in theirs])
     made.append(Figure(title, "together", "USS / floor", "x", held))
     return tuple(made)
+
+
+def _our_idle(sample: StartupSample) -> float:
+    return sum(usage.idle for kind, usage in sample.usage.items() if kind != RAY)
+
+
+def _idle_above_bare(sample: StartupSample) -> float:
+    """Ray itself wakes the main thread of each actor a hundred times a second."""
+    actors = sum(usage.count for kind, usage in sample.usage.items() if kind in SERVICES or kind.startswith("worker"))
+    return _our_idle(sample) - actors * sample.bare.idle
 
 
 NOTES = ("Each start is a new process; the model is converted and its files are in the page cache.",)

@@ -4,10 +4,13 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
+from ray._private import parameter
 from ray.exceptions import RayError
 
 from cluster.runtime.placement import own_labels, own_resources
@@ -93,7 +96,7 @@ async def _init(
 
 async def _started(options: dict[str, Any], progress: Callable[[str], None]) -> None:
     """`ray.init` cannot be interrupted: when cancelled, wait for it, then stop that Ray."""
-    starting = asyncio.ensure_future(asyncio.to_thread(ray.init, **options))
+    starting = asyncio.ensure_future(asyncio.to_thread(_start, options))
     try:
         await asyncio.wait_for(asyncio.shield(starting), CONNECT_TIMEOUT_S)
     except asyncio.CancelledError:
@@ -101,6 +104,27 @@ async def _started(options: dict[str, Any], progress: Callable[[str], None]) -> 
         await asyncio.wait([starting], timeout=CONNECT_TIMEOUT_S)
         await asyncio.to_thread(ray.shutdown)
         raise
+
+
+def _start(options: dict[str, Any]) -> None:
+    with _without_monitors():
+        ray.init(**options)
+
+
+@contextmanager
+def _without_monitors() -> Iterator[None]:
+    """A Ray that is started inside has neither autoscaler nor log monitor, two processes that would do nothing here.
+
+    `ray start` has options for that, `ray.init` has not, so they are set where it makes its parameters. A Ray that is
+    joined keeps what it has.
+    """
+    module: Any = parameter
+    made = module.RayParams
+    module.RayParams = partial(made, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        module.RayParams = made
 
 
 def _cpus(spec: ClusterSpec) -> int:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 FRAME_VERSION = 1
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")  # the meta package first: it matches torch's CUDA version
 TRIAL_BYTES = 64
-# Pause of the agent's progress thread between rounds, which NIXL rounds up to a millisecond: reads over a fabric wait for
-# that thread. Reads within a host do not, and without them an agent uses 0.3 % of a core instead of 2 to 3 %.
+# Pause of the agent's progress thread between rounds, which NIXL rounds up to a millisecond. Reads over a fabric wait
+# for that thread; reads within a host do not, so there an idle agent uses 0.3 % of a core instead of 2 to 3 %.
 FABRIC_PAUSE_US, HOST_PAUSE_US = 1000, 20_000
 
 

@@ -137,14 +137,15 @@ def test_a_startup_without_ready_line_raises_an_error() -> None:
 
 
 def test_memory_is_compared_with_weights_and_pool() -> None:
-    one = startup.ProcessUsage(100, 200, 0.02)
-    sample = startup.StartupSample({"Ray up": 4.0}, 6.0, {"worker decode": one, "gateway": one}, 2.0, 4.0, one, 60)
+    one, bare = startup.ProcessUsage(100, 200, 0.02), startup.ProcessUsage(60, 120, 0.005)
+    sample = startup.StartupSample({"Ray up": 4.0}, 6.0, {"worker decode": one, "gateway": one}, 2.0, 4.0, one, bare)
     made = startup.figures([sample], {"worker decode": 80})
     assert [each.median for each in cells(made, "worker decode", "USS / (weights + KV pool)")] == [1.25]
     assert [each.median for each in cells(made, "together", "USS / floor")] == [2.0]
     assert [each.median for each in cells(made, "together", "/ floor")] == [2.0]
     assert [each.median for each in cells(made, "together", "CPU / floor")] == [1.5]
     assert [each.median for each in cells(made, "gateway", "USS above a bare actor")] == [40.0]
+    assert [each.median for each in cells(made, "our processes", "idle above bare actors")] == [pytest.approx(0.03)]
 
 
 def test_scattered_plans_use_every_block_once_and_no_reserved_block() -> None:

@@ -89,6 +89,12 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
     )
 
 
+def test_a_ray_of_our_own_has_no_process_that_does_nothing_here(subject: Served) -> None:
+    commands = [" ".join(each.cmdline()) for each in psutil.Process(subject.process.pid).children(recursive=True)]
+    assert any("gcs_server" in command for command in commands)
+    assert not [command for command in commands if "log_monitor.py" in command or "/autoscaler/" in command]
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_workers_export_transfer_metrics_to_ray(subject: Served) -> None:
     async with AsyncClient(subject.endpoint) as client:

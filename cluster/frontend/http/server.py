@@ -36,6 +36,7 @@ HEADERS_S = 10.0  # limit for the headers, from the connection or their first by
 SEND_S = 60.0  # a client that reads nothing of its response for this long is disconnected
 CUT_S = 0.5  # for the responses of cancelled requests
 LINGER_S = 2.0  # for a TLS client's close_notify
+TICK_S = 1.0  # between updates of the Date header
 COMMENT = b":\n\n"  # a comment in an event stream; clients skip it
 INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # interim responses after a client's half-close; Go clients accept at most five
 
@@ -85,7 +86,7 @@ class HttpServer:
         """Refuse new requests and give running ones `grace_s` to finish. Meanwhile it listens, and /ready is 503."""
         self._closing = True
         await self._requests.wait_idle(grace_s)
-        self._server.should_exit = True
+        self._server.end()
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=CUT_S)
 
@@ -257,6 +258,11 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ending.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -265,6 +271,13 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's own one wakes ten times a second to see whether it should exit."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._ending.wait()
 
 
 def _reloading_context(guard: Guard) -> ssl.SSLContext:
