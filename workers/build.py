@@ -1,6 +1,7 @@
 """Composition of one worker: the only place that chooses an executor."""
 
 import asyncio
+import gc
 from dataclasses import replace
 
 from kvtransfer.open import SharedMemory
@@ -61,4 +62,5 @@ async def serve_rank(spec: RankSpec) -> None:
     from workers.executor.rank_server import serve_rank as serve_it
     from workers.model.store import resolve
 
+    gc.freeze()  # collections of all that is loaded would delay steps
     await serve_it(spec, resolve)

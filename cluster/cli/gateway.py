@@ -1,5 +1,6 @@
 """`diptych gateway`: adds a gateway to a cluster that `diptych serve` started."""
 
+import gc
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,6 +93,7 @@ async def _gateway(
     spec = change(spec)
     begin(replace(spec.logs, format=log_format or spec.logs.format), name)
     joined = await join(name, spec, model, controller, open_servers)
+    gc.freeze()  # see `cluster.runtime.ray`
     interrupts = Interrupts(serves=True)
     try:
         await _serve(joined, spec.gateway.grpc_scheme)

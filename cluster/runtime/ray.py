@@ -3,10 +3,14 @@
 Actors are named, detached and restartable, so that no process owns all others: workers survive a controller's crash,
 and a restarted controller finds them by name. The server kills all of them at the end, or the controller does if the
 server is gone. Each worker has its own placement group.
+
+`gc.freeze` keeps what a process has loaded out of garbage collections. A full one would stop all streams, for
+0.1 s in a gateway and 0.2 s in a worker.
 """
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,6 +92,7 @@ class _WorkerActor:
 
     async def start(self) -> WorkerInfo:
         worker = await self._server.open()
+        gc.freeze()
         return await worker.info()
 
     async def listen(self, incarnation: str) -> RpcAddress:
@@ -113,6 +118,7 @@ class _ServiceActor:
         self._factory = factory
         self._args = args
         self._target: Any = None
+        self._called: set[str] = set()
 
     async def node(self) -> str:
         """The Ray id of its node."""
@@ -122,7 +128,11 @@ class _ServiceActor:
     async def call(self, method: str, *args: Any) -> Any:
         if self._target is None:  # on the event loop, where it may start tasks
             self._target = self._factory(*self._args)
-        return await getattr(self._target, method)(*args)
+        answer = await getattr(self._target, method)(*args)
+        if method not in self._called:  # the first call loads modules
+            self._called.add(method)
+            gc.freeze()
+        return answer
 
 
 @dataclass(frozen=True)
