@@ -184,7 +184,7 @@ class LatencyPredictor:
 
     def step_correction(self, worker: WorkerView) -> float:
         """Measured seconds of decode steps there per second predicted by the cost model."""
-        if not _decodes(worker) or self.is_sure(worker):
+        if self._pools[worker.pool].is_given or not _decodes(worker):
             return self._steps.ratio(worker.name, self._now_s)
         running_s = self._plain_step_seconds(worker, worker.stats.running, self._used_tokens(worker))
         return bounded(worker.stats.step_s / running_s)

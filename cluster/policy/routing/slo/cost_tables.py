@@ -31,19 +31,32 @@ class ReportedLoad(NamedTuple):
 
 
 class OwnLoad(NamedTuple):
-    """A worker's load by our active requests: all that decode there or will, those that do, and waiting prompts."""
+    """A worker's load by our active requests: all that decode there or will, those that do, and waiting prompts.
+
+    `num_tokens` and `context_tokens`: with the whole answers, and with half of each. `requests`: waiting ones too.
+    """
 
     sequences: float
     prompt_tokens: float
-    output_tokens: float
+    num_tokens: float
+    context_tokens: float
     begun: float
-    begun_prompt_tokens: float
-    begun_output_tokens: float
-    num_waiting: float
+    begun_context_tokens: float
+    requests: float
     waiting_tokens: float
     until_s: float
     rest_s: float
     prompt_ratio: float
+
+
+class PromptSettings(NamedTuple):
+    """What decides how a pool computes prompts, for each row: seconds, tokens and sequences."""
+
+    empty_s: Floats
+    most_tokens: Floats
+    has_mixed_steps: Floats  # 1: yes
+    block_size: Floats
+    first: Floats  # of the pool's step times in the tables of all pools
 
 
 class CostColumns:
@@ -72,6 +85,12 @@ class CostColumns:
         self._bases_s: list[float] = self.decode_base_s.tolist()
         self._tokens_s: list[float] = self.decode_token_s.tolist()
         self._prompts_s = [cost.prefill_seconds(tokens) for tokens in _PROMPTS]
+        self._prompts = np.array(_PROMPTS, dtype=np.float64), np.array(self._prompts_s)
+
+    @property
+    def settings(self) -> tuple[float, ...]:
+        """In the order of `PromptSettings`, without `first`."""
+        return self.empty_s, self.most_tokens, self.has_mixed_steps, self.block_size
 
     def is_of(self, cost: CostModel, engine: EngineConfig) -> bool:
         return self._cost == cost and self._engine == engine
@@ -85,7 +104,7 @@ class CostColumns:
 
     def prompts_seconds(self, num_tokens: Floats) -> Floats:
         """Seconds to compute prompts of this many tokens, in one step each."""
-        seconds: Floats = np.interp(num_tokens, _PROMPTS, self._prompts_s)
+        seconds: Floats = np.interp(num_tokens, *self._prompts)
         return seconds
 
     def row(self, reported: tuple[float, ...], own: tuple[float, ...], bound_s: float) -> tuple[float, ...]:
@@ -94,18 +113,18 @@ class CostColumns:
         `reported` and `own` as `ReportedLoad` and `OwnLoad`; `bound_s`: longest step with prompts.
         """
         seen, queued, total, free, step_ratio = reported
-        ours, prompts, answers, begun, begun_prompts, begun_answers = own[:6]
-        waiting, waiting_tokens, until_s, rest_s, ratio = own[6:]
+        ours, prompts, num_tokens, context_tokens, begun, begun_context = own[:6]
+        requests, waiting_tokens, until_s, rest_s, ratio = own[6:]
         kv_tokens = total * self.block_size
-        foreign = max(seen - ours - waiting, 0)
+        foreign = max(seen - requests, 0)
         theirs = max(kv_tokens - free * self.block_size - prompts, 0) if foreign else 0
-        batch, context = begun + foreign, begun_prompts + begun_answers // 2 + theirs
+        batch = begun + foreign
         at = int(min(batch, TOP_BATCH - 1))
-        step_s = ratio * (self._bases_s[at] + self._tokens_s[at] * context)
-        at, context = int(min(ours + foreign, TOP_BATCH - 1)), prompts + answers // 2 + theirs
-        token_s = step_ratio * self._tokens_s[at + 1]
-        tpot_s = step_ratio * self._bases_s[at + 1] + token_s * context
-        room_tokens = kv_tokens - prompts - answers - theirs - (1 - MAX_FULL) * kv_tokens
+        step_s = ratio * (self._bases_s[at] + self._tokens_s[at] * (begun_context + theirs))
+        at = int(min(ours + foreign, TOP_BATCH - 1)) + 1
+        token_s = step_ratio * self._tokens_s[at]
+        tpot_s = step_ratio * self._bases_s[at] + token_s * (context_tokens + theirs)
+        room_tokens = kv_tokens - num_tokens - theirs - (1 - MAX_FULL) * kv_tokens
         queue, foreign_s = max(queued - waiting_tokens, 0) - seen, 0.0
         if queue > 0:
             foreign_s = self._queue_seconds(queue, batch, step_s, ratio, bound_s)

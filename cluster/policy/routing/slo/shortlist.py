@@ -6,7 +6,7 @@ Sums and counts are exact. Step times are read from tables of each pool's `CostM
 `SLORouter` decides by the exact `WorkerEstimate` of the shortlisted workers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress
 from operator import is_not
 
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LEAST_CHUNK, LatencyPredictor
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
-from cluster.policy.routing.router import NOTHING_SENT, Ask, Sent
-from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, OwnLoad, ReportedLoad
+from cluster.policy.routing.router import Ask, Sent
+from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, OwnLoad, PromptSettings, ReportedLoad
 from cluster.policy.routing.slo.exhaustive import has_time
 from cluster.policy.routing.slo.worker_estimate import MAX_FULL, PromptSide
 from cluster.spec import Role
@@ -92,6 +92,7 @@ class Shortlist:
         self.is_prompt_home, self.is_decode_home = np.zeros((2, count), dtype=np.bool_)  # mixed ones are both
         self._pools = [0] * count  # as `pool`
         self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)  # capacity 0: it is not ready
+        self._settings = np.zeros((len(PromptSettings._fields), count))
         self.columns = np.zeros((9, count))
         columns: list[Floats] = list(self.columns)  # in the order of `Rates.row`
         self.until_s, self.rest_s, self.ratio, self.batch, self.room_tokens = columns[:5]
@@ -126,13 +127,13 @@ class Shortlist:
             self._membership_version = self._index.membership_version
             self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
             self._groups.clear()
-        changed = {*filter(self._update_own, own), *filter(self._update_reported, reported)}
+        changed = {*filter(self._update_own, own), *self._update_reported(reported)}
         if len(changed) <= _ONE_BY_ONE:
             for row in changed:
                 pool = self._pools[row]
                 self.columns[:, row] = self.rates[pool].row(self._reported[row], self._own[row], self._bounds[pool])
         else:
-            self._derive(np.fromiter(changed, np.intp, len(changed)))
+            self._derive(list(changed))
 
     def _due(self, now_s: float) -> set[int]:
         """The rows to refresh now, in turn, so that each one is refreshed every `REFRESH_S`."""
@@ -150,20 +151,16 @@ class Shortlist:
             self.rates.append(rates)
             self._base_s = np.concatenate([each.decode_base_s for each in self.rates])  # [pools * batches]
             self._token_s = np.concatenate([each.decode_token_s for each in self.rates])
-            self._block_size = np.array([each.block_size for each in self.rates], dtype=np.float64)
-            self.empty_s = np.array([each.empty_s for each in self.rates])
             self.speed = np.append(self.speed, self._latency.prompt_speed(worker))
-            self._has_mixed_steps = np.array([each.has_mixed_steps for each in self.rates])
-            self._most_tokens = np.array([each.most_tokens for each in self.rates])
-            self._bound_s = self.bounds_s(self._tpot_slo_s)
-            self._bounds: list[float] = self._bound_s.tolist()
+            self._bounds: list[float] = self.bounds_s(self._tpot_slo_s)
         self.is_prefill[row] = worker.role is Role.PREFILL
         self.is_decode[row] = worker.role is Role.DECODE
         self.is_mixed[row] = worker.role is Role.MIXED
         self.is_prompt_home[row] = worker.role is not Role.DECODE
         self.is_decode_home[row] = worker.role is not Role.PREFILL
         self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
-        self.pool[row] = self._pools[row] = self.rates.index(rates)
+        self.pool[row] = self._pools[row] = pool = self.rates.index(rates)
+        self._settings[:, row] = (*rates.settings, pool * (TOP_BATCH + 1))
         self._reported[row] = ()  # it has to be derived again
         self._membership_version = -1  # it may be another incarnation
 
@@ -176,87 +173,88 @@ class Shortlist:
             known = self._rates[worker.pool] = next(alike, None) or CostColumns(cost, engine)
         return known
 
-    def _update_reported(self, row: int) -> bool:
-        """Update the reported load. Returns whether it changed."""
-        worker = self.workers[row]
-        stats, since = worker.stats, self._sent.get(worker.name, NOTHING_SENT)
-        seen, queued = stats.running + stats.reserved + since.sequences, stats.queued_tokens + since.prompt_tokens
-        reported = (seen, queued, stats.total_blocks, stats.free_blocks, self._latency.step_correction(worker))
-        if reported == self._reported[row]:
-            return False
-        self._reported[row] = reported
-        return True
+    def _update_reported(self, rows: Iterable[int]) -> Iterator[int]:
+        """Update the reported loads of these rows. Yields those that changed."""
+        workers, sent, known, correction = self.workers, self._sent, self._reported, self._latency.step_correction
+        for row in rows:
+            worker = workers[row]
+            stats = worker.stats
+            seen, queued = stats.running + stats.reserved, stats.queued_tokens
+            if since := sent.get(worker.name):
+                seen, queued = seen + since.sequences, queued + since.prompt_tokens
+            reported = (seen, queued, stats.total_blocks, stats.free_blocks, correction(worker))
+            if reported != known[row]:
+                known[row] = reported
+                yield row
 
     def _update_own(self, row: int) -> bool:
         """Update our own load. Returns whether it changed."""
         worker = self.workers[row]
-        ours, ratio = self._active.worker_load(worker.name), self._latency.prompt_correction(worker)
-        own = (*ours.assigned, *ours.begun, ours.num_prompts, ours.prompt_tokens, *ours.ahead(), ratio)
+        load, ratio = self._active.worker_load(worker.name), self._latency.prompt_correction(worker)
+        (ours, prompts, answers), (begun, begun_prompts, begun_answers) = load.assigned, load.begun
+        own = (
+            *(ours, prompts, prompts + answers, prompts + answers // 2, begun, begun_prompts + begun_answers // 2),
+            *(ours + load.num_prompts, load.prompt_tokens, *load.ahead(), ratio),
+        )
         if own == self._own[row]:
             return False
         self._own[row] = own
         self._fresh.add(row)
         return True
 
-    def _derive(self, rows: Rows) -> None:
+    def _derive(self, changed: list[int]) -> None:
         """The estimates of `WorkerEstimate` and `LatencyPredictor` for these rows at once."""
-        pool = self.pool[rows]
-        fresh = list(self._fresh)
-        self._own_columns[:, fresh] = _columns([self._own[row] for row in fresh], len(OwnLoad._fields))
-        self._fresh.clear()
-        reported = ReportedLoad(*_columns([self._reported[row] for row in rows.tolist()], len(ReportedLoad._fields)))
+        if self._fresh:
+            fresh = list(self._fresh)
+            self._own_columns[:, fresh] = _columns([self._own[row] for row in fresh], len(OwnLoad._fields))
+            self._fresh.clear()
+        rows = np.array(changed, dtype=np.intp)
+        seen, queued, total, free, step_ratio = _columns(
+            [self._reported[row] for row in changed], len(ReportedLoad._fields)
+        )
         own = OwnLoad(*self._own_columns.take(rows, axis=1))
-        seen, ours, prompts, answers = reported.seen, own.sequences, own.prompt_tokens, own.output_tokens
-        block, ratio, step_ratio = self._block_size[pool], own.prompt_ratio, reported.step_ratio
-        kv_tokens = reported.total_blocks * block
-        foreign = np.maximum(seen - ours - own.num_waiting, 0.0)
-        theirs = np.where(foreign > 0.0, np.maximum(kv_tokens - reported.free_blocks * block - prompts, 0.0), 0.0)
-        batch, context = own.begun + foreign, own.begun_prompt_tokens + own.begun_output_tokens // 2 + theirs
-        first = pool * (TOP_BATCH + 1)
-        at = first + np.minimum(batch, TOP_BATCH - 1).astype(np.intp)
+        settings = PromptSettings(*self._settings.take(rows, axis=1))
+        block, first, ratio = settings.block_size, settings.first, own.prompt_ratio
+        kv_tokens = total * block
+        foreign = np.maximum(seen - own.requests, 0.0)
+        theirs = np.maximum(kv_tokens - free * block - own.prompt_tokens, 0.0) * (foreign > 0.0)
+        batch = own.begun + foreign
+        at = (np.minimum(batch, TOP_BATCH - 1) + first).astype(np.intp)
+        step_s = ratio * (self._base_s.take(at) + self._token_s.take(at) * (own.begun_context_tokens + theirs))
+        at = (np.minimum(own.sequences + foreign, TOP_BATCH - 1) + (first + 1.0)).astype(np.intp)
+        token_s = step_ratio * self._token_s.take(at)
         self.until_s[rows], self.rest_s[rows], self.ratio[rows] = own.until_s, own.rest_s, ratio
-        self.batch[rows] = batch
-        self.room_tokens[rows] = kv_tokens - prompts - answers - theirs - (1 - MAX_FULL) * kv_tokens
-        self.step_s[rows] = ratio * (self._base_s.take(at) + self._token_s.take(at) * context)
-        at = first + np.minimum(ours + foreign, TOP_BATCH - 1).astype(np.intp)
-        context = prompts + answers // 2 + theirs
-        token_s = step_ratio * self._token_s.take(at + 1)
-        self.tpot_s[rows] = step_ratio * self._base_s.take(at + 1) + token_s * context
+        self.batch[rows], self.step_s[rows] = batch, step_s
+        self.room_tokens[rows] = kv_tokens - own.num_tokens - theirs - (1 - MAX_FULL) * kv_tokens
+        self.tpot_s[rows] = step_ratio * self._base_s.take(at) + token_s * (own.context_tokens + theirs)
         self.tpot_token_s[rows] = token_s
         self.foreign_s[rows] = 0.0
-        queued = np.maximum(reported.queued_tokens - own.waiting_tokens, 0.0) - seen
-        is_queued = queued > 0.0
+        tokens = np.maximum(queued - own.waiting_tokens, 0.0) - seen  # other gateways' prompts
+        is_queued = tokens > 0.0
         if is_queued.any():
-            self.foreign_s[rows[is_queued]] = self._queue_seconds(rows[is_queued], queued[is_queued])
+            tokens, pool = np.maximum(tokens, 1.0), self.pool.take(rows)
+            work_s, bound_s = self._prompts_seconds(pool, tokens) - settings.empty_s, self.of_pools(self._bounds, pool)
+            queue_s, _ = beside(settings, batch, step_s, ratio, work_s * ratio, tokens, bound_s)
+            self.foreign_s[rows] = queue_s * is_queued
 
-    def _queue_seconds(self, rows: Rows, tokens: Floats) -> Floats:
-        """Seconds of other gateways' prompts, given their tokens in each of these rows."""
-        pool, work_s = self.pool[rows], np.empty(len(rows))
-        for number in set(pool.tolist()):
-            rates, here = self.rates[number], pool == number
-            work_s[here] = rates.prompts_seconds(tokens[here]) - rates.empty_s
-        return self.beside(rows, work_s * self.ratio[rows], tokens, self._bound_s[pool])[0]
+    def _prompts_seconds(self, pool: Rows, tokens: Floats) -> Floats:
+        """Seconds to compute prompts of this many tokens, in one step each, in these pools."""
+        if len(self.rates) == 1:
+            return self.rates[0].prompts_seconds(tokens)
+        seconds = np.empty(len(tokens))
+        for number, rates in enumerate(self.rates):
+            here = pool == number
+            seconds[here] = rates.prompts_seconds(tokens[here])
+        return seconds
 
-    def bounds_s(self, tpot_slo_s: float | None) -> Floats:
+    def bounds_s(self, tpot_slo_s: float | None) -> list[float]:
         """Longest step with prompts, by pool."""
-        return np.array([each.bound_s(tpot_slo_s) for each in self.rates])
+        return [each.bound_s(tpot_slo_s) for each in self.rates]
 
-    def beside(
-        self, rows: Rows | slice, work_s: Floats, tokens: Floats | float, bound_s: Floats
-    ) -> tuple[Floats, Flags]:
-        """Seconds of prompts beside each row's decodes, and whether these still meet their SLO."""
-        step_s, pool = self.step_s[rows], self.pool[rows]
-        is_busy = (self.batch[rows] > 0.0) & self._has_mixed_steps[pool]
-        token_s = np.maximum(work_s, 1e-12) / tokens
-        least = np.minimum(LEAST_CHUNK, tokens)
-        chunk = (bound_s - step_s) / token_s
-        chunk = np.where(chunk >= least, chunk, (bound_s * self.ratio[rows] - step_s) / token_s)  # uncorrected costs
-        is_able = ~is_busy | (chunk >= least)
-        chunk = np.where(is_able, chunk, np.maximum((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK))
-        chunk = np.where(is_busy, chunk, np.inf)
-        chunk = np.minimum(np.minimum(chunk, np.maximum(self._most_tokens[pool] - self.batch[rows], 1.0)), tokens)
-        each_s = np.where(is_busy, step_s, self.empty_s[pool] * self.ratio[rows])
-        return work_s + np.ceil(tokens / chunk) * each_s, is_able
+    def beside(self, work_s: Floats, tokens: Floats | float, tpot_slo_s: float | None) -> tuple[Floats, Flags]:
+        """As `beside`, for each row."""
+        settings, bound_s = PromptSettings(*self._settings), self.of_pools(self.bounds_s(tpot_slo_s), self.pool)
+        return beside(settings, self.batch, self.step_s, self.ratio, work_s, tokens, bound_s)
 
     # ---- columns of a request --------------------------------------------------------------------------------
 
@@ -270,9 +268,9 @@ class Shortlist:
                 deepest = max(deepest, held)
         return cached, deepest
 
-    def of_pools(self, values: Sequence[float]) -> Floats | float:
-        """A pool's value for each row; one number if there is one kind of pool."""
-        return values[0] if len(values) == 1 else np.array(values)[self.pool]
+    def of_pools(self, values: Sequence[float], pool: Rows) -> Floats | float:
+        """The value of each of these pools; one number if there is one kind of pool."""
+        return values[0] if len(values) == 1 else np.array(values)[pool]
 
     def _rows(self, holders: int) -> Rows:
         """The rows of these workers. Cached, because popular prefixes have the same holders again and again."""
@@ -374,9 +372,9 @@ class ShortlistedWorkers:
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
         """For decode: with room, first no prefill workers, then these if they may decode; then without room."""
         home = self._roomy(self._fits & self._table.is_decode_home)
-        able = home | self._roomy(self._fits & self._table.is_prefill) if alone else home
         tpot_s, room = self._tpot_s(), self._has_room()
         yield self._best(tpot_s, home & room, 2)
+        able = home | self._roomy(self._fits & self._table.is_prefill) if alone else home
         yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
         if not (able & room).any():
             yield self._best(tpot_s, able, 1)
@@ -416,9 +414,11 @@ class ShortlistedWorkers:
         table, num_tokens = self._table, self._ask.request.num_tokens
         parabolas = (rates.prompt_parabola(num_tokens, self._most_cached) for rates in table.rates)
         alone, first, second = zip(*parabolas, strict=True)
-        seconds = table.of_pools(alone)
+        seconds = table.of_pools(alone, table.pool)
         if self._cached is not None:
-            seconds = seconds + self._cached * (table.of_pools(first) + self._cached * table.of_pools(second))
+            seconds = seconds + self._cached * (
+                table.of_pools(first, table.pool) + self._cached * table.of_pools(second, table.pool)
+            )
         return seconds * table.ratio
 
     def _with_decodes(self, slo: SLO) -> tuple[Floats, Flags]:
@@ -428,9 +428,8 @@ class ShortlistedWorkers:
             tokens: Floats | float = float(self._ask.request.num_tokens)
             if self._cached is not None:
                 tokens = tokens - self._cached
-            work_s = self._alone_s - table.ratio * table.empty_s[table.pool]
-            bound_s = table.bounds_s(slo.tpot_s)[table.pool]
-            seconds, is_able = table.beside(slice(None), work_s, tokens, bound_s)
+            work_s = self._alone_s - table.ratio * table.of_pools([each.empty_s for each in table.rates], table.pool)
+            seconds, is_able = table.beside(work_s, tokens, slo.tpot_s)
             self._beside = self._queue_s + seconds, is_able
         return self._beside
 
@@ -440,6 +439,34 @@ class ShortlistedWorkers:
     def _has_room(self) -> Flags:
         room: Flags = self._need <= self._table.room_tokens
         return room
+
+
+def beside(
+    settings: PromptSettings,
+    batch: Floats,
+    step_s: Floats,
+    ratio: Floats | float,
+    work_s: Floats,
+    tokens: Floats | float,
+    bound_s: Floats | float,
+) -> tuple[Floats, Flags]:
+    """Seconds of prompts beside each row's decodes, and whether these still meet their SLO.
+
+    A decode step of `batch` takes `step_s`, and one with prompts at most `bound_s`. Uncorrected costs are those of the
+    row over `ratio`.
+    """
+    is_busy = batch * settings.has_mixed_steps > 0.0
+    bound_s = np.where(is_busy, bound_s, np.inf)
+    token_s, least = np.maximum(work_s, 1e-12) / tokens, np.minimum(float(LEAST_CHUNK), tokens)
+    chunk = (bound_s - step_s) / token_s
+    is_able = chunk >= least
+    if not is_able.all():
+        chunk = np.where(is_able, chunk, (bound_s * ratio - step_s) / token_s)  # uncorrected costs
+        is_able = chunk >= least
+        chunk = np.where(is_able, chunk, np.maximum((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK))
+    chunk = np.minimum(np.minimum(chunk, np.maximum(settings.most_tokens - batch, 1.0)), tokens)
+    each_s = np.where(is_busy, step_s, settings.empty_s * ratio)
+    return work_s + np.ceil(tokens / chunk) * each_s, is_able
 
 
 def _columns(rows: Sequence[tuple[float, ...]], width: int) -> Floats:
