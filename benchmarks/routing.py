@@ -3,6 +3,7 @@
 CPU time, because a decision never waits, and because other processes then count less.
 """
 
+import gc
 import random
 import time
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
                 found = sorted(town.decisions(DECISIONS))
                 if number:  # the first round fills the tables
                     seconds[key].append(found)
+            gc.freeze()  # as the process of a gateway does
         for (router, when), found_s in seconds.items():
             row = f"{num_workers:,} workers, {when}"
             for percent in (50, 99):

@@ -6,6 +6,7 @@ python -m benchmarks.control_plane.measured_process gateway NAME CONTROLLER_PORT
 """
 
 import asyncio
+import gc
 import random
 import sys
 import time
@@ -62,6 +63,7 @@ class MeasuredGateway:
         assert self._dispatcher is not None, "the gateway is open"
         discovery, source = self._dispatcher.discovery, random.Random(1)
         policy, clients = open_policy(self._spec, seed=1), list(discovery.clients.values())
+        gc.freeze()  # as the process of a gateway does
         pictures, decisions, clock = list[float](), list[float](), asyncio.get_running_loop().time
         for number in range(rounds):
             for client in source.sample(clients, round(fresh * len(clients))):
