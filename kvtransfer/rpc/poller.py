@@ -6,7 +6,8 @@
     ended     is called once, when the steps have returned or raised
 
 A step waits only after a call that moved less than it could have, since events tell only of changes. It may go on
-without an event, and then makes its call again. Knows sockets and time; knows no frames.
+without an event, and then makes its call again. It does so once when its peer has closed: that event may come before
+the call that gets the last bytes, and such a call does not tell of the end. Knows sockets and time; knows no frames.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 IDLE = math.inf  # waits for its socket, and moves nothing until then
 AGAIN = -math.inf
 SLICE_S = 0.002
+_CLOSED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
@@ -38,6 +40,7 @@ class _Task:
         self.ended = ended
         self.has_begun = False
         self.stop_s = IDLE
+        self.peer_closed = False  # since its latest wait
 
 
 class Poller:
@@ -106,11 +109,13 @@ class Poller:
         """Wait for events, and run one step of each socket that has one."""
         again, self._again = self._again, deque()
         wait_s = 0.0 if again else max(0.0, self._next_stop_s - time.monotonic())
-        for descriptor, _ in self._epoll.poll(None if wait_s == IDLE else wait_s):
+        for descriptor, events in self._epoll.poll(None if wait_s == IDLE else wait_s):
             if descriptor == self._wake:
                 self._run_calls()
-            elif (task := self._tasks.get(descriptor)) is not None and task.stop_s != AGAIN:
-                self._resume(descriptor, task)
+            elif (task := self._tasks.get(descriptor)) is not None:
+                task.peer_closed |= bool(events & _CLOSED)
+                if task.stop_s != AGAIN:
+                    self._resume(descriptor, task)
         for descriptor, task in again:
             if self._tasks.get(descriptor) is task:
                 self._resume(descriptor, task)
@@ -144,6 +149,8 @@ class Poller:
             reason = None if isinstance(failure, StopIteration) else failure
             _guarded(lambda: task.ended(reason))
             return
+        if task.peer_closed and task.stop_s != AGAIN:
+            task.peer_closed, task.stop_s = False, AGAIN
         self._num_moving += (task.stop_s != IDLE) - moved
         if task.stop_s == AGAIN:
             self._again.append((descriptor, task))

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from kvtransfer.rpc.polled import receive_into
 from kvtransfer.rpc.poller import AGAIN, IDLE, Poller, Steps, pause
 
 
@@ -152,3 +153,20 @@ def test_close_ends_all_steps_and_may_be_repeated() -> None:
     poller.close()
     assert all(isinstance(run.wait(), ConnectionError) for run in runs)
     poller.call(lambda: pytest.fail("it is closed"))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_close_that_comes_with_the_last_bytes_is_noticed(poller: Poller, is_first: bool) -> None:
+    """Events tell only of changes. One may tell of both, and a call that gets the bytes does not tell of the end."""
+
+    def steps(link: socket.socket) -> Steps[None]:
+        if is_first:
+            yield AGAIN  # the event comes while its next step is due anyway
+        yield from receive_into(link, [memoryview(bytearray(100))])
+
+    run = Run(poller, steps)
+    poller.call(lambda: time.sleep(0.1))
+    run.theirs.send(b"less")
+    run.theirs.shutdown(socket.SHUT_WR)
+    assert run.ended.wait(5), "it waits for an event that does not come"
+    assert isinstance(run.wait(), ConnectionError)
