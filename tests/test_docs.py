@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from cluster.cli import main
+from cluster.cli import COMMANDS
 from cluster.spec_file import laptop_spec, load_spec, parse_spec
 from tests.test_imports import LAYERS
 
@@ -84,7 +84,7 @@ def test_every_command_of_the_readme_exists() -> None:
     readme = (ROOT / "README.md").read_text()
     named = set(re.findall(r"^(?:.* )?diptych ([a-z]+)\b", "\n".join(body for _, body in FENCE.findall(readme)), re.M))
     named |= set(re.findall(r"`diptych ([a-z]+)", readme))
-    assert named == set(main.commands), "the README's commands and those of `diptych --help` differ"
+    assert named == set(COMMANDS), "the README's commands and those of `diptych --help` differ"
 
 
 def test_every_make_target_of_the_docs_exists() -> None:

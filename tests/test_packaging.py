@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from cluster.cli import main
+from cluster.cli import COMMANDS
 from cluster.cli.extras import EXTRAS
 from tests.test_imports import MODULES, imports
 
@@ -183,4 +183,4 @@ def test_the_docs_name_every_extra() -> None:
         for row in re.findall(r"^\|.*`diptych.*$", received, re.M)
         for word in re.findall(r"`(?:diptych )?(\w+)", row)
     }
-    assert set(main.commands) <= commands
+    assert set(COMMANDS) <= commands

@@ -1,54 +1,79 @@
-"""The `diptych` command. Each command imports heavy modules only when it runs, so `--help` is instant.
+"""The `diptych` command. A command is imported when it is used, and its heavy modules when it runs.
 
 Prints errors as one line with a nonzero exit code; --debug shows the traceback.
 """
 
+from importlib import import_module
 from typing import Any
 
 import click
 
-from cluster.cli.admin import drain, flip, scale
-from cluster.cli.autoscaler import autoscaler
-from cluster.cli.bench import bench
-from cluster.cli.demo import demo
-from cluster.cli.doctor import doctor
 from cluster.cli.extras import missing_extra
-from cluster.cli.gateway import gateway
-from cluster.cli.generate import chat, generate
-from cluster.cli.leave import leave
-from cluster.cli.models import models
-from cluster.cli.plan import plan
-from cluster.cli.profile import profile
-from cluster.cli.serve import serve
-from cluster.cli.simulate import simulate
-from cluster.cli.status import status
-from cluster.cli.top import top
-from cluster.cli.trace import trace
 
 OURS = ("diptych", "cluster", "workers", "kvtransfer")
 
 
-GROUPS: dict[str, tuple[click.Command, ...]] = {
-    "Serve": (demo, serve, gateway, models, doctor),
-    "Talk": (generate, chat),
-    "Observe": (status, top, trace),
-    "Operate": (scale, flip, drain, leave, autoscaler),
-    "Plan": (plan, simulate),
-    "Measure": (bench, profile),
+# For each command: the module that has it, and its short help, so that the list of commands imports none of them.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Serve": {
+        "demo": ("demo", "Start a prefill and a decode worker here, answer one prompt, and show where it ran."),
+        "serve": ("serve", "Serve MODEL, or the cluster of a YAML file, until Ctrl-C."),
+        "gateway": ("gateway", "Add a gateway to a running cluster, until Ctrl-C."),
+        "models": ("models", "List, download and inspect models."),
+        "doctor": ("doctor", "Check torch, Ray and the transports for KV on this machine."),
+    },
+    "Talk": {
+        "generate": ("generate", 'Answer TEXT as a user\'s message ("-" reads it from standard input).'),
+        "chat": ("generate", "Chat with the model, which remembers the conversation."),
+    },
+    "Observe": {
+        "status": ("status", "Show workers, their load, pools, links and SLO attainment."),
+        "top": ("top", "Watch pools, queues, KV, transfers and SLO attainment until Ctrl-C."),
+        "trace": ("trace", "Write a time window of a cluster as a trace for ui.perfetto.dev."),
+    },
+    "Operate": {
+        "scale": ("admin", "Set the number of workers of a pool."),
+        "flip": ("admin", "Change a worker's role."),
+        "drain": ("admin", "Remove a worker: it takes no new work and stops when it is empty."),
+        "leave": ("leave", "Empty a Ray node before it goes."),
+        "autoscaler": (
+            "autoscaler",
+            "Scale each pool's pods to its target number of workers; runs in a Kubernetes pod.",
+        ),
+    },
+    "Plan": {
+        "plan": (
+            "plan",
+            "Find the best cluster for a load: whether to disaggregate, pools, parallelism, replicas, chunk sizes.",
+        ),
+        "simulate": ("simulate", "Replay a workload through the shipped scheduling code in virtual time."),
+    },
+    "Measure": {
+        "bench": ("bench", "Measure a running cluster or any OpenAI server, or compare configurations."),
+        "profile": ("profile", "Measure the workers of an idle cluster and fit a cost model to each pool."),
+    },
 }
+COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
 
 
 class DiptychGroup(click.Group):
-    """Lists commands in groups and turns exceptions into one-line errors."""
+    """Lists commands in groups, imports a command when it is asked for, and turns exceptions into one-line errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(import_module(f"{__name__}.{module}"), cmd_name)
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(map(len, self.commands))
+        width = max(map(len, COMMANDS))
         for title, commands in GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(f"{each.name:{width}}", each.get_short_help_str(110)) for each in commands])
+                formatter.write_dl([(f"{name:{width}}", text) for name, (_, text) in commands.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -84,8 +109,3 @@ def main(debug: bool) -> None:
     Start with `diptych demo`: two workers on this machine, a real model, and the route of one request. Then
     `diptych serve smollm2-135m` and, in another terminal, `diptych chat`.
     """
-
-
-for commands in GROUPS.values():
-    for command in commands:
-        main.add_command(command)

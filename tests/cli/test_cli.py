@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from cluster.cli import COMMANDS as LISTED
 from cluster.cli import main
 from cluster.cli.screen import pools_table
 from diptych.view import ClusterView, PoolView, Role
+from tests.cli.commands import command_of
 from tests.model.tiny import write_tiny_llama
 
 COMMANDS = ["demo", "serve", "generate", "chat", "status", "models", "models list", "models pull", "doctor"]
@@ -46,9 +48,14 @@ def test_help_has_an_example(command: str) -> None:
     assert "Example:" in result.output and "diptych " in result.output
 
 
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, (_, text) in LISTED.items()])
+def test_the_list_of_commands_shows_their_short_help(name: str, text: str) -> None:
+    assert command_of(name).get_short_help_str(110) == text
+
+
 HEAVY = {
     *("torch", "ray", "grpc", "transformers", "tokenizers", "numpy", "gguf", "nixl_cu12", "opentelemetry"),
-    *("fastapi", "uvicorn", "pydantic", "rich", "yaml", "jinja2", "psutil"),
+    *("fastapi", "uvicorn", "pydantic", "rich", "yaml", "jinja2", "psutil", "msgspec", "asyncio"),
 }
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import main
 from cluster.cli.address import FILES
+from tests.cli.commands import command_of
 from tests.helm.chart import CHART, TOKEN, Object, of_kind, pods, refusal, rendered, values
 from tests.helm.programs import run
 
@@ -47,7 +47,7 @@ def probes(objects: tuple[Object, ...]) -> list[tuple[str, dict[str, Any]]]:
 def test_serve_is_told_of_files_that_are_mounted(name: str) -> None:
     (command, *options), pod = serving(rendered(values(name)))
     given = {option: path for option, path in pairwise(options) if option in dict(FILES)}
-    assert given.keys() <= {each for parameter in main.commands[command].params for each in parameter.opts}
+    assert given.keys() <= {each for parameter in command_of(command).params for each in parameter.opts}
     found = {option: secret_of(pod, path) for option, path in given.items()}
     expected = {"--tls-cert-file": ("certificate", "tls.crt"), "--tls-key-file": ("certificate", "tls.key")}
     if name != "native-guarded":
@@ -102,7 +102,7 @@ def test_the_smoke_test_gets_in(name: str) -> None:
         "kuberay-guarded": own | {"DIPTYCH_CA": ("certificate", "ca.crt"), "DIPTYCH_KEY_FILE": ("keys", "api-keys")},
     }
     assert found == expected[name]
-    known = {each.envvar for each in main.commands["status"].params}
+    known = {each.envvar for each in command_of("status").params}
     assert set(found) <= known and "DIPTYCH_ENDPOINT" in known
 
 
@@ -145,7 +145,7 @@ def test_the_notes_name_options_that_there_are(name: str) -> None:
     assert code == 0, err
     (line,) = [line for line in out.partition("NOTES:")[2].splitlines() if "diptych generate" in line]
     assert "--endpoint grpcs://release-diptych.llm.svc:50051" in line
-    known = {each for parameter in main.commands["generate"].params for each in parameter.opts}
+    known = {each for parameter in command_of("generate").params for each in parameter.opts}
     assert {word for word in line.split() if word.startswith("--")} <= known
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import main
 from cluster.control.autoscaler.pods import scaled_pools
+from tests.cli.commands import command_of
 from tests.helm.chart import CHART, Object, mounted, of_kind, rendered, values
 from tests.helm.programs import run
 from tests.helm.test_access import secret_of
@@ -30,7 +30,7 @@ def called(objects: tuple[Object, ...]) -> dict[str, Any]:
     program, name, *options = container["command"] + container["args"]
     assert program == "diptych" and "--file=/etc/diptych/cluster.yaml" in options
     there = [f"--file={__file__}" if each.startswith("--file=") else each for each in options]
-    return main.commands[name].make_context(name, there).params
+    return command_of(name).make_context(name, there).params
 
 
 @pytest.mark.parametrize("name", ["native-autoscaled", "native-autoscaled-by-others"])
@@ -88,7 +88,7 @@ def test_it_gets_in_where_gateways_are_guarded() -> None:
         "DIPTYCH_CERT_KEY": ("autoscaler", "tls.key"),
         "DIPTYCH_KEY_FILE": ("keys", "keys"),
     }
-    assert given.keys() <= {each.envvar for each in main.commands["autoscaler"].params}
+    assert given.keys() <= {each.envvar for each in command_of("autoscaler").params}
     assert pod["nodeSelector"] == {"pool": "small"} and [each["name"] for each in pod["containers"]][1:] == ["logs"]
 
 

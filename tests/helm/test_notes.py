@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from cluster.cli import main
+from tests.cli.commands import command_of
 from tests.helm.chart import CHART, values
 from tests.helm.programs import run
 
@@ -59,7 +59,7 @@ def test_commands_name_the_files_that_they_need(name: str) -> None:
     needed = {"--ca": own_ca, "--cert": certificates, "--cert-key": certificates, "--key-file": keys}
     for command, *words in diptych_arguments(name):
         assert {option: option in words for option in needed} == needed
-        known = {option for parameter in main.commands[command].params for option in parameter.opts}
+        known = {option for parameter in command_of(command).params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known
     assert (" > ca.crt" in notes(name)) == own_ca
     job = next(words for words in commands(name) if words[:3] == ["ray", "job", "submit"])

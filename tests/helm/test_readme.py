@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.cli import main
 from cluster.spec import (
     ClassSpec,
     ClusterSpec,
@@ -21,6 +20,7 @@ from cluster.spec import (
     Resources,
 )
 from diptych.wire import ADMIN
+from tests.cli.commands import command_of
 from tests.helm.chart import CHART
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import LinearCost
@@ -97,4 +97,4 @@ def test_the_schema_is_strict_wherever_the_chart_owns_the_block() -> None:
 def test_probes_and_smoke_test_ask_for_what_there_is() -> None:
     assert f'"service" "{ADMIN}"' in (CHART / "templates" / "gateway.yaml").read_text()
     for command, options in (("status", {"--wait", "--endpoint"}), ("generate", {"--max-tokens", "--temperature"})):
-        assert options <= {each for parameter in main.commands[command].params for each in parameter.opts}
+        assert options <= {each for parameter in command_of(command).params for each in parameter.opts}

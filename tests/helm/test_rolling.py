@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import main
+from tests.cli.commands import command_of
 from tests.helm.chart import Object, mounted, of_kind, rendered, values
 
 pytestmark = pytest.mark.full
@@ -29,7 +29,7 @@ def called(script: str) -> tuple[str, dict[str, Any]]:
     """The `diptych` command at the end of a script, as it understands its options."""
     words = shlex.split(script)
     name, *options = words[words.index("diptych") + 1 :]
-    command = main.commands[name]
+    command = command_of(name)
     return name, command.make_context(name, options).params
 
 
