@@ -150,7 +150,8 @@ class FrameStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's own transports
+        if hasattr(transport, "max_size"):  # of asyncio's own transports; uvloop reads as much at once
+            transport.max_size = READ_BYTES
         if self._accepted is not None:
             self._accepted(self)
 

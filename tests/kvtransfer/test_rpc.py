@@ -266,3 +266,14 @@ async def test_invalid_bytes_of_one_peer_do_not_affect_the_others() -> None:
                         await stream.receive(1 << 20)
             await stream.close()
         assert await caller.call(Ask("still there?"), 5) == "still there?"
+
+
+async def test_a_loop_whose_transports_have_a_fixed_read_size_works() -> None:
+    """Ray runs asynchronous actors on uvloop wherever it is installed; its transports take no `max_size`."""
+
+    class FixedTransport(asyncio.Transport):
+        __slots__ = ()
+
+    stream = FrameStream()
+    stream.connection_made(FixedTransport())
+    assert not stream.ended.done()
