@@ -152,6 +152,31 @@ def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
     assert host._log.names(Tier.HOST) == frozenset()
 
 
+def test_blocks_in_use_survive_a_scan_of_ten_times_the_host_cache() -> None:
+    host = HostCache(5120, 0, CacheLog(128))
+    hot = [b"hot %d" % number for number in range(1024)]
+    for name in hot:
+        host.save(name, None, ())
+    assert len(host.match(hot)) == 1024
+    for number in range(10 * 5120):
+        host.save(b"scan %d" % number, None, ())
+    assert len(host.match(hot)) == 1024
+    host.check()
+
+
+def test_hits_are_forgotten_when_others_are_hit_later() -> None:
+    host = HostCache(10, 0, CacheLog(128))
+    names = [b"%d" % number for number in range(10)]
+    for name in names:
+        host.save(name, None, ())
+    for name in (*names[6:], *names[:2]):
+        host.match([name])
+    for number in range(8):
+        host.save(b"new %d" % number, None, ())
+    assert [name in host for name in names] == [True, True] + 8 * [False], "two of ten are protected"
+    host.check()
+
+
 def test_a_host_cache_needs_a_prefix_cache() -> None:
     with pytest.raises(ValueError, match="prefix_caching is off"):
         EngineConfig(host_cache_blocks=4, prefix_caching=False)
