@@ -94,7 +94,8 @@ class Attempt:
         self._inbox: deque[tuple[WorkerCall, Message | Exception]] = deque()
         self._has_mail = asyncio.Event()
         self._num_messages = 0
-        self._next_check_s = 0.0  # of the next liveness check
+        self._check: asyncio.TimerHandle | None = None  # of the next liveness check
+        self._is_check_due = False
         self._num_messages_before = 0  # at the last liveness check
         self._missing_before: list[WorkerCall] = []
         self._latest: SequenceTiming | None = None
@@ -302,15 +303,19 @@ class Attempt:
 
     async def _wait_for_mail(self) -> None:
         """Wait for a message, and check liveness every `LIVENESS_S`."""
-        clock = asyncio.get_running_loop()
-        self._next_check_s = self._next_check_s or clock.time() + LIVENESS_S
         while not self._inbox:
-            try:
-                async with asyncio.timeout_at(self._next_check_s):
-                    await self._has_mail.wait()
-            except TimeoutError:
+            if self._is_check_due:
+                self._check, self._is_check_due = None, False
+                self._has_mail.clear()
                 await self._check_liveness()
-                self._next_check_s = clock.time() + LIVENESS_S
+            elif self._check is None:
+                self._check = asyncio.get_running_loop().call_later(LIVENESS_S, self._check_now)
+            else:
+                await self._has_mail.wait()
+
+    def _check_now(self) -> None:
+        self._is_check_due = True
+        self._has_mail.set()
 
     async def _check_liveness(self) -> None:
         """Raise `AttemptFailed` if a worker that must send a message no longer has the request.
@@ -382,6 +387,8 @@ class Attempt:
 
     def release(self) -> None:
         """Let all workers drop what they still hold; does not wait."""
+        if self._check is not None:
+            self._check.cancel()
         if self.migration is not None:
             self.migration.cancel()  # it releases its target
         for call in (self._prefill, self.decode):

@@ -275,23 +275,29 @@ class RequestRunner:
 
     async def _run_attempt(self, state: RequestState, attempt: Attempt) -> FinishReason | None:
         """The finish reason: STOP if the caller ended it, None if it was replaced. Closes the open lap."""
-        running = asyncio.ensure_future(attempt.run())
-        state.replaced = asyncio.get_running_loop().create_future()
-        either: set[asyncio.Future[Any]] = {running, state.stop, state.replaced}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if state.replaced.done():
-                state.watch.lap("prefill_queue")
-                return None
-            if running.done() and running.exception() is None:
-                return running.result()
+        if state.is_stopped:
             attempt.close_lap()
-            if running.done():
-                return running.result()  # raises
             return FinishReason.STOP
+        task = asyncio.current_task()
+        assert task is not None
+        num_cancels, state.is_replaced = task.cancelling(), False
+        state.running = asyncio.ensure_future(attempt.run())
+        try:
+            return await state.running
+        except asyncio.CancelledError:
+            if task.cancelling() > num_cancels:
+                raise
+        except Exception:
+            if not state.is_replaced:
+                attempt.close_lap()
+                raise
         finally:
-            running.cancel()
-            await asyncio.wait({running})
+            state.running = None
+        if state.is_replaced:
+            state.watch.lap("prefill_queue")
+            return None
+        attempt.close_lap()
+        return FinishReason.STOP
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -327,8 +333,9 @@ class RequestRunner:
     def finish(self, request_id: str) -> None:
         """End the request early: its next event is Completed(STOP). Ignores unknown ids."""
         state = self._running.get(request_id)
-        if state is not None and not state.stop.done():
-            state.stop.set_result(None)
+        if state is not None:
+            state.is_stopped = True
+            state.interrupt()
 
     async def move(self, request_id: str, worker: str, timeout_s: float | None) -> bool:
         """Migrate the running decode to `worker`. False: it stays. `timeout_s` None: the time limit of a KV read."""
@@ -350,7 +357,7 @@ class RequestRunner:
         """Replace an attempt whose prompt still waits by one on better workers. False: it stays."""
         state = self._find(key)
         attempt = None if state is None else state.attempt
-        if state is None or attempt is None or not attempt.is_waiting or state.request.group or state.stop.done():
+        if state is None or attempt is None or not attempt.is_waiting or state.request.group or state.is_stopped:
             return False
         if state.replacement is not None or state.num_uncounted >= MAX_REPLACEMENTS:
             return False
@@ -364,7 +371,8 @@ class RequestRunner:
         state.replacement = Replacement(request, placement)
         state.num_uncounted += 1
         attempt.release()  # ignores its messages from now on
-        state.replaced.set_result(None)
+        state.is_replaced = True
+        state.interrupt()
         self._observer.on_replaced(state.request, worker, reason)
         return True
 

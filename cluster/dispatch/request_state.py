@@ -24,10 +24,6 @@ class Replacement:
     placement: Placement
 
 
-def _future() -> "asyncio.Future[None]":
-    return asyncio.get_running_loop().create_future()
-
-
 @dataclass(slots=True)
 class RequestState:
     """`request`: of the latest attempt. `sent`: the answer's tokens that the client has."""
@@ -36,7 +32,7 @@ class RequestState:
     watch: Stopwatch
     emit: Callable[[Event], None]
     timing: RequestTiming
-    stop: asyncio.Future[None] = field(default_factory=_future)  # the caller wants no more tokens
+    is_stopped: bool = False  # the caller wants no more tokens
     now_s: Callable[[], float] = field(default_factory=lambda: asyncio.get_running_loop().time)
     sent: list[int] = field(default_factory=list)
     avoid: frozenset[str] = frozenset()  # workers that failed or refused this request
@@ -45,7 +41,8 @@ class RequestState:
     attempt: Attempt | None = None  # the running one
     token_observers: Sequence[OnTokens] = ()  # of the running attempt
     replacement: Replacement | None = None  # until its attempt begins
-    replaced: asyncio.Future[None] = field(default_factory=_future)  # of the running attempt
+    is_replaced: bool = False  # of the running attempt
+    running: "asyncio.Task[FinishReason] | None" = None  # of the running attempt
     num_uncounted: int = 0  # attempts that were replaced or continued elsewhere, without a failure
     moves: list[tuple[int, str]] = field(default_factory=list)  # migrations: time in ns, target worker
     # Of finished attempts:
@@ -62,6 +59,11 @@ class RequestState:
     def num_tokens(self) -> int:
         """Tokens of the prompt and of the answer so far."""
         return len(self.request.prompt) + len(self.sent)
+
+    def interrupt(self) -> None:
+        """Cancel the running attempt, unless it ends in this iteration of the event loop."""
+        if self.running is not None:
+            asyncio.get_running_loop().call_soon(self.running.cancel)
 
     def query(self) -> PlacementQuery:
         return PlacementQuery(self.request, self.timing.arrived_s, self.avoid)

@@ -284,13 +284,14 @@ class Gateway:
             )
             for index, each in enumerate(child_requests(request))
         ]
+        run = partial(self._context.dispatcher.run, deadline_s=left_s, arrived_ns=arrived_ns)
         try:
-            async with asyncio.TaskGroup() as group:
-                for answer in answers:
-                    running = self._context.dispatcher.run(
-                        answer.request, answer.take, deadline_s=left_s, arrived_ns=arrived_ns
-                    )
-                    group.create_task(running)
+            if len(answers) == 1:
+                await run(answers[0].request, answers[0].take)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for answer in answers:
+                        group.create_task(run(answer.request, answer.take))
             best = sorted(answers, key=ChildRequest.by_rank)[: sampling.n] if ranked else answers
             if ranked:
                 emit_ranked(best, answers[0].prompt_logprobs, sampling, output)
@@ -298,6 +299,8 @@ class Gateway:
             output.end()
         except ExceptionGroup as errors:  # the collector raises it in the server's task
             output.fail(errors.exceptions[0])
+        except Exception as error:
+            output.fail(error)
 
     def _text_stream(self, sampling: SamplingParams, index: int) -> TextStream:
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
@@ -321,7 +324,7 @@ class _Running:
 
     async def close(self) -> None:
         """Cancel the pump, and wait until the dispatcher has ended the request."""
-        if self.pump is not None:
+        if self.pump is not None and not self.pump.done():
             self.pump.cancel()
             await asyncio.wait([self.pump])
 

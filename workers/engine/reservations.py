@@ -48,6 +48,8 @@ class ReservationQueue:
         return self._answer(asked, timeout_s)
 
     async def _answer(self, asked: _Waiting, timeout_s: float) -> Reservation:
+        if asked.future.done():
+            return asked.future.result()
         try:
             async with asyncio.timeout(timeout_s):
                 return await asked.future

@@ -61,8 +61,10 @@ class Sender:
         if (sending := self._sending) is None:
             return
         try:
-            async with asyncio.timeout(SEND_S):
-                await sending
+            if not sending.done():
+                async with asyncio.timeout(SEND_S):
+                    await sending
+            sending.result()
         except TimeoutError:
             self._over = True
             raise OutputNotTaken from None

@@ -257,14 +257,14 @@ async def test_a_given_seed_is_used(client: AsyncClient, dispatcher: FakeDispatc
     assert (await client.complete("hello", seed=0)).text == "ok"
 
 
-async def test_a_caller_cancelled_at_the_very_end_frees_its_place(dispatcher: FakeDispatcher) -> None:
+async def test_a_caller_cancelled_while_it_closes_frees_its_place(dispatcher: FakeDispatcher) -> None:
+    dispatcher.hold = asyncio.Event()
     gateway = Gateway(gateway_context(dispatcher), ByteTokenizer())
     events = gateway.generate(TextPrompt("hello"), SamplingParams(max_tokens=1))
-    while not isinstance(await anext(events), Completed):
-        pass
-    ending = asyncio.ensure_future(anext(events))
+    assert isinstance(await anext(events), Accepted)
+    closing = asyncio.ensure_future(events.aclose())
     await asyncio.sleep(0)
-    ending.cancel()
+    closing.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await ending
+        await closing
     assert gateway.active == 0
