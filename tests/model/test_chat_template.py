@@ -129,6 +129,15 @@ def test_the_cache_serves_the_files_as_they_are_now(tmp_path: Path, monkeypatch:
     assert tokenizer_files.read_tokenizer(folder).chat_template == "new"
 
 
+def test_the_cache_keeps_the_newest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_files, "MOST_FILES", 2)
+    for number in range(4):
+        tokenizer_files.read_tokenizer(folder_with(tmp_path / f"model-{number}", f"template {number}"))
+    kept = [path.read_text() for path in (tmp_path / "cache" / "tokenizers").iterdir()]
+    assert len(kept) == 2
+    assert {number for number in range(4) if any(f"template {number}" in each for each in kept)} == {2, 3}
+
+
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DIPTYCH_CACHE", str(tmp_path / "file"))

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from workers.model.content import cache_folder
 logger = logging.getLogger(__name__)
 
 LAYOUT = "1"  # of the cached file
+MOST_FILES = 32  # kept in the cache; one of a large model takes up to 20 MB
 LIBRARIES = ("transformers", "tokenizers")
 READ = (".json", ".jinja", ".model")  # kinds of files that transformers reads of a tokenizer
 
@@ -101,5 +103,8 @@ def _keep(found: TokenizerFiles, path: Path) -> None:
             made = Path(scratch) / path.name
             made.write_bytes(msgspec.json.encode(found))
             made.replace(path)
+        with suppress(FileNotFoundError):  # another process removes the same files
+            for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-MOST_FILES]:
+                old.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be written (%s): each start loads transformers", path.parent, error)
