@@ -128,13 +128,15 @@ def test_every_number_named_in_failures_stands_in_its_table() -> None:
         assert float(value) == VALUES[name][0], f"{name} is {value} in the text and {VALUES[name][0]} in the table"
 
 
+@cache
+def functions_of(path: str) -> set[str]:
+    return {node.name for node in ast.walk(syntax(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
 def test_every_named_test_exists() -> None:
     for page, path, name in [(each, *named) for each in PAGES for named in TEST.findall(each.read_text())]:
         assert (ROOT / path).is_file(), f"{page_name(page)} names {path}"
-        defined = {
-            node.name for node in ast.walk(syntax(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        assert not name or name in defined, f"{page_name(page)} names {path}::{name}"
+        assert not name or name in functions_of(path), f"{page_name(page)} names {path}::{name}"
 
 
 def test_the_layers_of_the_design_are_those_that_are_held() -> None:

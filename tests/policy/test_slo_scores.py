@@ -273,6 +273,7 @@ def believing(patch: pytest.MonkeyPatch, cost: CostModel | None) -> Iterator[lis
     yield opened
 
 
+@pytest.mark.grid(keep=1)
 @pytest.mark.parametrize(
     ("whole", "true_ratio", "routing"),
     [
