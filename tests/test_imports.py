@@ -37,7 +37,7 @@ LAYERS = [
         "workers.request",
         "workers.stats",
     ],
-    ["workers.ops", "workers.rpc"],
+    ["workers.kv_store", "workers.ops", "workers.rpc"],
     ["workers.profiles"],
     ["workers.engine", "workers.model"],
     ["workers.mailbox", "workers.transfer"],
@@ -106,7 +106,7 @@ PARTS = (
     "workers.worker",
 )
 VALUES = ("diptych.errors", "diptych.watchdog", "diptych.events", "diptych.view", "diptych.options", "diptych.shapes")
-PURE = ("workers.engine", "cluster.policy", "cluster.control.autoscaler.pods")
+PURE = ("workers.engine", "workers.kv_store.slot_index", "cluster.policy", "cluster.control.autoscaler.pods")
 IMPURE = {"time", "random", "secrets", "socket", "threading", "torch", "numpy"}
 # Arithmetic on columns, a row for each of a thousand workers, which plain Python has no time for. No randomness.
 COLUMNS = ("cluster.policy.routing.slo.shortlist", "cluster.policy.routing.slo.cost_tables")

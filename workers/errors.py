@@ -3,6 +3,7 @@
     WorkerError
     ├── InvalidRequest          the request can never work as written (field, what to do)
     ├── PromptTooLong           a text that certainly has more tokens than fit the context
+    ├── KVStoreError            the folder of a KV store cannot be used
     ├── ModelError              a model that is missing, truncated, or of an unknown architecture
     ├── Overloaded              no free slot or blocks; try another worker, or later (retry_after_s)
     ├── UnknownSequence         no such sequence here: finished, cancelled, or lost in a restart
@@ -39,6 +40,10 @@ class PromptTooLong(WorkerError):
 
 class ModelError(WorkerError):
     """The model cannot be loaded; the message says which file and what to do."""
+
+
+class KVStoreError(WorkerError):
+    """A KV store cannot be opened; the message says which folder and what to do."""
 
 
 class Overloaded(WorkerError):

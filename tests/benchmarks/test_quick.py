@@ -42,6 +42,13 @@ def test_quick_routing_times_decisions_with_and_without_new_statistics() -> None
         assert row in result.output
 
 
+def test_quick_kv_store_compares_with_raw_io() -> None:
+    result = CliRunner().invoke(main, ["kv-store", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
+    assert result.exit_code == 0, result.output
+    for row in ("raw write", "raw read", "share of raw", "headers read", "memory per million blocks"):
+        assert row in result.output
+
+
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
     def fail(rounds: int, quick: bool, progress: object) -> BenchmarkPart:
         raise RuntimeError("the machine is on fire")

@@ -1,0 +1,323 @@
+"""KV blocks on a disk: reads and writes beside the event loop, on threads. Whatever goes wrong is a miss.
+
+    write   reserve a slot (the block it held is gone) -> queue -> thread: copy, digest, write -> publish
+    read    pin the slot -> queue -> thread: read, compare name and digest, copy -> unpin
+
+A full queue drops writes. A device that fails or hangs several times in a row is no longer used until the store is
+opened again. Knows no sequence and no tensor.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+from workers.errors import KVStoreError
+from workers.kv_store.io_threads import BlockCopy, IOThreads
+from workers.kv_store.slab import Slab
+from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact
+from workers.kv_store.slot_index import SlotIndex
+
+logger = logging.getLogger(__name__)
+
+READ_THREADS = 4
+WRITE_THREADS = 2
+MOST_READS = 256  # that wait for a thread
+MOST_WRITES = 64
+WRITE_TIMEOUT_S = 5.0
+MOST_IO_FAILURES = 3  # in a row: the device is at fault
+CLOSE_TIMEOUT_S = 5.0
+
+
+class IOOutcome(Enum):
+    """Of a job on an I/O thread."""
+
+    GOOD = "good"
+    LATE = "late"  # its deadline passed before it was the job's turn, or while it read
+    CORRUPT = "corrupt"  # the slot holds something else
+    FAILED = "failed"
+
+
+Result = tuple[IOOutcome, str]  # with the reason of a failure
+
+
+@dataclass(frozen=True, slots=True)
+class KVStoreStats:
+    """`reads` and `writes` succeeded. `late`: past their deadline. `stopped_*`: why the device is no longer used."""
+
+    num_slots: int
+    num_stored: int
+    recovered: int
+    is_direct: bool
+    reads: int = 0
+    read_failures: int = 0
+    corrupt: int = 0
+    writes: int = 0
+    write_failures: int = 0
+    writes_dropped: int = 0
+    late: int = 0
+    stopped_reads: str = ""
+    stopped_writes: str = ""
+
+
+class DeviceHealth:
+    """Stops the use of a device that fails several times in a row. `what`: reads or writes of which folder."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._in_a_row = 0
+        self.good = self.failures = 0
+        self.stopped = ""
+
+    def succeeded(self) -> None:
+        self.good += 1
+        self._in_a_row = 0
+
+    def failed(self, why: str) -> None:
+        self.failures += 1
+        self._in_a_row += 1
+        if self._in_a_row >= MOST_IO_FAILURES and not self.stopped:
+            self.stopped = why
+            logger.error("%s failed %d times in a row (%s): stopped until a restart", self._what, self._in_a_row, why)
+
+
+class KVStore:
+    """Call it on one event loop, and close it; it then closes the slab, which may hold blocks of an earlier store.
+
+    Opening reads the header of every slot, which blocks. `gone` is told each name that can no longer be read, before
+    its slot is written again.
+    """
+
+    def __init__(self, slab: Slab, fingerprint: bytes, gone: Callable[[bytes], None]) -> None:
+        self._slab = slab
+        self._fingerprint = fingerprint
+        self._gone = gone
+        found = slab.scan(lambda page: decode_header(page, fingerprint, slab.block_bytes))
+        found.sort(key=lambda each: each[1].number)
+        self._number = found[-1][1].number if found else 0
+        self._index = SlotIndex(slab.num_slots, [(header.name, slot) for slot, header in found])
+        self._recovered = len(self._index)
+        for slot, header in found:
+            if self._index.slot_of(header.name) != slot:  # an older copy, which must not come back
+                slab.erase(slot)
+        self._readers = IOThreads("kv-store-read", READ_THREADS, MOST_READS, slab.slot_bytes)
+        self._writers = IOThreads("kv-store-write", WRITE_THREADS, MOST_WRITES, slab.slot_bytes)
+        self._reads, self._writes = DeviceHealth("reads of the KV store"), DeviceHealth("writes of the KV store")
+        self._copies: dict[BlockCopy, tuple[DeviceHealth, int]] = {}  # in progress, in time -> `good` at its begin
+        self._unwanted: set[bytes] = set()  # being written, but to be forgotten
+        self._corrupt = self._dropped = self._late = 0
+        self._closed = False
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        """What is stored, least recently used first."""
+        return self._index.names
+
+    def stats(self) -> KVStoreStats:
+        return KVStoreStats(
+            num_slots=self._index.num_slots,
+            num_stored=len(self._index),
+            recovered=self._recovered,
+            is_direct=self._slab.is_direct,
+            reads=self._reads.good,
+            read_failures=self._reads.failures,
+            corrupt=self._corrupt,
+            writes=self._writes.good,
+            write_failures=self._writes.failures,
+            writes_dropped=self._dropped,
+            late=self._late,
+            stopped_reads=self._reads.stopped,
+            stopped_writes=self._writes.stopped,
+        )
+
+    def match(self, names: Sequence[bytes]) -> int:
+        """How many of the first names can be read; they count as used."""
+        return 0 if self._reads.stopped else self._index.match(names)
+
+    # ---- write ---------------------------------------------------------------------------------------------------
+
+    def write(self, name: bytes, block: memoryview) -> "asyncio.Future[bool]":
+        """Store a block, whose memory must not change until the future is done. True: it can be read from now on.
+
+        False: it is stored already, or was dropped because the queue is full, the device fails or is too slow.
+        """
+        assert len(name) == NAME_BYTES and block.nbytes == self._slab.block_bytes
+        if name in self._index or self._index.is_writing(name):
+            return _no()
+        usable = not (self._closed or self._writes.stopped or self._writers.is_full)
+        reserved = self._index.reserve(name) if usable else None
+        if reserved is None:
+            self._dropped += 1
+            return _no()
+        if reserved.gone is not None:
+            self._gone(reserved.gone)
+        self._number += 1
+        copy = self._begin(self._writes, WRITE_TIMEOUT_S)
+        self._writers.submit(
+            partial(self._write_slot, reserved.slot, name, self._number, copy, block),
+            partial(self._written, copy, name),
+        )
+        return copy.done
+
+    def _write_slot(
+        self, slot: int, name: bytes, number: int, copy: BlockCopy, block: memoryview, buffer: memoryview
+    ) -> Result:
+        """On a thread."""
+        staged = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
+        if not copy.copy(block, staged):
+            return IOOutcome.LATE, ""
+        buffer[:PAGE_BYTES] = encode_header(self._fingerprint, name, number, staged)
+        try:
+            self._slab.write(slot, buffer)
+        except OSError as error:
+            return IOOutcome.FAILED, str(error)
+        return IOOutcome.GOOD, ""
+
+    def _written(self, copy: BlockCopy, name: bytes, result: Result) -> None:
+        outcome, why = result
+        in_time = self._copies.pop(copy, None) is not None
+        is_wanted = name not in self._unwanted
+        self._unwanted.discard(name)
+        if outcome is IOOutcome.FAILED and in_time:
+            self._writes.failed(why)
+        if outcome is IOOutcome.GOOD and in_time:
+            self._writes.succeeded()
+        good = outcome is IOOutcome.GOOD and in_time and is_wanted
+        if good:
+            self._index.publish(name)
+        else:
+            self._erase(self._index.abandon(name))
+        copy.finish(good)
+
+    # ---- read ----------------------------------------------------------------------------------------------------
+
+    async def read(self, name: bytes, target: memoryview, timeout_s: float) -> bool:
+        """Read a block into `target`, which is not written to once this has returned.
+
+        False: a miss, and `target` is as it was. If cancelled, `target` is released at once too.
+        """
+        assert target.nbytes == self._slab.block_bytes and not target.readonly
+        usable = not (self._closed or self._reads.stopped or self._readers.is_full)
+        slot = self._index.pin(name) if usable else None
+        if slot is None:
+            return False
+        copy = self._begin(self._reads, timeout_s)
+        self._readers.submit(
+            partial(self._read_slot, slot, name, copy, target), partial(self._was_read, copy, name, slot)
+        )
+        try:
+            return await copy.done
+        finally:
+            copy.finish(False)  # for a caller that was cancelled
+
+    def _read_slot(self, slot: int, name: bytes, copy: BlockCopy, target: memoryview, buffer: memoryview) -> Result:
+        """On a thread."""
+        if copy.is_over:
+            return IOOutcome.LATE, ""
+        try:
+            self._slab.read(slot, buffer)
+        except OSError as error:
+            return IOOutcome.FAILED, str(error)
+        block = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
+        header = decode_header(buffer[:PAGE_BYTES], self._fingerprint, self._slab.block_bytes)
+        if header is None or header.name != name or not is_intact(header, block):
+            return IOOutcome.CORRUPT, ""
+        return (IOOutcome.GOOD if copy.copy(block, target) else IOOutcome.LATE), ""
+
+    def _was_read(self, copy: BlockCopy, name: bytes, slot: int, result: Result) -> None:
+        outcome, why = result
+        in_time = self._copies.pop(copy, None) is not None
+        if outcome is IOOutcome.GOOD and in_time:
+            self._reads.succeeded()
+        if outcome is IOOutcome.CORRUPT:
+            self._corrupt += 1
+            if self._corrupt == 1:
+                logger.warning("slot %d of the KV store is corrupt: a miss; later ones are only counted", slot)
+        if outcome is IOOutcome.FAILED and in_time:
+            self._reads.failed(why)
+        if outcome in (IOOutcome.CORRUPT, IOOutcome.FAILED) and self._index.slot_of(name) == slot:
+            self.forget([name])
+        self._index.unpin(slot)
+        copy.finish(outcome is IOOutcome.GOOD)
+
+    # ---- the rest ------------------------------------------------------------------------------------------------
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Drop these blocks, also after a restart, because their content is in doubt."""
+        for name in names:
+            slot = self._index.forget(name)
+            if slot is not None:
+                self._gone(name)
+                self._erase(slot)
+            elif self._index.is_writing(name):
+                self._unwanted.add(name)
+
+    def _erase(self, slot: int) -> None:
+        """Make a slot that leaves unreadable, then free it. Such jobs are bounded by the number of slots."""
+
+        def work(_: memoryview) -> None:
+            try:
+                self._slab.erase(slot)
+            except OSError as error:
+                logger.warning("slot %d of the KV store could not be erased: %s", slot, error)
+
+        self._writers.submit(work, lambda _: self._index.unpin(slot))
+
+    def _begin(self, health: DeviceHealth, timeout_s: float) -> BlockCopy:
+        copy = BlockCopy(timeout_s, self._is_late)
+        self._copies[copy] = health, health.good
+        return copy
+
+    def _is_late(self, copy: BlockCopy) -> None:
+        """A deadline has passed. The device is at fault only if it finished nothing meanwhile."""
+        self._late += 1
+        health, good = self._copies.pop(copy)
+        if health.good == good:
+            health.failed("no answer in time")
+
+    async def close(self) -> None:
+        """End what is in progress without success, then close the file. What is stored stays there."""
+        self._closed = True
+        for copy in list(self._copies):
+            copy.finish(False)
+        for threads in (self._readers, self._writers):
+            threads.stop()
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        ended = [await asyncio.to_thread(each.join, deadline_s) for each in (self._readers, self._writers)]
+        if all(ended):
+            self._slab.close()
+        else:
+            logger.error("the KV store's device hangs; its file stays open until the process ends")
+
+    def check(self) -> None:
+        """Prove the invariants of the index. Raises AssertionError."""
+        self._index.check()
+
+
+def _no() -> "asyncio.Future[bool]":
+    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    done.set_result(False)
+    return done
+
+
+def open_kv_store(
+    folder: Path, size_bytes: int, block_bytes: int, fingerprint: bytes, gone: Callable[[bytes], None]
+) -> KVStore:
+    """The store of a folder, with the blocks that an earlier process of this fingerprint left there. Blocks.
+
+    Raises `KVStoreError`.
+    """
+    slab = Slab(folder, size_bytes, block_bytes)
+    try:
+        return KVStore(slab, fingerprint, gone)
+    except BaseException as error:
+        slab.close()
+        if isinstance(error, OSError):
+            raise KVStoreError(
+                f"{folder} cannot be written ({error}); check the disk, or name another folder"
+            ) from None
+        raise

@@ -1,0 +1,159 @@
+"""A file of slots, allocated once: its size, its lock, and reads and writes of whole slots.
+
+    page 0: written and read back at open    slot 0: header page, block    slot 1 ...
+
+Direct I/O where the file system has it, else buffered. Knows no name and no checksum.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from workers.errors import KVStoreError
+from workers.kv_store.slot_format import PAGE_BYTES, slot_bytes
+
+FILE = "blocks.slab"
+SCAN_THREADS = 8
+_ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES)).toreadonly()
+
+T = TypeVar("T")
+
+
+def aligned_buffer(num_bytes: int) -> memoryview:
+    """Zeroed memory that direct I/O takes: it begins with a memory page."""
+    return memoryview(mmap.mmap(-1, num_bytes))
+
+
+class Slab:
+    """Owned by a KVStore, which closes it. Takes at most `size_bytes` of the disk. Blocks; any thread may call it.
+
+    Raises `KVStoreError` when the folder cannot be used, with what to do. Reads and writes raise `OSError`.
+    """
+
+    def __init__(self, folder: Path, size_bytes: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.slot_bytes = slot_bytes(block_bytes)
+        self.num_slots = (size_bytes - PAGE_BYTES) // self.slot_bytes
+        self._folder = folder
+        if self.num_slots < 1:
+            raise KVStoreError(
+                f"a KV store of {size_bytes} bytes holds no block of {block_bytes}; "
+                f"give {folder} at least {PAGE_BYTES + self.slot_bytes} bytes"
+            )
+        self._file = self._open()
+        try:
+            self._lock()
+            self._allocate(PAGE_BYTES + self.num_slots * self.slot_bytes)
+            self.is_direct = self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (FileNotFoundError, NotADirectoryError):
+            raise KVStoreError(f"{self._folder} is no folder; create it, or name another for the KV store") from None
+        except OSError as error:
+            raise KVStoreError(
+                f"{self._folder} cannot be written ({error.strerror}); "
+                "let this user write there, or name another folder for the KV store"
+            ) from None
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file closes
+        except BlockingIOError:
+            raise KVStoreError(
+                f"{self._folder} is the KV store of another worker; give each worker a folder of its own"
+            ) from None
+
+    def _allocate(self, num_bytes: int) -> None:
+        """Give the file exactly this size. Checks the free space first: a failed allocation may fill the disk."""
+        there, disk = os.fstat(self._file), os.fstatvfs(self._file)
+        missing_bytes = num_bytes - min(there.st_blocks * 512, num_bytes)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        try:
+            if missing_bytes > free_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.ftruncate(self._file, num_bytes)
+            os.posix_fallocate(self._file, 0, num_bytes)
+        except OSError as error:
+            os.ftruncate(self._file, min(there.st_size, num_bytes))
+            raise KVStoreError(
+                f"{self._folder} has no room for a KV store of {num_bytes / 2**30:.2f} GiB: "
+                f"{free_bytes / 2**30:.2f} GiB are free ({error.strerror}); "
+                "make the store smaller, or name a folder on another disk"
+            ) from None
+
+    def _probe(self) -> bool:
+        """Write a page and read it back. Returns whether direct I/O works. Raises `KVStoreError`."""
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        page, back = aligned_buffer(PAGE_BYTES), aligned_buffer(PAGE_BYTES)
+        page[:] = secrets.token_bytes(PAGE_BYTES)
+        error: OSError | None = None
+        for direct in (True, False):
+            try:
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags)
+                if self._pwrite(page, 0) == self._pread(back, 0) == PAGE_BYTES and back == page:
+                    return direct
+            except OSError as failed:
+                error = failed
+        why = error.strerror if error else "other bytes came back"
+        raise KVStoreError(
+            f"a write to {self._folder} failed ({why}); check the disk, or name another folder for the KV store"
+        )
+
+    def read(self, slot: int, buffer: memoryview) -> None:
+        """Read a slot into an aligned buffer of `slot_bytes`."""
+        self._whole(self._pread(buffer, self._offset(slot)), buffer)
+
+    def write(self, slot: int, buffer: memoryview) -> None:
+        """Write a slot from an aligned buffer of `slot_bytes`."""
+        self._whole(self._pwrite(buffer, self._offset(slot)), buffer)
+
+    def erase(self, slot: int) -> None:
+        """Zero a slot's header."""
+        self._whole(self._pwrite(_ZEROS, self._offset(slot)), _ZEROS)
+
+    def scan(self, parse: Callable[[memoryview], T | None]) -> list[tuple[int, T]]:
+        """(slot, what `parse` makes of its header page), without None and without pages that cannot be read."""
+
+        def part(slots: range) -> list[tuple[int, T]]:
+            page, found = aligned_buffer(PAGE_BYTES), []
+            for slot in slots:
+                try:
+                    self._whole(self._pread(page, self._offset(slot)), page)
+                except OSError:
+                    continue
+                if (parsed := parse(page)) is not None:
+                    found.append((slot, parsed))
+            return found
+
+        with ThreadPoolExecutor(SCAN_THREADS, "kv-store-scan") as threads:
+            parts = threads.map(part, [range(first, self.num_slots, SCAN_THREADS) for first in range(SCAN_THREADS)])
+            return [each for found in parts for each in found]
+
+    def close(self) -> None:
+        """No read and no write may be in progress."""
+        os.close(self._file)
+
+    def _offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * self.slot_bytes
+
+    def _pread(self, buffer: memoryview, offset: int) -> int:
+        return os.preadv(self._file, [buffer], offset)
+
+    def _pwrite(self, buffer: memoryview, offset: int) -> int:
+        return os.pwritev(self._file, [buffer], offset)
+
+    @staticmethod
+    def _whole(num_bytes: int, buffer: memoryview) -> None:
+        if num_bytes != len(buffer):
+            raise OSError(errno.EIO, f"{num_bytes} of {len(buffer)} bytes")

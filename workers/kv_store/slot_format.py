@@ -1,0 +1,63 @@
+"""The format of a slot: a page with the header, then one block.
+
+The header binds the block's name to what the bytes mean (the fingerprint) and to a digest of the bytes, and has a
+digest of its own. So a write that was torn at any place is recognized, and a slot of another model, layout, version or
+format. xxh3 finds corruption, not attacks: the folder must be as private as the KV. Knows bytes, no file.
+"""
+
+import struct
+from dataclasses import astuple
+from hashlib import blake2b
+from typing import NamedTuple
+
+from xxhash import xxh3_128_digest
+
+from kvtransfer.layout import KVLayout
+
+FORMAT = 1  # change it with the meaning of a slot's bytes
+PAGE_BYTES = 4096  # direct I/O needs this alignment
+NAME_BYTES = 16
+_MAGIC = b"diptych-"
+_FIELDS = struct.Struct("<8sIQ32s16sQ16s")  # magic, format, block bytes, fingerprint, name, number, digest of the block
+_DIGEST_BYTES = 16
+
+
+class SlotHeader(NamedTuple):
+    """`number` grows with every write into the file."""
+
+    name: bytes
+    number: int
+    digest: bytes
+
+
+def fingerprint(layout: KVLayout, *computed_by: str) -> bytes:
+    """Equal where equal names mean equal bytes. `computed_by`: all else that the bits depend on, such as versions.
+
+    `layout.model` covers the weights and the model's configuration, with its rope; the layout has dtype and shard.
+    """
+    return blake2b(repr((FORMAT, astuple(layout), computed_by)).encode(), digest_size=32).digest()
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Bytes of a slot on the disk: whole pages."""
+    return PAGE_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def encode_header(fingerprint: bytes, name: bytes, number: int, block: memoryview) -> bytes:
+    fields = _FIELDS.pack(_MAGIC, FORMAT, len(block), fingerprint, name, number, xxh3_128_digest(block))
+    return (fields + xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
+
+
+def decode_header(page: memoryview, fingerprint: bytes, block_bytes: int) -> SlotHeader | None:
+    """None: no slot of this format, fingerprint and size was written completely here."""
+    fields = page[: _FIELDS.size]
+    if xxh3_128_digest(fields) != page[_FIELDS.size : _FIELDS.size + _DIGEST_BYTES]:
+        return None
+    magic, form, size, made_by, name, number, digest = _FIELDS.unpack(fields)
+    if (magic, form, size, made_by) != (_MAGIC, FORMAT, block_bytes, fingerprint):
+        return None
+    return SlotHeader(name, number, digest)
+
+
+def is_intact(header: SlotHeader, block: memoryview) -> bool:
+    return xxh3_128_digest(block) == header.digest

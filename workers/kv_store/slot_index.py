@@ -1,0 +1,120 @@
+"""Which slot holds which block: LRU order, pins of readers, and slots that are being written.
+
+    free ──reserve──> writing ──publish──> stored ──reserve of another name──> writing
+      ^                  └──abandon──┐       │ (not while pinned)
+      └──last unpin── leaving <──────┴─forget┘
+
+Names are content hashes. LRU, not scan-resistant: a block arrives only after memory has evicted it. Knows no file and
+no clock. Pure.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class SlotReservation(NamedTuple):
+    """A slot to write, and the name whose block it held until now."""
+
+    slot: int
+    gone: bytes | None
+
+
+class SlotIndex:
+    """Owned by a KVStore. `found`: (name, slot) of a file's blocks, oldest first; the last of equal names counts."""
+
+    def __init__(self, num_slots: int, found: Iterable[tuple[bytes, int]] = ()) -> None:
+        self.num_slots = num_slots
+        self._stored: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        for name, slot in found:
+            self._stored[name] = slot
+            self._stored.move_to_end(name)
+        taken = set(self._stored.values())
+        self._free = [slot for slot in reversed(range(num_slots)) if slot not in taken]
+        self._writing: dict[bytes, int] = {}
+        self._pins: dict[int, int] = {}  # slot -> number of pins
+        self._leaving: set[int] = set()  # pinned, until readers are gone and the slot is erased
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._stored
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def names(self) -> tuple[bytes, ...]:
+        """What is stored, least recently used first."""
+        return tuple(self._stored)
+
+    def is_writing(self, name: bytes) -> bool:
+        return name in self._writing
+
+    def slot_of(self, name: bytes) -> int | None:
+        return self._stored.get(name)
+
+    def match(self, names: Sequence[bytes]) -> int:
+        """How many of the first names are stored. Marks them as used, so that tails are evicted first."""
+        count = next((place for place, name in enumerate(names) if name not in self._stored), len(names))
+        for name in reversed(names[:count]):
+            self._stored.move_to_end(name)
+        return count
+
+    def reserve(self, name: bytes) -> SlotReservation | None:
+        """A slot for a new block. None: the block is here or being written, or every slot is in use.
+
+        A block that gives up its slot is gone with this call.
+        """
+        if name in self._stored or name in self._writing:
+            return None
+        gone = None
+        if self._free:
+            slot = self._free.pop()
+        else:
+            gone = next((known for known, slot in self._stored.items() if slot not in self._pins), None)
+            if gone is None:
+                return None
+            slot = self._stored.pop(gone)
+        self._writing[name] = slot
+        return SlotReservation(slot, gone)
+
+    def publish(self, name: bytes) -> None:
+        """The block is written completely: readers may find it."""
+        self._stored[name] = self._writing.pop(name)
+
+    def abandon(self, name: bytes) -> int:
+        """The block was not written. Returns its slot as `forget` does: it may hold an older block's bytes."""
+        return self._leave(self._writing.pop(name))
+
+    def pin(self, name: bytes) -> int | None:
+        """The slot of a stored block, which keeps its content until `unpin`. None: not stored."""
+        slot = self._stored.get(name)
+        if slot is not None:
+            self._pins[slot] = self._pins.get(slot, 0) + 1
+        return slot
+
+    def unpin(self, slot: int) -> None:
+        self._pins[slot] -= 1
+        if self._pins[slot]:
+            return
+        del self._pins[slot]
+        if slot in self._leaving:
+            self._leaving.remove(slot)
+            self._free.append(slot)
+
+    def forget(self, name: bytes) -> int | None:
+        """Remove a stored block. Its slot is pinned for the caller, who erases and unpins it. None: not stored."""
+        slot = self._stored.pop(name, None)
+        return None if slot is None else self._leave(slot)
+
+    def _leave(self, slot: int) -> int:
+        self._pins[slot] = self._pins.get(slot, 0) + 1
+        self._leaving.add(slot)
+        return slot
+
+    def check(self) -> None:
+        """Prove that each slot is in one state, once. Raises AssertionError."""
+        slots = Counter([*self._free, *self._stored.values(), *self._writing.values(), *self._leaving])
+        assert slots == Counter(range(self.num_slots)), "slots do not balance"
+        assert not self._stored.keys() & self._writing.keys(), "a block is stored and being written"
+        assert all(count > 0 for count in self._pins.values()), "a pin without a reader"
+        assert self._leaving <= self._pins.keys() <= self._leaving | set(self._stored.values()), "a free slot is pinned"
