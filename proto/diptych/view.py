@@ -102,6 +102,7 @@ class WorkerStats(Struct, frozen=True, gc=False):
     cache_number: int = 0  # number of the newest cache event; see `KVEvents`
     sought_tokens: int = 0  # prompt tokens looked up in the prefix cache
     found_tokens: int = 0  # those of them that were cached
+    restored_tokens: int = 0  # those of the found ones that were copied back from host memory
     pulls: Pulls = NO_PULLS
     non_finite: int = 0  # requests that ended because their logits were NaN or infinite
 

@@ -63,6 +63,8 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host() -> None:
     computed, cached, emitted = answer(subject, device, request("again", prompt(100), max_tokens=3))
     assert (computed, cached) == (4, 36), "nine of ten blocks: a token is left to compute"
     assert tokens_of(emitted, "again/0") == [next_token("again/0", 40 + n) for n in range(3)]
+    stats = subject.stats()
+    assert (stats.sought_tokens, stats.found_tokens, stats.restored_tokens) == (160, 36, 36)
 
 
 @pytest.mark.parametrize(("cost", "host"), [(DEAR, 32), (CHEAP, 0)])

@@ -431,6 +431,7 @@ class Engine:
             cache_number=self.pool.log.number,
             sought_tokens=self.pool.sought_tokens,
             found_tokens=self.pool.found_tokens,
+            restored_tokens=self.pool.restored_tokens,
             non_finite=self._non_finite,
             pulls=pulls,
         )

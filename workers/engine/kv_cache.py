@@ -92,7 +92,8 @@ class KVCacheManager:
                 sequence.num_named = computed // size
                 if not tail:
                     self.tier.restore(sequence, moves)
-                self._pool.looked_up(len(sequence.tokens), sequence.cached_tokens)
+                found = sequence.cached_tokens
+                self._pool.looked_up(len(sequence.tokens), found, found - computed)
                 return True
             self._pool.free(shared)
         return False

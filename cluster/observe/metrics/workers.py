@@ -32,6 +32,11 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("preemptions", "Preempted sequences.", lambda worker: worker.stats.preemptions),
     ("prefix_sought_tokens", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
     ("prefix_found_tokens", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
+    (
+        "prefix_restored_tokens",
+        "Of the found tokens, those copied back from host memory.",
+        lambda worker: worker.stats.restored_tokens,
+    ),
     ("non_finite_requests", "Requests whose logits were not finite.", lambda worker: worker.stats.non_finite),
     ("expired_leases", "Leases that expired.", lambda worker: worker.stats.expired_leases),
     ("transfers", "Fetches of KV that arrived.", lambda worker: worker.stats.pulls.arrived),

@@ -175,13 +175,14 @@ def test_vllm_metrics_are_exported_only_if_configured() -> None:
 STATS = WorkerStats(
     queued_tokens=1, waiting=2, running=3, reserved=4, leases=5, free_blocks=60, cached_blocks=7, quarantined_blocks=8,
     total_blocks=100, steps=10, step_s=0.5, preemptions=11, expired_leases=12, bubble_share=0.25, sought_tokens=13,
-    found_tokens=14, pulls=Pulls(15, 16, 17, 18, 19, 20.5), non_finite=23,
+    found_tokens=14, restored_tokens=24, pulls=Pulls(15, 16, 17, 18, 19, 20.5), non_finite=23,
 )  # fmt: skip
 TOLD = {
     "running_requests": 3, "waiting_requests": 2, "reserved_requests": 4, "queued_tokens": 1, "kv_blocks": 100,
     "kv_used_blocks": 40, "kv_cached_blocks": 7, "kv_quarantined_blocks": 8, "leases": 5, "step_seconds": 0.5,
     "bubble_ratio": 0.25, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
-    "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 14, "expired_leases_total": 12,
+    "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 14, "prefix_restored_tokens_total": 24,
+    "expired_leases_total": 12,
     "non_finite_requests_total": 23,
     "transfers_total": 15, "failed_transfers_total": 16,
     "corrupt_transfers_total": 17, "transfer_bytes_total": 18, "transfer_descriptors_total": 19,
