@@ -236,7 +236,7 @@ class Worker:
         """
         self._require_open()
         lease = self.engine.hand_over(key, most_tokens, self._now_s())
-        self._arm()
+        self._changed()
         return None if lease is None else self._ticket(lease)
 
     async def hold_prefix(self, request: Request) -> TransferTicket | None:
@@ -244,7 +244,7 @@ class Worker:
         self._accept(request)
         tokens = (*request.prompt, *request.generated)
         lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
-        self._arm()
+        self._changed()
         return None if lease is None else self._ticket(lease)
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:

@@ -174,6 +174,10 @@ class Device:
         self._tokens[request.key] = [*request.prompt, *request.generated]
         return request
 
+    def tokens(self, key: str) -> list[int]:
+        """The request's tokens so far."""
+        return self._tokens[key]
+
     def execute(self, plan: StepPlan) -> None:
         for block, host in plan.swap_out:
             self._move(self._slots, block, self._host, host)
@@ -190,7 +194,8 @@ class Device:
     def check_leases(self, engine: Engine) -> None:
         """The blocks up to each lease's watermark hold the prompt."""
         for lease in engine.leases:
-            tokens = self._tokens[lease.key][: lease.num_tokens][: len(lease.digests) * self._size]
+            tokens = self.tokens(lease.key.removesuffix(":prefix"))
+            tokens = tokens[: lease.num_tokens][: len(lease.digests) * self._size]
             for position, token in enumerate(tokens):
                 found = self._slots.get((lease.blocks[position // self._size], position % self._size))
                 assert found == token, f"the reader of {lease.key} finds {found} instead of {token} at {position}"

@@ -94,6 +94,7 @@ def test_without_digests_an_offer_is_complete_at_once() -> None:
     pool = BlockPool(8, 4)
     leases = LeaseBook(pool, 10.0, digest=False)
     blocks = pool.allocate(3)
+    pool.share(blocks)
     lease = leases.offer("a/0", blocks, 0.0)
     progress = leases.progress("a/0", lease.epoch, 0, 0.0)
     assert (progress.ready_blocks, progress.finished, progress.cells) == (3, True, ())

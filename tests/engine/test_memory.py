@@ -389,6 +389,15 @@ class EngineMachine(RuleBasedStateMachine):
             if lease is not None:
                 self.emitted.append(lease)
 
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def hold_prefix(self, data: st.DataObject) -> None:
+        """Of a request that may have ended, generated tokens included."""
+        key = data.draw(st.sampled_from(sorted(self.alive)))
+        lease = self.engine.prefix_fetches.hold(f"{key}:prefix", self.device.tokens(key), self.now_s)
+        if lease is not None:
+            self.emitted.append(lease)
+
     @precondition(lambda self: any(isinstance(each, Lease) for each in self.emitted))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

@@ -5,10 +5,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer.errors import LeaseLost
+from tests.engine.driving import (
+    digest_of,
+    engine,
+    next_token,
+    planned,
+    request,
+    result,
+    run_to_end,
+    scheduled,
+    step,
+    tokens_of,
+)
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
+from workers.engine.engine import Engine
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.sequence import Lease
+from workers.request import Request
 
 BLOCK = 4
 CELLS = (b"12345678",)  # digests of a block on one rank
@@ -66,11 +80,9 @@ def test_a_prefix_is_not_held_for_another_tenant() -> None:
     assert side.prefix_fetches.hold("r:prefix", range(20), 0.0, "eve") is None
     fetch = side.prefix_fetches.begin(range(8), "eve")
     side.prefix_fetches.end(fetch, arrived=True)
-    assert fetch.num_shared == 0 and side.prefix_fetches.hold("e:prefix", range(20), 0.0, "eve") is None, (
-        "not key_digests here"
-    )
-    assert side.prefix_fetches.known(prefix_hashes(range(8), BLOCK, salt="eve")) == list(fetch.blocks)
-    side.pool.free(fetch.blocks)
+    assert fetch.num_shared == 0
+    lease = side.prefix_fetches.hold("e:prefix", range(20), 0.0, "eve")
+    assert lease is not None and lease.blocks == fetch.blocks
     side.check()
 
 
@@ -82,13 +94,94 @@ def test_only_cached_blocks_are_held() -> None:
     assert side.pool.num_free == 8 and len(side.leases) == 0
 
 
-def test_blocks_without_a_digest_are_held_only_when_digests_are_off() -> None:
-    for digest, held in ((True, 4), (False, 12)):
-        side = Side(digest=digest)
-        side.computed(range(12), key_digests=1)
-        lease = side.prefix_fetches.hold("r", range(12), 0.0)
-        assert lease is not None and lease.num_tokens == held
-        side.check()
+@pytest.mark.parametrize("digest", [True, False])
+def test_blocks_without_a_digest_are_ready_once_they_are_digested(digest: bool) -> None:
+    side = Side(digest=digest)
+    side.computed(range(12), key_digests=int(digest))
+    lease = side.prefix_fetches.hold("r", range(12), 0.0)
+    assert lease is not None and lease.num_tokens == 12
+    ready = [(side.leases.progress("r", lease.epoch, 0, 0.0).ready_blocks, lease.finished)]
+    while asked := side.leases.offered(len(ready), 1):
+        side.leases.advance_offers(len(ready), dict.fromkeys(asked, CELLS))
+        ready.append((side.leases.progress("r", lease.epoch, 0, 0.0).ready_blocks, lease.finished))
+    assert ready == ([(1, False), (2, False), (3, True)] if digest else [(3, True)])
+    again = side.prefix_fetches.hold("again", range(12), 0.0)
+    assert again is not None and again.finished, "digests are made once"
+    side.check()
+
+
+def test_digests_of_an_earlier_lease_that_are_still_in_flight_do_not_count() -> None:
+    """The block may have had other content then."""
+    side = Side()
+    side.computed(range(4), key_digests=0)
+    asked = [side.leases.offered(number, 1) for number in (1, 2) if side.prefix_fetches.hold("r", range(4), 0.0)]
+    side.leases.advance_offers(1, dict.fromkeys(asked[0], (b"outdated",)))
+    lease = next(iter(side.leases))
+    assert not lease.finished and asked[0] == asked[1]
+    side.leases.advance_offers(2, dict.fromkeys(asked[1], CELLS))
+    assert lease.finished and lease.digests == [CELLS]
+
+
+def test_a_failed_step_withdraws_the_leases_that_wait_for_its_digests() -> None:
+    side = Side()
+    side.computed(range(4), key_digests=0)
+    side.computed(range(50, 54))
+    waits = side.prefix_fetches.hold("waits", range(4), 0.0)
+    ready = side.prefix_fetches.hold("ready", range(50, 54), 0.0)
+    assert waits and ready and side.leases.offered(1, 9)
+    side.leases.steps_failed()
+    with pytest.raises(LeaseLost):
+        side.leases.progress("waits", waits.epoch, 0, 0.0)
+    assert side.leases.progress("ready", ready.epoch, 0, 0.0).finished
+    side.check()
+
+
+def answered(max_tokens: int) -> tuple[Engine, Request]:
+    """A decode worker's engine after an answer, and the request of the next turn. The prompt's KV was fetched."""
+    subject, prompt = engine(), request("a", tuple(range(1, 11)), max_tokens=max_tokens)
+    subject.reserve(prompt, 0.0)
+    subject.fetched("a/0", 0.0)
+    subject.decode("a/0", [next_token("a/0", 10)], 0.0)
+    answer = tokens_of(run_to_end(subject), "a/0")
+    assert len(answer) == max_tokens - 1
+    return subject, request("b", (*prompt.prompt, next_token("a/0", 10), *answer, 7, 7, 7))
+
+
+def test_a_decode_worker_lends_what_it_generated_and_an_idle_one_takes_steps_to_digest_it() -> None:
+    """As many blocks in a step as a prompt's chunk has."""
+    subject, turn = answered(max_tokens=16)
+    lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
+    assert lease is not None and lease.num_tokens == 24, "26 tokens, of which the last has no KV"
+    plans = [planned(subject)[0] for _ in range(2)]
+    assert [len(plan.digest_blocks) for plan in plans] == [4, 2] and not any(plan.chunks for plan in plans)
+    assert step(subject) == (None, [])
+    progress = subject.leases.progress("b/0:prefix", lease.epoch, 0, 0.0)
+    assert progress.finished and progress.cells == (tuple(digest_of(block, 4) for block in lease.blocks),)
+    subject.leases.release("b/0:prefix", lease.epoch)
+    subject.check()
+    assert subject.stats().free_blocks == subject.stats().total_blocks
+    assert subject.stats().step_s == 0.01, "a step without tokens says nothing about decode steps"
+
+
+def test_a_prefix_is_digested_in_the_steps_of_running_decodes() -> None:
+    subject, turn = answered(max_tokens=16)
+    subject.add(request("other", (900,) * 5, max_tokens=4), 0.0, hold=False)
+    lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
+    assert lease is not None
+    plans = [planned(subject)[0] for _ in range(4)]
+    assert [(len(plan.chunks), len(plan.digest_blocks)) for plan in plans] == [(1, 4), (1, 2), (1, 0), (1, 0)]
+
+
+def test_a_lease_that_ends_while_its_blocks_are_digested_leaves_nothing() -> None:
+    subject, turn = answered(max_tokens=16)
+    lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
+    assert lease is not None
+    plan = scheduled(subject)
+    subject.expire(60.0)
+    subject.commit(plan, result(plan), 60.0)
+    subject.check()
+    assert step(subject) == (None, [])
+    assert subject.stats().free_blocks == subject.stats().total_blocks and subject.stats().expired_leases == 1
 
 
 def test_a_held_prefix_is_freed_when_its_lease_expires() -> None:
@@ -135,7 +228,7 @@ def test_a_prefix_that_does_not_fit_changes_nothing() -> None:
 @settings(max_examples=150)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["hold", "release", "fetch", "end", "lose", "compute"]), st.integers(0, 3)),
+        st.tuples(st.sampled_from(["hold", "release", "fetch", "end", "lose", "compute", "digest"]), st.integers(0, 3)),
         max_size=40,
     ),
     st.booleans(),
@@ -145,10 +238,12 @@ def test_blocks_balance_for_any_order_of_holds_and_fetches(steps: list[tuple[str
     prompts = [range(100 * (n // 2), 100 * (n // 2) + 8 + 5 * (n % 2)) for n in range(4)]
     held: list[Lease] = []
     coming: list[PrefixFetch] = []
-    for what, number in steps:
+    for index, (what, number) in enumerate(steps, 1):
         try:
             if what == "compute":
-                side.computed(prompts[number])
+                side.computed(prompts[number], key_digests=1)
+            elif what == "digest":
+                side.leases.advance_offers(index, dict.fromkeys(side.leases.offered(index, number), CELLS))
             elif what == "hold":
                 lease = side.prefix_fetches.hold(f"r{number}", prompts[number], 0.0)
                 held = [each for each in held if each.key != f"r{number}" or lease is None]

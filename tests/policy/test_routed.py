@@ -1,6 +1,7 @@
 """Every policy through a whole cluster: the same tokens, and nothing is left on workers or in records."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -9,13 +10,13 @@ import pytest
 
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, Rejected
+from cluster.policy.routing.prefix_index import Match, chain
 from cluster.spec import ROUTING, ClusterSpec, Role
 from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.costs import LinearCost
 from workers.engine.blocks import OutOfBlocks
 from workers.engine.prefix_fetch import PrefixFetch
-from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import WorkerError
 from workers.executor.modelled import modelled_token
@@ -78,14 +79,20 @@ BELIEVED = replace(SLOW, step_s=1.0, prefill_token_s=0.1)
 
 
 @asynccontextmanager
-async def occupied() -> AsyncIterator[Cluster]:
-    """prefill-0 computed a prompt of 400 tokens, and does not get on with another one, of some 40 s as is believed.
+async def occupied(owner: str) -> AsyncIterator[Cluster]:
+    """Only the owner has a prompt of 400 tokens. prefill-0, which computed it, does not get on with another one.
 
     It goes on when we leave; then everything must end with nothing held.
     """
     spec = routed(split_spec(2, 1, kv_blocks=400), "mooncake")
     async with cluster(replace(spec, pools=tuple(replace(pool, cost=BELIEVED) for pool in spec.pools))) as subject:
-        await subject.run(request("first", 400, max_tokens=2))
+        first = request("first", 400, max_tokens=2)
+        await subject.run(first)
+        for name in {"prefill-0", "decode-0"} - {owner}:
+            subject.workers[name].engine.pool.clear_cache()
+        async with asyncio.timeout(10.0):
+            while set(cached(subject, first)) != {owner}:
+                await asyncio.sleep(0.01)
         accepted, goes_on = asyncio.Event(), asyncio.Event()
         executor = subject.workers["prefill-0"]._executor
         execute = executor.execute
@@ -98,8 +105,10 @@ async def occupied() -> AsyncIterator[Cluster]:
         other = request("busy", 399, first=500, max_tokens=2)
         busy = asyncio.ensure_future(subject.dispatcher.run(other, lambda event: accepted.set()))
         await accepted.wait()
-        yield subject
-        goes_on.set()
+        try:
+            yield subject
+        finally:
+            goes_on.set()
         await busy
         await subject.settle()
         assert books_are_empty(subject.dispatcher)
@@ -114,58 +123,73 @@ async def fetched(subject: Cluster) -> int:
     return completed(events).cached_tokens
 
 
-async def test_a_prefix_is_fetched_where_that_is_sooner_and_stays_there() -> None:
-    async with occupied() as subject:
+def cached(subject: Cluster, wanted: Request) -> dict[str, Match]:
+    """What the gateway knows of the workers' caches."""
+    now_s = asyncio.get_running_loop().time()
+    return subject.dispatcher._policy.index.matches(chain(wanted.prompt), now_s)
+
+
+OWNERS = pytest.mark.parametrize("owner", ["prefill-0", "decode-0"])
+
+
+@OWNERS
+async def test_a_prefix_is_fetched_where_that_is_sooner_and_stays_there(owner: str) -> None:
+    async with occupied(owner) as subject:
         assert await fetched(subject) == 400
         assert await fetched(subject) == 496, "all but the last, partial block"
 
 
-Break = Callable[[dict[str, Worker]], None]
+Break = Callable[[Worker, Worker], None]
 
 
-def forget_the_cache(workers: dict[str, Worker]) -> None:
-    workers["prefill-0"].engine.pool.clear_cache()
+def forget_the_cache(owner: Worker, reader: Worker) -> None:
+    owner.engine.pool.clear_cache()
 
 
-def refuse_to_hold(workers: dict[str, Worker]) -> None:
+def refuse_to_hold(owner: Worker, reader: Worker) -> None:
     async def hold_prefix(request: Request) -> TransferTicket | None:
         raise WorkerError("no prefix today")
 
-    workers["prefill-0"].hold_prefix = hold_prefix
+    owner.hold_prefix = hold_prefix
 
 
-def leave_no_room(workers: dict[str, Worker]) -> None:
+def leave_no_room(owner: Worker, reader: Worker) -> None:
     def begin(tokens: Sequence[int], salt: str = "") -> PrefixFetch:
         raise OutOfBlocks("none left")
 
-    workers["prefill-1"].engine.prefix_fetches.begin = begin
+    reader.engine.prefix_fetches.begin = begin
 
 
-def damage(workers: dict[str, Worker]) -> None:
+def damage(owner: Worker, reader: Worker) -> None:
     """The owner's digests are not those of its bytes."""
-    hold_cached = workers["prefill-0"].engine.leases.hold_cached
-
-    def lying(key: str, blocks: list[int], now_s: float) -> Lease | None:
-        lease = hold_cached(key, blocks, now_s)
-        assert lease is not None
-        lease.digests[0] = tuple(bytes(len(cells)) for cells in lease.digests[0])
-        return lease
-
-    workers["prefill-0"].engine.leases.hold_cached = lying
+    heads, layers, *_ = owner._executor.facts.layout.shape
+    owner.engine.pool.digests.update(dict.fromkeys(owner.engine.pool._names, (bytes(8 * heads * layers),)))
 
 
-@pytest.mark.grid(keep=2)
-@pytest.mark.parametrize("break_it", [forget_the_cache, leave_no_room, damage, refuse_to_hold])
-async def test_a_prefix_that_is_gone_or_refused_is_computed_again(
-    break_it: Callable[[dict[str, Worker]], None],
-) -> None:
-    async with occupied() as subject:
-        break_it(subject.workers)
+def expire(owner: Worker, reader: Worker) -> None:
+    """The lease ends before its reader comes."""
+    hold = owner.hold_prefix
+
+    async def late(request: Request) -> TransferTicket | None:
+        ticket = await hold(request)
+        owner.engine.expire(math.inf)
+        return ticket
+
+    owner.hold_prefix = late
+
+
+@pytest.mark.grid(keep=4)
+@pytest.mark.parametrize("break_it", [forget_the_cache, leave_no_room, damage, refuse_to_hold, expire])
+@OWNERS
+async def test_a_prefix_that_is_gone_or_refused_is_computed_again(owner: str, break_it: Break) -> None:
+    async with occupied(owner) as subject:
+        break_it(subject.workers[owner], subject.workers["prefill-1"])
         assert await fetched(subject) == 0
 
 
-async def test_a_cancelled_prefix_fetch_leaves_nothing() -> None:
-    async with occupied() as subject:
+@OWNERS
+async def test_a_cancelled_prefix_fetch_leaves_nothing(owner: str) -> None:
+    async with occupied(owner) as subject:
         asked = asyncio.Event()
 
         async def never(request: Request) -> TransferTicket | None:
@@ -173,7 +197,7 @@ async def test_a_cancelled_prefix_fetch_leaves_nothing() -> None:
             await asyncio.Event().wait()
             return None
 
-        subject.workers["prefill-0"].hold_prefix = never
+        subject.workers[owner].hold_prefix = never
         second = asyncio.ensure_future(subject.run(request("second", 500)))
         await asked.wait()
         second.cancel()

@@ -15,8 +15,9 @@ from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
-from cluster.policy.routing.prefix_index import PrefixIndex
+from cluster.policy.routing.prefix_index import PrefixIndex, chain
 from cluster.policy.routing.router import Ask, Placement, Sent
+from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
 from cluster.policy.routing.slo.shortlist import Shortlist
 from cluster.policy.scaling.migrations import MigrationPlanner
@@ -26,6 +27,7 @@ from diptych.view import ClusterView, WorkerState, WorkerView
 from tests.policy.test_policy import steps
 from tests.policy.views import BLOCKS, SIMPLE, request, spec, worker
 from workers.costs import CostModel, LinearCost
+from workers.kv_events import KVEvents, NameChanges
 from workers.profiles.computed import roofline
 from workers.profiles.hardware import hardware_of
 from workers.profiles.shapes import shape_of
@@ -99,6 +101,52 @@ def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) ->
         if fate > 1:
             policy.ended(ask.request.key, ask.now_s + 1.5, 7)
         policy.active.check()
+
+
+@given(
+    depths=st.lists(st.integers(0, 3), min_size=9, max_size=9),
+    reader=st.integers(0, 8),
+    own=st.integers(0, 300),
+    unlinked=st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))),
+    narrow=st.booleans(),
+)
+def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
+    depths: list[int], reader: int, own: int, unlinked: set[tuple[int, int]], narrow: bool
+) -> None:
+    """Whatever its role; the deepest one, of equals none for prefill, linked to the reader and of its dtype."""
+    made = spec("slo", slo=TARGET, cost=SIMPLE)
+    dtypes = {pool.name: "bfloat16" if narrow and pool.role is Role.DECODE else "float32" for pool in made.pools}
+    pools = tuple(replace(pool, engine=replace(pool.engine, dtype=dtypes[pool.name])) for pool in made.pools)
+    active, index = ActiveRequests(), PrefixIndex()
+    latency = LatencyPredictor(replace(made, pools=pools), active)
+    workers = tuple(worker(f"{'pdm'[row % 3]}{row}") for row in range(9))
+    names, wanted = [each.name for each in workers], request(length=500)
+    pairs = frozenset((names[owner], names[to]) for owner, to in unlinked)
+    for name, depth in zip(names, depths, strict=True):
+        changes = NameChanges(tuple(chain(wanted.prompt)[:depth]))
+        index.take(name, "1", KVEvents(0, depth, depth, 128, whole=True, device=changes))
+    ask = Ask(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
+    table = Shortlist(latency, active, index, TARGET.tpot_s, 0)
+    short = table.candidates(ask, lambda: index.depths(chain(wanted.prompt), 1000.0), 9)
+    assert short is not None
+    cached = {each.name: 128 * depth for each, depth in zip(workers, depths, strict=True)}
+    whole = AllWorkers(ask, lambda each: cached[each.name], latency)
+    found = whole.prefix_owner(own, names[reader])
+    assert short.prefix_owner(own, names[reader]) == found
+    lenders = [
+        each
+        for each in workers
+        if each.name != names[reader]
+        and cached[each.name] > own
+        and (each.name, names[reader]) not in pairs
+        and dtypes[each.pool] == dtypes[workers[reader].pool]
+    ]
+    deepest = [each for each in lenders if cached[each.name] == max(cached[other.name] for other in lenders)]
+    if found is None:
+        assert not lenders
+    else:
+        assert found[1] in {each.name for each in deepest} and found[0] == cached[found[1]]
+        assert found[1][0] != "p" or all(each.role is Role.PREFILL for each in deepest)
 
 
 class Town:

@@ -223,8 +223,9 @@ class Engine:
             raise UnknownSequence(f"{key} does not decode here; it ended or has not started")
         if sequence.state is not State.RUNNING:
             return None
-        full = min(sequence.num_computed, most_tokens) // self.pool.block_size
-        return self.leases.offer(key, sequence.blocks[:full], now_s) if full else None
+        blocks = sequence.blocks[: min(sequence.num_computed, most_tokens) // self.pool.block_size]
+        self.pool.share(blocks)
+        return self.leases.offer(key, blocks, now_s) if blocks else None
 
     @property
     def has_work(self) -> bool:
@@ -237,7 +238,7 @@ class Engine:
         """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
         step = self._scheduler.schedule(now_s)
         if step is None:
-            return None
+            return self._digest_only()
         self._steps += 1
         if step.error is not None:
             raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
@@ -253,8 +254,8 @@ class Engine:
                 self._blame(each.sequence, error)
                 continue
             if len(self.leases):
-                most = max(0, self._digests_a_step - len(digests))
-                digests += self.leases.undigested(each.sequence.key, each.first + each.count, most)
+                digests += self.leases.undigested(each.sequence.key, each.first + each.count)
+        digests += self.leases.offered(self._steps, self._digests_a_step)
         return StepPlan(
             self._steps,
             tuple(chunks),
@@ -264,11 +265,19 @@ class Engine:
             copies=tuple(step.moves.copies),
         )
 
+    def _digest_only(self) -> StepPlan | None:
+        """A step for a reader of offered blocks; None: there is nothing to digest either."""
+        digests = self.leases.offered(self._steps + 1, self._digests_a_step)
+        if not digests:
+            return None
+        self._steps += 1
+        self._scheduler.launch_empty()
+        return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)))
+
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Apply the result of the oldest step in flight."""
         assert plan.number == self._steps + 1 - self._scheduler.num_in_flight, f"step {plan.number} is not the oldest"
-        self._step_s = result.seconds if not self._step_s else 0.8 * self._step_s + 0.2 * result.seconds
-        self._estimate.learn(plan, result.seconds)
+        self._learn(plan, result.seconds)
         touched = self._scheduler.land()
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self.pool.block_size
@@ -297,9 +306,16 @@ class Engine:
                     self._end_held(sequence)
             except Exception as error:
                 self._blame(sequence, error)
+        self.leases.advance_offers(plan.number, digests)
         for sequence in touched:
             if sequence.doomed and not sequence.in_flight:
                 self._end(sequence)
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step takes. One that only copies or digests says nothing about others."""
+        if plan.chunks:
+            self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
+            self._estimate.learn(plan, seconds)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         sequence.tokens.append(token)
@@ -368,6 +384,7 @@ class Engine:
             touched.update(dict.fromkeys(self._scheduler.land()))
             self._scheduler.not_saved([host for _, host in plan.swap_out])
         self.pool.clear_cache()
+        self.leases.steps_failed()
         for sequence in touched:
             if sequence.doomed:
                 self._end(sequence)

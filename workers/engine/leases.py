@@ -6,10 +6,13 @@ argument.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtransfer.errors import LeaseLost
 from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Lease, Sequence
+
+Digests: TypeAlias = Mapping[tuple[int, int], tuple[bytes, ...]]  # (block, slots) -> of its cells, on each rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +57,11 @@ class LeaseBook:
         self._advance_known(lease, sequence.num_computed)
         return lease
 
-    def hold_cached(self, key: str, blocks: list[int], now_s: float) -> Lease | None:
-        """Hold cached blocks for a reader, taking over their references. None when there are none to read.
-
-        With digests on, the blocks from the first one without a digest are released.
-        """
-        digests: list[tuple[bytes, ...]] = []
-        for block in blocks:
-            known = self._pool.digests.get(block, ())
-            if self._digest and not known:
-                break
-            digests.append(known)
-        held = tuple(blocks[: len(digests)])
-        self._pool.free(blocks[len(held) :])
-        if not held:
-            return None
-        self.drop(key)
-        self._epoch += 1
-        num_tokens = len(held) * self._pool.block_size
-        lease = Lease(key, self._epoch, held, num_tokens, self._ttl_s, now_s + self._ttl_s, digests, finished=True)
-        self._leases[key] = lease
-        return lease
-
     def offer(self, key: str, blocks: list[int], now_s: float) -> Lease:
-        """Hold full blocks of a running sequence for the target of its migration.
+        """Hold computed, full blocks for a reader, taking over their references: of the cache or a running sequence.
 
-        With digests on, the watermark stops before the first block without one; later steps digest them.
+        With digests on, the watermark stops before the first block without one; the next steps digest them.
         """
-        self._pool.share(blocks)
         self.drop(key)
         self._epoch += 1
         num_tokens = len(blocks) * self._pool.block_size
@@ -91,24 +71,46 @@ class LeaseBook:
         lease.finished = len(lease.digests) == len(blocks)
         return lease
 
-    def undigested(self, key: str, computed: int, most: int) -> list[tuple[int, int]]:
-        """(block, slots with tokens) under this lease to digest once `computed` tokens have their KV.
-
-        Each is returned once; for a running sequence at most `most` at a time.
-        """
+    def undigested(self, key: str, computed: int) -> list[tuple[int, int]]:
+        """(block, slots with tokens) of a held prompt to digest once `computed` tokens have their KV; each once."""
         lease = self._leases.get(key)
-        if lease is None or not self._digest:
+        if lease is None or lease.offered or not self._digest:
             return []
-        first, last = max(len(lease.digests), lease.num_asked), self._ready(lease, computed)
-        lease.num_asked = max(first, min(last, first + most) if lease.offered else last)
+        first = max(len(lease.digests), lease.num_asked)
+        lease.num_asked = max(first, self._ready(lease, computed))
         return [(lease.blocks[index], self._slots(lease, index)) for index in range(first, lease.num_asked)]
 
-    def advance(self, sequence: Sequence, digests: Mapping[tuple[int, int], tuple[bytes, ...]]) -> None:
-        """Move the watermark up to what is computed. `digests` are those of the step just done, on each rank."""
+    def offered(self, step: int, most: int) -> list[tuple[int, int]]:
+        """(block, slots) of up to `most` offered blocks for this step to digest; each is returned once."""
+        asked: list[tuple[int, int]] = []
+        for lease in self._leases.values():
+            first = max(len(lease.digests), lease.num_asked)
+            last = min(len(lease.blocks), first + most - len(asked))
+            if lease.offered and first < last:
+                lease.num_asked, lease.first_step = last, lease.first_step or step
+                asked += [(block, self._pool.block_size) for block in lease.blocks[first:last]]
+        return asked
+
+    def advance(self, sequence: Sequence, digests: Digests) -> None:
+        """Move a held prompt's watermark up to what is computed. `digests` are those of the step just done."""
         lease = self._leases.get(sequence.key)
-        if lease is None:
-            return
-        for index in range(len(lease.digests), self._ready(lease, sequence.num_computed)):
+        if lease is not None and not lease.offered:
+            self._advance(lease, sequence.num_computed, digests)
+
+    def advance_offers(self, step: int, digests: Digests) -> None:
+        """Move the watermarks of offered blocks up to what this step and earlier ones have digested."""
+        for lease in self._leases.values():
+            if lease.offered and 0 < lease.first_step <= step:
+                self._advance(lease, lease.num_tokens, digests)
+                lease.finished = len(lease.digests) == len(lease.blocks)
+
+    def steps_failed(self) -> None:
+        """Withdraw offers that wait for digests: those that failed steps should have computed will not come."""
+        for lease in [each for each in self if each.offered and not each.finished]:
+            self.drop(lease.key)
+
+    def _advance(self, lease: Lease, computed: int, digests: Digests) -> None:
+        for index in range(len(lease.digests), self._ready(lease, computed)):
             block = lease.blocks[index]
             known = digests.get((block, self._slots(lease, index)), ())
             if self._digest and not known:
@@ -116,8 +118,6 @@ class LeaseBook:
             lease.digests.append(known)
             if known and self._pool.is_named(block):
                 self._pool.digests[block] = known
-        if lease.offered:
-            lease.finished = len(lease.digests) == len(lease.blocks)
 
     def _advance_known(self, lease: Lease, computed: int) -> None:
         """Blocks that were digested under an earlier lease are ready at once."""

@@ -1,6 +1,6 @@
 """Remote prefix fetch: copies a prefix from one worker's cache into another's.
 
-    owner    cached ──hold──> leased, completely ready ──release──> cached
+    owner    cached ──hold──> leased, ready as far as digested ──release──> cached
     reader   begin ──> blocks allocated, bytes in flight ──arrived──> hashed and cached, or freed after a failure
 
 The fetched prefix is an ordinary cache entry: a prompt finds it, or recomputes it after its eviction.
@@ -39,8 +39,8 @@ class PrefixFetches:
 
     def hold(self, key: str, tokens: Sequence[int], now_s: float, salt: str = "") -> Lease | None:
         """Hold the cached part of this prefix for one reader, under a lease of this key. None: nothing is cached."""
-        hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
-        return self._leases.hold_cached(key, self._pool.match(hashes), now_s)
+        blocks = self._pool.match(prefix_hashes(tokens, self._pool.block_size, salt=salt))
+        return self._leases.offer(key, blocks, now_s) if blocks else None
 
     def known(self, hashes: Sequence[bytes]) -> list[int]:
         """The cached blocks of this prefix, in multiples of `prefix_blocks`, with a new reference each."""

@@ -224,5 +224,6 @@ class Lease:
     deadline_s: float
     digests: list[tuple[bytes, ...]] = field(default_factory=list)
     finished: bool = False
-    offered: bool = False  # by a sequence that continues to run
+    offered: bool = False  # all blocks were computed before: a cached prefix, or of a sequence that continues to run
     num_asked: int = 0  # leading blocks that are digested, or will be by steps in flight
+    first_step: int = 0  # the first step that digests blocks of an offer

@@ -4,7 +4,7 @@ from typing import ClassVar, NamedTuple
 
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.baselines.load_based import LeastLoaded
-from cluster.policy.routing.picking import Finder, Workers, num_sequences
+from cluster.policy.routing.picking import Finder, Workers, fitting, num_sequences
 from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, chain
 from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import Role
@@ -123,14 +123,18 @@ class Mooncake(MooncakeLocal):
 
     def __init__(self, latency: LatencyPredictor, index: PrefixIndex) -> None:
         super().__init__(latency, index)
-        self._owners: list[tuple[int, str]] = []  # of the latest request: cached tokens, worker; most first
+        self._owners: list[tuple[int, WorkerView]] = []  # of the latest request: cached tokens, worker; most first
 
     def choose(self, ask: Ask) -> Placement | None:
-        """Look up once what each prefill worker has: only KV that was held for readers has digests for a fetch."""
+        """Look up once what each worker has. Of equals none for prefill: it may have the answer to an earlier prompt
+        too, which names show only in part.
+        """
         most = ask.request.num_tokens - 1
-        ready = ask.view.ready(Role.PREFILL)  # prefixes are fetched from the device only
-        owners = ((min(self.match(ask, worker).ready_tokens, most), worker.name) for worker in ready)
-        self._owners = sorted((each for each in owners if each[0] and each[1] not in ask.avoid), reverse=True)
+        owners = ((min(self.match(ask, each).ready_tokens, most), each) for each in fitting(ask))
+        self._owners = sorted(
+            ((tokens, each) for tokens, each in owners if tokens),  # on the device: no other KV is fetched
+            key=lambda owner: (-owner[0], owner[1].role is Role.PREFILL, owner[1].name),
+        )
         return super().choose(ask)
 
     def _prefill(self, ask: Ask, worker: WorkerView) -> _Prefill:
@@ -138,9 +142,10 @@ class Mooncake(MooncakeLocal):
         for cached, owner in self._owners:
             if cached <= local.cached_tokens * BALANCING_THRESHOLD:
                 break
-            if owner != worker.name and ask.view.linked(owner, worker.name):
+            is_alike = self.latency.engine(owner).dtype == self.latency.engine(worker).dtype
+            if owner.name != worker.name and is_alike and ask.view.linked(owner.name, worker.name):
                 saved_s = self._saved_seconds(ask, worker, local.cached_tokens, cached)
-                return _Prefill(local.ttft_s - saved_s, cached, owner) if saved_s > 0.0 else local
+                return _Prefill(local.ttft_s - saved_s, cached, owner.name) if saved_s > 0.0 else local
         return local
 
     def _saved_seconds(self, ask: Ask, worker: WorkerView, own_tokens: int, fetched_tokens: int) -> float:

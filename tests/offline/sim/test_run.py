@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.scoring.records import RequestOutcome, Run
-from cluster.offline.sim.clock import Deadlock
+from cluster.offline.sim.clock import Deadlock, run
+from cluster.offline.sim.cluster import open_cluster
 from cluster.offline.sim.run import Leaked, RunOptions, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.load import load_workload
@@ -22,7 +24,7 @@ from tests.offline.sim.cases import COST, ENGINE, colocated, models, split, stea
 from workers.config import ParallelConfig
 from workers.engine.engine import Engine
 from workers.engine.leases import LeaseBook
-from workers.request import SLO
+from workers.request import SLO, Request, SamplingParams
 from workers.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -191,6 +193,38 @@ def test_the_slo_travels_with_every_request(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Worker, "generate", watched)
     simulate(colocated(), models(colocated()), steady(3, 0.1), RunOptions(slo=SLO(0.5, 0.05)))
     assert seen == [SLO(0.5, 0.05)] * 3
+
+
+def test_a_turn_of_a_conversation_fetches_the_last_answer_from_its_decode_worker() -> None:
+    """The prefill worker of the first turn is busy, so the second turn goes to the other one, which has nothing."""
+    spec = replace(split(2), gateway=GatewaySpec(routing="slo"))
+
+    async def turns() -> tuple[list[Event], list[Event], list[int]]:
+        async with open_cluster(spec, models(spec)) as cluster:
+            (dispatcher,) = cluster.dispatchers
+
+            async def ask(name: str, prompt: list[int], max_tokens: int) -> list[Event]:
+                events: list[Event] = []
+                sampling = SamplingParams(seed=1, max_tokens=max_tokens)
+                await dispatcher.run(Request(name, tuple(prompt), sampling), events.append)
+                return events
+
+            prompt = [*range(1, 601)]
+            first = await ask("w-0", prompt, 300)
+            history = prompt + [token for event in first if isinstance(event, Delta) for token in event.tokens]
+            await asyncio.sleep(2.0)
+            busy = asyncio.ensure_future(ask("w-1", [7] * 2000, 2))
+            await asyncio.sleep(0.01)
+            second = await ask("w-2", [*history, *range(1, 50)], 10)
+            await busy
+            return first, second, history
+
+    first, second, history = run(turns())
+    accepted = [next(event for event in each if isinstance(event, Accepted)) for each in (first, second)]
+    assert [each.prefill_worker for each in accepted] == ["prefill-0", "prefill-1"]
+    assert "with a prefix fetched" in accepted[1].reason
+    completed = second[-1]
+    assert isinstance(completed, Completed) and completed.cached_tokens >= len(history) - ENGINE.block_size
 
 
 def test_a_run_ends_the_loop_it_made() -> None:

@@ -69,6 +69,7 @@ class CostColumns:
         self._cost = cost
         self._engine = engine
         self.block_size = engine.block_size
+        self.kv_dtype = engine.dtype
         self.is_cutting = engine.batching not in WHOLE_PROMPTS
         self.has_mixed_steps = engine.batching not in APART  # steps with prompts have decodes too
         self.most_tokens = float(engine.max_batch_tokens) if self.is_cutting else math.inf  # of a prompt in one step

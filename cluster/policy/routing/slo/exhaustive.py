@@ -1,7 +1,9 @@
 """The candidates of a request when few workers can hold it: all of them. No state beyond one request."""
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
+from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.picking import beside, fitting, roomy
 from cluster.policy.routing.router import Ask
 from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PromptSide
@@ -12,8 +14,9 @@ from workers.request import SLO
 class AllWorkers:
     """All workers that can hold the request; those of the phase's role come first. `cached_tokens`: of the prompt."""
 
-    def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int]) -> None:
+    def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int], latency: LatencyPredictor) -> None:
         self._ask = ask
+        self._latency = latency
         self.cached_tokens = cached_tokens
         self._workers = fitting(ask)
 
@@ -39,15 +42,19 @@ class AllWorkers:
             yield roomy(self._ask, [worker for worker in self._workers if worker.role is PREFILL])
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
+        kv_dtype = self._latency.engine(self.worker(reader)).dtype
         owners = [
-            (tokens, each.name)
+            (self.cached_tokens(each), each.role is not PREFILL, each.name)
             for each in self._workers
-            if each.role is PREFILL
-            and each.name != reader
-            and (tokens := self.cached_tokens(each)) > own_tokens
+            if each.name != reader
+            and self.cached_tokens(each) > own_tokens
             and self._ask.view.linked(each.name, reader)
+            and self._latency.engine(each).dtype == kv_dtype
         ]
-        return max(owners, default=None)
+        if not owners:
+            return None
+        tokens, _, owner = max(owners, key=itemgetter(0, 1))
+        return tokens, owner
 
 
 def has_time(side: PromptSide) -> bool:

@@ -76,7 +76,7 @@ class SLORouter(CacheAware):
     def choose(self, ask: Ask) -> Placement | None:
         slo, answer = self._slo_of(ask), self._expected(ask.request)
         candidates = self._shortlist.candidates(ask, partial(self._depths, ask), answer) or AllWorkers(
-            ask, partial(self.cached_tokens, ask)
+            ask, partial(self.cached_tokens, ask), self.latency
         )
         sides, first = self._prompt_sides(ask, candidates, slo)
         if first is None:
@@ -220,10 +220,7 @@ class SLORouter(CacheAware):
         return local.ttft_s <= prefill.ttft_s + moving_s
 
     def _with_prefix_fetch(self, ask: Ask, candidates: Candidates, placement: Placement) -> Placement:
-        """With a prefix fetched from another worker, if that takes less time than computing it.
-
-        Only from prefill workers, since only KV that is held for readers has digests.
-        """
+        """With a prefix fetched from another worker, if that takes less time than computing it."""
         own, num_tokens = placement.cached_tokens, ask.request.num_tokens
         prefix_owner = candidates.prefix_owner(own, placement.prefill)
         if prefix_owner is None:

@@ -386,15 +386,20 @@ class ShortlistedWorkers:
         return roomy
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
-        """The prefill worker with the most cached tokens, above `own_tokens`, that is linked to the reader."""
+        """The worker with the most cached tokens, above `own_tokens`, of the reader's dtype and linked to it.
+
+        Of equals none for prefill: it may have the answer to an earlier prompt too, which names show only in part.
+        """
         if self._cached is None or self._most_cached <= own_tokens:
             return None
-        mask = self._fits & self._table.is_prefill & (self._cached > own_tokens)
+        table, row = self._table, self._table.row[reader]
+        mask = self._fits & (self._cached > own_tokens)
         if not np.count_nonzero(mask):
             return None
-        mask &= self._table.linked_to(self._ask, reader)
-        mask[self._table.row[reader]] = False
-        best = self._best(-self._cached, mask, 1)
+        mask &= table.linked_to(self._ask, reader)
+        mask[row] = False
+        dtypes = np.array([each.kv_dtype for each in table.rates])[table.pool]
+        best = self._best(0.5 * table.is_prefill - self._cached, mask & (dtypes == dtypes[row]), 1)
         return (self.cached_tokens(best[0]), best[0].name) if best else None
 
     def _best(self, values: Floats, mask: Flags, most: int) -> list[WorkerView]:

@@ -1,0 +1,161 @@
+"""A conversation's next turn fetches the KV of the last answer from its decode worker: a real model, digests on."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from cluster.policy.routing.prefix_index import chain
+from cluster.policy.routing.router import Ask, Placement
+from cluster.spec import ClusterSpec
+from kvtransfer.ticket import TransferTicket
+from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
+from tests.model.tiny import write_tiny_llama
+from workers.costs import LinearCost
+from workers.engine.step import StepPlan, StepResult
+from workers.request import Request, SamplingParams
+from workers.worker import Worker
+
+BLOCK = 8
+SLOW_PROMPTS = LinearCost(0.001, 0.1, 0.0, 0.001, 0.0, 0.0, 0.0)  # so that the router fetches what it can
+PROMPT = tuple(3 + 11 * position % 300 for position in range(150))
+QUESTION = tuple(5 + 7 * position % 300 for position in range(30))
+ANSWER = 120  # tokens
+TOTAL = len(PROMPT) + ANSWER  # of the first turn
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def colocated(model: Path) -> list[int]:
+    """The tokens of both turns from one worker."""
+
+    async def run() -> list[int]:
+        async with cluster(real(mixed_spec(block_size=BLOCK, kv_blocks=200), model)) as subject:
+            return (await two_turns(subject, lambda: None))[0]
+
+    return asyncio.run(run())
+
+
+def real(spec: ClusterSpec, model: Path) -> ClusterSpec:
+    pools = tuple(replace(each, engine=replace(each.engine, threads=1), cost=SLOW_PROMPTS) for each in spec.pools)
+    gateway = replace(spec.gateway, routing="slo")
+    return replace(spec, model=str(model), executor="torch", pools=pools, gateway=gateway)
+
+
+def split(model: Path, decodes: int = 1) -> ClusterSpec:
+    return real(split_spec(2, decodes, block_size=BLOCK, kv_blocks=200), model)
+
+
+def turn(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
+    return Request(name, prompt, SamplingParams(temperature=1.5, seed=7, max_tokens=max_tokens, ignore_eos=True))
+
+
+async def two_turns(subject: Cluster, then: Callable[[], object]) -> tuple[list[int], int]:
+    """The tokens of both turns, and how many of them the second one found. `then` is called between the turns."""
+    events = await subject.run(turn("first", PROMPT, ANSWER))
+    history = (*PROMPT, *tokens_of(events))
+    names, index = chain(history), subject.dispatcher._policy.index
+    async with asyncio.timeout(10.0):
+        while all(each.tokens < 128 * len(names) for each in index.matches(names).values()):
+            await asyncio.sleep(0.01)
+    then()
+    again = await subject.run(turn("second", (*history, *QUESTION), 20))
+    return [*tokens_of(events), *tokens_of(again)], completed(again).cached_tokens
+
+
+def keep_away_from(subject: Cluster, name: str) -> None:
+    """The router does not use this worker from now on."""
+    choose = subject.dispatcher._policy.choose
+    subject.dispatcher._policy.choose = lambda ask: choose(replace(ask, avoid={*ask.avoid, name}))
+
+
+@pytest.mark.parametrize("other", ["prefill-0", "prefill-1"])
+async def test_a_turn_finds_the_last_answer_wherever_it_is_prefilled(
+    model: Path, colocated: list[int], other: str
+) -> None:
+    """One prefill worker has the first turn's prompt, the other one nothing."""
+    async with cluster(split(model)) as subject:
+        tokens, cached_tokens = await two_turns(subject, lambda: keep_away_from(subject, other))
+        assert tokens == colocated
+        assert cached_tokens >= TOTAL - BLOCK
+        assert subject.workers["prefill-0" if other == "prefill-1" else "prefill-1"]._stats().pulls.arrived == 1
+        await subject.settle()
+
+
+def dies(owner: Worker) -> None:
+    """While its reader waits for digests."""
+    closing: list[asyncio.Future[None]] = []
+
+    async def execute(plan: StepPlan) -> StepResult:
+        await owner._leases.close()
+        closing.append(asyncio.ensure_future(owner.close()))
+        raise RuntimeError("the process ends")
+
+    owner._executor.execute = execute
+
+
+def fails_a_step(owner: Worker) -> None:
+    execute = owner._executor.execute
+
+    async def fails(plan: StepPlan) -> StepResult:
+        owner._executor.execute = execute
+        raise RuntimeError("the first step fails")
+
+    owner._executor.execute = fails
+
+
+def damages_a_block(owner: Worker) -> None:
+    execute = owner._executor.execute
+
+    async def lies(plan: StepPlan) -> StepResult:
+        result = await execute(plan)
+        damaged = tuple(tuple(bytes([cells[0] ^ 1]) + cells[1:] for cells in rank) for rank in result.digests)
+        return structs.replace(result, digests=damaged)
+
+    owner._executor.execute = lies
+
+
+def expires(owner: Worker) -> None:
+    hold = owner.hold_prefix
+
+    async def late(request: Request) -> TransferTicket | None:
+        ticket = await hold(request)
+        assert ticket is not None
+        owner.engine.expire(math.inf)
+        return ticket
+
+    owner.hold_prefix = late
+
+
+@pytest.mark.parametrize("breaks", [dies, fails_a_step, damages_a_block, expires])
+async def test_a_turn_is_computed_if_the_decode_worker_cannot_lend_it(
+    model: Path, colocated: list[int], breaks: Callable[[Worker], None]
+) -> None:
+    """The second turn decodes on another worker."""
+    async with cluster(split(model, 2)) as subject:
+        first, policy = "", subject.dispatcher._policy
+        choose = policy.choose
+
+        def chosen(ask: Ask) -> Placement:
+            nonlocal first
+            placement = choose(ask)
+            assert isinstance(placement, Placement)
+            if ask.request.id == "first":
+                first = placement.decode
+                return placement
+            (second,) = {"decode-0", "decode-1"} - {first}
+            return structs.replace(placement, prefill="prefill-1", decode=second, prefix_owner=first)
+
+        policy.choose = chosen
+        tokens, cached_tokens = await two_turns(subject, lambda: breaks(subject.workers[first]))
+        assert tokens == colocated and cached_tokens == 0
+        assert subject.workers["prefill-1"]._stats().pulls.failed == 1
+        await subject.settle()
