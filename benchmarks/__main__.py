@@ -23,6 +23,7 @@ from benchmarks import (
     startup,
     tcp_links,
     transfer,
+    turns,
 )
 from benchmarks.control_plane import part as control_plane
 from benchmarks.engine import chart, compare, step
@@ -48,6 +49,7 @@ PARTS = {
     "transfer": Measurement(transfer.measure, transfer.ROUNDS, 3),
     "tcp-links": Measurement(tcp_links.measure, tcp_links.ROUNDS, 3),
     "kv-store": Measurement(kv_store.measure, kv_store.ROUNDS),
+    "turns": Measurement(turns.measure, turns.ROUNDS),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "frontend": Measurement(frontend.measure, frontend.ROUNDS),
     "capacity": Measurement(capacity.measure, capacity.ROUNDS),

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -40,8 +40,9 @@ class TokenTimes:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTiming:
-    """An answer's token times and the server's report."""
+    """An answer's tokens, their times, and the server's report."""
 
+    tokens: tuple[int, ...]
     times: TokenTimes
     completed: Completed
     messages: int  # deltas; fewer than tokens when some arrived together
@@ -58,9 +59,14 @@ def random_prompt(source: random.Random, num_tokens: int) -> tuple[int, ...]:
 
 
 async def send_request(
-    client: AsyncClient, prompt: Sequence[int], num_tokens: int, timeout_s: float = 300.0
+    client: AsyncClient,
+    prompt: Sequence[int],
+    num_tokens: int,
+    timeout_s: float = 300.0,
+    on_first: Callable[[], object] = lambda: None,
 ) -> AnswerTiming:
-    """Generate exactly `num_tokens` greedy tokens. Raises `DiptychError`."""
+    """Generate exactly `num_tokens` greedy tokens; `on_first` is called at the first one. Raises `DiptychError`."""
+    tokens: list[int] = []
     token_s: list[float] = []
     completed: Completed | None = None
     messages = 0
@@ -68,9 +74,12 @@ async def send_request(
     options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
     async for event in client.generate(prompt, timeout_s=timeout_s, **options):  # type: ignore[arg-type]
         if isinstance(event, TextDelta) and event.tokens:
+            if not tokens:
+                on_first()
             messages += 1
+            tokens += event.tokens
             token_s += [time.perf_counter() - begun] * len(event.tokens)
         elif isinstance(event, Completed):
             completed = event
     assert completed is not None and len(token_s) == num_tokens, f"{len(token_s)} tokens instead of {num_tokens}"
-    return AnswerTiming(TokenTimes(tuple(token_s)), completed, messages)
+    return AnswerTiming(tuple(tokens), TokenTimes(tuple(token_s)), completed, messages)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import handoff, overhead, peer, startup, transfer
+from benchmarks import handoff, overhead, peer, startup, transfer, turns
 from benchmarks.environments import VLLM
 from benchmarks.figures import Figure, Spread
 from benchmarks.hosted import mixed_spec, refuse_foreign_ray, split_spec
@@ -58,6 +58,16 @@ def test_handoff_ratios_are_taken_within_a_round() -> None:
     made = handoff.figures(samples)
     (compared,) = cells(tuple(f for f in made if f.unit == "x"), "64 tokens", "2nd - 1st")
     assert compared == Spread(1.5, 1.0, 2.0, 2)
+
+
+@pytest.mark.parametrize(("cached", "ttft_s", "met"), [(504, 0.4, [True, True]), (503, 0.6, [False, False])])
+def test_a_turn_finds_the_last_one_and_is_sooner(cached: int, ttft_s: float, met: list[bool]) -> None:
+    samples = {
+        (2, "reuse"): [turns.TurnSample(ttft_s, 560, cached), turns.TurnSample(ttft_s, 560, 512)],
+        (2, "without"): [turns.TurnSample(0.5, 560, 400)] * 2,
+    }
+    assert [claim.met for claim in turns.claims(samples)] == met
+    assert cells(turns.figures(samples), "turn 2, 560 tokens", "TTFT reuse") == [Spread(ttft_s, ttft_s, ttft_s, 2)]
 
 
 def peer_samples(ours: float, unpinned: float, pinned: float) -> peer.Samples:
