@@ -24,12 +24,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.mark.parametrize("backend", ["tcp", "memory"])
-@pytest.mark.parametrize(
+PAIRS = pytest.mark.parametrize(
     ("owner", "reader", "engine"),
     [((1, 1), (1, 1), ENGINE), ((3, 1), (1, 2), ENGINE), ((1, 2), (3, 1), OTHER)],
     ids=["alike", "other parallel settings", "other blocks too"],
 )
+
+
+@pytest.mark.parametrize("backend", ["tcp", "memory"])
+@PAIRS
 async def test_a_fetched_prefix_gives_the_same_tokens(
     model: str, owner: tuple[int, int], reader: tuple[int, int], engine: EngineConfig, backend: str
 ) -> None:
@@ -61,6 +64,38 @@ async def test_a_fetched_prefix_gives_the_same_tokens(
             await worker.check()
             stats = worker.engine.stats()
             assert stats.free_blocks == stats.total_blocks
+    finally:
+        for worker in workers:
+            await worker.close()
+
+
+@PAIRS
+async def test_an_answer_is_fetched_from_the_gang_that_generated_it(
+    model: str, owner: tuple[int, int], reader: tuple[int, int], engine: EngineConfig
+) -> None:
+    """Nobody has read it before, so all ranks of the idle owner digest it first."""
+    shared = SharedMemory()
+    settings = (("owner", owner, ENGINE), ("reader", reader, engine))
+    holder, taker = workers = [
+        await parallel_worker(name, model, ParallelConfig(*each), sizes, shared, ("memory",), prefix_tokens=24)
+        for name, each, sizes in settings
+    ]
+    try:
+        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=9, ignore_eos=True)
+        (answer,) = await colocated(holder, [Request("first", PROMPT, sampling)])
+        turn = Request("second", (*PROMPT, *answer, 5, 6, 7), sampling)
+        (expected,) = await colocated(taker, [turn])
+        await taker.check()
+        taker.engine.pool.clear_cache()
+        ticket = await holder.hold_prefix(turn)
+        assert ticket is not None and ticket.num_tokens == 72, "79 tokens, of which the last has no KV"
+        assert await taker.fetch_prefix(turn, ticket, 30.0) == 72
+        (tokens,) = await colocated(taker, [replace(turn, id="again")])
+        assert tokens == expected
+        assert taker.engine.pool.found_tokens == 72, "whole blocks of 8 or 12 tokens"
+        for worker in workers:
+            await worker.check()
+            assert worker.engine.stats().free_blocks == worker.engine.stats().total_blocks
     finally:
         for worker in workers:
             await worker.close()
