@@ -24,6 +24,7 @@ ROUNDS = 1
 SESSIONS = 4
 NUM_TURNS, QUICK_TURNS = 3, 2
 PROMPT, ANSWER, QUESTION = 400, 120, 40  # tokens; a router sees an answer only if it crosses a multiple of 128
+LAST_ANSWER = 8  # nobody reads it
 FIRST_S = 60.0
 PAUSE_S = 1.0  # between turns: longer than cache events take to arrive
 SYSTEMS = ("reuse", "without")
@@ -73,7 +74,8 @@ async def _rounds(clusters: Hosted, num_turns: int, rounds: int, progress: Progr
             talks = {name: [random_prompt(draw, PROMPT) for _ in range(SESSIONS)] for name in SYSTEMS}
             for turn in range(1, num_turns + 1):
                 for name in SYSTEMS if (number + turn) % 2 else reversed(SYSTEMS):
-                    answers = await _turn(clients[name], talks[name], samples[turn, name])
+                    num_tokens = ANSWER if turn < num_turns else LAST_ANSWER
+                    answers = await _turn(clients[name], talks[name], num_tokens, samples[turn, name])
                     talks[name] = [(*each, *random_prompt(draw, QUESTION)) for each in answers]
                 progress(f"round {number + 1} of {rounds}: turn {turn}")
                 await asyncio.sleep(PAUSE_S)
@@ -81,13 +83,13 @@ async def _rounds(clusters: Hosted, num_turns: int, rounds: int, progress: Progr
 
 
 async def _turn(
-    client: AsyncClient, prompts: Sequence[tuple[int, ...]], samples: list[TurnSample]
+    client: AsyncClient, prompts: Sequence[tuple[int, ...]], num_tokens: int, samples: list[TurnSample]
 ) -> list[tuple[int, ...]]:
     """The conversations with the answers to these prompts. Each is sent when the one before has its first token."""
     asked: list[asyncio.Task[AnswerTiming]] = []
     for prompt in prompts:
         first = asyncio.Event()
-        asked.append(asyncio.create_task(send_request(client, prompt, ANSWER, on_first=first.set)))
+        asked.append(asyncio.create_task(send_request(client, prompt, num_tokens, on_first=first.set)))
         async with asyncio.timeout(FIRST_S):
             await first.wait()
     answers = await asyncio.gather(*asked)
@@ -123,4 +125,5 @@ def claims(samples: Samples) -> tuple[BenchmarkClaim, ...]:
 NOTES = (
     "Both clusters run on one Ray with one thread per worker, and are measured in turns; the other one idles.",
     f"{SESSIONS} conversations each; one prompt at a time, beside the answers before it. Tokens are random.",
+    f"Answers of the last turn have {LAST_ANSWER} tokens.",
 )
