@@ -86,8 +86,8 @@ class Worker:
         self._reservations = ReservationQueue(self.engine, self._granted)
         self._peer_links = PeerLinks(config, executor)
         self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
-        self._leases = LeaseServer(config, self.engine.leases, executor, self._peer_now, self._changed)
         self._pump = Pump(self.engine, executor, self._deliver, asyncio.get_running_loop().time)
+        self._leases = LeaseServer(config, self.engine.leases, executor, self._peer_now, self._changed, self._pump.wake)
         self._pumping = asyncio.ensure_future(self._pump.run())
         self._pumping.add_done_callback(self._pump_ended)
         self._watching = asyncio.ensure_future(self._watch())
@@ -236,7 +236,7 @@ class Worker:
         """
         self._require_open()
         lease = self.engine.hand_over(key, most_tokens, self._now_s())
-        self._changed()
+        self._arm()
         return None if lease is None else self._ticket(lease)
 
     async def hold_prefix(self, request: Request) -> TransferTicket | None:
@@ -244,7 +244,7 @@ class Worker:
         self._accept(request)
         tokens = (*request.prompt, *request.generated)
         lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
-        self._changed()
+        self._arm()
         return None if lease is None else self._ticket(lease)
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:

@@ -92,12 +92,11 @@ async def test_a_turn_finds_the_last_answer_wherever_it_is_prefilled(
 
 def dies(owner: Worker) -> None:
     """While its reader waits for digests."""
-    closing: list[asyncio.Future[None]] = []
 
     async def execute(plan: StepPlan) -> StepResult:
         await owner._leases.close()
-        closing.append(asyncio.ensure_future(owner.close()))
-        raise RuntimeError("the process ends")
+        owner._unfit(RuntimeError("the device is lost"))
+        raise RuntimeError("the device is lost")
 
     owner._executor.execute = execute
 

@@ -405,6 +405,15 @@ class EngineMachine(RuleBasedStateMachine):
         with contextlib.suppress(LeaseLost):
             self.engine.leases.release(lease.key, lease.epoch)
 
+    @precondition(lambda self: any(isinstance(each, Lease) for each in self.emitted))
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        """A reader that has some blocks asks for the others."""
+        lease = data.draw(st.sampled_from([each for each in self.emitted if isinstance(each, Lease)]))
+        with contextlib.suppress(LeaseLost):
+            have = data.draw(st.integers(0, len(lease.digests)))
+            self.engine.leases.progress(lease.key, lease.epoch, have, self.now_s)
+
     @rule(seconds=st.sampled_from([0.1, 3.0, 11.0]))
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds

@@ -114,7 +114,12 @@ def test_digests_of_an_earlier_lease_that_are_still_in_flight_do_not_count() -> 
     """The block may have had other content then."""
     side = Side()
     side.computed(range(4), key_digests=0)
-    asked = [side.leases.offered(number, 1) for number in (1, 2) if side.prefix_fetches.hold("r", range(4), 0.0)]
+    asked = []
+    for number in (1, 2):
+        lease = side.prefix_fetches.hold("r", range(4), 0.0)
+        assert lease is not None and not side.leases.offered(number, 1), "its reader has not come"
+        side.leases.progress("r", lease.epoch, 0, 0.0)
+        asked.append(side.leases.offered(number, 1))
     side.leases.advance_offers(1, dict.fromkeys(asked[0], (b"outdated",)))
     lease = next(iter(side.leases))
     assert not lease.finished and asked[0] == asked[1]
@@ -128,7 +133,9 @@ def test_a_failed_step_withdraws_the_leases_that_wait_for_its_digests() -> None:
     side.computed(range(50, 54))
     waits = side.prefix_fetches.hold("waits", range(4), 0.0)
     ready = side.prefix_fetches.hold("ready", range(50, 54), 0.0)
-    assert waits and ready and side.leases.offered(1, 9)
+    assert waits and ready
+    side.leases.progress("waits", waits.epoch, 0, 0.0)
+    assert side.leases.offered(1, 9)
     side.leases.steps_failed()
     with pytest.raises(LeaseLost):
         side.leases.progress("waits", waits.epoch, 0, 0.0)
@@ -152,6 +159,7 @@ def test_a_decode_worker_lends_what_it_generated_and_an_idle_one_takes_steps_to_
     subject, turn = answered(max_tokens=16)
     lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
     assert lease is not None and lease.num_tokens == 24, "26 tokens, of which the last has no KV"
+    assert subject.leases.progress("b/0:prefix", lease.epoch, 0, 0.0).ready_blocks == 0
     plans = [planned(subject)[0] for _ in range(2)]
     assert [len(plan.digest_blocks) for plan in plans] == [4, 2] and not any(plan.chunks for plan in plans)
     assert step(subject) == (None, [])
@@ -168,14 +176,36 @@ def test_a_prefix_is_digested_in_the_steps_of_running_decodes() -> None:
     subject.add(request("other", (900,) * 5, max_tokens=4), 0.0, hold=False)
     lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
     assert lease is not None
+    subject.leases.progress("b/0:prefix", lease.epoch, 0, 0.0)
     plans = [planned(subject)[0] for _ in range(4)]
     assert [(len(plan.chunks), len(plan.digest_blocks)) for plan in plans] == [(1, 4), (1, 2), (1, 0), (1, 0)]
+
+
+def test_only_what_the_reader_lacks_is_digested() -> None:
+    subject, turn = answered(max_tokens=16)
+    lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
+    assert lease is not None and step(subject) == (None, []), "the reader has not come"
+    assert subject.leases.progress("b/0:prefix", lease.epoch, 4, 0.0).ready_blocks == 4
+    plan, _ = planned(subject)
+    assert [block for block, _ in plan.digest_blocks] == list(lease.blocks[4:])
+    progress = subject.leases.progress("b/0:prefix", lease.epoch, 4, 0.0)
+    assert progress.finished and progress.cells == (tuple(digest_of(block, 4) for block in lease.blocks[4:]),)
+    other = subject.prefix_fetches.hold("c/0:prefix", turn.prompt, 0.0)
+    assert other is not None
+    assert subject.leases.progress("c/0:prefix", other.epoch, 5, 0.0).finished, "its digest is known"
+    third = subject.prefix_fetches.hold("d/0:prefix", turn.prompt, 0.0)
+    assert third is not None
+    subject.leases.progress("d/0:prefix", third.epoch, 0, 0.0)
+    run_to_end(subject)
+    progress = subject.leases.progress("d/0:prefix", third.epoch, 0, 0.0)
+    assert progress.finished and progress.cells == (tuple(digest_of(block, 4) for block in lease.blocks),)
 
 
 def test_a_lease_that_ends_while_its_blocks_are_digested_leaves_nothing() -> None:
     subject, turn = answered(max_tokens=16)
     lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
     assert lease is not None
+    subject.leases.progress("b/0:prefix", lease.epoch, 0, 0.0)
     plan = scheduled(subject)
     subject.expire(60.0)
     subject.commit(plan, result(plan), 60.0)
@@ -228,7 +258,9 @@ def test_a_prefix_that_does_not_fit_changes_nothing() -> None:
 @settings(max_examples=150)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["hold", "release", "fetch", "end", "lose", "compute", "digest"]), st.integers(0, 3)),
+        st.tuples(
+            st.sampled_from(["hold", "read", "release", "fetch", "end", "lose", "compute", "digest"]), st.integers(0, 3)
+        ),
         max_size=40,
     ),
     st.booleans(),
@@ -242,6 +274,8 @@ def test_blocks_balance_for_any_order_of_holds_and_fetches(steps: list[tuple[str
         try:
             if what == "compute":
                 side.computed(prompts[number], key_digests=1)
+            elif what == "read" and held:
+                side.leases.progress(held[-1].key, held[-1].epoch, min(number, len(held[-1].blocks)), 0.0)
             elif what == "digest":
                 side.leases.advance_offers(index, dict.fromkeys(side.leases.offered(index, number), CELLS))
             elif what == "hold":

@@ -60,7 +60,8 @@ class LeaseBook:
     def offer(self, key: str, blocks: list[int], now_s: float) -> Lease:
         """Hold computed, full blocks for a reader, taking over their references: of the cache or a running sequence.
 
-        With digests on, the watermark stops before the first block without one; the next steps digest them.
+        With digests on, the watermark stops before the first block without one. Once the reader has said what it has,
+        the next steps digest what it lacks.
         """
         self.drop(key)
         self._epoch += 1
@@ -86,7 +87,7 @@ class LeaseBook:
         for lease in self._leases.values():
             first = max(len(lease.digests), lease.num_asked)
             last = min(len(lease.blocks), first + most - len(asked))
-            if lease.offered and first < last:
+            if lease.is_read and first < last:
                 lease.num_asked, lease.first_step = last, lease.first_step or step
                 asked += [(block, self._pool.block_size) for block in lease.blocks[first:last]]
         return asked
@@ -121,7 +122,7 @@ class LeaseBook:
 
     def _advance_known(self, lease: Lease, computed: int) -> None:
         """Blocks that were digested under an earlier lease are ready at once."""
-        for block in lease.blocks[: self._ready(lease, computed)]:
+        for block in lease.blocks[len(lease.digests) : self._ready(lease, computed)]:
             known = self._pool.digests.get(block, ())
             if self._digest and not known:
                 return
@@ -146,6 +147,11 @@ class LeaseBook:
         """The watermark for a reader that has `have` blocks; extends the lease. Raises `LeaseLost`."""
         lease = self._valid(key, epoch)
         lease.deadline_s = now_s + lease.ttl_s
+        if lease.offered and not lease.is_read:
+            lease.is_read = True
+            lease.digests += [()] * (min(have, len(lease.blocks)) - len(lease.digests))  # it will not ask for these
+            self._advance_known(lease, lease.num_tokens)
+            lease.finished = len(lease.digests) == len(lease.blocks)
         fresh = lease.digests[have:]
         ranks = tuple(zip(*fresh, strict=True)) if fresh and fresh[0] else ()
         return Watermark(len(lease.digests), have, ranks, lease.finished, lease.ttl_s)

@@ -226,4 +226,5 @@ class Lease:
     finished: bool = False
     offered: bool = False  # all blocks were computed before: a cached prefix, or of a sequence that continues to run
     num_asked: int = 0  # leading blocks that are digested, or will be by steps in flight
+    is_read: bool = False  # the reader of an offer has said which blocks it has
     first_step: int = 0  # the first step that digests blocks of an offer

@@ -15,7 +15,10 @@ from workers.engine.leases import LeaseBook
 
 
 class LeaseServer:
-    """Owned by a Worker. `address` is its current peer address; `released` is called after a release."""
+    """Owned by a Worker. `address` is its current peer address; `released` is called after a release.
+
+    `wake` is called when a reader waits: the engine may have blocks to digest for it.
+    """
 
     def __init__(
         self,
@@ -24,11 +27,13 @@ class LeaseServer:
         executor: Executor,
         address: Callable[[], PeerAddress],
         released: Callable[[], None],
+        wake: Callable[[], None],
     ) -> None:
         self._leases = leases
         self._host = config.transfer.host
         self._layouts = [shard.layout for shard in executor.shards()]
         self._released = released
+        self._wake = wake
         self._progressed = asyncio.Event()
         self._num_waiting = 0
         self._control = ControlServer(self, address, config.secret.encode(), max_readers=config.transfer.max_readers)
@@ -59,6 +64,7 @@ class LeaseServer:
         """Return when the watermark has passed `have_blocks`, the prompt is done, or `timeout_s` is over."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
+        has_waited = False
         while True:
             progressed = self._progressed
             mark = self._leases.progress(lease, epoch, have_blocks, loop.time())
@@ -72,6 +78,9 @@ class LeaseServer:
                     finished=mark.finished,
                     ttl_s=mark.ttl_s,
                 )
+            if not has_waited:
+                has_waited = True
+                self._wake()
             self._num_waiting += 1
             try:
                 async with asyncio.timeout_at(deadline_s):
