@@ -3,6 +3,7 @@ engine.
 
     Diptych        gateway of a cluster on Ray with modelled workers       (routes, calls two workers, detokenizes)
     Dynamo         its frontend, with its mocker as the worker             (routes, calls a worker, detokenizes)
+    vLLM           its API server over `vllm_stub_server`                  (tokenizes, detokenizes)
     SGLang router  the router alone, in front of `bare_servers`            (routes, passes on)
     LiteLLM        the proxy alone, in front of `bare_servers`             (parses and formats each event again)
     bare           `bare_servers` alone: FastAPI with prebuilt events
@@ -28,7 +29,7 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.environments import DYNAMO, LITELLM, SGLANG_ROUTER, PeerEnvironment
+from benchmarks.environments import DYNAMO, LITELLM, SGLANG_ROUTER, VLLM, PeerEnvironment
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from benchmarks.frontend import served, served_spec
 from benchmarks.hosted import model_folder
@@ -107,6 +108,18 @@ def sglang_router() -> Iterator[Frontend]:
 
 
 @contextmanager
+def vllm() -> Iterator[Frontend]:
+    """Without its engine's process and the messages to it."""
+    _installed(VLLM)
+    stub = Path(__file__).with_name("vllm_stub_server.py")
+    model = ["--model", str(model_folder()), "--served-model-name", MODEL, "--disable-log-stats"]
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [str(VLLM.python), str(stub), str(PERIOD_S), *model, "--host", "127.0.0.1"]
+    with _listening(command, environment, "--port") as frontend:
+        yield frontend
+
+
+@contextmanager
 def dynamo() -> Iterator[Frontend]:
     """Discovery by files and requests by TCP, so that it needs neither etcd nor NATS."""
     _installed(DYNAMO)
@@ -125,6 +138,7 @@ def dynamo() -> Iterator[Frontend]:
 SYSTEMS: Mapping[str, Callable[[], AbstractContextManager[Frontend]]] = {
     "Diptych": diptych,
     "Dynamo": dynamo,
+    "vLLM": vllm,
     "SGLang router": sglang_router,
     "LiteLLM": litellm,
     "bare": bare,
@@ -249,6 +263,6 @@ def figures(samples: Mapping[str, list[FrontendSample]]) -> tuple[Figure, ...]:
 
 NOTES = (
     "CPU time is that of the frontend's process with all its threads; engines, mockers and the client do not count.",
-    "SGLang's router and LiteLLM only pass a server's text on; Diptych and Dynamo also detokenize, and Dynamo tokenizes"
-    " the prompt of 34 tokens; Diptych gets 32 token ids.",
+    "SGLang's router and LiteLLM only pass a server's text on; Diptych, Dynamo and vLLM also detokenize, and Dynamo and"
+    " vLLM tokenize the prompt of 34 tokens; Diptych gets 32 token ids. vLLM's engine is a task of its own process.",
 )
