@@ -118,6 +118,8 @@ class PoolSpec:
             raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and {MAX_REPLICAS}")
         if (self.min_replicas is None) != (self.max_replicas is None):
             raise ValueError("min_replicas and max_replicas come together; write replicas: {min: 1, max: 4}")
+        if self.engine.disk_cache_path and self.parallel.world_size > 1:
+            raise ValueError("engine.disk_cache_path is for workers of one rank; leave it out, or parallel")
         least, most = self.bounds
         if not 0 <= least <= self.replicas <= most <= MAX_REPLICAS:
             raise ValueError(

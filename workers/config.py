@@ -62,6 +62,12 @@ class EngineConfig:
     """Host memory blocks for preempted sequences. 0: they are recomputed."""
     host_cache_blocks: int = 0
     """Host memory blocks for prefixes that the device's cache evicts."""
+    disk_cache_path: str = ""
+    """Folder on a local disk for what the host cache gets; it survives restarts. Each worker takes `disk_cache_bytes`
+    in a folder of its name there. For workers of one rank with `host_cache_blocks`. Keep it as private as prompts.
+    """
+    disk_cache_bytes: int = 0
+    """Size of a worker's file in `disk_cache_path`, allocated at its start."""
     preemption: str = "auto"
     """What happens to a preempted sequence's KV. `auto`: whichever the cost model finds cheaper."""
     prefix_caching: bool = True
@@ -107,6 +113,10 @@ class EngineConfig:
             raise ValueError(f"engine.host_cache_blocks is {self.host_cache_blocks}; it must be 0 (none) or more")
         if self.host_cache_blocks and not self.prefix_caching:
             raise ValueError("engine.host_cache_blocks keep a prefix cache, but engine.prefix_caching is off")
+        if bool(self.disk_cache_path) != (self.disk_cache_bytes > 0):
+            raise ValueError("engine.disk_cache_path and disk_cache_bytes come together; set both, the size above 0")
+        if self.disk_cache_path and not self.host_cache_blocks:
+            raise ValueError("engine.disk_cache_path needs host_cache_blocks: blocks come and go through host memory")
         if self.preemption == "swap" and not self.swap_blocks:
             raise ValueError("engine.preemption is swap, but engine.swap_blocks is 0; give it host memory")
         if self.tpot_slo_s is not None and not self.tpot_slo_s > 0:

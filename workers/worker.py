@@ -69,6 +69,7 @@ class Worker:
             prefix_tokens=config.prefix_tokens,
             depth=executor.depth,
             cost=config.cost,
+            disk=executor.disk(self._changed),
         )
         self._executor = executor
         self._heartbeat_s = heartbeat_s

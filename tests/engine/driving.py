@@ -9,6 +9,7 @@ from collections import deque
 
 from workers.config import EngineConfig
 from workers.costs import CostModel
+from workers.engine.disk_tier import Disk
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
@@ -23,6 +24,7 @@ def engine(
     block_bytes: int = 0,
     depth: int = 1,
     prefix_tokens: int = 1,
+    disk: Disk | None = None,
     **config: object,
 ) -> Engine:
     sizes: dict[str, object] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
@@ -37,6 +39,7 @@ def engine(
         block_bytes=block_bytes,
         depth=depth,
         prefix_tokens=prefix_tokens,
+        disk=disk,
     )
 
 

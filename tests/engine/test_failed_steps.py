@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,7 @@ def test_a_step_that_fails_before_it_has_a_sequence_is_not_repeated_forever(monk
 def test_survivors_of_any_failed_steps_attend_to_the_right_kv(seed: int, preemption: str) -> None:
     """Swapped, shared, copied and cached blocks: the target of a copy in a failed step is never read."""
     draw, device = random.Random(seed), Device()
-    sizes = {"kv_blocks": 18, "swap_blocks": 24, "host_cache_blocks": 24, "max_running": 6}
+    sizes: dict[str, Any] = {"kv_blocks": 18, "swap_blocks": 24, "host_cache_blocks": 24, "max_running": 6}
     subject = engine(cost=COST, block_bytes=1, preemption=preemption, **sizes)
     emitted: list[EngineOutput] = []
     lengths, copied = {}, 0

@@ -11,7 +11,7 @@ into it. A block is free once all of them release it. Knows ids and counts; know
 import heapq
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -96,6 +96,7 @@ class BlockPool:
         self.sought_tokens = self.found_tokens = self.restored_tokens = 0
         self.log = CacheLog(block_size)
         self.host = HostCache(host_blocks, first_host, self.log)
+        self.forget_on_disk: Callable[[Sequence[bytes]], object] = len  # set by an Engine with a disk
 
     @property
     def num_free(self) -> int:
@@ -177,6 +178,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def num_known(self, hashes: Sequence[bytes]) -> int:
+        """Length of the longest known prefix, in blocks."""
+        return next((place for place, name in enumerate(hashes) if name not in self._blocks), len(hashes))
+
     def name(self, block: int, content: bytes, prefix: int | None = None) -> None:
         """A held block is computed and has this `content` hash. The first block with a hash keeps it.
 
@@ -215,8 +220,9 @@ class BlockPool:
                 self._cached.move_to_end(block, last=False)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Remove these hashes from the cache, because their content is in doubt; owners keep the blocks."""
+        """Remove these hashes from all tiers, because their content is in doubt; owners keep the blocks."""
         self.host.forget(hashes)
+        self.forget_on_disk(hashes)
         for name in hashes:
             block = self._blocks.get(name)
             if block is None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Items
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.disk_tier import Disk, DiskTier
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetches
@@ -43,7 +44,8 @@ class Engine:
     """Owned by one Worker. The first `reserved` blocks of the pool belong to preflight.
 
     `cost` is the initial estimate of step times. A swap moves `block_bytes` for each block. `depth` is the number of
-    plans that the executor runs at once; the scheduler spreads work over that many.
+    plans that the executor runs at once; the scheduler spreads work over that many. `disk` keeps what the host cache
+    gets.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Engine:
         block_bytes: int = 0,
         prefix_tokens: int = 1,
         depth: int = 1,
+        disk: Disk | None = None,
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
         self.pool = BlockPool(
@@ -84,6 +87,9 @@ class Engine:
             config, self.pool, self.leases, self._estimate, block_bytes=block_bytes, depth=depth
         )
         self._kv = self._scheduler.kv
+        self._disk = None if disk is None else DiskTier(disk, self.pool, self._estimate, block_bytes)
+        if disk is not None:
+            self.pool.forget_on_disk = disk.forget
         self._sequences: dict[str, Sequence] = {}
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
@@ -110,6 +116,8 @@ class Engine:
         sequence = Sequence(request, now_s, hold=hold, cut_tokens=cut_tokens, max_length=self.max_length)
         self._sequences[request.key] = sequence
         self._scheduler.queues.add(sequence)
+        if self._disk is not None:
+            self._disk.prefetch(sequence)
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
         """`wanted` and `grant` in one call. Raises `InvalidRequest` or `Overloaded`."""
@@ -279,6 +287,7 @@ class Engine:
         assert plan.number == self._steps + 1 - self._scheduler.num_in_flight, f"step {plan.number} is not the oldest"
         self._learn(plan, result.seconds)
         touched = self._scheduler.land()
+        self._save(self._kv.tier.take_saved())
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self.pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
@@ -316,6 +325,10 @@ class Engine:
         if plan.chunks:
             self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
             self._estimate.learn(plan, seconds)
+
+    def _save(self, saved: Items[tuple[bytes, int]]) -> None:
+        if self._disk is not None:
+            self._disk.save(saved)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         sequence.tokens.append(token)
@@ -383,6 +396,7 @@ class Engine:
         for plan in plans:
             touched.update(dict.fromkeys(self._scheduler.land()))
             self._scheduler.not_saved([host for _, host in plan.swap_out])
+        self._kv.tier.take_saved()  # not saved either
         self.pool.clear_cache()
         self.leases.steps_failed()
         for sequence in touched:

@@ -3,13 +3,14 @@
 Implementations live in `workers.executor`. All methods are called from one event loop.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
+from workers.engine.disk_tier import Disk
 from workers.engine.step import StepPlan, StepResult
 
 
@@ -47,6 +48,10 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         """Run one plan, in the order of the calls. Not cancellable: a started step runs to its end."""
+        ...
+
+    def disk(self, changed: Callable[[], None]) -> Disk | None:
+        """Where the host cache's blocks are kept, if anywhere. `changed` is called when reads have ended."""
         ...
 
     def shards(self) -> tuple[ShardAddress, ...]:

@@ -32,6 +32,8 @@ class HostCache:
         self._probation: OrderedDict[bytes, int] = OrderedDict()  # name -> host block, oldest first
         self._protected: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that were hit
         self._prefixes: dict[bytes, int] = {}
+        self._held: dict[int, int] = {}  # block -> steps and disk writes that use it
+        self._loading: dict[int, bytes | None] = {}  # block -> what arrives from the disk; None: no longer wanted
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._probation or name in self._protected
@@ -40,30 +42,72 @@ class HostCache:
         return len(self._probation) + len(self._protected)
 
     def save(self, name: bytes, prefix: int | None, busy: Collection[int]) -> int | None:
-        """The host block to which the current step copies this content. None: all are busy.
+        """The host block to which the current step copies this content. None: all are busy or held.
 
         `busy` blocks are read by the same step, which saves before it reads.
         """
         assert name not in self, "saved twice"
-        block = next((block for block in self._free if block not in busy), None)
+        block = self._take(busy)
+        if block is not None:
+            self._add(name, block, prefix)
+        return block
+
+    def _take(self, busy: Collection[int] = ()) -> int | None:
+        """A block that is neither free nor cached any more, and not in use; None: there is none."""
+        block = next((block for block in self._free if self._is_idle(block, busy)), None)
         if block is None:
             cached = chain(self._probation.items(), self._protected.items())
-            oldest, block = next(((known, block) for known, block in cached if block not in busy), (b"", None))
+            oldest, block = next(((known, block) for known, block in cached if self._is_idle(block, busy)), (b"", None))
             if block is None:
                 return None
-            self.forget([oldest])
+            self._drop(oldest)
         del self._free[block]
+        return block
+
+    def _is_idle(self, block: int, busy: Collection[int]) -> bool:
+        return block not in busy and block not in self._held
+
+    def _add(self, name: bytes, block: int, prefix: int | None) -> None:
         self._probation[name] = block
         if prefix is not None:
             self._prefixes[name] = prefix
             self._log.add(Tier.HOST, prefix)
-        return block
+
+    def block_of(self, name: bytes) -> int | None:
+        return self._probation.get(name, self._protected.get(name))
+
+    def hold(self, block: int) -> None:
+        """Keep the block's memory as it is until `release`, for a step in flight or a write to the disk."""
+        self._held[block] = self._held.get(block, 0) + 1
+
+    def release(self, block: int) -> None:
+        self._held[block] -= 1
+        if not self._held[block]:
+            del self._held[block]
+
+    def load(self, names: Sequence[bytes]) -> list[int]:
+        """Blocks for the first of these names, into which a disk may write until `loaded`. Fewer: others are in use."""
+        blocks = []
+        for name in names:
+            if name in self or name in self._loading.values() or (block := self._take()) is None:
+                break
+            self._loading[block] = name
+            blocks.append(block)
+        return blocks
+
+    def loaded(self, block: int, prefix: int | None, *, arrived: bool) -> None:
+        """The disk no longer writes into the block. If its content has `arrived` and is still wanted, it is cached."""
+        name = self._loading.pop(block)
+        if name is None or name in self or not arrived:
+            self._free[block] = None
+        else:
+            self._add(name, block, prefix)
 
     def match(self, names: Sequence[bytes]) -> list[int]:
         """The host blocks of the longest cached prefix of these, marked as hit so that tails are evicted first."""
         found = []
         for name in names:
-            block = self._probation.get(name, self._protected.get(name))
+            block = self.block_of(name)
             if block is None:
                 break
             found.append(block)
@@ -77,22 +121,29 @@ class HostCache:
         return found
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """Drop these names, because their content is in doubt or newer ones need the blocks."""
-        for name in names:
-            block = self._probation.pop(name, self._protected.pop(name, None))
-            if block is None:
-                continue
-            self._free[block] = None
-            prefix = self._prefixes.pop(name, None)
-            if prefix is not None:
-                self._log.remove(Tier.HOST, prefix)
+        """Drop these names, because their content is in doubt."""
+        doubted = set(names)
+        for name in doubted:
+            self._drop(name)
+        for block, expected in self._loading.items():
+            if expected in doubted:
+                self._loading[block] = None
+
+    def _drop(self, name: bytes) -> None:
+        block = self._probation.pop(name, self._protected.pop(name, None))
+        if block is None:
+            return
+        self._free[block] = None
+        prefix = self._prefixes.pop(name, None)
+        if prefix is not None:
+            self._log.remove(Tier.HOST, prefix)
 
     def clear(self) -> None:
-        self.forget([*self._probation, *self._protected])
+        self.forget([*self._probation, *self._protected, *(name for name in self._loading.values() if name)])
 
     def check(self) -> None:
-        """Prove that each block is free or cached, once, and that the log says so. Raises AssertionError."""
-        ids = sorted([*self._free, *self._probation.values(), *self._protected.values()])
+        """Prove that each block is free, cached or loading, once, and that the log says so. Raises AssertionError."""
+        ids = sorted([*self._free, *self._probation.values(), *self._protected.values(), *self._loading])
         assert ids == list(range(self._first, self._first + self.num_blocks)), "host cache blocks do not balance"
         assert len(self._protected) <= self._most_protected, "too much is protected"
         assert all(name in self for name in self._prefixes), "a prefix outlived its content"

@@ -20,6 +20,7 @@ class BlockMoves:
 
     `leaving`: blocks to free when the step has ended. `evicted`: content of blocks that it will overwrite. `saving`:
     cached blocks that are held until they are saved. `restored`: sequences and how many of their tokens it restores.
+    `saved`: what it copies into which blocks of the host cache. `held`: blocks of the host cache that it uses.
     """
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)
@@ -29,6 +30,8 @@ class BlockMoves:
     evicted: list[Cached] = field(default_factory=list)
     saving: list[int] = field(default_factory=list)
     restored: list[tuple[Sequence, int]] = field(default_factory=list)
+    saved: list[tuple[bytes, int]] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy blocks in this step, and free the sources when it has ended."""
@@ -44,6 +47,7 @@ class HostTier:
         self._estimate = estimate
         self._block_bytes = block_bytes
         self._step_blocks = step_blocks
+        self._saved: list[tuple[bytes, int]] = []
 
     def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
         """Restore what follows the sequence's computed tokens, if that is cheaper than recomputing it.
@@ -59,6 +63,7 @@ class HostTier:
         if not kept or not self._is_cheaper(len(kept), num_tokens, first, end):
             return
         moves.swap_in += zip(kept, sequence.blocks[index : index + len(kept)], strict=True)
+        self._hold(kept, moves)
         moves.restored.append((sequence, end - first))
         sequence.num_ordered += end - first
         sequence.cached_tokens = end
@@ -89,10 +94,25 @@ class HostTier:
             target = host.save(each.name, each.prefix, busy)
             if target is not None:
                 moves.swap_out.append((each.block, target))
+                moves.saved.append((each.name, target))
+                self._hold([target], moves)
+
+    def _hold(self, blocks: list[int], moves: BlockMoves) -> None:
+        for block in blocks:
+            self._pool.host.hold(block)
+        moves.held += blocks
+
+    def take_saved(self) -> list[tuple[bytes, int]]:
+        """(name, host block) of what ended steps have saved since the last call."""
+        saved, self._saved = self._saved, []
+        return saved
 
     def land(self, moves: BlockMoves) -> None:
         """The step has ended."""
         self._pool.free_oldest(moves.saving)
+        for block in moves.held:
+            self._pool.host.release(block)
+        self._saved += moves.saved
         for sequence, num_tokens in moves.restored:
             sequence.num_computed += num_tokens
             sequence.num_ordered -= num_tokens

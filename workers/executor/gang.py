@@ -13,7 +13,7 @@ connection to the leader closes. Knows ranks and frames; does not know what runs
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvtransfer.rpc.listener import RpcListener
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
 from workers.config import WorkerConfig
+from workers.engine.disk_tier import Disk
 from workers.engine.executor import ModelFacts
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError, RankLost
@@ -111,6 +112,10 @@ class GangExecutor:
     @property
     def ticks(self) -> int:
         return self._own.ticks + sum(other.ticks for other in self._others)
+
+    def disk(self, changed: Callable[[], None]) -> Disk | None:
+        """None: its ranks would need a file each, and one answer."""
+        return None
 
     def shards(self) -> tuple[ShardAddress, ...]:
         others = (other.shard for other in self._others)

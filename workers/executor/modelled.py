@@ -23,6 +23,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
 from workers.config import WorkerConfig
 from workers.costs import CostModel
+from workers.engine.disk_tier import Disk
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
@@ -189,6 +190,10 @@ class ModelledExecutor:
     def ticks(self) -> int:
         """Always grows: arithmetic does not hang."""
         return time.monotonic_ns()
+
+    def disk(self, changed: Callable[[], None]) -> Disk | None:
+        """None: there is no KV."""
+        return None
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._transports.shard(),)

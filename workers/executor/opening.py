@@ -3,6 +3,7 @@
 Knows no schedule and no leader. A rank of a gang differs from a worker of one rank only by its shard and its groups.
 """
 
+import asyncio
 import logging
 import traceback
 from dataclasses import replace
@@ -20,6 +21,7 @@ from workers.config import EngineConfig, WorkerConfig
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
+from workers.executor.disk_cache import DiskCache, open_disk_cache
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks
 from workers.executor.rank import ModelPart, Rank, compute
@@ -53,8 +55,8 @@ async def open_rank(
     """Load the model, allocate its KV and open its transports, off the event loop. Close the rank to free them.
 
     `shared` connects workers of one process through the "memory" backend; `rendezvous` is None for a worker of one
-    rank. Raises `ModelError` (model or memory), `TransportUnavailable` (no backend works), `RankLost` (another rank did
-    not join).
+    rank. Raises `ModelError` (model or memory), `KVStoreError` (the disk cache), `TransportUnavailable` (no backend
+    works), `RankLost` (another rank did not join).
     """
     rank = rendezvous.rank if rendezvous else 0
     device = choose_device(config.engine.device, rank)
@@ -63,9 +65,11 @@ async def open_rank(
     name = config.name if rendezvous is None else f"{config.name}/rank-{rank}"
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
     groups: ModelPart | None = None
+    disk: DiskCache | None = None
     try:
         facts, part, pool = await thread.run(lambda: _load(config, folder, device, rendezvous))
         groups = part
+        disk = await asyncio.to_thread(open_disk_cache, config, pool)
         transports = open_transports(
             pool.region,
             config.transfer.backends,
@@ -81,9 +85,11 @@ async def open_rank(
     except BaseException:
         if groups is not None:
             groups.close()
+        if disk is not None:
+            await disk.close()
         await thread.close()
         raise
-    return facts, Rank(part, pool, transports, thread)
+    return facts, Rank(part, pool, transports, thread, disk)
 
 
 def _load(

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from kvtransfer.links import TransportSet
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.step import StepPlan
+from workers.executor.disk_cache import DiskCache
 from workers.executor.inputs import step_inputs
 from workers.executor.kv_pool import KVPool
 from workers.executor.sampler import sample, score
@@ -62,7 +64,15 @@ class ModelPart:
 class Rank:
     """Closed by its executor: transports first, so that no more bytes arrive, then the thread, then the memory."""
 
-    def __init__(self, part: ModelPart, pool: KVPool, transports: TransportSet, thread: ComputeThread) -> None:
+    def __init__(
+        self,
+        part: ModelPart,
+        pool: KVPool,
+        transports: TransportSet,
+        thread: ComputeThread,
+        disk: DiskCache | None = None,
+    ) -> None:
+        self._disk = disk
         self._part = part
         self._pool = pool
         self._transports = transports
@@ -87,6 +97,12 @@ class Rank:
         if self._pool.region.device != "cpu":
             return time.monotonic_ns()
         return self._part.model.ticks
+
+    def disk(self, changed: Callable[[], None]) -> DiskCache | None:
+        """As in the `Executor` port."""
+        if self._disk is not None:
+            self._disk.changed = changed
+        return self._disk
 
     def shard(self) -> ShardAddress:
         return self._transports.shard()
@@ -131,6 +147,8 @@ class Rank:
         try:
             await self._transports.close()
             await asyncio.gather(*self._scrubbing)
+            if self._disk is not None:
+                await self._disk.close()
         finally:
             await self._thread.run(self._part.close)
             await self._thread.close()

@@ -1,11 +1,13 @@
 """The executor with one rank: adapts a `Rank` in this process to the `Executor` port."""
 
 import asyncio
+from collections.abc import Callable
 
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
+from workers.engine.disk_tier import Disk
 from workers.engine.executor import ModelFacts
 from workers.engine.step import StepPlan, StepResult
 from workers.executor.opening import open_rank, warm_up
@@ -37,6 +39,9 @@ class SoloExecutor:
     @property
     def ticks(self) -> int:
         return self._rank.ticks
+
+    def disk(self, changed: Callable[[], None]) -> Disk | None:
+        return self._rank.disk(changed)
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._rank.shard(),)

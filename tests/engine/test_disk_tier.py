@@ -1,0 +1,285 @@
+"""Prefixes that go through host memory to a disk and back, on a memory that records every token."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from tests.engine.driving import Device, Pipeline, engine, next_token, request, result, run_to_end, step, tokens_of
+from tests.engine.test_host_cache import HostMachine
+from workers.config import BATCHING
+from workers.costs import CostModel, LinearCost
+from workers.engine.blocks import prefix_hashes
+from workers.engine.cache_log import CacheLog
+from workers.engine.disk_tier import MOST_WAIT_S
+from workers.engine.engine import Engine
+from workers.engine.host_cache import HostCache
+
+CHEAP = LinearCost(swap_byte_s=0.0)
+GARBAGE = -1  # in host memory while the disk writes there
+
+
+class RecordedDisk(Device):
+    """A device with a disk beside its host memory. Writes and reads end when `run` is called, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[bytes, list[int | None]] = {}
+        self.waits_s: list[float] = []
+        self.pending: list[Callable[[bool], None]] = []
+
+    def match(self, names: Sequence[bytes]) -> int:
+        return next((place for place, name in enumerate(names) if name not in self.stored), len(names))
+
+    def write(self, name: bytes, block: int, done: Callable[[], None]) -> None:
+        content = self._content(block)
+
+        def end(good: bool) -> None:
+            assert self._content(block) == content, "the block changed before it was written"
+            if good:
+                self.stored[name] = content
+            done()
+
+        self.pending.append(end)
+
+    def read(
+        self, names: Sequence[bytes], blocks: Sequence[int], timeout_s: float, done: Callable[[Sequence[bool]], None]
+    ) -> None:
+        self.waits_s.append(timeout_s)
+        for block in blocks:
+            self._put(block, [GARBAGE] * self._size)
+
+        def end(good: bool) -> None:
+            arrived = [good and name in self.stored for name in names]
+            for name, block, has_arrived in zip(names, blocks, arrived, strict=True):
+                assert self._content(block) == [GARBAGE] * self._size, "the block was used while it was read"
+                if has_arrived:
+                    self._put(block, self.stored[name])
+            done(arrived)
+
+        self.pending.append(end)
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self.stored.pop(name, None)
+
+    def run(self, place: int = 0, *, good: bool = True) -> None:
+        self.pending.pop(place)(good)
+
+    def _content(self, block: int) -> list[int | None]:
+        return [self._host.get((block, slot)) for slot in range(self._size)]
+
+    def _put(self, block: int, content: Sequence[int | None]) -> None:
+        for slot, token in enumerate(content):
+            self._host.pop((block, slot), None)
+            if token is not None:
+                self._host[block, slot] = token
+
+
+def small(disk: RecordedDisk, cost: CostModel = CHEAP, host: int = 12) -> Engine:
+    """Sixteen blocks of four tokens on the device, twelve in host memory."""
+    return engine(kv_blocks=18, host_cache_blocks=host, cost=cost, block_bytes=1000, disk=disk)
+
+
+def prompt(first: int, length: int = 40) -> tuple[int, ...]:
+    return tuple(range(first, first + length))
+
+
+def filled(disk: RecordedDisk, cost: CostModel = CHEAP, host: int = 12) -> Engine:
+    """Six prompts in turn: the first is on the disk alone."""
+    subject = small(disk, cost, host)
+    for number in range(6):
+        subject.add(disk.know(request(f"r{number}", prompt(100 * (1 + number)), max_tokens=1)), 0.0, hold=False)
+        run_to_end(subject, 0.0, disk)
+        while disk.pending:
+            disk.run()
+    return subject
+
+
+def test_a_prefix_comes_back_from_the_disk_through_host_memory() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=3)), 0.0, hold=False)
+    assert step(subject, 0.0, disk)[0] is None, "it waits"
+    disk.run()
+    plan, emitted = step(subject, 0.0, disk)
+    assert plan is not None and len(plan.swap_in) == 6, "half of the host cache at most"
+    assert plan.chunks[0].first_position == 24
+    emitted += run_to_end(subject, 0.0, disk)
+    assert tokens_of(emitted, "again/0") == [next_token("again/0", 40 + n) for n in range(3)]
+    subject.check()
+
+
+def test_a_prompt_whose_blocks_do_not_arrive_is_computed() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    disk.run(good=False)
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and not plan.swap_in and plan.chunks[0].first_position == 0
+
+
+def test_other_prompts_do_not_wait_for_the_disk() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    subject.add(disk.know(request("new", prompt(900, 8), max_tokens=1)), 0.0, hold=False)
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and [chunk.key for chunk in plan.chunks] == ["new/0"]
+    disk.run()
+
+
+def test_a_prompt_waits_no_longer_than_computing_takes() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    cost = subject._estimate.cost
+    assert disk.waits_s == [cost.prefill_seconds(40) - cost.prefill_seconds(16, 24)]
+    assert 0 < disk.waits_s[0] < MOST_WAIT_S
+    disk.run()
+    slow = RecordedDisk()
+    subject = filled(slow, LinearCost(prefill_token_s=10.0, swap_byte_s=0.0))
+    subject.add(slow.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    assert slow.waits_s == [MOST_WAIT_S]
+
+
+def test_nothing_is_read_that_is_cheaper_to_compute_or_must_be_computed() -> None:
+    disk = RecordedDisk()
+    filled(disk)
+    subject = small(disk, LinearCost(swap_byte_s=1.0))
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    subject = small(disk)
+    subject.add(disk.know(request("fresh", prompt(100), max_tokens=1, fresh=True)), 0.0, hold=False)
+    assert not disk.pending and not disk.waits_s
+
+
+def test_a_fresh_prompt_forgets_its_blocks_on_the_disk() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk)
+    before = len(disk.stored)
+    subject.add(disk.know(request("fresh", prompt(100), max_tokens=1, fresh=True)), 0.0, hold=False)
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and before - len(disk.stored) == 10
+
+
+def test_a_block_that_is_forgotten_while_it_is_read_is_not_used() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    subject.pool.clear_cache()
+    disk.run()
+    subject.check()
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and not plan.swap_in and not len(subject.pool.host)
+
+
+def test_siblings_wait_for_one_read() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk)
+    for name in ("g#0", "g#1"):
+        subject.add(disk.know(request(name, prompt(100), max_tokens=1, group="g")), 0.0, hold=False)
+    assert step(subject, 0.0, disk)[0] is None and len(disk.waits_s) == 1
+    disk.run()
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and len(plan.swap_in) == 6
+    run_to_end(subject, 0.0, disk)
+
+
+def test_what_a_failed_step_should_have_saved_is_not_written() -> None:
+    disk = RecordedDisk()
+    subject = small(disk)
+    while True:
+        number = subject.stats().steps
+        subject.add(disk.know(request(f"r{number}", prompt(10 + 50 * number), max_tokens=1)), 0.0, hold=False)
+        plan = subject.schedule(0.0)
+        assert plan is not None
+        if plan.swap_out:
+            break
+        disk.execute(plan)
+        subject.commit(plan, result(plan), 0.0)
+        run_to_end(subject, 0.0, disk)
+    before = len(disk.pending)
+    subject.steps_failed([plan], "a test")
+    assert len(disk.pending) == before and not subject.pool.host._held
+    subject.check()
+
+
+def test_a_read_takes_no_block_that_a_step_in_flight_uses() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk, host=20)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    disk.run()
+    plan = subject.schedule(0.0)
+    assert plan is not None and plan.swap_in and plan.swap_out
+    subject.add(disk.know(request("next", prompt(200), max_tokens=1)), 0.0, hold=False)
+    used = {host for host, _ in plan.swap_in} | {host for _, host in plan.swap_out}
+    loading = set(subject.pool.host._loading)
+    assert loading and not loading & used
+    disk.execute(plan)  # attends to what it restores
+    subject.commit(plan, result(plan), 0.0)
+    while disk.pending:
+        disk.run()
+    run_to_end(subject, 0.0, disk)
+
+
+def test_a_block_that_arrives_after_a_step_has_saved_it_is_free() -> None:
+    host = HostCache(2, 10, CacheLog(128))
+    (block,) = host.load([b"a"])
+    assert host.save(b"a", None, ()) == 21 - block
+    host.loaded(block, None, arrived=True)
+    host.check()
+    assert host.match([b"a"]) == [21 - block]
+
+
+class DiskMachine(HostMachine):
+    """The disk ends reads and writes at any time and in any order, or fails them."""
+
+    @initialize(
+        depth=st.integers(1, 4),
+        batching=st.sampled_from(BATCHING),
+        budget=st.integers(5, 16),
+        blocks=st.integers(9, 14),
+        host=st.integers(2, 8),
+        digest=st.booleans(),
+    )
+    def open(self, depth: int, batching: str, budget: int, blocks: int, host: int, digest: bool) -> None:
+        self.device: RecordedDisk = RecordedDisk()
+        self.engine = engine(
+            kv_blocks=blocks,
+            swap_blocks=8,
+            host_cache_blocks=host,
+            max_running=5,
+            max_batch_tokens=budget,
+            batching=batching,
+            depth=depth,
+            cost=LinearCost(step_s=0.01, swap_byte_s=0.0002),
+            block_bytes=10,
+            disk=self.device,
+        )
+        self.engine.leases._digest = digest
+        for first in (1, 2, *range(20, 120, 20)):  # what an earlier process has left there
+            tokens = range(first, first + 14)
+            for place, name in enumerate(prefix_hashes(tokens, 4)):
+                self.device.stored[name] = list(tokens[4 * place : 4 * place + 4])
+        self.flow = Pipeline(self.engine, depth, self.device)
+
+    @precondition(lambda self: self.device.pending)
+    @rule(data=st.data(), good=st.booleans())
+    def disk_ends(self, data: st.DataObject, good: bool) -> None:
+        self.device.run(data.draw(st.integers(0, len(self.device.pending) - 1)), good=good)
+
+    def teardown(self) -> None:
+        self._finish_disk()
+        super().teardown()
+        self._finish_disk()
+        self.engine.check()
+        assert not self.engine.pool.host._held and not self.engine.pool.host._loading
+
+    def _finish_disk(self) -> None:
+        while self.device.pending:
+            self.device.run()
+
+
+DiskMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestDiskMachine = DiskMachine.TestCase

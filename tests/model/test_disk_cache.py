@@ -1,0 +1,135 @@
+"""A real (small, random) model whose prefixes went to a disk and came back, also after a restart: no token changes."""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cluster.spec import PoolSpec
+from diptych.view import Role
+from kvtransfer.open import SharedMemory
+from tests.model.test_host_tier import PROMPTS
+from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
+from workers.costs import LinearCost
+from workers.errors import KVStoreError
+from workers.executor.disk_cache import DiskCache
+from workers.executor.solo import open_solo
+from workers.kv_store.slab import FILE
+from workers.model.folder import ModelFolder
+from workers.request import Bundle, Request, SamplingParams, TokensOut
+from workers.worker import Worker
+
+WAIT_S = 60.0
+
+
+def config(folder: Path | None, **engine: object) -> WorkerConfig:
+    """Fourteen blocks of eight tokens on the device, ten in host memory."""
+    disk = {"disk_cache_path": str(folder), "disk_cache_bytes": 1 << 20} if folder else {}
+    sizes = {"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, "host_cache_blocks": 10}
+    return WorkerConfig(
+        "w",
+        "pool",
+        "tiny",
+        EngineConfig(**{**sizes, **disk, **engine}),  # type: ignore[arg-type]
+        transfer=TransferConfig(backends=("memory",), host="127.0.0.1"),
+        secret="test",
+        cost=LinearCost(prefill_token_s=1.0, swap_byte_s=0.0),  # so that it waits for the disk
+    )
+
+
+@dataclass
+class Client:
+    """One worker, and its answers one after the other."""
+
+    worker: Worker
+    tokens: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, bundle: Bundle) -> None:
+        for each in bundle.outputs:
+            assert isinstance(each, TokensOut), each
+            self.tokens += each.tokens
+            self.cached_tokens = max(self.cached_tokens, each.cached_tokens)
+            if each.finish is not None:
+                self.ended.set()
+
+    async def ask(self, number: int) -> tuple[list[int], int]:
+        """Tokens, and how many tokens of the prompt were not computed."""
+        self.tokens, self.cached_tokens, self.ended = [], 0, asyncio.Event()
+        sampling = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=6, ignore_eos=True)
+        await self.worker.generate(Request(f"r{number}", PROMPTS[number % len(PROMPTS)], sampling, reply_to="t"))
+        await asyncio.wait_for(self.ended.wait(), WAIT_S)
+        await self.worker.check()
+        return self.tokens, self.cached_tokens
+
+
+async def answers(
+    tiny: ModelFolder, made: WorkerConfig, numbers: range
+) -> tuple[list[list[int]], int, DiskCache | None]:
+    """Ask one worker, then close it."""
+    executor = await open_solo(made, tiny, "w-1", SharedMemory())
+    worker = await Worker.open(made, "w-1", executor, heartbeat_s=0.25)
+    client = Client(worker)
+    listening = asyncio.ensure_future(worker.subscribe("t", client.take))
+    await asyncio.sleep(0)
+    tokens, cached = [], 0
+    for number in numbers:
+        found, not_computed = await client.ask(number)
+        tokens.append(found)
+        cached += not_computed
+    disk = executor._rank._disk
+    if disk is not None:
+        async with asyncio.timeout(WAIT_S):
+            while disk.store._copies:  # writes that are still in progress
+                await asyncio.sleep(0.001)
+    listening.cancel()
+    await worker.close()
+    return tokens, cached, disk
+
+
+async def test_prefixes_from_the_disk_give_the_tokens_of_computed_ones(tiny: ModelFolder, tmp_path: Path) -> None:
+    first, again = range(10), range(10, 15)
+    plain = config(None, prefix_caching=False, host_cache_blocks=0)
+    expected, _, _ = await answers(tiny, plain, range(15))
+    found, _, disk = await answers(tiny, config(tmp_path), first)
+    assert found == expected[:10]
+    assert disk is not None and disk.store.stats().writes > 10
+    found, cached, disk = await answers(tiny, config(tmp_path), again)
+    assert found == expected[10:]
+    assert disk is not None and disk.store.stats().recovered > 10 and disk.store.stats().reads > 5
+    assert cached >= 8 * disk.store.stats().reads > 0, (
+        "each prompt comes once, so all of this is from before the restart"
+    )
+
+
+async def test_a_damaged_disk_changes_no_token(tiny: ModelFolder, tmp_path: Path) -> None:
+    expected, _, _ = await answers(tiny, config(tmp_path), range(10))
+    file = tmp_path / "w" / FILE
+    data = bytearray(file.read_bytes())
+    data[4096 + 4096 :: 4096] = bytes(len(data[4096 + 4096 :: 4096]))  # the first byte of most pages
+    file.write_bytes(data)
+    found, _, disk = await answers(tiny, config(tmp_path), range(10))
+    assert found == expected and disk is not None
+    assert disk.store.stats().reads + disk.store.stats().corrupt > 0
+
+
+async def test_other_weights_find_nothing(tiny: ModelFolder, tmp_path: Path) -> None:
+    await answers(tiny, config(tmp_path), range(10))
+    _, _, disk = await answers(tiny, config(tmp_path, weights="int8"), range(1))
+    assert disk is not None and disk.store.stats().recovered == 0
+
+
+async def test_a_worker_without_its_folder_does_not_start_and_says_why(tiny: ModelFolder, tmp_path: Path) -> None:
+    with pytest.raises(KVStoreError, match=r"missing/w is no folder; create it"):
+        await open_solo(config(tmp_path / "missing"), tiny, "w-1", SharedMemory())
+
+
+def test_a_disk_cache_needs_a_host_cache_and_a_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs host_cache_blocks"):
+        config(tmp_path, host_cache_blocks=0)
+    with pytest.raises(ValueError, match="come together"):
+        config(tmp_path, disk_cache_bytes=0)
+    with pytest.raises(ValueError, match="is for workers of one rank"):
+        PoolSpec("pool", Role.MIXED, engine=config(tmp_path).engine, parallel=ParallelConfig(2))

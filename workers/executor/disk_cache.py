@@ -1,0 +1,82 @@
+"""The disk of a prefix cache: adapts a KV store, and the host blocks of a rank, to the engine's `Disk` port."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from workers.config import WorkerConfig
+from workers.executor.kv_pool import KVPool
+from workers.kv_store.kv_store import KVStore, open_kv_store
+from workers.kv_store.slot_format import fingerprint
+
+logger = logging.getLogger(__name__)
+
+
+class DiskCache:
+    """Owned by a rank, which closes it. Used on one event loop. `changed` is called when reads have ended."""
+
+    def __init__(self, store: KVStore, pool: KVPool) -> None:
+        self.store = store
+        self.changed: Callable[[], None] = lambda: None
+        self._host = pool.host.flatten(1).view(torch.uint8).numpy()  # [host block, byte], the same memory
+        self._reading: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def match(self, names: Sequence[bytes]) -> int:
+        return self.store.match(names)
+
+    def write(self, name: bytes, block: int, done: Callable[[], None]) -> None:
+        self.store.write(name, self._host[block].data).add_done_callback(lambda _: done())
+
+    def read(
+        self, names: Sequence[bytes], blocks: Sequence[int], timeout_s: float, done: Callable[[Sequence[bool]], None]
+    ) -> None:
+        reading = asyncio.ensure_future(self._read(names, blocks, timeout_s, done))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
+
+    async def _read(
+        self, names: Sequence[bytes], blocks: Sequence[int], timeout_s: float, done: Callable[[Sequence[bool]], None]
+    ) -> None:
+        reads = (
+            self.store.read(name, self._host[block].data, timeout_s) for name, block in zip(names, blocks, strict=True)
+        )
+        done(await asyncio.gather(*reads))
+        if not self._closed:
+            self.changed()
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        self.store.forget(names)
+
+    async def close(self) -> None:
+        """End what is in progress; what is stored stays on the disk."""
+        self._closed = True
+        await self.store.close()
+        await asyncio.gather(*self._reading)
+
+
+def open_disk_cache(config: WorkerConfig, pool: KVPool) -> DiskCache | None:
+    """None if the configuration has none. Each worker has a folder of its name in `engine.disk_cache_path`. Blocks.
+
+    Raises `KVStoreError`.
+    """
+    engine = config.engine
+    if not engine.disk_cache_path:
+        return None
+    folder = Path(engine.disk_cache_path) / config.name
+    with suppress(OSError):  # the store says what is wrong
+        folder.mkdir(exist_ok=True)
+    device = pool.blocks.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    layout = pool.region.layout
+    computed_by = fingerprint(layout, version("diptych"), torch.__version__, kind, str(engine.deterministic))
+    store = open_kv_store(folder, engine.disk_cache_bytes, layout.block_bytes, computed_by, lambda name: None)
+    stats = store.stats()
+    how = "direct" if stats.is_direct else "buffered"
+    logger.info("%s: %d of %d blocks found in %s, %s I/O", config.name, stats.num_stored, stats.num_slots, folder, how)
+    return DiskCache(store, pool)
