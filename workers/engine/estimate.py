@@ -41,14 +41,14 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
 
     Stages idle while the first part moves to the last stage, and after the last part. With m equal parts, the tokens
     take (stages - 1 + m) / stages plans of fixed_s + num_tokens * token_s / m seconds, which is minimal at
-    m² = (stages - 1) * num_tokens * token_s / fixed_s. There are at most as many parts as stages: more gain little, and
-    the fixed cost of a step is the least certain number. `fixed_s`: seconds of an empty step; `token_s`: seconds that
-    one token of a prompt of usual length adds.
+    m² = (stages - 1) * num_tokens * token_s / fixed_s, to the nearest whole m. There are at most as many parts as
+    stages: more gain little, and the fixed cost of a step is the least certain number. `fixed_s`: seconds of an empty
+    step; `token_s`: seconds that one token of a prompt of usual length adds.
     """
     fixed_s = cost.mixed_seconds((), 0, 0)
     usual = min(num_tokens, _USUAL_PROMPT)
     work_s = (stages - 1) * num_tokens * (cost.prefill_seconds(usual) - fixed_s) / max(usual, 1)
-    parts = stages if work_s >= stages * stages * fixed_s else max(1.0, math.sqrt(work_s / fixed_s))
+    parts = stages if work_s >= stages * stages * fixed_s else max(1, round(math.sqrt(work_s / fixed_s)))
     return math.ceil(num_tokens / parts)
 
 
