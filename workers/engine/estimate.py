@@ -32,8 +32,8 @@ def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
 
 
 def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
-    """Predicted seconds of this plan's chunks."""
-    return cost.mixed_seconds(*_parts(plan)) if plan.chunks else 0.0
+    """Predicted seconds of this plan."""
+    return cost.mixed_seconds(*_parts(plan))
 
 
 def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
