@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diptych.view import Role as Role
-from workers.config import EngineConfig, ParallelConfig, TransferConfig
+from workers.config import CacheConfig, EngineConfig, ParallelConfig, TransferConfig
 from workers.costs import CostModel
 from workers.request import SLO
 
@@ -98,6 +98,8 @@ class PoolSpec:
     """The ranks of a worker."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Sizes, limits and policies of each worker."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """The tiers of each worker's prefix cache behind its device: docs/kv.md."""
     resources: Resources = field(default_factory=Resources)
     """What Ray reserves for each rank."""
     cost: CostModel | None = None
@@ -118,8 +120,10 @@ class PoolSpec:
             raise ValueError(f"replicas is {self.replicas}; it must lie between 0 and {MAX_REPLICAS}")
         if (self.min_replicas is None) != (self.max_replicas is None):
             raise ValueError("min_replicas and max_replicas come together; write replicas: {min: 1, max: 4}")
-        if self.engine.disk_cache_path and self.parallel.world_size > 1:
-            raise ValueError("engine.disk_cache_path is for workers of one rank; leave it out, or parallel")
+        if self.cache.host and not self.engine.prefix_caching:
+            raise ValueError("cache keeps what the prefix cache evicts, but engine.prefix_caching is off")
+        if self.cache.disk is not None and self.parallel.world_size > 1:
+            raise ValueError("cache.disk is for workers of one rank; leave it out, or parallel")
         least, most = self.bounds
         if not 0 <= least <= self.replicas <= most <= MAX_REPLICAS:
             raise ValueError(
@@ -435,6 +439,8 @@ class ClusterSpec:
         if len(set(names)) != len(names):
             raise ValueError(f"pools: names must differ, got {', '.join(names)}")
         _check_choice(self, "executor", EXECUTORS)
+        if self.executor == "modelled" and any(pool.cache.disk for pool in self.pools):
+            raise SpecError("pools: cache.disk is not modelled; leave it out to simulate, or for executor: modelled")
         roles = {pool.role for pool in self.pools}
         if not roles:
             raise ValueError("pools is empty; name one mixed pool, or a prefill and a decode pool")

@@ -11,14 +11,21 @@ import msgspec
 import yaml
 
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role, SpecError
-from workers.config import EngineConfig
+from workers.config import ByteSize, EngineConfig
 from workers.costs import CostModel, LinearCost
 
 logger = logging.getLogger(__name__)
 
 RENAMED = {"promise": "slo", "promised": "slo"}  # old names of routers and admission policies
 _NO_REPLANNING = "replanning was removed; delete the key: elastic.mode act or advise follows the load without it"
-REMOVED = {"elastic.replan": _NO_REPLANNING, "elastic.replan_after_s": _NO_REPLANNING}
+_CACHE = "write the pool's cache: {host: 8GiB, disk: {path: /var/kv, size: 100GiB}}"
+REMOVED = {
+    "elastic.replan": _NO_REPLANNING,
+    "elastic.replan_after_s": _NO_REPLANNING,
+    "pools[].engine.host_cache_blocks": _CACHE,
+    "pools[].engine.disk_cache_path": _CACHE,
+    "pools[].engine.disk_cache_bytes": _CACHE,
+}
 _POOL = re.compile(r"pools\[(\d+)\]")
 
 # Defaults of a cluster file (docs/decisions/0044-default-policies.md). The types themselves default to the
@@ -141,8 +148,8 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
     known = [each.name for each in fields(kind)]
     for key, item in value.items():
         where = f"{path}.{key}" if path else str(key)
-        if where in REMOVED:
-            raise SpecError(f"{where}: {REMOVED[where]}")
+        if (general := re.sub(r"\d+", "", where)) in REMOVED:
+            raise SpecError(f"{where}: {REMOVED[general]}")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
@@ -151,7 +158,9 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
 
 
 def _custom(kind: type, value: object) -> object:
-    """Decode a cost model; YAML has one form."""
+    """Decode a size, or a cost model; YAML has one form."""
+    if kind is ByteSize:
+        return ByteSize.parse(value)
     if kind is not CostModel:
         raise NotImplementedError(f"{kind} cannot be read")
     try:

@@ -28,6 +28,8 @@ BLOCKS: dict[str, type] = {
     "pools[].resources": spec.Resources,
     "pools[].parallel": config.ParallelConfig,
     "pools[].engine": config.EngineConfig,
+    "pools[].cache": config.CacheConfig,
+    "pools[].cache.disk": config.DiskCacheConfig,
     "pools[].cost": LinearCost,
     "transfer": config.TransferConfig,
     "gateway": spec.GatewaySpec,
@@ -55,7 +57,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
 }
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_blocks": "blocks", "_tokens": "tokens", "port": "port"}
 NUMBERS = {int: "whole number", float: "number"}
-PLAIN = {bool: "true or false", str: "text"}
+PLAIN = {bool: "true or false", str: "text", config.ByteSize: "size, such as `8GiB`"}
 
 
 def meanings(kind: type) -> dict[str, str]:

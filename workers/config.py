@@ -60,14 +60,6 @@ class EngineConfig:
     """Blocks that may be reserved for prompts whose KV has not arrived. 0: half the pool."""
     swap_blocks: int = 0
     """Host memory blocks for preempted sequences. 0: they are recomputed."""
-    host_cache_blocks: int = 0
-    """Host memory blocks for prefixes that the device's cache evicts."""
-    disk_cache_path: str = ""
-    """Folder on a local disk for what the host cache gets; it survives restarts. Each worker takes `disk_cache_bytes`
-    in a folder of its name there. For workers of one rank with `host_cache_blocks`. Keep it as private as prompts.
-    """
-    disk_cache_bytes: int = 0
-    """Size of a worker's file in `disk_cache_path`, allocated at its start."""
     preemption: str = "auto"
     """What happens to a preempted sequence's KV. `auto`: whichever the cost model finds cheaper."""
     prefix_caching: bool = True
@@ -109,14 +101,6 @@ class EngineConfig:
             raise ValueError(f"engine.threads is {self.threads}; it must be 0 (the worker's CPUs) or more")
         if self.swap_blocks < 0:
             raise ValueError(f"engine.swap_blocks is {self.swap_blocks}; it must be 0 (no swapping) or more")
-        if self.host_cache_blocks < 0:
-            raise ValueError(f"engine.host_cache_blocks is {self.host_cache_blocks}; it must be 0 (none) or more")
-        if self.host_cache_blocks and not self.prefix_caching:
-            raise ValueError("engine.host_cache_blocks keep a prefix cache, but engine.prefix_caching is off")
-        if bool(self.disk_cache_path) != (self.disk_cache_bytes > 0):
-            raise ValueError("engine.disk_cache_path and disk_cache_bytes come together; set both, the size above 0")
-        if self.disk_cache_path and not self.host_cache_blocks:
-            raise ValueError("engine.disk_cache_path needs host_cache_blocks: blocks come and go through host memory")
         if self.preemption == "swap" and not self.swap_blocks:
             raise ValueError("engine.preemption is swap, but engine.swap_blocks is 0; give it host memory")
         if self.tpot_slo_s is not None and not self.tpot_slo_s > 0:
@@ -124,10 +108,52 @@ class EngineConfig:
         if self.staging_blocks < 0 or 0 < self.kv_blocks < self.staging_blocks:
             raise ValueError(f"engine.staging_blocks is {self.staging_blocks}; it must lie between 0 and kv_blocks")
 
-    @property
-    def host_blocks(self) -> int:
-        """Blocks of host memory: first those for preempted sequences, then those of the prefix cache."""
-        return self.swap_blocks + self.host_cache_blocks
+
+class ByteSize(int):
+    """A number of bytes, which a cluster file may also write as `8GiB`, `8Gi` or `500MB`."""
+
+    @classmethod
+    def parse(cls, value: object) -> "ByteSize":
+        """Raises ValueError."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
+        if found is None or isinstance(value, bool):
+            raise ValueError(f"{value!r} is no size; write 8GiB, 500MB or a number of bytes")
+        number, unit, binary = found.groups()
+        base = 1024 if binary else 1000
+        return cls(float(number) * base ** (" KMGT".index(unit.upper())) if unit else float(number))
+
+
+NO_BYTES = ByteSize()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCacheConfig:
+    """A file on a local disk for what the host cache gets. It survives restarts."""
+
+    path: str
+    """Folder. Each worker has a folder of its name there. Keep it as private as prompts: it holds KV."""
+    size: ByteSize
+    """Size of each worker's file, allocated at its start."""
+
+    def __post_init__(self) -> None:
+        if not self.path.startswith("/"):
+            raise ValueError(f"disk.path {self.path!r} is read where the worker runs, so it must begin with /")
+        if not self.size:
+            raise ValueError("disk.size is 0; give the file room, such as 100GiB, or leave disk out")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The tiers of a worker's prefix cache behind its device."""
+
+    host: ByteSize = NO_BYTES
+    """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none."""
+    disk: DiskCacheConfig | None = None
+    """A file on a local disk, for workers of one rank with `host`."""
+
+    def __post_init__(self) -> None:
+        if self.disk is not None and not self.host:
+            raise ValueError("disk needs host: blocks come and go through host memory; write host: 8GiB")
 
 
 BACKENDS = ("nixl", "tcp", "memory", "modelled")
@@ -196,6 +222,7 @@ class WorkerConfig:
     staging_bytes: int = 0
     cost: CostModel | None = None
     memory_part: float = 1.0
+    cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
         if self.prefix_tokens < 1 or self.staging_bytes < 0:

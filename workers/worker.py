@@ -69,6 +69,7 @@ class Worker:
             prefix_tokens=config.prefix_tokens,
             depth=executor.depth,
             cost=config.cost,
+            host_cache_blocks=facts.host_cache_blocks,
             disk=executor.disk(self._changed),
         )
         self._executor = executor

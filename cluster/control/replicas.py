@@ -280,6 +280,7 @@ def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> Worke
         pool=pool.name,
         model=pool.model or spec.model,
         engine=pool.engine,
+        cache=pool.cache,
         parallel=pool.parallel,
         transfer=spec.transfer,
         executor=spec.executor,

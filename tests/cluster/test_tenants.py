@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.cluster.local import Cluster, cluster, completed, mixed_spec, request, split_spec
+from workers.config import ByteSize, CacheConfig
 from workers.request import Request
 
 PROMPT = request("r", 400, first=5)
@@ -39,9 +40,13 @@ async def test_tenants_that_share_prefixes_find_each_others() -> None:
 
 
 async def test_the_host_cache_is_separate_per_tenant() -> None:
-    async with cluster(mixed_spec(kv_blocks=40, host_cache_blocks=100)) as subject:
+    spec = mixed_spec(kv_blocks=40)
+    pool = replace(spec.pools[0], cache=CacheConfig(ByteSize.parse("80MiB")))  # more than a hundred blocks
+    async with cluster(replace(spec, pools=(pool,))) as subject:
         mine, others = replace(PROMPT, tenant="bank"), request("fill", 500, first=600)
         assert await cached(subject, "a", mine) == 0
         assert await cached(subject, "b", others) == 0, "takes the device's blocks"
         assert await cached(subject, "c", replace(PROMPT, tenant="eve")) == 0
         assert await cached(subject, "d", mine) == 384
+        assert await cached(subject, "e", replace(others, tenant="eve")) == 0, "takes them again"
+        assert await cached(subject, "f", mine) == 384

@@ -24,6 +24,7 @@ def engine(
     block_bytes: int = 0,
     depth: int = 1,
     prefix_tokens: int = 1,
+    host_cache_blocks: int = 0,
     disk: Disk | None = None,
     **config: object,
 ) -> Engine:
@@ -39,6 +40,7 @@ def engine(
         block_bytes=block_bytes,
         depth=depth,
         prefix_tokens=prefix_tokens,
+        host_cache_blocks=host_cache_blocks,
         disk=disk,
     )
 

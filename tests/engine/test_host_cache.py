@@ -20,7 +20,7 @@ from tests.engine.driving import (
     tokens_of,
 )
 from tests.engine.test_memory import EngineMachine
-from workers.config import BATCHING, EngineConfig
+from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
 from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine, EngineOutput
@@ -177,13 +177,6 @@ def test_hits_are_forgotten_when_others_are_hit_later() -> None:
         host.save(b"new %d" % number, None, ())
     assert [name in host for name in names] == [True, True] + 8 * [False], "two of ten are protected"
     host.check()
-
-
-def test_a_host_cache_needs_a_prefix_cache() -> None:
-    with pytest.raises(ValueError, match="prefix_caching is off"):
-        EngineConfig(host_cache_blocks=4, prefix_caching=False)
-    with pytest.raises(ValueError, match="host_cache_blocks is -1"):
-        EngineConfig(host_cache_blocks=-1)
 
 
 def test_the_estimate_excludes_the_time_of_copies() -> None:

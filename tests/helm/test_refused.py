@@ -27,6 +27,10 @@ WRONG = {
         ("--set", "cluster.gateway.max_requests=many"),
         "- at '/cluster/gateway/max_requests': got string, want integer",
     ),
+    "a size that is none": (
+        pools('{"name": "both", "role": "mixed", "cache": {"host": "8 gigs"}}'),
+        "- at '/cluster/pools/0/cache/host': '8 gigs' does not match pattern",
+    ),
     "a floor above the pools": (
         ("--set", "cluster.elastic.mode=act,cluster.elastic.floors.decode=3"),
         "cluster.elastic.floors.decode is 3, the pools have 2 workers; lower the floor",

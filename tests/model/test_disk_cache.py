@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.spec import PoolSpec
-from diptych.view import Role
 from kvtransfer.open import SharedMemory
 from tests.model.test_host_tier import PROMPTS
-from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
+from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
@@ -21,17 +19,19 @@ from workers.request import Bundle, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 WAIT_S = 60.0
+BLOCK_BYTES = 2048  # eight tokens of the tiny model
 
 
 def config(folder: Path | None, **engine: object) -> WorkerConfig:
     """Fourteen blocks of eight tokens on the device, ten in host memory."""
-    disk = {"disk_cache_path": str(folder), "disk_cache_bytes": 1 << 20} if folder else {}
-    sizes = {"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, "host_cache_blocks": 10}
+    disk = DiskCacheConfig(str(folder), ByteSize(1 << 20)) if folder else None
+    sizes = {"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1}
     return WorkerConfig(
         "w",
         "pool",
         "tiny",
-        EngineConfig(**{**sizes, **disk, **engine}),  # type: ignore[arg-type]
+        EngineConfig(**{**sizes, **engine}),  # type: ignore[arg-type]
+        cache=CacheConfig(ByteSize(10 * BLOCK_BYTES if disk else 0), disk),
         transfer=TransferConfig(backends=("memory",), host="127.0.0.1"),
         secret="test",
         cost=LinearCost(prefill_token_s=1.0, swap_byte_s=0.0),  # so that it waits for the disk
@@ -91,7 +91,7 @@ async def answers(
 
 async def test_prefixes_from_the_disk_give_the_tokens_of_computed_ones(tiny: ModelFolder, tmp_path: Path) -> None:
     first, again = range(10), range(10, 15)
-    plain = config(None, prefix_caching=False, host_cache_blocks=0)
+    plain = config(None, prefix_caching=False)
     expected, _, _ = await answers(tiny, plain, range(15))
     found, _, disk = await answers(tiny, config(tmp_path), first)
     assert found == expected[:10]
@@ -124,12 +124,3 @@ async def test_other_weights_find_nothing(tiny: ModelFolder, tmp_path: Path) -> 
 async def test_a_worker_without_its_folder_does_not_start_and_says_why(tiny: ModelFolder, tmp_path: Path) -> None:
     with pytest.raises(KVStoreError, match=r"missing/w is no folder; create it"):
         await open_solo(config(tmp_path / "missing"), tiny, "w-1", SharedMemory())
-
-
-def test_a_disk_cache_needs_a_host_cache_and_a_size(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs host_cache_blocks"):
-        config(tmp_path, host_cache_blocks=0)
-    with pytest.raises(ValueError, match="come together"):
-        config(tmp_path, disk_cache_bytes=0)
-    with pytest.raises(ValueError, match="is for workers of one rank"):
-        PoolSpec("pool", Role.MIXED, engine=config(tmp_path).engine, parallel=ParallelConfig(2))

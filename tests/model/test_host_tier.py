@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
-from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
 from workers.engine.engine import Engine
 from workers.engine.step import StepPlan, StepResult
@@ -16,12 +16,19 @@ from workers.request import Request, SamplingParams, TokensOut
 
 PROMPTS = [tuple(range(5 + 40 * index, 5 + 40 * index + length)) for index, length in enumerate((21, 30, 40, 33, 26))]
 ROUNDS = 3
+BLOCK_BYTES = 2048  # eight tokens of the tiny model
 
 
-async def answers(tiny: ModelFolder, depth: int = 1, **engine: object) -> tuple[list[list[int]], int, int]:
-    """Every prompt in turn, and all again: the tokens of each, and blocks that went to the host and came back."""
+async def answers(
+    tiny: ModelFolder, depth: int = 1, host: int = 0, **engine: object
+) -> tuple[list[list[int]], int, int]:
+    """Every prompt in turn, and all again: the tokens of each, and blocks that went to the host and came back.
+
+    `host`: blocks of the host cache.
+    """
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, **engine})  # type: ignore[arg-type]
-    config = WorkerConfig("w", "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
+    cache = CacheConfig(ByteSize(host * BLOCK_BYTES))
+    config = WorkerConfig("w", "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)), cache=cache)
     executor = await open_solo(config, tiny, "w-1", SharedMemory())
     facts = executor.facts
     subject = Engine(
@@ -34,7 +41,9 @@ async def answers(tiny: ModelFolder, depth: int = 1, **engine: object) -> tuple[
         block_bytes=facts.layout.block_bytes,
         cost=LinearCost(swap_byte_s=0.0),
         depth=depth,
+        host_cache_blocks=facts.host_cache_blocks,
     )
+    assert facts.host_cache_blocks == host
     tokens: list[list[int]] = []
     saved = restored = 0
     for number in range(ROUNDS * len(PROMPTS)):
@@ -62,6 +71,6 @@ async def answers(tiny: ModelFolder, depth: int = 1, **engine: object) -> tuple[
 @pytest.mark.parametrize("depth", [1, 3])
 async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(tiny: ModelFolder, depth: int) -> None:
     expected, _, _ = await answers(tiny, prefix_caching=False)
-    found, saved, restored = await answers(tiny, depth, host_cache_blocks=40, swap_blocks=4)
+    found, saved, restored = await answers(tiny, depth, host=40, swap_blocks=4)
     assert found == expected
     assert saved > 10 and restored > 10

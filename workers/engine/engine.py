@@ -44,8 +44,8 @@ class Engine:
     """Owned by one Worker. The first `reserved` blocks of the pool belong to preflight.
 
     `cost` is the initial estimate of step times. A swap moves `block_bytes` for each block. `depth` is the number of
-    plans that the executor runs at once; the scheduler spreads work over that many. `disk` keeps what the host cache
-    gets.
+    plans that the executor runs at once; the scheduler spreads work over that many. `host_cache_blocks` of host memory
+    keep what the device evicts; `disk` keeps what they get.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Engine:
         block_bytes: int = 0,
         prefix_tokens: int = 1,
         depth: int = 1,
+        host_cache_blocks: int = 0,
         disk: Disk | None = None,
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
@@ -70,7 +71,7 @@ class Engine:
             config.block_size,
             reserved=reserved,
             prefix_caching=config.prefix_caching,
-            host_blocks=config.host_cache_blocks,
+            host_blocks=host_cache_blocks,
             first_host=config.swap_blocks,
         )
         self.capacity_tokens = self.pool.num_blocks * config.block_size

@@ -28,6 +28,7 @@ class ModelFacts:
     tokenizer: str = ""  # its id; empty: it has none
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     kv_blocks: int = 0  # of the pool, where the configuration leaves that to the executor
+    host_cache_blocks: int = 0
 
 
 class Executor(Protocol):

@@ -61,21 +61,21 @@ class DiskCache:
 
 
 def open_disk_cache(config: WorkerConfig, pool: KVPool) -> DiskCache | None:
-    """None if the configuration has none. Each worker has a folder of its name in `engine.disk_cache_path`. Blocks.
+    """None if the configuration has none. Each worker has a folder of its name in `cache.disk.path`. Blocks.
 
     Raises `KVStoreError`.
     """
-    engine = config.engine
-    if not engine.disk_cache_path:
+    disk = config.cache.disk
+    if disk is None:
         return None
-    folder = Path(engine.disk_cache_path) / config.name
+    folder = Path(disk.path) / config.name
     with suppress(OSError):  # the store says what is wrong
         folder.mkdir(exist_ok=True)
     device = pool.blocks.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     layout = pool.region.layout
-    computed_by = fingerprint(layout, version("diptych"), torch.__version__, kind, str(engine.deterministic))
-    store = open_kv_store(folder, engine.disk_cache_bytes, layout.block_bytes, computed_by, lambda name: None)
+    computed_by = fingerprint(layout, version("diptych"), torch.__version__, kind, str(config.engine.deterministic))
+    store = open_kv_store(folder, disk.size, layout.block_bytes, computed_by, lambda name: None)
     stats = store.stats()
     how = "direct" if stats.is_direct else "buffered"
     logger.info("%s: %d of %d blocks found in %s, %s I/O", config.name, stats.num_stored, stats.num_slots, folder, how)

@@ -95,9 +95,8 @@ def allocate_pool(
     spare_bytes = memory_of(torch.device("cpu"))[0] - (device.type == "cpu") * num_blocks * layout.block_bytes
     if host_blocks * layout.block_bytes > spare_bytes * (1 - _SPARE):
         raise ModelError(
-            f"engine.swap_blocks and host_cache_blocks are {host_blocks}: "
-            f"{host_blocks * layout.block_bytes / 2**30:.1f} GiB do not fit in "
-            f"the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower them or engine.kv_blocks"
+            f"engine.swap_blocks and cache.host take {host_blocks * layout.block_bytes / 2**30:.1f} GiB, which do not "
+            f"fit in the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower them or engine.kv_blocks"
         )
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if device.type == "cpu":

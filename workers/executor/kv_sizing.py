@@ -10,7 +10,7 @@ Each rank of a gang proposes a number; all take the smallest.
 
 from dataclasses import dataclass
 
-from workers.config import EngineConfig
+from workers.config import CacheConfig, EngineConfig
 from workers.errors import ModelError
 
 HOST_SHARE = 0.4  # of the host's free memory; the rest is for activations, staging, page cache and other programs
@@ -31,6 +31,15 @@ class DeviceMemory:
         of_all = utilization * part * self.total_bytes - self.weight_bytes
         of_free = (HOST_SHARE * part if is_host else utilization) * self.free_bytes
         return max(0, int(min(of_all, of_free)) - self.step_bytes)
+
+
+def host_cache_blocks(cache: CacheConfig, block_bytes: int) -> int:
+    """Blocks of the host cache. `block_bytes`: of a block on all ranks. Raises `ModelError` if not even one fits."""
+    if 0 < cache.host < block_bytes:
+        raise ModelError(
+            f"cache.host is {cache.host} bytes, but a block of KV takes {block_bytes}; raise it, or leave it out"
+        )
+    return cache.host // block_bytes
 
 
 def blocks_in_use(engine: EngineConfig, context_length: int) -> int:

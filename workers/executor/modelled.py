@@ -28,7 +28,7 @@ from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.executor.bubble import BubbleMeter
-from workers.executor.kv_sizing import blocks_in_use
+from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
 from workers.request import TokenLogprobs
 
 
@@ -245,7 +245,8 @@ def open_modelled(
         )
     fill = "modelled" not in config.transfer.backends
     kv_blocks = config.engine.kv_blocks or RESERVED_BLOCKS + blocks_in_use(config.engine, facts.context_length)
-    facts = replace(facts, kv_blocks=kv_blocks)
+    host_blocks = host_cache_blocks(config.cache, facts.layout.block_bytes)
+    facts = replace(facts, kv_blocks=kv_blocks, host_cache_blocks=host_blocks)
     region = _region(facts.layout, kv_blocks, fill)
     transports = open_transports(
         region,
@@ -277,7 +278,7 @@ class _Pattern:
         """Swaps and copies, as in a real pool."""
         self._host |= {host: self._blocks[block].copy() for block, host in plan.swap_out}
         for host, block in plan.swap_in:
-            self._blocks[block] = self._host.pop(host)
+            self._blocks[block] = self._host[host]
         for source, target in plan.copies:
             self._blocks[target] = self._blocks[source]
 

@@ -23,7 +23,7 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.disk_cache import DiskCache, open_disk_cache
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
-from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks
+from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks, host_cache_blocks
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous
 from workers.executor.threads import ComputeThread
@@ -159,12 +159,16 @@ def _load_shard(
         group=group,
     )
     facts = model_facts(folder, shape, engine, model.dtype.itemsize)
+    facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
+    host_blocks = engine.swap_blocks + facts.host_cache_blocks
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
     part = ModelPart(model, group, link)
     if not engine.kv_blocks:
-        facts = replace(facts, kv_blocks=_chosen_blocks(config, facts.context_length, part, layout, device, store))
+        host_bytes = host_blocks * layout.block_bytes + config.staging_bytes
+        chosen = _chosen_blocks(config, facts.context_length, part, layout, device, store, host_bytes)
+        facts = replace(facts, kv_blocks=chosen)
     kv_blocks = engine.kv_blocks or facts.kv_blocks
-    pool = allocate_pool(layout, kv_blocks, device, engine.host_blocks, config.staging_bytes)
+    pool = allocate_pool(layout, kv_blocks, device, host_blocks, config.staging_bytes)
     return facts, part, pool
 
 
@@ -175,8 +179,12 @@ def _chosen_blocks(
     layout: KVLayout,
     device: torch.device,
     store: TCPStore | None,
+    host_bytes: int,
 ) -> int:
-    """Blocks of a pool without `kv_blocks`: what fits on the rank with the least room. Raises `ModelError`."""
+    """Blocks of a pool without `kv_blocks`: what fits on the rank with the least room. Raises `ModelError`.
+
+    `host_bytes`: what else the rank takes of the host's memory.
+    """
     engine, is_host = config.engine, device.type == "cpu"
     if is_host:
         free_bytes, total_bytes = memory_of(device)
@@ -187,7 +195,7 @@ def _chosen_blocks(
         memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes)
     kv_bytes = memory.kv_bytes(engine.gpu_memory_utilization, config.memory_part, is_host=is_host)
     if is_host:
-        kv_bytes -= engine.host_blocks * layout.block_bytes + config.staging_bytes
+        kv_bytes -= host_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
     if is_host:
         blocks = min(blocks, blocks_in_use(engine, context_length))

@@ -1,0 +1,71 @@
+"""A pool's `cache`: sizes, and one clear error for each wrong combination."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.offline.sim.cluster import PoolModel, virtual
+from cluster.spec import ClusterSpec, SpecError
+from cluster.spec_file import parse_spec
+from workers.config import ByteSize, CacheConfig, DiskCacheConfig
+from workers.costs import LinearCost
+from workers.errors import ModelError
+from workers.executor.kv_sizing import host_cache_blocks
+
+DISK = {"path": "/var/kv", "size": "100GiB"}
+
+
+def parsed(cache: object, **pool: Any) -> ClusterSpec:
+    return parse_spec({"model": "m", "pools": [{"name": "both", "role": "mixed", "cache": cache, **pool}]})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("8GiB", 8 << 30), ("8Gi", 8 << 30), ("500MB", 500_000_000), ("1.5k", 1500), ("2 TiB", 2 << 40), (4096, 4096)],
+)
+def test_a_size_is_a_number_of_bytes_or_has_a_unit(text: object, num_bytes: int) -> None:
+    assert parsed({"host": text}).pools[0].cache.host == num_bytes
+
+
+def test_a_pool_has_host_memory_and_a_disk() -> None:
+    cache = parsed({"host": "8GiB", "disk": DISK}).pools[0].cache
+    assert cache == CacheConfig(ByteSize(8 << 30), DiskCacheConfig("/var/kv", ByteSize(100 << 30)))
+
+
+@pytest.mark.parametrize(
+    ("cache", "pool", "message"),
+    [
+        ({"host": "8 gigs"}, {}, r"pools\[0\]\.cache\.host: '8 gigs' is no size; write 8GiB"),
+        ({"host": True}, {}, r"pools\[0\]\.cache\.host: True is no size"),
+        ({"host": -1}, {}, r"pools\[0\]\.cache\.host: -1 is no size"),
+        ({"disk": DISK}, {}, r"pools\[0\]\.cache: disk needs host: .* write host: 8GiB"),
+        ({"host": 1, "disk": {"path": "/kv"}}, {}, r"pools\[0\]\.cache\.disk: .*missing required field size"),
+        ({"host": 1, "disk": DISK | {"size": 0}}, {}, r"pools\[0\]\.cache\.disk: disk\.size is 0; give"),
+        ({"host": 1, "disk": DISK | {"path": "kv"}}, {}, r"pools\[0\]\.cache\.disk: disk\.path 'kv' .* begin with /"),
+        ({"ram": 1}, {}, r"pools\[0\]\.cache\.ram: unknown key; known keys here: host, disk"),
+        ({"host": 1}, {"engine": {"prefix_caching": False}}, r"cache keeps .* engine\.prefix_caching is off"),
+        ({"host": 1, "disk": DISK}, {"parallel": {"tensor": 2}}, r"cache\.disk is for workers of one rank"),
+        ({}, {"engine": {"host_cache_blocks": 4}}, r"pools\[0\]\.engine\.host_cache_blocks: write the pool's cache: "),
+    ],
+)
+def test_wrong_settings_are_one_error_that_says_what_to_write(
+    cache: object, pool: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        parsed(cache, **pool)
+
+
+def test_a_simulation_refuses_a_disk() -> None:
+    spec, models = parsed({"host": "8GiB", "disk": DISK}), {"both": PoolModel(LinearCost())}
+    with pytest.raises(SpecError, match=r"pools: cache\.disk is not modelled; leave it out to simulate"):
+        virtual(spec, models)
+    pool = replace(spec.pools[0], cache=CacheConfig(ByteSize(8 << 30)))
+    assert virtual(replace(spec, pools=(pool,)), models).pools[0].cache.host == 8 << 30
+
+
+def test_host_memory_is_counted_in_whole_blocks_and_holds_at_least_one() -> None:
+    assert host_cache_blocks(CacheConfig(), 1000) == 0
+    assert host_cache_blocks(CacheConfig(ByteSize(2999)), 1000) == 2
+    with pytest.raises(ModelError, match=r"cache\.host is 999 bytes, but a block of KV takes 1000; raise it"):
+        host_cache_blocks(CacheConfig(ByteSize(999)), 1000)
