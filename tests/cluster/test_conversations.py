@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from cluster.spec import ClusterSpec
 from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
 from tests.model.tiny import write_tiny_llama
+from workers.config import ByteSize, CacheConfig
 from workers.costs import LinearCost
+from workers.engine.blocks import prefix_hashes
 from workers.engine.step import StepPlan, StepResult
 from workers.request import Request, SamplingParams
 from workers.worker import Worker
@@ -39,7 +41,7 @@ def colocated(model: Path) -> list[int]:
 
     async def run() -> list[int]:
         async with cluster(real(mixed_spec(block_size=BLOCK, kv_blocks=200), model)) as subject:
-            return (await two_turns(subject, lambda: None))[0]
+            return (await two_turns(subject, nothing))[0]
 
     return asyncio.run(run())
 
@@ -58,7 +60,11 @@ def turn(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
     return Request(name, prompt, SamplingParams(temperature=1.5, seed=7, max_tokens=max_tokens, ignore_eos=True))
 
 
-async def two_turns(subject: Cluster, then: Callable[[], object]) -> tuple[list[int], int]:
+async def nothing() -> None:
+    """Between the turns."""
+
+
+async def two_turns(subject: Cluster, then: Callable[[], Awaitable[None]]) -> tuple[list[int], int]:
     """The tokens of both turns, and how many of them the second one found. `then` is called between the turns."""
     events = await subject.run(turn("first", PROMPT, ANSWER))
     history = (*PROMPT, *tokens_of(events))
@@ -66,12 +72,12 @@ async def two_turns(subject: Cluster, then: Callable[[], object]) -> tuple[list[
     async with asyncio.timeout(10.0):
         while all(each.tokens < 128 * len(names) for each in index.matches(names).values()):
             await asyncio.sleep(0.01)
-    then()
+    await then()
     again = await subject.run(turn("second", (*history, *QUESTION), 20))
     return [*tokens_of(events), *tokens_of(again)], completed(again).cached_tokens
 
 
-def keep_away_from(subject: Cluster, name: str) -> None:
+async def keep_away_from(subject: Cluster, name: str) -> None:
     """The router does not use this worker from now on."""
     choose = subject.dispatcher._policy.choose
     subject.dispatcher._policy.choose = lambda ask: choose(replace(ask, avoid={*ask.avoid, name}))
@@ -88,6 +94,42 @@ async def test_a_turn_finds_the_last_answer_wherever_it_is_prefilled(
         assert cached_tokens >= TOTAL - BLOCK
         assert subject.workers["prefill-0" if other == "prefill-1" else "prefill-1"]._stats().pulls.arrived == 1
         await subject.settle()
+
+
+def with_host_memory(model: Path, decodes: int = 1) -> ClusterSpec:
+    """A decode worker holds three conversations on its device, and the others in host memory."""
+    spec = split(model, decodes)
+    prefill, decode = spec.pools
+    engine = replace(decode.engine, kv_blocks=130)
+    cache = CacheConfig(host=ByteSize(64 << 20))
+    return replace(spec, pools=(prefill, replace(decode, engine=engine, cache=cache)))
+
+
+async def leaves_the_device(subject: Cluster) -> None:
+    """Other conversations evict the first one from the decode worker's device."""
+    for number in range(8):
+        prompt = tuple(1 + (number + 13 * position) % 300 for position in range(280))
+        await subject.run(turn(f"other-{number}", prompt, 20))
+
+
+async def test_a_turn_finds_the_last_answer_in_the_host_memory_of_its_decode_worker(
+    model: Path, colocated: list[int]
+) -> None:
+    async with cluster(with_host_memory(model)) as subject:
+        owner = subject.workers["decode-0"].engine
+        moved: list[int] = []
+
+        async def between() -> None:
+            await leaves_the_device(subject)
+            await keep_away_from(subject, "prefill-0")
+            moved.append(owner.pool.num_known(prefix_hashes(PROMPT, BLOCK)))
+
+        tokens, cached_tokens = await two_turns(subject, between)
+        assert tokens == colocated and moved == [0]
+        assert cached_tokens >= TOTAL - BLOCK
+        assert subject.workers["prefill-1"]._stats().pulls.arrived == 1
+        await subject.settle()
+        assert not owner.pool.host._held
 
 
 def dies(owner: Worker) -> None:
@@ -134,12 +176,13 @@ def expires(owner: Worker) -> None:
     owner.hold_prefix = late
 
 
+@pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("breaks", [dies, fails_a_step, damages_a_block, expires])
 async def test_a_turn_is_computed_if_the_decode_worker_cannot_lend_it(
-    model: Path, colocated: list[int], breaks: Callable[[Worker], None]
+    model: Path, colocated: list[int], breaks: Callable[[Worker], None], is_on_host: bool
 ) -> None:
     """The second turn decodes on another worker."""
-    async with cluster(split(model, 2)) as subject:
+    async with cluster(with_host_memory(model, 2) if is_on_host else split(model, 2)) as subject:
         first, policy = "", subject.dispatcher._policy
         choose = policy.choose
 
@@ -147,14 +190,22 @@ async def test_a_turn_is_computed_if_the_decode_worker_cannot_lend_it(
             nonlocal first
             placement = choose(ask)
             assert isinstance(placement, Placement)
-            if ask.request.id == "first":
-                first = placement.decode
-                return placement
+            first = first or placement.decode
+            if ask.request.id != "second":
+                return structs.replace(placement, decode=first)
             (second,) = {"decode-0", "decode-1"} - {first}
             return structs.replace(placement, prefill="prefill-1", decode=second, prefix_owner=first)
 
+        async def between() -> None:
+            if is_on_host:
+                await leaves_the_device(subject)
+            owner = subject.workers[first]
+            assert bool(owner.engine.pool.num_known(prefix_hashes(PROMPT, BLOCK))) is not is_on_host
+            breaks(owner)
+
         policy.choose = chosen
-        tokens, cached_tokens = await two_turns(subject, lambda: breaks(subject.workers[first]))
+        tokens, cached_tokens = await two_turns(subject, between)
         assert tokens == colocated and cached_tokens == 0
         assert subject.workers["prefill-1"]._stats().pulls.failed == 1
-        await subject.settle()
+        await subject.settle(20.0)  # a dead owner holds what its last step moves until it is replaced
+        assert not any(worker.engine.pool.host._held for worker in subject.workers.values())

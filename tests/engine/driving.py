@@ -173,6 +173,7 @@ class Device:
         self._slots: dict[tuple[int, int], int] = {}  # (block, slot) -> token
         self._host: dict[tuple[int, int], int] = {}
         self._tokens: dict[str, list[int]] = {}  # key -> what stands at each position
+        self.readers_have: dict[str, int] = {}  # lease -> first blocks, which its reader does not read
 
     def know(self, request: Request) -> Request:
         """Check the request's tokens from now on, wherever it attends to them."""
@@ -201,7 +202,8 @@ class Device:
         for lease in engine.leases:
             tokens = self.tokens(lease.key.removesuffix(":prefix"))
             tokens = tokens[: lease.num_tokens][: len(lease.digests) * self._size]
-            for position, token in enumerate(tokens):
+            skip = self.readers_have.get(lease.key, 0) * self._size
+            for position, token in enumerate(tokens[skip:], skip):
                 found = self._slots.get((lease.blocks[position // self._size], position % self._size))
                 assert found == token, f"the reader of {lease.key} finds {found} instead of {token} at {position}"
 

@@ -212,12 +212,27 @@ class HostMachine(EngineMachine):
         )
         self.engine.leases._digest = digest
         self.flow = Pipeline(self.engine, depth, self.device)
+        for document in range(1, 6):  # the first ones leave the device
+            self.ask_of_a_document(document, 14, False, 1)
+            self.flow.run()
+        self.emitted += self.engine.drain()
 
     @rule(document=st.integers(1, 5), length=st.integers(9, 14), hold=st.booleans(), fresh=st.integers(0, 9))
     def ask_of_a_document(self, document: int, length: int, hold: bool, fresh: int) -> None:
         """Together they are more than the device holds."""
         tokens = tuple(range(20 * document, 20 * document + length))
         self._add(request(f"r{self.count}", tokens, max_tokens=1, fresh=not fresh), hold)
+
+    @rule(document=st.integers(1, 5), have=st.integers(0, 1))
+    def lend_a_document(self, document: int, have: int) -> None:
+        """To a reader that has its first block or nothing, from the device and from host memory."""
+        made = self.device.know(request(f"l{self.count}", tuple(range(20 * document, 20 * document + 14))))
+        self.count += 1
+        lease = self.engine.prefix_fetches.hold(f"{made.key}:prefix", made.prompt, self.now_s)
+        if lease is not None:
+            self.emitted.append(lease)
+            self.device.readers_have[lease.key] = have
+            self.engine.leases.progress(lease.key, lease.epoch, have, self.now_s)
 
     @rule(length=st.integers(8, 14), first=st.integers(0, 1), hold=st.booleans())
     def add_fresh(self, length: int, first: int, hold: bool) -> None:

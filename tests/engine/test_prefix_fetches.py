@@ -19,6 +19,7 @@ from tests.engine.driving import (
 )
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
 from workers.engine.engine import Engine
+from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.sequence import Lease
@@ -50,6 +51,9 @@ class Side:
             if index < key_digests:
                 self.pool.digests[block] = CELLS
         self.pool.free(blocks)
+
+    def offered(self, step: int, most: int) -> list[tuple[int, int]]:
+        return self.leases.offered(step, most, BlockMoves())
 
     def cached(self, tokens: range) -> int:
         found = self.pool.match(prefix_hashes(tokens, BLOCK))
@@ -101,7 +105,7 @@ def test_blocks_without_a_digest_are_ready_once_they_are_digested(digest: bool) 
     lease = side.prefix_fetches.hold("r", range(12), 0.0)
     assert lease is not None and lease.num_tokens == 12
     ready = [(side.leases.progress("r", lease.epoch, 0, 0.0).ready_blocks, lease.finished)]
-    while asked := side.leases.offered(len(ready), 1):
+    while asked := side.offered(len(ready), 1):
         side.leases.advance_offers(len(ready), dict.fromkeys(asked, CELLS))
         ready.append((side.leases.progress("r", lease.epoch, 0, 0.0).ready_blocks, lease.finished))
     assert ready == ([(1, False), (2, False), (3, True)] if digest else [(3, True)])
@@ -117,9 +121,9 @@ def test_digests_of_an_earlier_lease_that_are_still_in_flight_do_not_count() -> 
     asked = []
     for number in (1, 2):
         lease = side.prefix_fetches.hold("r", range(4), 0.0)
-        assert lease is not None and not side.leases.offered(number, 1), "its reader has not come"
+        assert lease is not None and not side.offered(number, 1), "its reader has not come"
         side.leases.progress("r", lease.epoch, 0, 0.0)
-        asked.append(side.leases.offered(number, 1))
+        asked.append(side.offered(number, 1))
     side.leases.advance_offers(1, dict.fromkeys(asked[0], (b"outdated",)))
     lease = next(iter(side.leases))
     assert not lease.finished and asked[0] == asked[1]
@@ -135,7 +139,7 @@ def test_a_failed_step_withdraws_the_leases_that_wait_for_its_digests() -> None:
     ready = side.prefix_fetches.hold("ready", range(50, 54), 0.0)
     assert waits and ready
     side.leases.progress("waits", waits.epoch, 0, 0.0)
-    assert side.leases.offered(1, 9)
+    assert side.offered(1, 9)
     side.leases.steps_failed()
     with pytest.raises(LeaseLost):
         side.leases.progress("waits", waits.epoch, 0, 0.0)
@@ -277,7 +281,7 @@ def test_blocks_balance_for_any_order_of_holds_and_fetches(steps: list[tuple[str
             elif what == "read" and held:
                 side.leases.progress(held[-1].key, held[-1].epoch, min(number, len(held[-1].blocks)), 0.0)
             elif what == "digest":
-                side.leases.advance_offers(index, dict.fromkeys(side.leases.offered(index, number), CELLS))
+                side.leases.advance_offers(index, dict.fromkeys(side.offered(index, number), CELLS))
             elif what == "hold":
                 lease = side.prefix_fetches.hold(f"r{number}", prompts[number], 0.0)
                 held = [each for each in held if each.key != f"r{number}" or lease is None]

@@ -17,6 +17,7 @@ from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.disk_tier import Disk, DiskTier
 from workers.engine.estimate import StepEstimate
+from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
@@ -247,7 +248,7 @@ class Engine:
         """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
         step = self._scheduler.schedule(now_s)
         if step is None:
-            return self._digest_only()
+            return self._for_readers()
         self._steps += 1
         if step.error is not None:
             raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
@@ -264,7 +265,7 @@ class Engine:
                 continue
             if len(self.leases):
                 digests += self.leases.undigested(each.sequence.key, each.first + each.count)
-        digests += self.leases.offered(self._steps, self._digests_a_step)
+        digests += self.leases.offered(self._steps, self._digests_a_step, step.moves)
         return StepPlan(
             self._steps,
             tuple(chunks),
@@ -274,14 +275,15 @@ class Engine:
             copies=tuple(step.moves.copies),
         )
 
-    def _digest_only(self) -> StepPlan | None:
-        """A step for a reader of offered blocks; None: there is nothing to digest either."""
-        digests = self.leases.offered(self._steps + 1, self._digests_a_step)
-        if not digests:
+    def _for_readers(self) -> StepPlan | None:
+        """A step for readers of offered blocks alone; None: there is nothing to restore or digest either."""
+        moves = BlockMoves()
+        digests = self.leases.offered(self._steps + 1, self._digests_a_step, moves)
+        if not digests and not moves.swap_in:
             return None
         self._steps += 1
-        self._scheduler.launch_empty()
-        return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)))
+        self._scheduler.launch(moves)
+        return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)), swap_in=tuple(moves.swap_in))
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Apply the result of the oldest step in flight."""
@@ -316,7 +318,7 @@ class Engine:
                     self._end_held(sequence)
             except Exception as error:
                 self._blame(sequence, error)
-        self.leases.advance_offers(plan.number, digests)
+        self.leases.advance_offers(plan.number, digests, plan.swap_in)
         for sequence in touched:
             if sequence.doomed and not sequence.in_flight:
                 self._end(sequence)

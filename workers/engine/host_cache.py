@@ -76,6 +76,9 @@ class HostCache:
     def block_of(self, name: bytes) -> int | None:
         return self._probation.get(name, self._protected.get(name))
 
+    def prefix_of(self, name: bytes) -> int | None:
+        return self._prefixes.get(name)
+
     def hold(self, block: int) -> None:
         """Keep the block's memory as it is until `release`, for a step in flight or a write to the disk."""
         self._held[block] = self._held.get(block, 0) + 1

@@ -33,6 +33,14 @@ class BlockMoves:
     saved: list[tuple[bytes, int]] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
 
+    def restore(self, pool: BlockPool, host_block: int, block: int) -> None:
+        """Restore a block, and hold both until the step has ended."""
+        pool.share([block])
+        pool.host.hold(host_block)
+        self.swap_in.append((host_block, block))
+        self.leaving.append(block)
+        self.held.append(host_block)
+
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy blocks in this step, and free the sources when it has ended."""
         self.copies += zip(sources, targets, strict=True)

@@ -4,12 +4,13 @@ Another hold of the same key gets a higher epoch, which fences off every reader 
 argument.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvtransfer.errors import LeaseLost
-from workers.engine.blocks import BlockPool
+from workers.engine.blocks import BlockPool, Cached
+from workers.engine.host_tier import BlockMoves
 from workers.engine.sequence import Lease, Sequence
 
 Digests: TypeAlias = Mapping[tuple[int, int], tuple[bytes, ...]]  # (block, slots) -> of its cells, on each rank
@@ -57,16 +58,21 @@ class LeaseBook:
         self._advance_known(lease, sequence.num_computed)
         return lease
 
-    def offer(self, key: str, blocks: list[int], now_s: float) -> Lease:
+    def offer(self, key: str, blocks: list[int], now_s: float, restores: Mapping[int, Cached] | None = None) -> Lease:
         """Hold computed, full blocks for a reader, taking over their references: of the cache or a running sequence.
 
-        With digests on, the watermark stops before the first block without one. Once the reader has said what it has,
-        the next steps digest what it lacks.
+        `restores`: those that must be restored first, from these blocks of the host cache. The watermark stops before
+        the first of them and, with digests on, before the first block without one. Once the reader has said what it
+        has, the next steps restore and digest what it lacks.
         """
         self.drop(key)
         self._epoch += 1
         num_tokens = len(blocks) * self._pool.block_size
         lease = Lease(key, self._epoch, tuple(blocks), num_tokens, self._ttl_s, now_s + self._ttl_s, offered=True)
+        lease.restores.update(restores or {})
+        lease.num_restored = len(lease.restores)
+        for kept in lease.restores.values():
+            self._pool.host.hold(kept.block)
         self._leases[key] = lease
         self._advance_known(lease, num_tokens)
         lease.finished = len(lease.digests) == len(blocks)
@@ -81,16 +87,22 @@ class LeaseBook:
         lease.num_asked = max(first, self._ready(lease, computed))
         return [(lease.blocks[index], self._slots(lease, index)) for index in range(first, lease.num_asked)]
 
-    def offered(self, step: int, most: int) -> list[tuple[int, int]]:
-        """(block, slots) of up to `most` offered blocks for this step to digest; each is returned once."""
+    def offered(self, step: int, most: int, moves: BlockMoves) -> list[tuple[int, int]]:
+        """(block, slots) of up to `most` offered blocks for this step to digest; each is returned once.
+
+        Those that must be restored before are added to its `moves`, also with digests off.
+        """
         asked: list[tuple[int, int]] = []
         for lease in self._leases.values():
             first = max(len(lease.digests), lease.num_asked)
             last = min(len(lease.blocks), first + most - len(asked))
             if lease.is_read and first < last:
                 lease.num_asked, lease.first_step = last, lease.first_step or step
-                asked += [(block, self._pool.block_size) for block in lease.blocks[first:last]]
-        return asked
+                for block in lease.blocks[first:last]:
+                    asked.append((block, self._pool.block_size))
+                    if block in lease.restores:
+                        moves.restore(self._pool, lease.restores[block].block, block)
+        return asked if self._digest else []
 
     def advance(self, sequence: Sequence, digests: Digests) -> None:
         """Move a held prompt's watermark up to what is computed. `digests` are those of the step just done."""
@@ -98,10 +110,16 @@ class LeaseBook:
         if lease is not None and not lease.offered:
             self._advance(lease, sequence.num_computed, digests)
 
-    def advance_offers(self, step: int, digests: Digests) -> None:
-        """Move the watermarks of offered blocks up to what this step and earlier ones have digested."""
+    def advance_offers(self, step: int, digests: Digests, restored: Iterable[tuple[int, int]] = ()) -> None:
+        """Move the watermarks of offered blocks up to what this step and earlier ones have digested.
+
+        `restored`: the pairs (host block, block) that it has restored.
+        """
+        here = {block for _, block in restored}
         for lease in self._leases.values():
             if lease.offered and 0 < lease.first_step <= step:
+                for block in here & lease.restores.keys():
+                    self._restored(lease, block)
                 self._advance(lease, lease.num_tokens, digests)
                 lease.finished = len(lease.digests) == len(lease.blocks)
 
@@ -110,11 +128,28 @@ class LeaseBook:
         for lease in [each for each in self if each.offered and not each.finished]:
             self.drop(lease.key)
 
+    def _restored(self, lease: Lease, block: int) -> None:
+        """The block holds its content, which is cached unless it has been forgotten meanwhile."""
+        kept, host = lease.restores.pop(block), self._pool.host
+        if host.block_of(kept.name) == kept.block:
+            self._pool.name(block, kept.name, kept.prefix)
+        host.release(kept.block)
+
+    def withdraw_restored(self) -> bool:
+        """End the oldest offer that had blocks restored, since a running sequence needs one. False: there is none."""
+        oldest = next((lease for lease in self if lease.num_restored), None)
+        return oldest is not None and self.drop(oldest.key)
+
+    @property
+    def num_restored(self) -> int:
+        """Blocks that offers hold because they were, or will be, restored for readers."""
+        return sum(lease.num_restored for lease in self)
+
     def _advance(self, lease: Lease, computed: int, digests: Digests) -> None:
         for index in range(len(lease.digests), self._ready(lease, computed)):
             block = lease.blocks[index]
             known = digests.get((block, self._slots(lease, index)), ())
-            if self._digest and not known:
+            if block in lease.restores or (self._digest and not known):
                 return  # a later step will digest it
             lease.digests.append(known)
             if known and self._pool.is_named(block):
@@ -124,7 +159,7 @@ class LeaseBook:
         """Blocks that were digested under an earlier lease are ready at once."""
         for block in lease.blocks[len(lease.digests) : self._ready(lease, computed)]:
             known = self._pool.digests.get(block, ())
-            if self._digest and not known:
+            if block in lease.restores or (self._digest and not known):
                 return
             lease.digests.append(known)
 
@@ -166,6 +201,8 @@ class LeaseBook:
         lease = self._leases.pop(key, None)
         if lease is not None:
             self._pool.free(lease.blocks)
+            for kept in lease.restores.values():
+                self._pool.host.release(kept.block)
         return lease is not None
 
     def expire(self, now_s: float) -> list[Lease]:

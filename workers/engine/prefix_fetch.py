@@ -1,6 +1,6 @@
 """Remote prefix fetch: copies a prefix from one worker's cache into another's.
 
-    owner    cached ──hold──> leased, ready as far as digested ──release──> cached
+    owner    cached ──hold──> leased, ready as far as restored and digested ──release──> cached
     reader   begin ──> blocks allocated, bytes in flight ──arrived──> hashed and cached, or freed after a failure
 
 The fetched prefix is an ordinary cache entry: a prompt finds it, or recomputes it after its eviction.
@@ -9,10 +9,12 @@ The fetched prefix is an ordinary cache entry: a prompt finds it, or recomputes 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
+from workers.engine.blocks import BlockPool, Cached, OutOfBlocks, prefix_hashes
 from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
 from workers.kv_events import chain, name_of_block
+
+RESTORED_SHARE = 0.5  # of the free blocks: the most that hold what was restored for readers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +40,25 @@ class PrefixFetches:
         return iter(self._in_flight)
 
     def hold(self, key: str, tokens: Sequence[int], now_s: float, salt: str = "") -> Lease | None:
-        """Hold the cached part of this prefix for one reader, under a lease of this key. None: nothing is cached."""
-        blocks = self._pool.match(prefix_hashes(tokens, self._pool.block_size, salt=salt))
-        return self._leases.offer(key, blocks, now_s) if blocks else None
+        """Hold the cached part of this prefix for one reader, under a lease of this key. None: nothing is cached.
+
+        What goes on in host memory is included as far as there are free blocks to restore it to.
+        """
+        hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
+        blocks = self._pool.match(hashes)
+        restores = self._restores(hashes[len(blocks) :])
+        blocks += restores
+        return self._leases.offer(key, blocks, now_s, restores) if blocks else None
+
+    def _restores(self, hashes: Sequence[bytes]) -> dict[int, Cached]:
+        """Free blocks, and the host blocks to restore them from, for the first of these that are in host memory."""
+        host, held = self._pool.host, self._leases.num_restored
+        most = int(RESTORED_SHARE * (self._pool.num_free + held)) - held
+        kept = host.match(hashes[: max(0, most)])
+        return {
+            block: Cached(host_block, name, host.prefix_of(name))
+            for block, host_block, name in zip(self._pool.allocate(len(kept)), kept, hashes, strict=False)
+        }
 
     def known(self, hashes: Sequence[bytes]) -> list[int]:
         """The cached blocks of this prefix, in multiples of `prefix_blocks`, with a new reference each."""

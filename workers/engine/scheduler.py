@@ -148,9 +148,9 @@ class Scheduler:
             sequence.last_step = self._steps
         self._flights.append(_Flight(touched, step.moves))
 
-    def launch_empty(self) -> None:
-        """A step without sequences and copies is in flight."""
-        self._flights.append(_Flight((), BlockMoves()))
+    def launch(self, moves: BlockMoves) -> None:
+        """A step without sequences is in flight."""
+        self._flights.append(_Flight((), moves))
 
     def land(self) -> Items[Sequence]:
         """The oldest step in flight has ended, with its copies. Returns its sequences."""

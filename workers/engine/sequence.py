@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 
+from workers.engine.blocks import Cached
 from workers.engine.step import Chunk, Draw
 from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
 
@@ -228,4 +229,6 @@ class Lease:
     offered: bool = False  # all blocks were computed before: a cached prefix, or of a sequence that continues to run
     num_asked: int = 0  # leading blocks that are digested, or will be by steps in flight
     is_read: bool = False  # the reader of an offer has said which blocks it has
-    first_step: int = 0  # the first step that digests blocks of an offer
+    first_step: int = 0  # the first step that restores or digests blocks of an offer
+    restores: dict[int, Cached] = field(default_factory=dict)  # block -> the host block, held, to restore it from
+    num_restored: int = 0  # blocks of an offer that were allocated to be restored

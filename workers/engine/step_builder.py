@@ -121,8 +121,13 @@ class StepBuilder:
         return sequence
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Get a free block by preempting younger sequences, or else this one. False: not in this step."""
+        """Get a free block: withdraw what was restored for readers, then preempt younger sequences, or else this one.
+
+        False: not in this step.
+        """
         while not self._kv.has_free_block:
+            if self._leases.withdraw_restored():
+                continue
             if self._coming > 0:  # wait for a block that comes free when a step ends
                 self._coming -= 1
                 return False
