@@ -183,6 +183,18 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
                 description="Hit rate: share of looked-up tokens found.",
             ),
+            Panel(
+                "Prefix cache, by tier",
+                "short",
+                (
+                    (
+                        "{{tier}}",
+                        f"sum by (tier) (max by (worker, tier) ({rate('diptych_worker_cache_hit_tokens_total')}))",
+                    ),
+                ),
+                stacked=True,
+                description="Tokens found per second on the device, in host memory and on the disk.",
+            ),
             Panel("Step time", "s", (("{{worker}}", by_worker("diptych_worker_step_seconds")),)),
             Panel("Preemptions", "ops", (("{{worker}}", worker_rate("preemptions")),)),
             Panel("Restarts", "short", (("{{worker}}", by_worker("diptych_worker_restarts_total")),)),

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
 from cluster.cli.screen import decision_json, decision_text, size, view_json
+from cluster.cli.tiers import tier_lines, tier_troubles
 from cluster.observe.history import ClusterEvent, Traffic
 from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
@@ -201,7 +202,9 @@ def duration_text(seconds: float) -> str:
 
 
 def _footer(status: ClusterStatus, width: int) -> Iterator[Text]:
-    """Worker problems that have no column, then the latest decisions and events, newest first."""
+    """Tiers of caches and problems that have no column, then the latest decisions and events, newest first."""
+    for line in [*tier_troubles(status.view), *tier_lines(status.view)][:MAX_FOOTER_LINES]:
+        yield _line(line)
     troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
     for worker in troubled[:MAX_FOOTER_LINES]:
         yield _line(f"{worker.name}: {worker.trouble}")

@@ -21,6 +21,7 @@ from cluster.cli.screen import (
     view_json,
     workers_table,
 )
+from cluster.cli.tiers import has_tiers, tier_troubles, tiers_table
 from diptych.access import Access
 from diptych.slo import Calibration, Errors, SLOAttainment, SLOCount
 
@@ -74,7 +75,9 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
     screen.print(workers_table(view))
     if view.pools:
         screen.print(pools_table(view))
-    for line in trouble_lines(view):
+    if has_tiers(view):
+        screen.print(tiers_table(view))
+    for line in (*trouble_lines(view), *tier_troubles(view)):
         screen.print(line, markup=False)
     if view.links:
         screen.print(links_table(view))

@@ -21,6 +21,7 @@ from diptych.view import (
     PoolView,
     Role,
     TaskFailures,
+    TierStats,
     WorkerState,
     WorkerStats,
     WorkerView,
@@ -34,7 +35,10 @@ OPTIONAL_ROLE = enum(Role, common_pb2.PoolRole, "POOL_ROLE_", optional=True)
 
 # ---- the cluster -------------------------------------------------------------------------------------------------
 
-_WORKER_STATS = Codec(WorkerStats, admin_pb2.WorkerStats, step_s=("step_time", SECONDS))
+TIER = Codec(TierStats, admin_pb2.CacheTier)
+_WORKER_STATS = Codec(
+    WorkerStats, admin_pb2.WorkerStats, step_s=("step_time", SECONDS), tiers=("tiers", repeated(TIER))
+)
 _WORKER = Codec(
     WorkerView,
     admin_pb2.Worker,

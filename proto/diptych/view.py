@@ -76,6 +76,33 @@ class Pulls(Struct, frozen=True, gc=False):
 NO_PULLS = Pulls()
 
 
+class TierStats(Struct, frozen=True, gc=False):
+    """A tier of a worker's prefix cache behind its device, since the worker started. `name`: host or disk.
+
+    `hit_tokens`: of prompts. `dropped_blocks`: it should have got them, but saving was not worth it or it was too busy.
+    `late`: reads and writes past their deadline. `failures`: those that failed, and reads of other bytes. `problem`:
+    why it is no longer read or written.
+    """
+
+    name: str
+    blocks: int = 0
+    capacity_blocks: int = 0
+    block_bytes: int = 0
+    hit_tokens: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    dropped_blocks: int = 0
+    late: int = 0
+    failures: int = 0
+    problem: str = ""
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not work; empty: it does, as far as known."""
+        stores_nothing = self.dropped_blocks and not self.written_bytes and not self.blocks
+        return self.problem or (f"stores nothing: dropped {self.dropped_blocks} blocks" if stores_nothing else "")
+
+
 class WorkerStats(Struct, frozen=True, gc=False):
     """`queued_tokens`: prompt tokens still to compute. `reserved`: decode slots whose KV has not arrived.
 
@@ -101,14 +128,19 @@ class WorkerStats(Struct, frozen=True, gc=False):
     bubble_share: float = 0.0  # recent idle share of the stages' time while a step was in flight
     cache_number: int = 0  # number of the newest cache event; see `KVEvents`
     sought_tokens: int = 0  # prompt tokens looked up in the prefix cache
-    found_tokens: int = 0  # those of them that were cached
-    restored_tokens: int = 0  # those of the found ones that were copied back from host memory
+    found_tokens: int = 0  # those of them that were cached, in any tier
+    tiers: tuple[TierStats, ...] = ()  # behind the device
     pulls: Pulls = NO_PULLS
     non_finite: int = 0  # requests that ended because their logits were NaN or infinite
 
     @property
     def used_blocks(self) -> int:
         return self.total_blocks - self.free_blocks
+
+    @property
+    def device_hit_tokens(self) -> int:
+        """Those of the found tokens that were on the device."""
+        return self.found_tokens - sum([tier.hit_tokens for tier in self.tiers])
 
 
 class WorkerState(Enum):

@@ -15,6 +15,7 @@ from workers.engine.cache_log import CacheLog
 from workers.engine.disk_tier import MOST_WAIT_S
 from workers.engine.engine import Engine
 from workers.engine.host_cache import HostCache
+from workers.stats import TierStats
 
 CHEAP = LinearCost(swap_byte_s=0.0)
 GARBAGE = -1  # in host memory while the disk writes there
@@ -64,6 +65,9 @@ class RecordedDisk(Device):
         for name in names:
             self.stored.pop(name, None)
 
+    def stats(self) -> TierStats:
+        return TierStats("disk", len(self.stored))
+
     def run(self, place: int = 0, *, good: bool = True) -> None:
         self.pending.pop(place)(good)
 
@@ -109,6 +113,10 @@ def test_a_prefix_comes_back_from_the_disk_through_host_memory() -> None:
     emitted += run_to_end(subject, 0.0, disk)
     assert tokens_of(emitted, "again/0") == [next_token("again/0", 40 + n) for n in range(3)]
     subject.check()
+    stats = subject.stats()
+    host, on_disk = stats.tiers
+    assert (stats.found_tokens, stats.device_hit_tokens, host.hit_tokens, on_disk.hit_tokens) == (24, 0, 0, 24)
+    assert on_disk.blocks == len(disk.stored)
 
 
 def test_a_prompt_whose_blocks_do_not_arrive_is_computed() -> None:

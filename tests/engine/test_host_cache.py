@@ -64,7 +64,9 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host() -> None:
     assert (computed, cached) == (4, 36), "nine of ten blocks: a token is left to compute"
     assert tokens_of(emitted, "again/0") == [next_token("again/0", 40 + n) for n in range(3)]
     stats = subject.stats()
-    assert (stats.sought_tokens, stats.found_tokens, stats.restored_tokens) == (160, 36, 36)
+    (tier,) = stats.tiers
+    assert (stats.sought_tokens, stats.found_tokens, stats.device_hit_tokens, tier.hit_tokens) == (160, 36, 0, 36)
+    assert (tier.read_bytes, tier.written_bytes, tier.dropped_blocks) == (9000, 30_000, 0)
 
 
 @pytest.mark.parametrize(("cost", "host"), [(DEAR, 32), (CHEAP, 0)])
@@ -75,6 +77,8 @@ def test_an_evicted_prefix_is_recomputed_without_a_host_cache_or_with_slow_swaps
     computed, cached, _ = answer(subject, device, request("again", prompt(100), max_tokens=1))
     assert (computed, cached) == (40, 0)
     assert not len(subject.pool.host), "nothing is saved that would not come back"
+    for tier in subject.stats().tiers:
+        assert tier.dropped_blocks and tier.trouble == f"stores nothing: dropped {tier.dropped_blocks} blocks"
 
 
 @pytest.mark.parametrize("digest", [True, False])

@@ -29,7 +29,8 @@ WRONG = {
     ),
     "a size that is none": (
         pools('{"name": "both", "role": "mixed", "cache": {"host": "8 gigs"}}'),
-        "- at '/cluster/pools/0/cache/host': '8 gigs' does not match pattern",
+        "- at '/cluster/pools/0/cache/host': '8 gigs' does not match pattern "
+        "'^[0-9]+([.][0-9]+)? ?([KMGTkmgt]i?)?[Bb]?$'",
     ),
     "a floor above the pools": (
         ("--set", "cluster.elastic.mode=act,cluster.elastic.floors.decode=3"),

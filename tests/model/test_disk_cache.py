@@ -1,6 +1,8 @@
 """A real (small, random) model whose prefixes went to a disk and came back, also after a restart: no token changes."""
 
 import asyncio
+import errno
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from workers.costs import LinearCost
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
 from workers.executor.solo import open_solo
-from workers.kv_store.slab import FILE
+from workers.kv_store.kv_store import MOST_IO_FAILURES
+from workers.kv_store.slab import FILE, Slab
 from workers.model.folder import ModelFolder
 from workers.request import Bundle, Request, SamplingParams, TokensOut
 from workers.worker import Worker
@@ -113,6 +116,21 @@ async def test_a_damaged_disk_changes_no_token(tiny: ModelFolder, tmp_path: Path
     found, _, disk = await answers(tiny, config(tmp_path), range(10))
     assert found == expected and disk is not None
     assert disk.store.stats().reads + disk.store.stats().corrupt > 0
+
+
+async def test_a_disk_whose_writes_fail_changes_no_token_and_is_in_the_statistics(
+    tiny: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    expected, _, _ = await answers(tiny, config(None), range(10))
+    monkeypatch.setattr(Slab, "write", fail)
+    found, _, disk = await answers(tiny, config(tmp_path), range(10))
+    assert found == expected and disk is not None
+    tier = disk.stats()
+    assert tier.trouble == "writes stopped: [Errno 5] Input/output error" and tier.failures >= MOST_IO_FAILURES
+    assert (tier.blocks, tier.written_bytes) == (0, 0) and tier.dropped_blocks > 0
 
 
 async def test_other_weights_find_nothing(tiny: ModelFolder, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class BlockPool:
         self._prefixes: dict[int, int] = {}  # named block -> cache log name of the prefix that ends there
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
         self._transfers: list[tuple[int, ...]] = []  # into which bytes may still land
-        self.sought_tokens = self.found_tokens = self.restored_tokens = 0
+        self.sought_tokens = self.found_tokens = self.host_tokens = self.disk_tokens = 0
         self.log = CacheLog(block_size)
         self.host = HostCache(host_blocks, first_host, self.log)
         self.forget_on_disk: Callable[[Sequence[bytes]], object] = len  # set by an Engine with a disk
@@ -106,11 +106,15 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    def looked_up(self, sought_tokens: int, found_tokens: int, restored_tokens: int = 0) -> None:
-        """Count the tokens of an admitted sequence, those of them that were cached, and those of these on the host."""
+    def looked_up(self, sought_tokens: int, found_tokens: int, host_tokens: int = 0, disk_tokens: int = 0) -> None:
+        """Count the tokens of an admitted sequence, those of them that were cached, and those of these in other tiers.
+
+        What was read from the disk for this sequence counts there, and not on the host.
+        """
         self.sought_tokens += sought_tokens
         self.found_tokens += found_tokens
-        self.restored_tokens += restored_tokens
+        self.host_tokens += host_tokens
+        self.disk_tokens += disk_tokens
 
     def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
         """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.

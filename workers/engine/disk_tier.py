@@ -11,10 +11,13 @@ from collections.abc import Sequence as Items
 from functools import partial
 from typing import Protocol
 
+from msgspec import structs
+
 from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence
 from workers.kv_events import chain, name_of_block
+from workers.stats import TierStats
 
 MOST_WAIT_S = 1.0  # of a prompt for its blocks
 
@@ -40,6 +43,10 @@ class Disk(Protocol):
         """The content of these is in doubt."""
         ...
 
+    def stats(self) -> TierStats:
+        """Without `hit_tokens`."""
+        ...
+
 
 class DiskTier:
     """Owned by an Engine. `block_bytes`: KV bytes of a block."""
@@ -57,6 +64,9 @@ class DiskTier:
             if host.block_of(name) == block:  # not forgotten since
                 host.hold(block)
                 self._disk.write(name, block, partial(host.release, block))
+
+    def stats(self) -> TierStats:
+        return structs.replace(self._disk.stats(), hit_tokens=self._pool.disk_tokens)
 
     def prefetch(self, sequence: Sequence) -> None:
         """Read what continues the prompt's prefix, if that is cheaper than computing it. The prompt waits meanwhile."""
@@ -79,6 +89,7 @@ class DiskTier:
         def done(arrived: Items[bool]) -> None:
             for block, prefix, has_arrived in zip(blocks, prefixes, arrived, strict=True):
                 host.loaded(block, prefix, arrived=has_arrived)
+            sequence.from_disk = tuple([num_here + place for place, has_arrived in enumerate(arrived) if has_arrived])
             sequence.is_prefetching = False
 
         sequence.is_prefetching = True

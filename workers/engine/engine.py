@@ -26,7 +26,7 @@ from workers.engine.slo import slot_refusal
 from workers.engine.step import Chunk, StepPlan, StepResult
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import MIXED_KV, FailedOut, HeadOut, Request, Reservation, TokenLogprobs, TokensOut, check_prompt
-from workers.stats import NO_PULLS, Pulls, WorkerStats
+from workers.stats import NO_PULLS, Pulls, TierStats, WorkerStats
 
 logger = logging.getLogger(__name__)
 
@@ -465,10 +465,16 @@ class Engine:
             cache_number=self.pool.log.number,
             sought_tokens=self.pool.sought_tokens,
             found_tokens=self.pool.found_tokens,
-            restored_tokens=self.pool.restored_tokens,
+            tiers=self._tiers(),
             non_finite=self._non_finite,
             pulls=pulls,
         )
+
+    def _tiers(self) -> tuple[TierStats, ...]:
+        if not self.pool.host.num_blocks:
+            return ()
+        host = self._kv.tier.stats()
+        return (host,) if self._disk is None else (host, self._disk.stats())
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""

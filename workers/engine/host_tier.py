@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from workers.engine.blocks import BlockPool, Cached
 from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence
+from workers.stats import TierStats
 
 AHEAD = 4  # steps' worth of blocks that are saved before they are needed
 
@@ -56,6 +57,20 @@ class HostTier:
         self._block_bytes = block_bytes
         self._step_blocks = step_blocks
         self._saved: list[tuple[bytes, int]] = []
+        self._num_saved = self._num_restored = self._num_dropped = 0  # blocks
+
+    def stats(self) -> TierStats:
+        host, size = self._pool.host, self._block_bytes
+        return TierStats(
+            "host",
+            blocks=len(host),
+            capacity_blocks=host.num_blocks,
+            block_bytes=size,
+            hit_tokens=self._pool.host_tokens,
+            read_bytes=self._num_restored * size,
+            written_bytes=self._num_saved * size,
+            dropped_blocks=self._num_dropped,
+        )
 
     def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
         """Restore what follows the sequence's computed tokens, if that is cheaper than recomputing it.
@@ -73,6 +88,7 @@ class HostTier:
         moves.swap_in += zip(kept, sequence.blocks[index : index + len(kept)], strict=True)
         self._hold(kept, moves)
         moves.restored.append((sequence, end - first))
+        self._num_restored += len(kept)
         sequence.num_ordered += end - first
         sequence.cached_tokens = end
 
@@ -90,7 +106,10 @@ class HostTier:
     def save(self, moves: BlockMoves) -> None:
         """Save what this step evicts and, where there is room, what transfers may evict without a step."""
         host = self._pool.host
-        if not host.num_blocks or not self._is_worth_saving():
+        if not host.num_blocks:
+            return
+        if not self._is_worth_saving():
+            self._num_dropped += len(moves.evicted)
             return
         busy = {block for block, _ in moves.swap_in}
         most = min(self._step_blocks, self._pool.num_free // 2)
@@ -100,10 +119,13 @@ class HostTier:
             if each.name in host:
                 continue
             target = host.save(each.name, each.prefix, busy)
-            if target is not None:
-                moves.swap_out.append((each.block, target))
-                moves.saved.append((each.name, target))
-                self._hold([target], moves)
+            if target is None:
+                self._num_dropped += 1
+                continue
+            moves.swap_out.append((each.block, target))
+            moves.saved.append((each.name, target))
+            self._hold([target], moves)
+            self._num_saved += 1
 
     def _hold(self, blocks: list[int], moves: BlockMoves) -> None:
         for block in blocks:

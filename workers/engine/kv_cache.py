@@ -93,7 +93,9 @@ class KVCacheManager:
                 if not tail:
                     self.tier.restore(sequence, moves)
                 found = sequence.cached_tokens
-                self._pool.looked_up(len(sequence.tokens), found, found - computed)
+                from_disk = size * sum([computed <= index * size < found for index in sequence.from_disk])
+                sequence.from_disk = ()
+                self._pool.looked_up(len(sequence.tokens), found, found - computed - from_disk, from_disk)
                 return True
             self._pool.free(shared)
         return False

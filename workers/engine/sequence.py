@@ -85,6 +85,7 @@ class Sequence:
     number: int = 0  # of the prompt in the engine's order of arrival
     was_preempted: bool = False
     is_prefetching: bool = False  # blocks of its prefix are being read from a disk
+    from_disk: tuple[int, ...] = ()  # places of those that have arrived
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     hashes: list[bytes] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as computed

@@ -13,6 +13,7 @@ from workers.config import WorkerConfig
 from workers.executor.kv_pool import KVPool
 from workers.kv_store.kv_store import KVStore, open_kv_store
 from workers.kv_store.slot_format import fingerprint
+from workers.stats import TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,22 @@ class DiskCache:
 
     def forget(self, names: Iterable[bytes]) -> None:
         self.store.forget(names)
+
+    def stats(self) -> TierStats:
+        found, size = self.store.stats(), self._host.shape[1]
+        stopped = ("reads stopped", found.stopped_reads), ("writes stopped", found.stopped_writes)
+        return TierStats(
+            "disk",
+            blocks=found.num_stored,
+            capacity_blocks=found.num_slots,
+            block_bytes=size,
+            read_bytes=found.reads * size,
+            written_bytes=found.writes * size,
+            dropped_blocks=found.writes_dropped,
+            late=found.late,
+            failures=found.read_failures + found.write_failures + found.corrupt,
+            problem="; ".join(f"{what}: {why}" for what, why in stopped if why),
+        )
 
     async def close(self) -> None:
         """End what is in progress; what is stored stays on the disk."""

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from cluster.observe.metrics.families import Rows, counter, gauge
 from cluster.spec import Role
-from diptych.view import ClusterView, WorkerState, WorkerView
+from diptych.view import ClusterView, TierStats, WorkerState, WorkerView
 
 Value = Callable[[WorkerView], float]
 LABELS = ("gateway", "worker", "pool")
@@ -32,11 +32,6 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("preemptions", "Preempted sequences.", lambda worker: worker.stats.preemptions),
     ("prefix_sought_tokens", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
     ("prefix_found_tokens", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
-    (
-        "prefix_restored_tokens",
-        "Of the found tokens, those copied back from host memory.",
-        lambda worker: worker.stats.restored_tokens,
-    ),
     ("non_finite_requests", "Requests whose logits were not finite.", lambda worker: worker.stats.non_finite),
     ("expired_leases", "Leases that expired.", lambda worker: worker.stats.expired_leases),
     ("transfers", "Fetches of KV that arrived.", lambda worker: worker.stats.pulls.arrived),
@@ -45,6 +40,20 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("transfer_bytes", "Bytes fetched.", lambda worker: worker.stats.pulls.num_bytes),
     ("transfer_seconds", "Time of the fetches that arrived, summed.", lambda worker: worker.stats.pulls.seconds),
     ("transfer_descriptors", "Ranges read.", lambda worker: worker.stats.pulls.num_descriptors),
+)
+
+TierValue = Callable[[TierStats], float]
+TIER_GAUGES: tuple[tuple[str, str, TierValue], ...] = (
+    ("blocks", "Blocks that the tier holds.", lambda tier: tier.blocks),
+    ("capacity_blocks", "Blocks that it has room for.", lambda tier: tier.capacity_blocks),
+    ("healthy", "0: it is no longer read or written.", lambda tier: not tier.problem),
+)
+TIER_COUNTERS: tuple[tuple[str, str, TierValue], ...] = (
+    ("read_bytes", "KV read from the tier.", lambda tier: tier.read_bytes),
+    ("written_bytes", "KV written to it.", lambda tier: tier.written_bytes),
+    ("dropped_blocks", "Blocks that it should have got.", lambda tier: tier.dropped_blocks),
+    ("late", "Reads and writes past their deadline.", lambda tier: tier.late),
+    ("failures", "Reads and writes that failed, and reads of other bytes.", lambda tier: tier.failures),
 )
 
 
@@ -73,6 +82,22 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
         yield gauge(f"diptych_worker_{name}", text, LABELS, rows(value))
     for name, text, value in COUNTERS:
         yield counter(f"diptych_worker_{name}", text, LABELS, rows(value))
+    yield from _tier_families(gateway, live)
+
+
+def _tier_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metric]:
+    labels = (*LABELS, "tier")
+    tiers = [((gateway, worker.name, worker.pool, tier.name), tier) for worker in live for tier in worker.stats.tiers]
+    hits = [((gateway, worker.name, worker.pool, "device"), worker.stats.device_hit_tokens) for worker in live]
+    hits += [(values, tier.hit_tokens) for values, tier in tiers]
+    text = "Of the found tokens, those of each tier."
+    yield counter("diptych_worker_cache_hit_tokens", text, labels, hits)
+    if not tiers:
+        return
+    for name, text, value in TIER_GAUGES:
+        yield gauge(f"diptych_worker_cache_{name}", text, labels, [(values, value(tier)) for values, tier in tiers])
+    for name, text, value in TIER_COUNTERS:
+        yield counter(f"diptych_worker_cache_{name}", text, labels, [(values, value(tier)) for values, tier in tiers])
 
 
 def live_workers(view: ClusterView) -> tuple[WorkerView, ...]:

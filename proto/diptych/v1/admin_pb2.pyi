@@ -448,7 +448,7 @@ class ScalePoolResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share")
+    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share", "tiers", "sought_tokens", "found_tokens")
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +465,9 @@ class WorkerStats(_message.Message):
     SWAPS_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BUBBLE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SOUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queued_tokens: int
     waiting: int
     running: int
@@ -481,7 +484,36 @@ class WorkerStats(_message.Message):
     swaps: int
     swapped_blocks: int
     bubble_share: float
-    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
+    sought_tokens: int
+    found_tokens: int
+    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ...) -> None: ...
+
+class CacheTier(_message.Message):
+    __slots__ = ("name", "blocks", "capacity_blocks", "block_bytes", "hit_tokens", "read_bytes", "written_bytes", "dropped_blocks", "late", "failures", "problem")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    blocks: int
+    capacity_blocks: int
+    block_bytes: int
+    hit_tokens: int
+    read_bytes: int
+    written_bytes: int
+    dropped_blocks: int
+    late: int
+    failures: int
+    problem: str
+    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., late: _Optional[int] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class UnlinkedPair(_message.Message):
     __slots__ = ("owner", "reader")

@@ -15,6 +15,7 @@ from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec
 from tests.frontend.grpc.fake import ByteTokenizer
 from workers.build import build_worker
+from workers.config import ByteSize, CacheConfig
 from workers.server import WorkerServer
 
 
@@ -36,9 +37,11 @@ class DotTokenizer(ByteTokenizer):
 def spec() -> ClusterSpec:
     """Nobody is given up for being slow: counts are exact on a busy machine, too."""
     plain = split_spec(1, 2)
+    cached = [replace(pool, cache=CacheConfig(ByteSize.parse("8MiB"))) for pool in plain.pools]
     classes = {"fast": ClassSpec(ttft_s=60.0, tpot_s=10.0), "hopeless": ClassSpec(ttft_s=1e-9, tpot_s=10.0)}
     return replace(
         plain,
+        pools=tuple(cached),
         transfer=replace(plain.transfer, lease_s=60.0, read_timeout_s=60.0),
         health=HealthSpec(heartbeat_s=0.05, dead_after_s=60.0),
         gateway=replace(plain.gateway, replicas=2, grpc_port=0, http_port=0, classes=classes),
