@@ -86,6 +86,7 @@ WAIST = (
     "workers.costs",
     "workers.errors",
     "workers.kv_events",
+    "workers.kv_store.verify",
     "workers.log_fields",
     "workers.model.store",
     "workers.model.tokenizer",

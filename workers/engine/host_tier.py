@@ -88,7 +88,6 @@ class HostTier:
         moves.swap_in += zip(kept, sequence.blocks[index : index + len(kept)], strict=True)
         self._hold(kept, moves)
         moves.restored.append((sequence, end - first))
-        self._num_restored += len(kept)
         sequence.num_ordered += end - first
         sequence.cached_tokens = end
 
@@ -125,7 +124,6 @@ class HostTier:
             moves.swap_out.append((each.block, target))
             moves.saved.append((each.name, target))
             self._hold([target], moves)
-            self._num_saved += 1
 
     def _hold(self, blocks: list[int], moves: BlockMoves) -> None:
         for block in blocks:
@@ -143,6 +141,8 @@ class HostTier:
         for block in moves.held:
             self._pool.host.release(block)
         self._saved += moves.saved
+        self._num_saved += len(moves.saved)
+        self._num_restored += len(moves.held) - len(moves.saved)
         for sequence, num_tokens in moves.restored:
             sequence.num_computed += num_tokens
             sequence.num_ordered -= num_tokens

@@ -19,7 +19,14 @@ from pathlib import Path
 from workers.errors import KVStoreError
 from workers.kv_store.io_threads import BlockCopy, IOThreads
 from workers.kv_store.slab import Slab
-from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact
+from workers.kv_store.slot_format import (
+    NAME_BYTES,
+    PAGE_BYTES,
+    decode_header,
+    encode_header,
+    encode_title,
+    is_intact,
+)
 from workers.kv_store.slot_index import SlotIndex
 
 logger = logging.getLogger(__name__)
@@ -311,7 +318,7 @@ def open_kv_store(
 
     Raises `KVStoreError`.
     """
-    slab = Slab(folder, size_bytes, block_bytes)
+    slab = Slab(folder, size_bytes, block_bytes, encode_title(fingerprint, block_bytes))
     try:
         return KVStore(slab, fingerprint, gone)
     except BaseException as error:

@@ -1,6 +1,6 @@
 """A file of slots, allocated once: its size, its lock, and reads and writes of whole slots.
 
-    page 0: written and read back at open    slot 0: header page, block    slot 1 ...
+    page 0: a title, written and read back at open    slot 0: header page, block    slot 1 ...
 
 Direct I/O where the file system has it, else buffered. Knows no name and no checksum.
 """
@@ -33,10 +33,12 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 class Slab:
     """Owned by a KVStore, which closes it. Takes at most `size_bytes` of the disk. Blocks; any thread may call it.
 
+    Page 0 begins with `title`.
+
     Raises `KVStoreError` when the folder cannot be used, with what to do. Reads and writes raise `OSError`.
     """
 
-    def __init__(self, folder: Path, size_bytes: int, block_bytes: int) -> None:
+    def __init__(self, folder: Path, size_bytes: int, block_bytes: int, title: bytes = b"") -> None:
         self.block_bytes = block_bytes
         self.slot_bytes = slot_bytes(block_bytes)
         self.num_slots = (size_bytes - PAGE_BYTES) // self.slot_bytes
@@ -50,7 +52,7 @@ class Slab:
         try:
             self._lock()
             self._allocate(PAGE_BYTES + self.num_slots * self.slot_bytes)
-            self.is_direct = self._probe()
+            self.is_direct = self._probe(title)
         except BaseException:
             self.close()
             raise
@@ -92,11 +94,11 @@ class Slab:
                 "make the store smaller, or name a folder on another disk"
             ) from None
 
-    def _probe(self) -> bool:
-        """Write a page and read it back. Returns whether direct I/O works. Raises `KVStoreError`."""
+    def _probe(self, title: bytes) -> bool:
+        """Write page 0 and read it back. Returns whether direct I/O works. Raises `KVStoreError`."""
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         page, back = aligned_buffer(PAGE_BYTES), aligned_buffer(PAGE_BYTES)
-        page[:] = secrets.token_bytes(PAGE_BYTES)
+        page[:] = title + secrets.token_bytes(PAGE_BYTES - len(title))
         error: OSError | None = None
         for direct in (True, False):
             try:

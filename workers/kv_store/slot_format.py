@@ -20,6 +20,14 @@ NAME_BYTES = 16
 _MAGIC = b"diptych-"
 _FIELDS = struct.Struct("<8sIQ32s16sQ16s")  # magic, format, block bytes, fingerprint, name, number, digest of the block
 _DIGEST_BYTES = 16
+_TITLE = struct.Struct("<8sIQ32s")  # magic, format, block bytes, fingerprint: how page 0 begins
+
+
+class SlabTitle(NamedTuple):
+    """Of whom opened the file last."""
+
+    block_bytes: int
+    fingerprint: bytes
 
 
 class SlotHeader(NamedTuple):
@@ -43,6 +51,30 @@ def slot_bytes(block_bytes: int) -> int:
     return PAGE_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def encode_title(fingerprint: bytes, block_bytes: int) -> bytes:
+    fields = _TITLE.pack(_MAGIC, FORMAT, block_bytes, fingerprint)
+    return fields + xxh3_128_digest(fields)
+
+
+def decode_title(page: memoryview) -> SlabTitle | None:
+    """None: page 0 of no file of this format."""
+    fields = page[: _TITLE.size]
+    magic, form, block_bytes, fingerprint = _TITLE.unpack(fields)
+    if (magic, form) != (_MAGIC, FORMAT) or not _is_whole(page, _TITLE.size):
+        return None
+    return SlabTitle(block_bytes, fingerprint)
+
+
+def _is_whole(page: memoryview, size: int) -> bool:
+    """Whether the digest of the first `size` bytes comes after them."""
+    return xxh3_128_digest(page[:size]) == page[size : size + _DIGEST_BYTES]
+
+
+def is_header(page: memoryview) -> bool:
+    """Whether a header was written completely here, by whom ever."""
+    return page[: len(_MAGIC)] == _MAGIC and _is_whole(page, _FIELDS.size)
+
+
 def encode_header(fingerprint: bytes, name: bytes, number: int, block: memoryview) -> bytes:
     fields = _FIELDS.pack(_MAGIC, FORMAT, len(block), fingerprint, name, number, xxh3_128_digest(block))
     return (fields + xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
@@ -50,10 +82,9 @@ def encode_header(fingerprint: bytes, name: bytes, number: int, block: memoryvie
 
 def decode_header(page: memoryview, fingerprint: bytes, block_bytes: int) -> SlotHeader | None:
     """None: no slot of this format, fingerprint and size was written completely here."""
-    fields = page[: _FIELDS.size]
-    if xxh3_128_digest(fields) != page[_FIELDS.size : _FIELDS.size + _DIGEST_BYTES]:
+    if not _is_whole(page, _FIELDS.size):
         return None
-    magic, form, size, made_by, name, number, digest = _FIELDS.unpack(fields)
+    magic, form, size, made_by, name, number, digest = _FIELDS.unpack(page[: _FIELDS.size])
     if (magic, form, size, made_by) != (_MAGIC, FORMAT, block_bytes, fingerprint):
         return None
     return SlotHeader(name, number, digest)
