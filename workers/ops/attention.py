@@ -5,16 +5,17 @@ head_dim]`; knows no model. `REFERENCE` defines the result; `best_attention` che
 """
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from workers.errors import ModelError
-from workers.ops import reference, sdpa
+from workers.ops import reference, sdpa, states
 from workers.ops.batch import RaggedBatch
 from workers.ops.native import attention as native
 from workers.ops.native.library import SWITCH, library
@@ -29,7 +30,30 @@ class Attend(Protocol):
         """Causal attention of query [tokens, heads, head_dim] over the pool's `layer`; returns the query's shape.
 
         Head h of the query reads KV head h // (heads / kv_heads). A query sees itself and the window - 1 tokens before
-        it (0: all). Scores s become softcap * tanh(s / softcap) unless softcap is 0.
+        it (0: all). Scores s become softcap * tanh(s / softcap) unless softcap is 0. Sequences with `batch.begins`
+        continue from `batch.states`.
+        """
+
+
+class AttendSpan(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        pool: Tensor,
+        layer: int,
+        table: Tensor,
+        num_keys: int,
+        position: int,
+        state: Tensor | None,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """The state [tokens, heads, head_dim + 2] after a span of keys, for queries whose own KV is elsewhere.
+
+        See `span`. The query [tokens, heads, head_dim] and `state` are float32 and dense; None: no keys come before.
+        `table` [blocks] int32 has the blocks of `num_keys` keys, a multiple of SPAN. `position` of the first query
+        counts from the first key, and is not below `num_keys`. The rest is as in `Attend`.
         """
 
 
@@ -45,6 +69,31 @@ class Attention:
     write_kv: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
     attend: Attend
     batch_invariant: bool = False
+    attend_span: AttendSpan = states.attend_span
+
+
+def _continued(attend: Attend) -> Attend:
+    """A backend's `attend` that knows no states, for batches with states too."""
+
+    def attend_all(
+        query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        if batch.begins is None or batch.states is None:
+            return attend(query, pool, layer, batch, scale, window, softcap)
+        # The rows that continue from a state are computed twice: first wrongly, from any block.
+        readable = replace(batch, block_tables=batch.block_tables.clamp(min=0), begins=None, states=None)
+        output = attend(query, pool, layer, readable, scale, window, softcap)
+        runs = itertools.pairwise(batch.query_starts.tolist())
+        begins, contexts = batch.begins.tolist(), batch.context_lens.tolist()
+        for (start, stop), begin, context, table in zip(runs, begins, contexts, batch.block_tables, strict=True):
+            if begin:
+                run, num_keys = slice(start, stop), context - begin
+                own = (layer, table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start))
+                state = states.attend_span(query[run], pool, *own, batch.states[run], scale, window, softcap)
+                output[run] = state[..., 2:] / state[..., 1:2]
+        return output
+
+    return attend_all
 
 
 def _triton_write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -61,10 +110,10 @@ def _triton_attend(
     return triton_paged.attend(query, pool, layer, batch, scale, window, softcap)
 
 
-REFERENCE = Attention("reference", reference.write_kv, reference.attend)
-SDPA = Attention("sdpa", sdpa.write_kv, sdpa.attend)
-NATIVE = Attention("native", native.write_kv, native.attend, batch_invariant=True)
-TRITON = Attention("triton", _triton_write_kv, _triton_attend, batch_invariant=True)
+REFERENCE = Attention("reference", reference.write_kv, _continued(reference.attend))
+SDPA = Attention("sdpa", sdpa.write_kv, _continued(sdpa.attend))
+NATIVE = Attention("native", native.write_kv, native.attend, batch_invariant=True, attend_span=native.attend_span)
+TRITON = Attention("triton", _triton_write_kv, _continued(_triton_attend), batch_invariant=True)
 
 
 @functools.cache

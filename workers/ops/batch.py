@@ -7,6 +7,7 @@ Knows lengths, block tables and slots; knows no model.
     context_lens  5         40  18           keys that a run's last token attends to, itself included
     block_tables [3 7 0]  [4 9 ..] ...       one row per sequence, padded with the row's own first block
     slot_mapping 48 49 ...                   where each token's K and V are stored: block * block_size + slot
+    begins        0   256   0                keys before it are not in the pool; their state is in `states`
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ class RaggedBatch:
     """All tensors are on the pool's device. Runs of one token come first.
 
     A table is padded with the row's own first block, so that a kernel only gathers numbers of the same sequence.
-    `max_query` and `max_context` are the longest run and context, known without a device synchronization.
+    `max_query` and `max_context` are the longest run and context, known without a device synchronization. Entries of
+    `block_tables` before `begins` are never read, nor are `states` (see `span`) of sequences that begin at 0.
     """
 
     query_starts: Tensor  # [sequences + 1] int32
@@ -29,6 +31,8 @@ class RaggedBatch:
     slot_mapping: Tensor  # [tokens] int64
     max_query: int
     max_context: int
+    begins: Tensor | None = None  # [sequences] int32, multiples of SPAN; None: the pool has all keys
+    states: Tensor | None = None  # [tokens, heads, head_dim + 2] float32, of one layer
 
     def __post_init__(self) -> None:
         assert self.query_starts.dtype == self.context_lens.dtype == self.block_tables.dtype == torch.int32

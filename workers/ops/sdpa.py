@@ -58,7 +58,7 @@ def _decode(
     batch, heads, head_dim = query.shape
     kv_heads = pool.shape[1]
     longest = int(context_lens.max())
-    key, value = _gather(pool, layer, tables, longest)  # [batch, kv_heads, longest, head_dim]
+    key, value = gather(pool, layer, tables, longest)  # [batch, kv_heads, longest, head_dim]
     at = torch.arange(longest, device=query.device)
     visible = at < context_lens[:, None]  # [batch, longest]
     if window:
@@ -73,7 +73,7 @@ def _chunk(
 ) -> Tensor:
     """A chunk of one prompt. The kernel's own causal mask serves only a chunk without a prefix before it."""
     length, heads, head_dim = query.shape
-    key, value = _gather(pool, layer, table[None], context)  # [1, kv_heads, context, head_dim]
+    key, value = gather(pool, layer, table[None], context)  # [1, kv_heads, context, head_dim]
     key, value = key.to(query.dtype), value.to(query.dtype)
     queries = query.transpose(0, 1)[None]  # [1, heads, length, head_dim]
     if not (window or softcap or length < context):
@@ -96,7 +96,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: f
     return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ value
 
 
-def _gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """K and V of the sequences in `tables` [batch, blocks], each [batch, kv_heads, num_tokens, head_dim]."""
     kv_heads, block_size, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
     tables = tables[:, : -(-num_tokens // block_size)]

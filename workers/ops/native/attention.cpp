@@ -10,6 +10,9 @@
 // A row's bits depend only on its own query and keys: each score is one chain of fused multiply-adds over the head's
 // dimensions, each sum over keys runs in their order, tiles begin at fixed positions, and a masked key adds an exact
 // zero. So decodes, prompt chunks, and all batches, chunk sizes and numbers of threads give the same bits.
+//
+// The merge may begin with another pool's leading tiles, a span: its result is a state (max, sum, values) of each query
+// and head, from which the merge of the later tiles continues with the same bits.
 #include <omp.h>
 #include <algorithm>
 #include <cmath>
@@ -298,6 +301,9 @@ struct Call {
     float scale;
     int64_t window;
     float softcap;
+    const int32_t* begins = nullptr;  // [sequences], multiples of TILE: earlier keys are not in the pool; null: all are
+    const float* states = nullptr;    // [tokens, heads, 2 + head_dim] of the keys before `begins`, or before the span
+    int64_t span_tiles = 0;           // of a span, which ends before the first query; the output is the state after it
 
     int64_t group() const { return heads / kv_heads; }
     int64_t wide_dim() const { return round_up(head_dim, LANES); }
@@ -393,6 +399,32 @@ struct Workspace {
           part(scratch.take(Partial::numbers(rows, call.wide_dim())), rows),
           all(scratch.take(Partial::numbers(rows, call.wide_dim())), rows) {}
 };
+
+inline int64_t state_at(const Call& call, const Job& job, int64_t row) {
+    int64_t token = job.token + row / call.group(), head = job.kv_head * call.group() + row % call.group();
+    return (token * call.heads + head) * (2 + call.head_dim);
+}
+
+// Set `all` to the partials of the keys before the job's first tile.
+void begin_merge(const Call& call, const Job& job, Partial& all) {
+    all.clear(job.rows(call), call.wide_dim());
+    if (call.states == nullptr || (call.begins != nullptr && call.begins[job.sequence] == 0)) return;
+    for (int64_t row = 0; row < job.rows(call); row++) {
+        const float* from = call.states + state_at(call, job, row);
+        all.most[row] = from[0];
+        all.sum[row] = from[1];
+        std::copy_n(from + 2, call.head_dim, all.values + row * call.wide_dim());
+    }
+}
+
+void write_state(const Call& call, const Job& job, const Partial& all) {
+    for (int64_t row = 0; row < job.rows(call); row++) {
+        float* to = call.output + state_at(call, job, row);
+        to[0] = all.most[row];
+        to[1] = all.sum[row];
+        std::copy_n(all.values + row * call.wide_dim(), call.head_dim, to + 2);
+    }
+}
 
 void gather_queries(const Call& call, const Job& job, float* query) {
     for (int64_t row = 0; row < job.rows(call); row++) {
@@ -527,6 +559,7 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
 }
 
 void write_output(const Call& call, const Job& job, const Partial& all) {
+    if (call.span_tiles > 0) return write_state(call, job, all);
     for (int64_t row = 0; row < job.rows(call); row++) {
         int64_t token = job.token + row / call.group(), head = job.kv_head * call.group() + row % call.group();
         const float* from = all.values + row * call.wide_dim();
@@ -551,7 +584,7 @@ void run(const Call& call, const Job& job, float* shared) {
         attend_tile(call, job, job.tile, keys.data(), work, part);
         return;
     }
-    work.all.clear(rows, wide);
+    begin_merge(call, job, work.all);
     for (int64_t tile = job.tile; tile < job.end; tile++) {
         attend_tile(call, job, tile, keys.data(), work, work.part);
         work.all.join(work.part, rows, wide);
@@ -564,7 +597,7 @@ void join_parts(const Call& call, const Job& job, float* shared) {
     const int64_t rows = job.rows(call), wide = call.wide_dim();
     std::vector<float> memory(Partial::numbers(rows, wide));
     Partial all(memory.data(), rows);
-    all.clear(rows, wide);
+    begin_merge(call, job, all);
     for (int64_t tile = job.tile; tile < job.end; tile++) {
         Partial part(shared + job.parts + (tile - job.tile) * Partial::numbers(rows, wide), rows);
         all.join(part, rows, wide);
@@ -581,6 +614,8 @@ std::vector<Job> jobs_of(const Call& call, const int32_t* query_starts, const in
         for (int64_t first = 0; first < length; first += step) {
             int64_t queries = std::min(step, length - first), at = position + first;
             int64_t tile = seen(call, at).low / TILE, end = (at + queries - 1) / TILE + 1;
+            if (call.begins != nullptr) tile = std::max<int64_t>(tile, call.begins[sequence] / TILE);
+            if (call.span_tiles > 0) end = call.span_tiles, tile = std::min(tile, end);
             Job job{start + first, sequence, 0, at, queries, tile, end, -1};
             for (job.kv_head = 0; job.kv_head < call.kv_heads; job.kv_head++) jobs.push_back(job);
         }
@@ -634,20 +669,44 @@ void write(const float* key, const float* value, int64_t key_stride, int64_t val
         }
 }
 
+void attend_to(int64_t kind, const Call& call, const int32_t* query_starts, const int32_t* context_lens,
+               int64_t sequences) {
+    if (kind == 0) attend<Float32>(call, query_starts, context_lens, sequences);
+    if (kind == 1) attend<Bfloat16>(call, query_starts, context_lens, sequences);
+    if (kind == 2) attend<Float16>(call, query_starts, context_lens, sequences);
+}
+
 }  // namespace
 
 // `kind` of the pool's numbers: 0 float32, 1 bfloat16, 2 float16. Strides count numbers; the last axis is dense.
+
+extern "C" const int64_t diptych_attention_tile = TILE;
 
 extern "C" void diptych_attend(const float* query, int64_t query_token_stride, int64_t query_head_stride, float* output,
                                const void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t heads,
                                int64_t kv_heads, int64_t block_size, int64_t head_dim, const int32_t* query_starts,
                                const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
-                               int64_t sequences, float scale, int64_t window, float softcap) {
+                               int64_t sequences, float scale, int64_t window, float softcap, const int32_t* begins,
+                               const float* states) {
     Call call{query,  query_token_stride, query_head_stride, output,       pool,         layer, layers, heads, kv_heads,
               block_size, head_dim,       block_tables,      table_stride, scale,        window, softcap};
-    if (kind == 0) attend<Float32>(call, query_starts, context_lens, sequences);
-    if (kind == 1) attend<Bfloat16>(call, query_starts, context_lens, sequences);
-    if (kind == 2) attend<Float16>(call, query_starts, context_lens, sequences);
+    call.begins = begins;
+    call.states = states;
+    attend_to(kind, call, query_starts, context_lens, sequences);
+}
+
+// `position` of the first of `tokens` queries, counted from the span's first key. `num_keys` is a multiple of TILE.
+extern "C" void diptych_attend_span(const float* query, int64_t query_token_stride, int64_t query_head_stride,
+                                    float* output, const void* pool, int64_t kind, int64_t layer, int64_t layers,
+                                    int64_t heads, int64_t kv_heads, int64_t block_size, int64_t head_dim,
+                                    int64_t tokens, int64_t position, const int32_t* block_table, int64_t num_keys,
+                                    float scale, int64_t window, float softcap, const float* states) {
+    Call call{query,  query_token_stride, query_head_stride, output, pool,  layer,  layers, heads, kv_heads,
+              block_size, head_dim,       block_table,       0,      scale, window, softcap};
+    call.states = states;
+    call.span_tiles = num_keys / TILE;
+    const int32_t query_starts[] = {0, int32_t(tokens)}, context_len = int32_t(position + tokens);
+    attend_to(kind, call, query_starts, &context_len, 1);
 }
 
 extern "C" void diptych_write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.native.library import kernel, pointer
+from workers.ops.span import SPAN
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -67,8 +68,52 @@ def attend(
         scale,
         window,
         softcap,
+        None if batch.begins is None else pointer(batch.begins),
+        None if batch.states is None else pointer(batch.states),
     )
     return output if output.dtype == query.dtype else output.to(query.dtype)
+
+
+def attend_span(
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    num_keys: int,
+    position: int,
+    state: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """See `workers.ops.attention.AttendSpan`."""
+    _, kv_heads, layers, _, block_size, _ = _shape(pool)
+    tokens, heads, head_dim = query.shape
+    assert num_keys % SPAN == 0 and num_keys <= position
+    output = torch.empty(tokens, heads, head_dim + 2)
+    kernel("attend_span")(
+        pointer(query),
+        query.stride(0),
+        query.stride(1),
+        pointer(output),
+        pointer(pool),
+        _KINDS[pool.dtype],
+        layer,
+        layers,
+        heads,
+        kv_heads,
+        block_size,
+        head_dim,
+        tokens,
+        position,
+        pointer(table),
+        num_keys,
+        scale,
+        window,
+        softcap,
+        None if state is None else pointer(state),
+    )
+    return output
 
 
 def _shape(pool: Tensor) -> torch.Size:

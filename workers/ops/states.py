@@ -1,0 +1,51 @@
+"""Attention in parts with torch, for backends that attend to whole sequences only: fold keys into a state (see `span`).
+
+Right within rounding, not bit for bit.
+"""
+
+import torch
+from torch import Tensor
+
+from workers.ops.sdpa import gather
+
+KEYS = 1024  # at a time: bounds the memory for scores
+
+
+def attend_span(
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    num_keys: int,
+    position: int,
+    state: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """See `attention.AttendSpan`; the queries may also be among the keys."""
+    tokens, heads, head_dim = query.shape
+    block_size, kv_heads = pool.shape[4], pool.shape[1]
+    queries = query.float().unflatten(1, (kv_heads, -1))  # [tokens, kv_heads, group, head_dim]
+    if state is None:
+        state = query.new_zeros(tokens, heads, head_dim + 2, dtype=torch.float32)
+        state[..., 0] = -torch.inf
+    most, total, values = state[..., 0], state[..., 1], state[..., 2:]
+    query_at = torch.arange(position, position + tokens, device=query.device)[:, None]
+    step = max(1, KEYS // block_size)  # blocks
+    for first in range(0, -(-num_keys // block_size), step):
+        key_at = torch.arange(first * block_size, min(num_keys, (first + step) * block_size), device=query.device)
+        key, value = (each[0].float() for each in gather(pool, layer, table[None, first:], len(key_at)))
+        scores = torch.einsum("qhgd,hkd->qhgk", queries, key).flatten(1, 2) * scale  # [tokens, heads, keys]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = key_at > query_at
+        if window:
+            hidden |= key_at <= query_at - window
+        scores = scores.masked_fill(hidden[:, None], -torch.inf)
+        greater = torch.maximum(most, scores.amax(-1))
+        base = greater.masked_fill(greater == -torch.inf, 0.0)  # a row that sees no key so far
+        weights, kept = torch.exp(scores - base[..., None]), torch.exp(most - base)
+        weighted = torch.einsum("qhgk,hkd->qhgd", weights.unflatten(1, (kv_heads, -1)), value).flatten(1, 2)
+        most, total, values = greater, total * kept + weights.sum(-1), values * kept[..., None] + weighted
+    return torch.cat([most[..., None], total[..., None], values], -1)
