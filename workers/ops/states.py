@@ -26,7 +26,8 @@ def attend_span(
     """See `attention.AttendSpan`; the queries may also be among the keys."""
     tokens, heads, head_dim = query.shape
     block_size, kv_heads = pool.shape[4], pool.shape[1]
-    queries = query.float().unflatten(1, (kv_heads, -1))  # [tokens, kv_heads, group, head_dim]
+    folded = (tokens, kv_heads, heads // kv_heads, -1)
+    queries = query.float().reshape(folded)  # [tokens, kv_heads, group, head_dim]
     if state is None:
         state = query.new_zeros(tokens, heads, head_dim + 2, dtype=torch.float32)
         state[..., 0] = -torch.inf
@@ -46,6 +47,6 @@ def attend_span(
         greater = torch.maximum(most, scores.amax(-1))
         base = greater.masked_fill(greater == -torch.inf, 0.0)  # a row that sees no key so far
         weights, kept = torch.exp(scores - base[..., None]), torch.exp(most - base)
-        weighted = torch.einsum("qhgk,hkd->qhgd", weights.unflatten(1, (kv_heads, -1)), value).flatten(1, 2)
+        weighted = torch.einsum("qhgk,hkd->qhgd", weights.view(folded), value).flatten(1, 2)
         most, total, values = greater, total * kept + weights.sum(-1), values * kept[..., None] + weighted
     return torch.cat([most[..., None], total[..., None], values], -1)
