@@ -9,7 +9,8 @@ import hashlib
 from dataclasses import dataclass
 
 ORDER = "block,kv_head,layer,kv,slot,head_dim"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+SCALE_BYTES = 4  # after the numbers of an int8 slot: their scale, a float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,14 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one block: [kv_head, layer, k|v, slot, head_dim]."""
+        """Shape of one block: [kv_head, layer, k|v, slot, head_dim]; an int8 slot has its scale's bytes, too."""
         local_heads, local_layers = self.heads[1] - self.heads[0], self.layers[1] - self.layers[0]
-        return (local_heads, local_layers, 2, self.block_size, self.head_dim)
+        return (local_heads, local_layers, 2, self.block_size, self.slot_bytes // DTYPE_BYTES[self.dtype])
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token's K (or V) of one head and layer."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.dtype == "int8" else 0)
 
     @property
     def block_bytes(self) -> int:

@@ -16,7 +16,7 @@ CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
-    "dtype": ("float32", "bfloat16", "float16"),
+    "dtype": ("float32", "bfloat16", "float16", "int8"),
     "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
 
@@ -65,7 +65,9 @@ class EngineConfig:
     prefix_caching: bool = True
     """Keep blocks of finished sequences for prompts with the same beginning."""
     dtype: str = "float32"
-    """Of the KV: `float32`, `bfloat16` or `float16`. On a GPU also of the weights. Smaller: less to move, rounded."""
+    """Of the KV: `float32`, `bfloat16`, `float16`, or `int8` with a scale for each token and head. On a GPU also of the
+    weights, which are bfloat16 beside int8. Smaller: less to move, rounded.
+    """
     weights: str = "float32"
     """Weight format of the linear layers on a CPU. All but `float32` are less exact, smaller and mostly faster."""
     device: str = "auto"

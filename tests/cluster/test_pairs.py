@@ -48,16 +48,16 @@ def requests() -> list[Request]:
     return made
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def workers(model: str) -> AsyncIterator[dict[str, Worker]]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "int8"])
+async def workers(request: pytest.FixtureRequest, model: str) -> AsyncIterator[dict[str, Worker]]:
     """Of each setting one prefill worker and two decode workers, one of which has blocks of another size."""
-    shared = SharedMemory()
+    shared, mine, other = SharedMemory(), replace(ENGINE, dtype=request.param), replace(OTHER, dtype=request.param)
     made: dict[str, Worker] = {}
     try:
         for parallel in PARALLEL:
             # Of each second setting the blocks come by way of a staging area.
             staging = (len(made) // 3 % 2) * 200_000
-            for kind, engine, staging_bytes in (("p", ENGINE, 0), ("d", ENGINE, 0), ("o", OTHER, staging)):
+            for kind, engine, staging_bytes in (("p", mine, 0), ("d", mine, 0), ("o", other, staging)):
                 name = f"{kind}{words(parallel)}"
                 made[name] = await parallel_worker(
                     name, model, parallel, engine, shared, prefix_tokens=24, staging_bytes=staging_bytes

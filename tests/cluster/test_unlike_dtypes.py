@@ -24,14 +24,14 @@ FIRST = Request("first", PROMPT, SAMPLING)
 Answer = list[tuple[int, float]]  # tokens and their log probabilities
 
 
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> ClusterSpec:
+@pytest.fixture(scope="module", params=["bfloat16", "int8"])
+def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ClusterSpec:
     folder: Path = tmp_path_factory.mktemp("models") / "m"
     write_family(folder, "llama 3")
     spec = split_spec(backends=("tcp",), block_size=8, kv_blocks=96)
     prefill, decode = spec.pools
     exact = replace(prefill.engine, threads=1, deterministic=True)
-    pools = replace(prefill, engine=exact), replace(decode, engine=replace(exact, dtype="bfloat16"))
+    pools = replace(prefill, engine=exact), replace(decode, engine=replace(exact, dtype=request.param))
     return replace(spec, model=str(folder), executor="torch", pools=pools)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
+import torch
 
 from kvtransfer.digest import digest_cells
 from kvtransfer.host import host_identity
@@ -13,6 +14,7 @@ from kvtransfer.ticket import PeerAddress
 from kvtransfer.transport import Region
 from tests.kvtransfer.grids import Bytes, by_slots
 from tests.kvtransfer.peers import make_region, open_set
+from workers.ops.narrow import to_slots
 
 NUM_TOKENS = 90
 NUM_BLOCKS = 24
@@ -27,9 +29,8 @@ def truth(layout: KVLayout) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]
 
 def as_bytes(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", dtype: str) -> Bytes:
     """The numbers in an owner's dtype, with their bytes as the last axis."""
-    words = numbers.view(np.uint32)
-    held = words if dtype == "float32" else (words >> 16).astype(np.uint16)
-    return held[..., None].view(np.uint8).reshape(*numbers.shape[:-1], -1)
+    held = to_slots(torch.from_numpy(numbers), getattr(torch, dtype))
+    return held.view(torch.uint8).numpy()
 
 
 def blocks_of(layout: KVLayout) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from tests.kvtransfer.gangs import NUM_BLOCKS, NUM_TOKENS, Gang, blocks_of, own_
 from tests.kvtransfer.grids import shards
 from tests.kvtransfer.peers import Child, open_set, start
 from workers.executor.kv_pool import KVPool, allocate_pool
+from workers.ops.narrow import from_slots, to_slots
 
 MODEL = KVLayout("odd", num_layers=4, num_kv_heads=3, head_dim=5, block_size=16)
 
@@ -44,6 +45,7 @@ OWNERS = {
     "1x3": Side(1, 3, 16),
     "5x1": Side(5, 1, 8, "bfloat16"),
     "2x2": Side(2, 2, 16),
+    "3x2": Side(3, 2, 16, "int8"),
 }
 STAGING = 30_000  # bytes: a few blocks to a slot, so that an order needs several
 CASES = {
@@ -54,6 +56,11 @@ CASES = {
     "wider, from replicated heads": ("5x1", Side(2, 2, 8), STAGING),
     "to replicated heads": ("1x3", Side(4, 1, 16), 0),
     "eight bits": ("2x2", Side(1, 1, 16, "float8_e4m3fn"), STAGING),
+    "with scales": ("1x3", Side(2, 1, 16, "int8"), STAGING),
+    "with scales, on both sides": ("3x2", Side(2, 2, 16, "int8"), 0),
+    "with scales, recut": ("3x2", Side(1, 2, 12, "int8"), 0),
+    "with scales, staged": ("3x2", Side(5, 1, 24, "int8"), STAGING),
+    "without their scales": ("3x2", Side(1, 1, 24, "bfloat16"), STAGING),
     "half precision, to many ranks": ("1x3", Side(3, 2, 12, "float16"), STAGING),
 }
 
@@ -99,7 +106,7 @@ class Reader:
         return [await read.done for read in reads]
 
     def holds(self, rank: int) -> torch.Tensor:
-        """[token, kv_head, layer, k|v, head_dim]"""
+        """[token, kv_head, layer, k|v, number]"""
         size = self.side.block_size
         blocks = self.pools[rank].blocks[list(self.blocks)].permute(0, 4, 1, 2, 3, 5)
         return blocks.reshape(len(self.blocks) * size, *blocks.shape[2:])[:NUM_TOKENS]
@@ -107,7 +114,9 @@ class Reader:
     def expected(self, rank: int) -> torch.Tensor:
         layout = self.side.ranks[rank]
         local = torch.from_numpy(truth(MODEL)[:, slice(*layout.heads), slice(*layout.layers)].copy())
-        return local.to(getattr(torch, layout.dtype))
+        owner, ours = (getattr(torch, each.dtype) for each in (self.peer.shards[0].layout, layout))
+        slots = to_slots(local, owner)
+        return slots if owner == ours else to_slots(from_slots(slots, torch.float32), ours)
 
     async def close(self) -> None:
         for opened in self.sets:

@@ -14,10 +14,11 @@ from torch import Tensor
 from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, TRITON, Attention
 from workers.ops.batch import RaggedBatch
+from workers.ops.narrow import compute_dtype, from_slots, to_slots
 from workers.ops.native.library import library
 
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
 BLOCKS = 260
 
 try:
@@ -81,11 +82,11 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
     own = [block for table in tables for block in table]
     pool[own] = torch.randn(len(own), *shape[1:], generator=generator)
     tokens = sum(case.queries)
-    dtype = torch.float32 if DEVICE.type == "cpu" else case.dtype
+    dtype = compute_dtype(DEVICE, case.dtype)
     query = torch.randn(tokens, case.kv_heads * case.group, case.head_dim, generator=generator).to(DEVICE, dtype)
     key, value = torch.randn(2, tokens, case.kv_heads, case.head_dim, generator=generator).to(DEVICE, dtype)
     meta = on_device(ragged(tables, case.queries, case.contexts, case.block_size))
-    expected_pool, its_pool = (pool.to(DEVICE, case.dtype) for _ in range(2))
+    expected_pool, its_pool = (to_slots(pool, case.dtype).to(DEVICE, copy=True) for _ in range(2))
     arguments = (1, meta, case.head_dim**-0.5, case.window, case.softcap)
     REFERENCE.write_kv(expected_pool, key, value, 1, meta.slot_mapping)
     backend.write_kv(its_pool, key, value, 1, meta.slot_mapping)
@@ -96,7 +97,7 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
 
 
 def bits(pool: Tensor) -> Tensor:
-    return pool.view(torch.int32 if pool.dtype == torch.float32 else torch.int16)
+    return pool.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[pool.dtype.itemsize])
 
 
 @pytest.mark.parametrize("backend", FAST, ids=lambda each: each.name)
@@ -132,6 +133,30 @@ def test_what_exceeds_the_range_of_float16_is_written_as_its_largest_number(back
     written = torch.tensor([65504, -65504, 65504, -65504, 65504, 65504, torch.nan, 3], dtype=torch.float16)
     for half, sign in ((0, 1), (1, -1)):
         torch.testing.assert_close(pool[2, 0, 0, half, 1].cpu(), sign * written, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
+def test_int8_slots_depend_on_their_own_vector_alone(backend: Attention) -> None:
+    """Vectors of any size, written together and one by one; NaN and infinity are not hidden."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** torch.randint(-42, 38, (320, 1, 1), generator=generator)
+    vectors = torch.randn(320, 1, 12, generator=generator) * sizes
+    vectors[0], vectors[1, 0, 3] = 0.0, torch.finfo(torch.float32).max
+    vectors[318, 0, 3], vectors[319, 0, 3] = torch.nan, -torch.inf
+    vectors = vectors.to(DEVICE)
+    slots = ragged([list(range(20))], [320], [320], 16).slot_mapping.to(DEVICE)
+    together, apart = torch.zeros(2, 20, 1, 1, 2, 16, 16, dtype=torch.int8, device=DEVICE)
+    backend.write_kv(together, vectors, -vectors, 0, slots)
+    for token in torch.randperm(320, generator=generator).tolist():
+        one = slice(token, token + 1)
+        backend.write_kv(apart, vectors[one], -vectors[one], 0, slots[one])
+    assert torch.equal(apart, together)
+    for half, numbers in ((0, vectors[:, 0]), (1, -vectors[:, 0])):
+        written = together[:, 0, 0, half].flatten(0, 1)
+        assert torch.equal(written[:318], to_slots(numbers, torch.int8)[:318])
+        values, largest = from_slots(written, torch.float32), numbers[:318].abs().amax(-1, keepdim=True)
+        assert ((values - numbers)[:318].abs() <= 0.5001 / 127 * largest + torch.finfo(torch.float32).tiny).all()
+        assert values[318:].isnan().all()
 
 
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
@@ -177,8 +202,8 @@ def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st
     group, window, softcap = data.draw(st.tuples(st.sampled_from([1, 3]), st.sampled_from([0, 17]), st.just(0.0)))
     dtype, head_dim, block_size = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([8, 40, 64])), 16
     generator = torch.Generator().manual_seed(seed)
-    query_dtype = torch.float32 if DEVICE.type == "cpu" else dtype
-    pool = torch.randn(80, 2, 1, 2, block_size, head_dim, generator=generator).to(DEVICE, dtype)
+    query_dtype = compute_dtype(DEVICE, dtype)
+    pool = to_slots(torch.randn(80, 2, 1, 2, block_size, head_dim, generator=generator), dtype).to(DEVICE)
     query = torch.randn(length, 2 * group, head_dim, generator=generator).to(DEVICE, query_dtype)
     table, *mates = scattered_tables([length, 33, 200], 80, block_size, random.Random(seed))
 

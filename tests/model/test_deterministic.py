@@ -1,7 +1,6 @@
 """`deterministic`: the bits of a sequence's logits do not depend on the batch or on how its prompt was cut."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,16 +30,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), threads=st.sampled_from([1, 2]))
+@given(data=st.data(), threads=st.sampled_from([1, 2]), dtype=st.sampled_from(["float32", "bfloat16", "int8"]))
 def test_logits_have_the_same_bits_in_any_batch_and_any_chunks(
-    model: Decoder, data: st.DataObject, threads: int
+    model: Decoder, data: st.DataObject, threads: int, dtype: str
 ) -> None:
     rng = random.Random(data.draw(st.integers(0, 2**16)))
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
     prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
     alone = [
         run_chunks(
-            model, pool_for(model.config, 30), [prompt], [list(range(-(-len(prompt) // 4)))], [[(0, len(prompt))]]
+            model,
+            pool_for(model.config, 30, dtype=dtype),
+            [prompt],
+            [[*range(-(-len(prompt) // 4))]],
+            [[(0, len(prompt))]],
         )
         for prompt in prompts
     ]
@@ -48,7 +51,7 @@ def test_logits_have_the_same_bits_in_any_batch_and_any_chunks(
     torch.set_num_threads(threads)
     try:
         tables = scattered_tables(lengths, num_blocks=100, block_size=4, rng=rng)
-        found = run_chunks(model, pool_for(model.config, 100), prompts, tables, _cut(lengths, data))
+        found = run_chunks(model, pool_for(model.config, 100, dtype=dtype), prompts, tables, _cut(lengths, data))
     finally:
         torch.set_num_threads(before)
     for (expected,), logits in zip(alone, found, strict=True):
@@ -71,16 +74,17 @@ def _cut(lengths: list[int], data: st.DataObject) -> list[list[tuple[int, int]]]
 
 @pytest.mark.full
 @pytest.mark.model
-def test_the_real_model_too(smollm2: ModelFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_real_model_too(smollm2: ModelFolder, dtype: str) -> None:
     attention = best_attention(CPU, torch.float32, deterministic=True)
     model = load_decoder(smollm2, CPU, torch.float32, attention, deterministic=True)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 49000) for _ in range(length)] for length in (300, 40, 1)]
     tables = scattered_tables([301, 40, 1], num_blocks=100, block_size=16, rng=rng)
-    whole = run_chunks(model, pool_for(model.config, 100, 16), prompts[:1], tables[:1], [[(0, 300)]])[0]
+    whole = run_chunks(model, pool_for(model.config, 100, 16, dtype), prompts[:1], tables[:1], [[(0, 300)]])[0]
     cut = run_chunks(
         model,
-        pool_for(model.config, 100, 16),
+        pool_for(model.config, 100, 16, dtype),
         prompts,
         tables,
         [[(2, 1), (0, 256), (1, 13)], [(0, 1), (1, 27)], [(0, 43)]],

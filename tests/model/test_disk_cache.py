@@ -92,14 +92,17 @@ async def answers(
     return tokens, cached, disk
 
 
-async def test_prefixes_from_the_disk_give_the_tokens_of_computed_ones(tiny: ModelFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_prefixes_from_the_disk_give_the_tokens_of_computed_ones(
+    tiny: ModelFolder, tmp_path: Path, dtype: str
+) -> None:
     first, again = range(10), range(10, 15)
-    plain = config(None, prefix_caching=False)
+    plain = config(None, prefix_caching=False, dtype=dtype)
     expected, _, _ = await answers(tiny, plain, range(15))
-    found, _, disk = await answers(tiny, config(tmp_path), first)
+    found, _, disk = await answers(tiny, config(tmp_path, dtype=dtype), first)
     assert found == expected[:10]
     assert disk is not None and disk.store.stats().writes > 10
-    found, cached, disk = await answers(tiny, config(tmp_path), again)
+    found, cached, disk = await answers(tiny, config(tmp_path, dtype=dtype), again)
     assert found == expected[10:]
     assert disk is not None and disk.store.stats().recovered > 10 and disk.store.stats().reads > 5
     assert cached >= 8 * disk.store.stats().reads > 0, (

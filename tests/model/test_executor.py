@@ -180,9 +180,11 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
         assert ("this CPU has no instructions for it" in caplog.text) != has_it
 
 
-async def test_kv_may_be_kept_in_half_precision(tiny: ModelFolder) -> None:
-    executor = await open_solo(config(dtype="bfloat16"), tiny, "w-1", SharedMemory())
-    assert executor.facts.layout.dtype == "bfloat16"
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+async def test_kv_may_be_kept_in_fewer_bits(tiny: ModelFolder, dtype: str) -> None:
+    executor = await open_solo(config(dtype=dtype), tiny, "w-1", SharedMemory())
+    layout, pool = executor.facts.layout, executor._rank._pool
+    assert layout.dtype == dtype and pool.blocks.nbytes == 16 * layout.block_bytes
     token = (await executor.execute(prompt_plan())).tokens[0]
     assert token is not None and token < 320
     await executor.close()

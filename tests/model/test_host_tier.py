@@ -16,23 +16,24 @@ from workers.request import Request, SamplingParams, TokensOut
 
 PROMPTS = [tuple(range(5 + 40 * index, 5 + 40 * index + length)) for index, length in enumerate((21, 30, 40, 33, 26))]
 ROUNDS = 3
-BLOCK_BYTES = 2048  # eight tokens of the tiny model
+BLOCK_BYTES = {"float32": 2048, "int8": 768}  # eight tokens of the tiny model
 
 
 async def answers(
-    tiny: ModelFolder, depth: int = 1, host: int = 0, **engine: object
+    tiny: ModelFolder, depth: int = 1, host: int = 0, dtype: str = "float32", **engine: object
 ) -> tuple[list[list[int]], int, int]:
     """Every prompt in turn, and all again: the tokens of each, and blocks that went to the host and came back.
 
     `host`: blocks of the host cache.
     """
-    sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, **engine})  # type: ignore[arg-type]
-    cache = CacheConfig(ByteSize(host * BLOCK_BYTES))
-    config = WorkerConfig("w", "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)), cache=cache)
+    sizes = {"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, "dtype": dtype}
+    made = EngineConfig(**{**sizes, **engine})  # type: ignore[arg-type]
+    cache = CacheConfig(ByteSize(host * BLOCK_BYTES[dtype]))
+    config = WorkerConfig("w", "pool", "tiny", made, transfer=TransferConfig(backends=("memory",)), cache=cache)
     executor = await open_solo(config, tiny, "w-1", SharedMemory())
     facts = executor.facts
     subject = Engine(
-        sizes,
+        made,
         context_length=facts.context_length,
         eos_token_ids=facts.eos_token_ids,
         vocab_size=facts.vocab_size,
@@ -68,9 +69,12 @@ async def answers(
     return tokens, saved, restored
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("depth", [1, 3])
-async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(tiny: ModelFolder, depth: int) -> None:
-    expected, _, _ = await answers(tiny, prefix_caching=False)
-    found, saved, restored = await answers(tiny, depth, host=40, swap_blocks=4)
+async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(
+    tiny: ModelFolder, depth: int, dtype: str
+) -> None:
+    expected, _, _ = await answers(tiny, prefix_caching=False, dtype=dtype)
+    found, saved, restored = await answers(tiny, depth, host=40, swap_blocks=4, dtype=dtype)
     assert found == expected
     assert saved > 10 and restored > 10

@@ -72,25 +72,30 @@ def _sampling(index: int, sibling: int) -> SamplingParams:
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("batching", BATCHING)
-async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, batching: str, depth: int) -> None:
-    expected, _ = await answers(tiny)
-    assert (await answers(tiny, batching=batching, depth=depth, max_batch_tokens=33))[0] == expected
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, dtype: str, batching: str, depth: int) -> None:
+    expected, _ = await answers(tiny, dtype=dtype)
+    assert (await answers(tiny, batching=batching, depth=depth, max_batch_tokens=33, dtype=dtype))[0] == expected
     assert all(len(tokens) == 24 for tokens in expected.values())
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-async def test_preempted_sequences_go_on_with_the_same_tokens(tiny: ModelFolder, preemption: str, depth: int) -> None:
-    expected, calm = await answers(tiny)
-    found, stats = await answers(tiny, depth=depth, kv_blocks=14, swap_blocks=24, preemption=preemption)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_preempted_sequences_go_on_with_the_same_tokens(
+    tiny: ModelFolder, dtype: str, preemption: str, depth: int
+) -> None:
+    expected, calm = await answers(tiny, dtype=dtype)
+    found, stats = await answers(tiny, depth=depth, kv_blocks=14, swap_blocks=24, preemption=preemption, dtype=dtype)
     assert found == expected
     assert calm.preemptions == 0 and stats.preemptions > 0
     assert (stats.swaps > 0) == (preemption == "swap")
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder, depth: int) -> None:
-    alone, _ = await answers(tiny, siblings=3, prefix_caching=False)
-    together, stats = await answers(tiny, depth=depth, siblings=3, kv_blocks=40, swap_blocks=40)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder, dtype: str, depth: int) -> None:
+    alone, _ = await answers(tiny, siblings=3, prefix_caching=False, dtype=dtype)
+    together, stats = await answers(tiny, depth=depth, siblings=3, kv_blocks=40, swap_blocks=40, dtype=dtype)
     assert together == alone
     assert stats.free_blocks == stats.total_blocks

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, Attention
+from workers.ops.narrow import to_slots
 from workers.ops.native.library import library
 from workers.ops.span import SPAN
 
@@ -50,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
         kv_heads=draw(st.sampled_from([1, 3])),
         group=draw(st.sampled_from([1, 3, 7])),
         head_dim=draw(st.sampled_from([8, 40, 64])),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])),
         window=draw(st.sampled_from([0, 0, 7, 100, 200, 300])),
         softcap=draw(st.sampled_from([0.0, 2.0])),
         threads=draw(st.sampled_from([1, 2])),
@@ -62,13 +63,14 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
     """Attention with the leading spans elsewhere; with all keys here; and the reference's."""
     rng, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
     layer, scale = 1, case.head_dim**-0.5
-    here = torch.randn(BLOCKS, case.kv_heads, 2, 2, BLOCK_SIZE, case.head_dim, generator=generator).to(case.dtype)
+    vectors = torch.randn(BLOCKS, case.kv_heads, 2, 2, BLOCK_SIZE, case.head_dim, generator=generator)
+    here, nothing = to_slots(vectors, case.dtype), to_slots(torch.full((case.head_dim,), torch.nan), case.dtype)
     query = torch.randn(sum(case.queries), case.kv_heads * case.group, case.head_dim, generator=generator)
     tables = scattered_tables(case.contexts, BLOCKS, BLOCK_SIZE, rng)
     batch = ragged(tables, case.queries, case.contexts, BLOCK_SIZE)
     all_here = backend.attend(query, here, layer, batch, scale, case.window, case.softcap)
 
-    there, ours = torch.full_like(here, torch.nan), here.clone()
+    there, ours = nothing.expand_as(here).clone(), here.clone()
     moved = rng.sample(range(BLOCKS), BLOCKS)  # block here -> block there
     states = torch.full((*query.shape[:2], case.head_dim + 2), torch.nan)  # of sequences without spans: never read
     start = 0
@@ -79,7 +81,7 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
             blocks = tables[row][first // BLOCK_SIZE : first // BLOCK_SIZE + num_spans * PER_SPAN]
             lent = [moved[block] for block in blocks]
             there[lent] = here[blocks]
-            ours[blocks] = torch.nan
+            ours[blocks] = nothing
             state = backend.attend_span(
                 *(query[rows], there, layer, torch.tensor(lent, dtype=torch.int32), num_spans * SPAN),
                 *(position - first, state, scale, case.window, case.softcap),

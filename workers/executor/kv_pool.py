@@ -17,7 +17,7 @@ from workers.engine.step import StepPlan
 from workers.errors import ModelError
 from workers.ops.completion import Mark, mark_on, wait
 from workers.ops.memory import PAGES
-from workers.ops.narrow import narrowed
+from workers.ops.narrow import from_slots, to_slots
 
 # Left for activations, the interpreter and the rest of the machine.
 _SPARE = 0.1
@@ -25,7 +25,7 @@ _SPARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """`blocks` [block, kv_head, layer, k|v, slot, head_dim] and its `region` are the same memory.
+    """`blocks` [block, kv_head, layer, k|v, slot, slot_size] and its `region` are the same memory.
 
     `host` [host block, ...] holds the KV of preempted sequences; it is not in the region, so peers cannot read it.
     `mark` gives an event for all writes so far: transfers read the memory outside the device's queue.
@@ -60,7 +60,7 @@ class KVPool:
     ) -> None:
         """Copy staged KV into the pool, in its dtype: see `kvtransfer.transport.Place`. Called on a thread of its own.
 
-        Rounds to nearest; numbers beyond the range of a narrow dtype saturate.
+        Rounds to nearest, as `to_slots` does.
         """
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # of this thread; more would compete with the compute thread
@@ -68,12 +68,15 @@ class KVPool:
         heads = slice(layout.heads[0] - ours.heads[0], layout.heads[1] - ours.heads[0])
         layers = slice(layout.layers[0] - ours.layers[0], layout.layers[1] - ours.layers[0])
         arrived = torch.frombuffer(staged, dtype=getattr(torch, layout.dtype)).view(-1, *layout.shape)
+        is_alike = layout.dtype == ours.dtype  # then slots move as they are
         spans = spans_of(layout.block_size, ours.block_size, blocks, first_token, num_tokens)
         for source, parts in zip(arrived, spans, strict=False):
             start = 0
             for block, slot, count in parts:
-                values = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, head_dim]
-                self.blocks[block, heads, layers, :, slot : slot + count] = narrowed(values, self.blocks.dtype)
+                slots = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, slot_size]
+                if not is_alike:
+                    slots = to_slots(from_slots(slots, torch.float32), self.blocks.dtype)
+                self.blocks[block, heads, layers, :, slot : slot + count] = slots
                 start += count
 
 

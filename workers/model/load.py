@@ -24,6 +24,7 @@ from workers.model.weights import Part, Weights, fuse
 from workers.ops.attention import SDPA, Attention
 from workers.ops.collective import TensorGroup
 from workers.ops.linear import WEIGHT_FORMATS, LinearMethod, linear_from_blocks, make_linear
+from workers.ops.narrow import compute_dtype
 
 FORMATS = (*WEIGHT_FORMATS, "gguf")
 
@@ -40,12 +41,12 @@ def load_decoder(
     shard: ModelShard | None = None,
     group: TensorGroup | None = None,
 ) -> Decoder:
-    """The folder's model on `device` in `dtype` (always float32 on a CPU).
+    """The folder's model on `device`, in the `compute_dtype` beside KV of `dtype`.
 
     `shard`: the part to load (None: all); `group`: its tensor ranks, if there are several. Formats with one scale for
     several columns (int8, q4_k) round each shard's columns separately.
 
-    `weight_format` applies to the linear layers; embeddings, norms and routers stay in `dtype`. "gguf": the blocks of
+    `weight_format` applies to the linear layers; embeddings, norms and routers keep their dtype. "gguf": the blocks of
     the file that the folder was converted from, or float32 where their format has no kernel. `deterministic`: a row's
     bits do not depend on the other rows, provided that `attention` is batch invariant too. Raises `ModelError` if a
     tensor is missing, unknown, has the wrong shape, or holds NaN or infinity.
@@ -59,7 +60,7 @@ def load_decoder(
     shard = shard or shard_of(config, ParallelConfig(), 0)
     if (shard.tensor_rank, shard.tensor) != ((group.rank, group.size) if group else (0, 1)):
         raise ValueError(f"tensor rank {shard.tensor_rank} of {shard.tensor} needs the group of these ranks")
-    dtype = torch.float32 if device.type == "cpu" else dtype
+    dtype = compute_dtype(device, dtype)
     weights = Weights(folder.path, device, dtype)
     blocks = GGUFBlocks(folder.path) if weight_format == "gguf" else None
     return _Builder(config, shard, group, weights, blocks, weight_format, deterministic).decoder(attention)

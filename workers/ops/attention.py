@@ -1,7 +1,7 @@
 """The attention port: write K and V into the block pool, and attend to what is there.
 
 A backend is a pair of functions over flat ragged metadata. Knows the pool's layout `[block, kv_head, layer, k|v, slot,
-head_dim]`; knows no model. `REFERENCE` defines the result; `best_attention` checks a backend against it before use.
+slot_size]`; knows no model. `REFERENCE` defines the result; `best_attention` checks a backend against it before use.
 """
 
 import functools
@@ -17,6 +17,7 @@ from torch import Tensor
 from workers.errors import ModelError
 from workers.ops import reference, sdpa, states
 from workers.ops.batch import RaggedBatch
+from workers.ops.narrow import compute_dtype, to_slots
 from workers.ops.native import attention as native
 from workers.ops.native.library import SWITCH, library
 
@@ -62,7 +63,7 @@ class Attention:
     """One backend. `batch_invariant`: the bits of a row depend only on its own query and keys.
 
     `write_kv(pool, key, value, layer, slot_mapping)` stores key and value [tokens, kv_heads, head_dim] of `layer` (the
-    pool's own index) at their slots, rounded as `narrowed` does.
+    pool's own index) at their slots, as `to_slots` makes them.
     """
 
     name: str
@@ -136,8 +137,8 @@ def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool
 def _agrees(attention: Attention, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the backend runs here and computes what the reference does, for a decode and a prompt chunk."""
     generator = torch.Generator().manual_seed(0)
-    query_dtype = torch.float32 if device.type == "cpu" else dtype
-    pool = torch.randn(6, 2, 1, 2, 16, 64, generator=generator).to(device, dtype)
+    query_dtype = compute_dtype(device, dtype)
+    pool = to_slots(torch.randn(6, 2, 1, 2, 16, 64, generator=generator), dtype).to(device)
     query = torch.randn(4, 4, 64, generator=generator).to(device, query_dtype)
     key, value = torch.randn(2, 4, 2, 64, generator=generator).to(device, query_dtype)
 

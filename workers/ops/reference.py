@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
-from workers.ops.narrow import narrowed
+from workers.ops.narrow import from_slots, to_slots
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `attention.Attention`."""
     block_size = pool.shape[4]
     for token, slot in enumerate(slot_mapping.tolist()):
-        pool[slot // block_size, :, layer, 0, slot % block_size] = narrowed(key[token], pool.dtype)
-        pool[slot // block_size, :, layer, 1, slot % block_size] = narrowed(value[token], pool.dtype)
+        pool[slot // block_size, :, layer, 0, slot % block_size] = to_slots(key[token], pool.dtype)
+        pool[slot // block_size, :, layer, 1, slot % block_size] = to_slots(value[token], pool.dtype)
 
 
 def attend(
@@ -24,7 +24,8 @@ def attend(
     group = query.shape[1] // pool.shape[1]
     for row, context in enumerate(contexts):
         chunk = query[starts[row] : starts[row + 1]]  # [queries, heads, head_dim]
-        blocks = pool[batch.block_tables[row].long(), :, layer].to(query.dtype)  # [blocks, kv_heads, k|v, slot, dim]
+        slots = pool[batch.block_tables[row].long(), :, layer]  # [blocks, kv_heads, k|v, slot, slot_size]
+        blocks = from_slots(slots, query.dtype)
         keys, values = blocks.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :context].repeat_interleave(group, dim=2)
         scores = torch.einsum("qhd,khd->hqk", chunk, keys) * scale  # [heads, queries, context]
         if softcap:

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
-from workers.ops.narrow import narrowed
+from workers.ops.narrow import from_slots, to_slots
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `attention.Attention`."""
-    block_size, head_dim = pool.shape[4:]
+    block_size, slot_size = pool.shape[4:]
     table = slot_mapping // block_size
     rows = _first_rows(pool, layer, table[:, None]) * block_size + (slot_mapping % block_size)[:, None]
     rows = rows.flatten()  # [tokens * kv_heads]: the row of each K vector; its V is block_size rows further
-    slots = pool.view(-1, head_dim)
-    slots.index_copy_(0, rows, narrowed(key.reshape(-1, head_dim), pool.dtype))
-    slots.index_copy_(0, rows + block_size, narrowed(value.reshape(-1, head_dim), pool.dtype))
+    slots = pool.view(-1, slot_size)
+    slots.index_copy_(0, rows, to_slots(key, pool.dtype).reshape(-1, slot_size))
+    slots.index_copy_(0, rows + block_size, to_slots(value, pool.dtype).reshape(-1, slot_size))
 
 
 def attend(
@@ -58,13 +58,13 @@ def _decode(
     batch, heads, head_dim = query.shape
     kv_heads = pool.shape[1]
     longest = int(context_lens.max())
-    key, value = gather(pool, layer, tables, longest)  # [batch, kv_heads, longest, head_dim]
+    key, value = gather(pool, layer, tables, longest, query.dtype)  # [batch, kv_heads, longest, head_dim]
     at = torch.arange(longest, device=query.device)
     visible = at < context_lens[:, None]  # [batch, longest]
     if window:
         visible &= at >= context_lens[:, None] - window
     folded = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    output = _masked(folded, key.to(query.dtype), value.to(query.dtype), visible[:, None, None], scale, softcap)
+    output = _masked(folded, key, value, visible[:, None, None], scale, softcap)
     return output.reshape(batch, heads, head_dim)
 
 
@@ -73,8 +73,7 @@ def _chunk(
 ) -> Tensor:
     """A chunk of one prompt. The kernel's own causal mask serves only a chunk without a prefix before it."""
     length, heads, head_dim = query.shape
-    key, value = gather(pool, layer, table[None], context)  # [1, kv_heads, context, head_dim]
-    key, value = key.to(query.dtype), value.to(query.dtype)
+    key, value = gather(pool, layer, table[None], context, query.dtype)  # [1, kv_heads, context, head_dim]
     queries = query.transpose(0, 1)[None]  # [1, heads, length, head_dim]
     if not (window or softcap or length < context):
         output = F.scaled_dot_product_attention(queries, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -96,17 +95,17 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: f
     return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ value
 
 
-def gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """K and V of the sequences in `tables` [batch, blocks], each [batch, kv_heads, num_tokens, head_dim]."""
-    kv_heads, block_size, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
+def gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V in `dtype` of the sequences in `tables` [batch, blocks], each [batch, kv_heads, num_tokens, head_dim]."""
+    kv_heads, block_size, slot_size = pool.shape[1], pool.shape[4], pool.shape[5]
     tables = tables[:, : -(-num_tokens // block_size)]
     batch, num_blocks = tables.shape
     rows = _first_rows(pool, layer, tables[:, None]).flatten()  # [batch * kv_heads * blocks]
-    halves = pool.view(-1, block_size * head_dim)
-    shape = (batch, kv_heads, num_blocks * block_size, head_dim)
+    halves = pool.view(-1, block_size * slot_size)
+    shape = (batch, kv_heads, num_blocks * block_size, slot_size)
     key = halves.index_select(0, rows).view(shape)[:, :, :num_tokens]
     value = halves.index_select(0, rows + 1).view(shape)[:, :, :num_tokens]
-    return key, value
+    return from_slots(key, dtype), from_slots(value, dtype)
 
 
 def _first_rows(pool: Tensor, layer: int, blocks: Tensor) -> Tensor:

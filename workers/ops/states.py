@@ -36,7 +36,7 @@ def attend_span(
     step = max(1, KEYS // block_size)  # blocks
     for first in range(0, -(-num_keys // block_size), step):
         key_at = torch.arange(first * block_size, min(num_keys, (first + step) * block_size), device=query.device)
-        key, value = (each[0].float() for each in gather(pool, layer, table[None, first:], len(key_at)))
+        key, value = (each[0] for each in gather(pool, layer, table[None, first:], len(key_at), torch.float32))
         scores = torch.einsum("qhgd,hkd->qhgk", queries, key).flatten(1, 2) * scale  # [tokens, heads, keys]
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

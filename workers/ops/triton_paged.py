@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
-from workers.ops.narrow import narrowed
+from workers.ops.narrow import to_slots
 
 ROWS = 64  # (query, head of the group) pairs per program
 KEYS = 64  # of one tile
@@ -20,10 +20,10 @@ KEYS = 64  # of one tile
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `attention.Attention`."""
-    _, kv_heads, layers, _, block_size, head_dim = pool.shape
-    key, value = (narrowed(each, pool.dtype).contiguous() for each in (key, value))
+    _, kv_heads, layers, _, block_size, slot_size = pool.shape
+    key, value = (to_slots(each, pool.dtype).contiguous() for each in (key, value))
     _write[(key.shape[0], kv_heads)](
-        pool, key, value, slot_mapping, layer, layers, block_size, head_dim, DIM=triton.next_power_of_2(head_dim)
+        pool, key, value, slot_mapping, layer, layers, block_size, slot_size, SIZE=triton.next_power_of_2(slot_size)
     )
 
 
@@ -31,8 +31,8 @@ def attend(
     query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
     """See `attention.Attend`."""
-    _, kv_heads, layers, _, block_size, head_dim = pool.shape
-    heads = query.shape[1]
+    _, kv_heads, layers, _, block_size, slot_size = pool.shape
+    heads, head_dim = query.shape[1:]
     group = heads // kv_heads
     queries = max(1, ROWS // group)  # of one program
     query = query if query.stride(2) == 1 else query.contiguous()
@@ -52,6 +52,7 @@ def attend(
         layers,
         kv_heads,
         block_size,
+        slot_size,
         head_dim,
         scale,
         window,
@@ -62,20 +63,29 @@ def attend(
         KEYS=KEYS,
         DIM=max(16, triton.next_power_of_2(head_dim)),
         CAPPED=softcap != 0.0,
+        SCALED=pool.dtype == torch.int8,
     )
     return output
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write(pool, key, value, slots, layer, layers, block_size, head_dim, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write(pool, key, value, slots, layer, layers, block_size, slot_size, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     token, head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + token)
     half = ((slot // block_size * kv_heads + head) * layers + layer) * 2
-    dim = tl.arange(0, DIM)
-    from_ = (token * kv_heads + head) * head_dim + dim
-    to = pool + (half * block_size + slot % block_size) * head_dim + dim
-    tl.store(to, tl.load(key + from_, dim < head_dim), dim < head_dim)
-    tl.store(to + block_size * head_dim, tl.load(value + from_, dim < head_dim), dim < head_dim)
+    at = tl.arange(0, SIZE)
+    from_ = (token * kv_heads + head) * slot_size + at
+    to = pool + (half * block_size + slot % block_size) * slot_size + at
+    tl.store(to, tl.load(key + from_, at < slot_size), at < slot_size)
+    tl.store(to + block_size * slot_size, tl.load(value + from_, at < slot_size), at < slot_size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scaled(numbers, scales, known, SCALED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns times the scales of their keys, if the pool has any; `scales` point to their first bytes."""
+    if SCALED:
+        numbers *= tl.load(scales.to(tl.pointer_type(tl.float32), bitcast=True), known, 0.0)[None, :]
+    return numbers
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -93,6 +103,7 @@ def _attend(  # type: ignore[no-untyped-def]
     layers,
     kv_heads,
     block_size,
+    slot_size,
     head_dim,
     scale,
     window,
@@ -103,6 +114,7 @@ def _attend(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
     CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     tile, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + sequence)
@@ -131,13 +143,14 @@ def _attend(  # type: ignore[no-untyped-def]
             known = key_at < end
             block = tl.load(block_tables + sequence * table_stride + key_at // block_size, known, 0).to(tl.int64)
             half = ((block * kv_heads + kv_head) * layers + layer) * 2
-            slot = (half * block_size + key_at % block_size) * head_dim  # [KEYS]
+            slot = (half * block_size + key_at % block_size) * slot_size  # [KEYS]
             readable = known[:, None] & (dim < head_dim)[None, :]
             where = pool + slot[:, None] + dim[None, :]
             keys = tl.load(where, readable, 0.0).to(queries.dtype)  # [KEYS, DIM]
-            values = tl.load(where + block_size * head_dim, readable, 0.0).to(queries.dtype)
+            values = tl.load(where + block_size * slot_size, readable, 0.0).to(queries.dtype)
 
             scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale  # [ROWS, KEYS] in float32
+            scores = _scaled(scores, pool + slot + head_dim, known, SCALED)
             if CAPPED:
                 scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
             seen = known[None, :] & (key_at[None, :] <= position[:, None])
@@ -149,6 +162,7 @@ def _attend(  # type: ignore[no-untyped-def]
             weights = tl.exp(scores - base[:, None])
             kept = tl.exp(most - base)
             total = total * kept + tl.sum(weights, 1)
+            weights = _scaled(weights, pool + slot + block_size * slot_size + head_dim, known, SCALED)
             summed = summed * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             most = greater
         answer = summed / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,4 +1,5 @@
-// Attention over a paged pool [block, kv_head, layer, k|v, slot, head_dim], and writing K and V into it.
+// Attention over a paged pool [block, kv_head, layer, k|v, slot, number], and writing K and V into it. A slot has head_dim
+// numbers; in an int8 pool their scale follows, a float.
 //
 //     a job    = one KV head of one sequence, some of its queries; row = query * group + head within the group
 //     its keys = tiles of TILE positions, counted from position 0 of the sequence
@@ -15,11 +16,13 @@
 // and head, from which the merge of the later tiles continues with the same bits.
 #include <omp.h>
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 #include "gemm_lanes.hpp"
 
@@ -52,6 +55,16 @@ struct Bfloat16 {
 struct Float16 {
     uint16_t bits;
 };
+struct Int8 {
+    int8_t number;  // times the slot's scale
+};
+
+template <class Number>
+constexpr bool SCALED = std::is_same_v<Number, Int8>;
+template <class Number>
+constexpr int64_t slot_size_of(int64_t head_dim) {  // in numbers
+    return head_dim + (SCALED<Number> ? sizeof(float) : 0);
+}
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -66,6 +79,7 @@ inline uint32_t as_bits(float value) {
 }
 
 inline float widen(Float32 from) { return from.number; }
+inline float widen(Int8 from) { return from.number; }
 inline float widen(Bfloat16 from) { return as_float(uint32_t(from.bits) << 16); }
 inline float widen(Float16 from) {
     uint32_t sign = uint32_t(from.bits & 0x8000) << 16, rest = uint32_t(from.bits & 0x7fff) << 13;
@@ -92,6 +106,24 @@ inline void narrow(float from, Float16* to) {
 }
 
 template <class Number>
+inline void narrow_slot(const float* from, int64_t dim, Number* to) {
+    for (int64_t at = 0; at < dim; at++) narrow(from[at], to + at);
+}
+// The largest number becomes 127. NaN and infinity, which compare as the largest bits, make the scale one of them.
+inline void narrow_slot(const float* from, int64_t dim, Int8* to) {
+    uint32_t most = 0;
+    for (int64_t at = 0; at < dim; at++) most = std::max(most, as_bits(from[at]) & 0x7fffffff);
+    float scale = as_float(most) * (1.0f / 127.0f);
+    scale = scale < FLT_MIN ? FLT_MIN : scale;
+    const float factor = 1.0f / scale;
+    for (int64_t at = 0; at < dim; at++) {
+        float number = from[at] * factor;
+        to[at].number = number == number ? int32_t(std::nearbyint(number)) : 0;
+    }
+    std::memcpy(to + dim, &scale, sizeof scale);
+}
+
+template <class Number>
 inline Floats load_wide(const Number* from) {
     float numbers[LANES];
     for (int lane = 0; lane < LANES; lane++) numbers[lane] = widen(from[lane]);
@@ -106,10 +138,16 @@ inline Floats load_wide(const Bfloat16* from) {
 inline Floats load_wide(const Float16* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
+inline Floats load_wide(const Int8* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
 #elif defined(__AVX2__)
 inline Floats load_wide(const Bfloat16* from) {
     __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+inline Floats load_wide(const Int8* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 #if defined(__F16C__)
 inline Floats load_wide(const Float16* from) {
@@ -301,13 +339,14 @@ struct Call {
     float scale;
     int64_t window;
     float softcap;
+    int64_t slot_size = 0;            // in numbers
     const int32_t* begins = nullptr;  // [sequences], multiples of TILE: earlier keys are not in the pool; null: all are
     const float* states = nullptr;    // [tokens, heads, 2 + head_dim] of the keys before `begins`, or before the span
     int64_t span_tiles = 0;           // of a span, which ends before the first query; the output is the state after it
 
     int64_t group() const { return heads / kv_heads; }
     int64_t wide_dim() const { return round_up(head_dim, LANES); }
-    int64_t half_block() const { return block_size * head_dim; }  // numbers between a block's K and V
+    int64_t half_block() const { return block_size * slot_size; }  // numbers between a block's K and V
 };
 
 // Memory of one thread; grows, never shrinks.
@@ -445,7 +484,7 @@ void find_keys(const Call& call, const Job& job, const Number** keys) {
         int64_t half = ((table[block] * call.kv_heads + job.kv_head) * call.layers + call.layer) * 2;
         auto key = static_cast<const Number*>(call.pool) + half * call.half_block();
         for (; slot < call.block_size && position <= last; slot++, position++)
-            keys[position - begin] = key + slot * call.head_dim;
+            keys[position - begin] = key + slot * call.slot_size;
     }
 }
 
@@ -482,13 +521,33 @@ void copy_values(const Number* const* keys, Range range, int64_t offset, int64_t
     }
 }
 
-// Turn the scores [0, high) of one row into weights; masked keys weigh 0.
-inline void weigh(const Call& call, float* scores, Range keys, int64_t width, float* most_of_row, float* sum_of_row) {
+// Scales of K and V of a tile's keys; 0 for those that no row attends to.
+struct Scales {
+    float keys[TILE] = {}, values[TILE] = {};
+
+    Scales(const Call& call, const Int8* const* rows, Range visible) {
+        for (int64_t key = visible.low; key < visible.high; key++) {
+            std::memcpy(keys + key, rows[key] + call.head_dim, sizeof(float));
+            std::memcpy(values + key, rows[key] + call.half_block() + call.head_dim, sizeof(float));
+        }
+    }
+};
+struct Unscaled {
+    template <class Number>
+    Unscaled(const Call&, const Number* const*, Range) {}
+};
+
+// Turn the scores [0, high) of one row into weights; masked keys weigh 0. Scores are scaled as K is, weights as V.
+template <class ScalesOfTile>
+inline void weigh(const Call& call, float* scores, Range keys, int64_t width, const ScalesOfTile& scales,
+                  float* most_of_row, float* sum_of_row) {
+    constexpr bool is_scaled = std::is_same_v<ScalesOfTile, Scales>;
     Ints lane_at;
     for (int lane = 0; lane < LANES; lane++) lane_at[lane] = lane;
     Floats most = all(NEVER);
     for (int64_t key = 0; key < width; key += LANES) {
         Floats score = load(scores + key);
+        if constexpr (is_scaled) score = score * load(scales.keys + key);
         if (call.softcap != 0.0f) score = all(call.softcap) * tangent(score / all(call.softcap));
         if (key < keys.low || key + LANES > keys.high) {
             Ints at = lane_at + int32_t(key);
@@ -501,8 +560,9 @@ inline void weigh(const Call& call, float* scores, Range keys, int64_t width, fl
     Floats base = all(greatest == NEVER ? 0.0f : greatest), sum = zeros();
     for (int64_t key = 0; key < width; key += LANES) {
         Floats weight = exponential(load(scores + key) - base);
-        store(scores + key, weight);
         sum += weight;
+        if constexpr (is_scaled) weight = weight * load(scales.values + key);
+        store(scores + key, weight);
     }
     *most_of_row = greatest;
     *sum_of_row = sum_of(sum);
@@ -520,8 +580,8 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
         const Range inside{std::max(visible.low - panel, int64_t(0)), std::min(visible.high - panel, KEY_PANEL)};
         if (inside.low >= inside.high) continue;
         for (int64_t key = panel + inside.low; key < panel + inside.high; key++) {
-            prefetch(keys[key], dim * sizeof(Number));  // one key at a time would not use the memory's bandwidth
-            prefetch(keys[key] + call.half_block(), dim * sizeof(Number));
+            prefetch(keys[key], call.slot_size * sizeof(Number));  // one key at a time would not use the memory's bandwidth
+            prefetch(keys[key] + call.half_block(), call.slot_size * sizeof(Number));
         }
         transpose_keys(keys + panel, inside, dim, work.keys);
         for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
@@ -533,11 +593,12 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
                                              work.scores + row * TILE + panel, TILE);
         }
     }
+    const std::conditional_t<SCALED<Number>, Scales, Unscaled> scales(call, keys, visible);
     for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
         int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
         int64_t width = round_up(keys_of(row + height - 1).high, LANES);
         for (int64_t each = row; each < row + height; each++)
-            weigh(call, work.scores + each * TILE, keys_of(each), width, part.most + each, part.sum + each);
+            weigh(call, work.scores + each * TILE, keys_of(each), width, scales, part.most + each, part.sum + each);
     }
     const bool in_place = rows <= BLOCK_ROWS && dim == wide;
     if (!in_place) copy_values(keys, visible, call.half_block(), dim, work.values, wide);
@@ -624,7 +685,8 @@ std::vector<Job> jobs_of(const Call& call, const int32_t* query_starts, const in
 }
 
 template <class Number>
-void attend(const Call& call, const int32_t* query_starts, const int32_t* context_lens, int64_t sequences) {
+void attend(Call call, const int32_t* query_starts, const int32_t* context_lens, int64_t sequences) {
+    call.slot_size = slot_size_of<Number>(call.head_dim);
     std::vector<Job> whole = jobs_of(call, query_starts, context_lens, sequences), jobs;
     int64_t work = 0, numbers = 0;
     for (const Job& job : whole) work += job.cost(call);
@@ -657,15 +719,15 @@ template <class Number>
 void write(const float* key, const float* value, int64_t key_stride, int64_t value_stride, void* pool, int64_t layer,
            int64_t layers, int64_t kv_heads, int64_t block_size, int64_t head_dim, const int64_t* slots,
            int64_t tokens) {
+    const int64_t slot_size = slot_size_of<Number>(head_dim);
 #pragma omp parallel for schedule(static) if (tokens >= 64)
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t head = 0; head < kv_heads; head++) {
             int64_t block = slots[token] / block_size, slot = slots[token] % block_size;
             int64_t half = ((block * kv_heads + head) * layers + layer) * 2;
-            Number* to = static_cast<Number*>(pool) + (half * block_size + slot) * head_dim;
-            const float *k = key + token * key_stride + head * head_dim, *v = value + token * value_stride + head * head_dim;
-            for (int64_t dim = 0; dim < head_dim; dim++) narrow(k[dim], to + dim);
-            for (int64_t dim = 0; dim < head_dim; dim++) narrow(v[dim], to + block_size * head_dim + dim);
+            Number* to = static_cast<Number*>(pool) + (half * block_size + slot) * slot_size;
+            narrow_slot(key + token * key_stride + head * head_dim, head_dim, to);
+            narrow_slot(value + token * value_stride + head * head_dim, head_dim, to + block_size * slot_size);
         }
 }
 
@@ -674,11 +736,12 @@ void attend_to(int64_t kind, const Call& call, const int32_t* query_starts, cons
     if (kind == 0) attend<Float32>(call, query_starts, context_lens, sequences);
     if (kind == 1) attend<Bfloat16>(call, query_starts, context_lens, sequences);
     if (kind == 2) attend<Float16>(call, query_starts, context_lens, sequences);
+    if (kind == 3) attend<Int8>(call, query_starts, context_lens, sequences);
 }
 
 }  // namespace
 
-// `kind` of the pool's numbers: 0 float32, 1 bfloat16, 2 float16. Strides count numbers; the last axis is dense.
+// `kind` of the pool's numbers: 0 float32, 1 bfloat16, 2 float16, 3 int8. Strides count numbers; the last axis is dense.
 
 extern "C" const int64_t diptych_attention_tile = TILE;
 
@@ -712,7 +775,7 @@ extern "C" void diptych_attend_span(const float* query, int64_t query_token_stri
 extern "C" void diptych_write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
                                  void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t kv_heads,
                                  int64_t block_size, int64_t head_dim, const int64_t* slots, int64_t tokens) {
-    auto write_numbers = kind == 0 ? write<Float32> : kind == 1 ? write<Bfloat16> : write<Float16>;
-    write_numbers(key, value, key_stride, value_stride, pool, layer, layers, kv_heads, block_size, head_dim, slots,
+    constexpr decltype(&write<Int8>) kinds[] = {write<Float32>, write<Bfloat16>, write<Float16>, write<Int8>};
+    kinds[kind](key, value, key_stride, value_stride, pool, layer, layers, kv_heads, block_size, head_dim, slots,
                   tokens);
 }

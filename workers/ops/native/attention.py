@@ -11,12 +11,12 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.native.library import kernel, pointer
 from workers.ops.span import SPAN
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `workers.ops.attention.Attention`."""
-    _, kv_heads, layers, _, block_size, head_dim = _shape(pool)
+    _, kv_heads, layers, _, block_size, _ = _shape(pool)
     key, value = _dense_heads(key), _dense_heads(value)
     kernel("write_kv")(
         pointer(key),
@@ -29,7 +29,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
         layers,
         kv_heads,
         block_size,
-        head_dim,
+        key.shape[2],
         pointer(slot_mapping),
         slot_mapping.shape[0],
     )
@@ -39,7 +39,7 @@ def attend(
     query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
     """See `workers.ops.attention.Attend`."""
-    _, kv_heads, layers, _, block_size, head_dim = _shape(pool)
+    _, kv_heads, layers, _, block_size, _ = _shape(pool)
     rows = query if query.dtype == torch.float32 else query.float()
     if rows.stride(2) != 1:
         rows = rows.contiguous()
@@ -59,7 +59,7 @@ def attend(
         rows.shape[1],
         kv_heads,
         block_size,
-        head_dim,
+        rows.shape[2],
         pointer(batch.query_starts),
         pointer(batch.context_lens),
         pointer(tables),
