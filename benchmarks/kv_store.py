@@ -42,7 +42,7 @@ async def _io(slab: Slab, rounds: int, progress: Progress) -> Rates:
     made: Rates = defaultdict(list)
     blocks = [memoryview(bytearray(os.urandom(LAYOUT.block_bytes))) for _ in range(MOST_READS)]
     _raw(slab.write, slab, WRITE_THREADS)  # the first write of an allocated file is slower
-    store = KVStore(slab, fingerprint(LAYOUT), lambda name: None)
+    store = KVStore(slab, fingerprint(LAYOUT))
     for number in range(rounds):
         names = [_name(number * slab.num_slots + place) for place in range(slab.num_slots)]
 

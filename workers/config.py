@@ -10,6 +10,7 @@ from workers.costs import CostModel
 
 # How batching policies apply a TPOT SLO; routers predict steps with the same numbers.
 ADAPTIVE_MARGIN = 0.97  # of the SLO that `adaptive` uses in a single step
+RESTORED_SHARE = 0.5  # of the free blocks: the most that hold what was restored from host memory for other workers
 MISSED_SLO_SLOWDOWN = 2.0  # largest step, relative to its decodes alone, where even the smallest chunk misses the SLO
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
 CHOICES = {

@@ -36,6 +36,7 @@ class KVEvents(Struct, frozen=True, gc=False):
     whole: bool = False
     device: NameChanges = NameChanges()
     host: NameChanges = NameChanges()
+    disk: NameChanges = NameChanges()
 
 
 def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = (), salt: str = "") -> list[int]:

@@ -26,6 +26,7 @@ class WorkerInfo:
     transports: tuple[str, ...]
     tokenizer: str = ""  # its id
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
+    disk_byte_s: float = 0.0  # seconds to read a byte of KV from its disk; 0: it has none
 
     @property
     def incarnation(self) -> str:

@@ -52,7 +52,7 @@ class Worker:
     """Its engine runs as soon as it is constructed. Owned by a `WorkerServer`; uses one event loop."""
 
     def __init__(self, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> None:
-        transfer, facts = config.transfer, executor.facts
+        transfer, facts, disk = config.transfer, executor.facts, executor.disk(self._changed)
         if not config.engine.kv_blocks:
             config = replace(config, engine=replace(config.engine, kv_blocks=facts.kv_blocks))
         self.config = config
@@ -70,8 +70,9 @@ class Worker:
             depth=executor.depth,
             cost=config.cost,
             host_cache_blocks=facts.host_cache_blocks,
-            disk=executor.disk(self._changed),
+            disk=disk,
         )
+        self._disk_byte_s = disk.read_byte_s if disk is not None else 0.0
         self._executor = executor
         self._heartbeat_s = heartbeat_s
         self._host = host_identity()
@@ -137,6 +138,7 @@ class Worker:
             transports=tuple(name for name, _ in peer.shards[0].transports),
             tokenizer=facts.tokenizer,
             default_sampling=facts.default_sampling,
+            disk_byte_s=self._disk_byte_s,
         )
 
     def _pump_ended(self, task: "asyncio.Task[None]") -> None:

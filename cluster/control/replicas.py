@@ -218,6 +218,7 @@ class ReplicaManager:
             capacity_tokens=info.capacity_tokens,
             memory_bytes=info.memory_bytes,
             kv_token_bytes=sum(each.layout.block_bytes // each.layout.block_size for each in info.peer.shards),
+            disk_byte_s=info.disk_byte_s,
             detail=self._recovery(),
         )
         await self._listen(stub)
@@ -259,7 +260,7 @@ class ReplicaManager:
             self._in_a_row = 0
             self._show(self.view.state, detail="", failures=0)
 
-    def _show(self, state: WorkerState, **facts: str | int) -> None:
+    def _show(self, state: WorkerState, **facts: str | float) -> None:
         self._publish(replace(self.view, state=state, **facts))
 
     def _publish(self, view: WorkerView) -> None:

@@ -168,6 +168,7 @@ class WorkerView(Struct, frozen=True, gc=False):
     age_s: float = 0.0
     memory_bytes: int = 0
     kv_token_bytes: int = 0  # KV of one token, on all its ranks together
+    disk_byte_s: float = 0.0  # seconds to read a byte of KV from its disk; 0: it has none
     detail: str = ""
     waits_for: str = ""
     failures: int = 0  # in a row: starts that failed or did not last

@@ -115,8 +115,11 @@ async def follow(received: list[tuple]) -> None:
     for _ in range(4):  # statistics come again and again; each of them may meet one trouble
         subject.hear()
         await asyncio.sleep(30.0)
-    device, host = log.names(Tier.DEVICE), log.names(Tier.HOST)
-    assert subject.known() == {name: Match(128, 0 if name in device else 128) for name in device | host}
+    device, host, disk = (log.names(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+    on_host, on_disk = host - device, disk - device - host
+    assert subject.known() == {
+        name: Match(128, 128 * (name in on_host), 128 * (name in on_disk)) for name in device | host | disk
+    }
     assert subject.reader is not None
     await subject.reader.close()
 

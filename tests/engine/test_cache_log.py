@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec import Struct, msgpack
 
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool
@@ -10,7 +11,7 @@ from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan, StepResult
-from workers.kv_events import GRAIN, KVEvents, chain, name_of_block
+from workers.kv_events import GRAIN, KVEvents, NameChanges, chain, name_of_block
 from workers.request import Request, SamplingParams
 
 TIERS = st.sampled_from(list(Tier))
@@ -26,7 +27,7 @@ class Reader:
 
     def take(self, news: KVEvents) -> None:
         assert news.whole or news.first == self.last
-        for tier, changes in ((Tier.DEVICE, news.device), (Tier.HOST, news.host)):
+        for tier, changes in ((Tier.DEVICE, news.device), (Tier.HOST, news.host), (Tier.DISK, news.disk)):
             if news.whole:
                 self.names[tier].clear()
             self.names[tier] -= set(changes.removed)
@@ -123,7 +124,7 @@ def test_a_name_that_is_removed_and_added_again_is_present() -> None:
     log.add(Tier.DEVICE, 1)
     log.remove(Tier.HOST, 1)  # it never was there
     reader.catch_up(log, 9)
-    assert reader.names == {Tier.DEVICE: {1}, Tier.HOST: set()} and log.number == 3
+    assert reader.names == {Tier.DEVICE: {1}, Tier.HOST: set(), Tier.DISK: set()} and log.number == 3
 
 
 @given(st.sampled_from([16, 48, 64, 128, 256, 512]), st.integers(0, 2000))
@@ -212,3 +213,26 @@ def test_the_log_is_empty_without_prefix_caching() -> None:
     subject = Engine(config, context_length=4096, eos_token_ids=(0,), vocab_size=10_000, lease_s=10.0)
     run(subject, Request("r", tuple(range(1, 400)), SamplingParams(seed=1, max_tokens=4)))
     assert subject.stats().cache_number == 0
+
+
+class KVEventsOfTwoTiers(Struct, frozen=True):
+    """What an earlier version sends and reads."""
+
+    first: int
+    last: int
+    reach: int
+    grain: int
+    whole: bool = False
+    device: NameChanges = NameChanges()
+    host: NameChanges = NameChanges()
+
+
+def test_versions_with_and_without_a_disk_read_each_others_events() -> None:
+    log = CacheLog(16)
+    for tier in Tier:
+        log.add(tier, 5)
+    news = log.since(0, 0)
+    old = msgpack.decode(msgpack.encode(news), type=KVEventsOfTwoTiers)
+    assert (old.last, old.device.added, old.host.added) == (3, (5,), (5,))
+    new = msgpack.decode(msgpack.encode(old), type=KVEvents)
+    assert (new.host, new.disk) == (news.host, NameChanges())

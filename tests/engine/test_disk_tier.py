@@ -10,10 +10,11 @@ from tests.engine.driving import Device, Pipeline, engine, next_token, request, 
 from tests.engine.test_host_cache import HostMachine
 from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
-from workers.engine.blocks import prefix_hashes
-from workers.engine.cache_log import CacheLog
-from workers.engine.disk_tier import MOST_WAIT_S
+from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.cache_log import CacheLog, Tier
+from workers.engine.disk_tier import MOST_WAIT_S, DiskTier
 from workers.engine.engine import Engine
+from workers.engine.estimate import StepEstimate
 from workers.engine.host_cache import HostCache
 from workers.stats import TierStats
 
@@ -29,17 +30,25 @@ class RecordedDisk(Device):
         self.stored: dict[bytes, list[int | None]] = {}
         self.waits_s: list[float] = []
         self.pending: list[Callable[[bool], None]] = []
+        self.read_byte_s = 1e-9
+        self.prefixes: dict[bytes, int] = {}  # of what is stored
+
+    def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
+        self.gone = gone
+        return dict(self.prefixes)
 
     def match(self, names: Sequence[bytes]) -> int:
         return next((place for place, name in enumerate(names) if name not in self.stored), len(names))
 
-    def write(self, name: bytes, block: int, done: Callable[[], None]) -> None:
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[], None]) -> None:
         content = self._content(block)
 
         def end(good: bool) -> None:
             assert self._content(block) == content, "the block changed before it was written"
             if good:
                 self.stored[name] = content
+                if prefix is not None:
+                    self.prefixes[name] = prefix
             done()
 
         self.pending.append(end)
@@ -63,7 +72,9 @@ class RecordedDisk(Device):
 
     def forget(self, names: Iterable[bytes]) -> None:
         for name in names:
-            self.stored.pop(name, None)
+            if self.stored.pop(name, None) is not None:
+                self.prefixes.pop(name, None)
+                self.gone(name)
 
     def stats(self) -> TierStats:
         return TierStats("disk", len(self.stored))
@@ -238,6 +249,25 @@ def test_a_block_that_arrives_after_a_step_has_saved_it_is_free() -> None:
     host.loaded(block, None, arrived=True)
     host.check()
     assert host.match([b"a"]) == [21 - block]
+
+
+def test_the_log_has_what_can_be_read_from_the_disk_and_nothing_else() -> None:
+    disk = RecordedDisk()
+    disk.stored, disk.prefixes = {b"old": [1]}, {b"old": 5}
+    pool = BlockPool(4, 4, host_blocks=3)
+    tier = DiskTier(disk, pool, StepEstimate(CHEAP), 1000)
+    blocks = [pool.host.save(name, prefix, ()) for name, prefix in ((b"a", 6), (b"b", None), (b"c", 7))]
+    tier.save([(name, block) for name, block in zip((b"a", b"b", b"c"), blocks, strict=True) if block is not None])
+    assert pool.log.names(Tier.DISK) == {5}, "what is still being written is not there"
+    disk.run()
+    disk.run()
+    disk.run(good=False)
+    assert pool.log.names(Tier.DISK) == {5, 6} and disk.prefixes == {b"old": 5, b"a": 6}
+    pool.host.clear()
+    assert pool.log.names(Tier.DISK) == {5, 6}
+    pool.forget_on_disk = disk.forget
+    pool.forget([b"old", b"a", b"b"])
+    assert not pool.log.names(Tier.DISK)
 
 
 class DiskMachine(HostMachine):

@@ -69,7 +69,8 @@ class Opened:
     def __init__(self, folder: Path, num_slots: int = 4, fingerprint: bytes = FINGERPRINT) -> None:
         self.gone: list[bytes] = []
         self.slab = FaultySlab(folder, num_slots)
-        self.store = KVStore(self.slab, fingerprint, self.gone.append)
+        self.store = KVStore(self.slab, fingerprint)
+        self.store.gone = self.gone.append
 
     async def put(self, *numbers: int) -> list[bool]:
         return [await self.store.write(name_of(number), memoryview(block_of(number))) for number in numbers]

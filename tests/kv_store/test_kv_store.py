@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import threading
 import time
@@ -165,6 +166,24 @@ async def test_a_device_whose_reads_fail_is_no_longer_read(opened: Opened) -> No
     opened.slab.on_read = None
     assert await opened.get(4) is None and opened.store.match([name_of(4)]) == 0
     assert "Input/output error" in opened.store.stats().stopped_reads
+
+
+async def test_what_is_stored_is_gone_when_reads_stop(opened: Opened) -> None:
+    await opened.put(1, 2, 3, 4)
+    opened.slab.on_read = fails(errno.EIO)
+    for number in (1, 2, 3):
+        await opened.get(number)
+    assert set(opened.gone) == set(map(name_of, (1, 2, 3, 4))) and opened.store.stats().stopped_reads
+
+
+async def test_the_rate_of_reads_is_measured_on_slots_without_a_block(opened: Opened) -> None:
+    assert 0 < opened.store.read_byte_s < math.inf
+    await opened.put(1)
+    opened.slab.measure_reads([1, 2, 3], 2)
+    opened.slab.measure_reads([], 2)
+    assert await opened.get(1) == block_of(1)
+    opened.slab.on_read = fails(errno.EIO)
+    assert opened.slab.measure_reads([1], 2) == math.inf
 
 
 async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_leaves_the_target_alone(opened: Opened) -> None:

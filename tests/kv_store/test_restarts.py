@@ -72,6 +72,16 @@ async def test_blocks_survive_a_restart_and_the_oldest_is_still_evicted_first(tm
     await opened.close()
 
 
+async def test_the_names_of_prefixes_survive_a_restart(tmp_path: Path) -> None:
+    opened = Opened(tmp_path)
+    for number, prefix in ((1, 7), (2, None), (3, (1 << 60) - 1)):
+        assert await opened.store.write(name_of(number), memoryview(block_of(number)), prefix)
+    await opened.close()
+    opened = Opened(tmp_path)
+    assert opened.store.found_prefixes == {name_of(1): 7, name_of(3): (1 << 60) - 1}
+    await opened.close()
+
+
 async def test_recovery_reads_headers_only(tmp_path: Path) -> None:
     await filled(tmp_path, 1, 2, 3)
     pages: list[int] = []
@@ -166,7 +176,7 @@ def damage(data: bytearray, how: str, place: int, slot: int) -> None:
         other = PAGE_BYTES + place % 4 * SLOT_BYTES
         data[start + PAGE_BYTES : start + SLOT_BYTES - 512] = data[other + PAGE_BYTES : other + SLOT_BYTES - 512]
     else:  # a header that is intact and names another block than its bytes
-        header = encode_header(FINGERPRINT, name_of(place % 9), place, memoryview(block_of(77)))
+        header = encode_header(FINGERPRINT, name_of(place % 9), None, place, memoryview(block_of(77)))
         data[start : start + PAGE_BYTES] = header
 
 
@@ -257,11 +267,11 @@ async def test_a_store_opens_in_the_folder_of_a_live_worker_only_after_its_death
         while (await asyncio.wait_for(asyncio.to_thread(child.stdout.readline), WAIT_S)).strip() != "torn":
             pass
         with pytest.raises(KVStoreError, match="of another worker"):
-            open_kv_store(tmp_path, file_bytes(8), BLOCK_BYTES, FINGERPRINT, lambda name: None)
+            open_kv_store(tmp_path, file_bytes(8), BLOCK_BYTES, FINGERPRINT)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-    store = open_kv_store(tmp_path, file_bytes(8), BLOCK_BYTES, FINGERPRINT, lambda name: None)
+    store = open_kv_store(tmp_path, file_bytes(8), BLOCK_BYTES, FINGERPRINT)
     assert len(store.names) == 2
     await store.close()

@@ -16,7 +16,7 @@ OTHER = bytes(reversed(FINGERPRINT))
 
 
 def opened(folder: Path, fingerprint: bytes = FINGERPRINT) -> KVStore:
-    return open_kv_store(folder, file_bytes(6), BLOCK_BYTES, fingerprint, lambda name: None)
+    return open_kv_store(folder, file_bytes(6), BLOCK_BYTES, fingerprint)
 
 
 async def filled(folder: Path, *numbers: int, fingerprint: bytes = FINGERPRINT) -> Path:

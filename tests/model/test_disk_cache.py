@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,11 @@ from kvtransfer.open import SharedMemory
 from tests.model.test_host_tier import PROMPTS
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
+from workers.engine.cache_log import Tier
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
 from workers.executor.solo import open_solo
+from workers.kv_events import chain
 from workers.kv_store.kv_store import MOST_IO_FAILURES
 from workers.kv_store.slab import FILE, Slab
 from workers.model.folder import ModelFolder
@@ -60,9 +62,13 @@ class Client:
 
     async def ask(self, number: int) -> tuple[list[int], int]:
         """Tokens, and how many tokens of the prompt were not computed."""
+        return await self.answer(number, PROMPTS[number % len(PROMPTS)])
+
+    async def answer(self, number: int, prompt: tuple[int, ...]) -> tuple[list[int], int]:
+        """As `ask`."""
         self.tokens, self.cached_tokens, self.ended = [], 0, asyncio.Event()
         sampling = SamplingParams(temperature=float(number % 2), seed=number, max_tokens=6, ignore_eos=True)
-        await self.worker.generate(Request(f"r{number}", PROMPTS[number % len(PROMPTS)], sampling, reply_to="t"))
+        await self.worker.generate(Request(f"r{number}", prompt, sampling, reply_to="t"))
         await asyncio.wait_for(self.ended.wait(), WAIT_S)
         await self.worker.check()
         return self.tokens, self.cached_tokens
@@ -145,3 +151,32 @@ async def test_other_weights_find_nothing(tiny: ModelFolder, tmp_path: Path) -> 
 async def test_a_worker_without_its_folder_does_not_start_and_says_why(tiny: ModelFolder, tmp_path: Path) -> None:
     with pytest.raises(KVStoreError, match=r"missing/w is no folder; create it"):
         await open_solo(config(tmp_path / "missing"), tiny, "w-1", SharedMemory())
+
+
+async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: ModelFolder, tmp_path: Path) -> None:
+    """Prompts of 150 tokens have one name each: their first 128."""
+    made = config(tmp_path, kv_blocks=42)
+    made = replace(made, cache=CacheConfig(ByteSize(64 * BLOCK_BYTES), made.cache.disk))
+    prompts = [tuple(3 + (7 * position + 31 * number) % 200 for position in range(150)) for number in range(5)]
+    logged: list[frozenset[int]] = []
+    for asked in (prompts, []):
+        executor = await open_solo(made, tiny, "w-1", SharedMemory())
+        worker = await Worker.open(made, "w-1", executor, heartbeat_s=0.25)
+        client = Client(worker)
+        listening = asyncio.ensure_future(worker.subscribe("t", client.take))
+        await asyncio.sleep(0)
+        log = worker.engine.pool.log
+        assert log.names(Tier.DISK) == (logged[-1] if logged else frozenset())
+        assert (await worker.info()).disk_byte_s > 0.0
+        for number, prompt in enumerate(asked):
+            await client.answer(number, prompt)
+        disk = executor._rank._disk
+        assert disk is not None
+        async with asyncio.timeout(WAIT_S):
+            while disk.store._copies:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # the writes that have ended are told
+        logged.append(log.names(Tier.DISK))
+        listening.cancel()
+        await worker.close()
+    assert logged[0] and logged[0] <= {name for prompt in prompts for name in chain(prompt)}

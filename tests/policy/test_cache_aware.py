@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
 from msgspec import structs
 
-from cluster.policy.routing.prefix_index import chain
+from cluster.policy.active_requests import ActiveRequests
+from cluster.policy.estimate.latency import LatencyPredictor
+from cluster.policy.routing.prefix_index import Match, chain
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
-from tests.policy.views import SIMPLE, Story, changed, request, view, worker
+from tests.policy.views import SIMPLE, Story, changed, request, spec, view, worker
+from workers.config import ByteSize, CacheConfig
 from workers.kv_events import KVEvents, NameChanges
 
 TWO = view(worker("p0"), worker("p1"), worker("d0"))
@@ -121,16 +125,36 @@ def test_mooncake_does_not_fetch_a_prefix_that_is_cached_or_hardly_longer() -> N
     assert (placement.prefill, placement.cached_tokens, placement.prefix_owner) == ("p1", 640, "")
 
 
-def test_mooncake_does_not_fetch_from_host_memory() -> None:
-    story, wanted = Story("mooncake"), request("a", length=1000)
+@pytest.mark.parametrize(("used", "lent"), [(0, 768), (1000 - 16, 256 + 128)])
+def test_mooncake_fetches_from_host_memory_what_half_of_the_free_blocks_take_and_nothing_from_a_disk(
+    used: int, lent: int
+) -> None:
+    cost = replace(SIMPLE, swap_byte_s=1e-9)
+    story, wanted = Story("mooncake", cost=cost), request("a", length=1000)
     names = tuple(chain(wanted.prompt))
-    device, host = NameChanges(names[:2]), NameChanges(names[2:])
-    story.policy.index.take("p0", "1", KVEvents(0, 7, 7, 128, whole=True, device=device, host=host))
+    tiers = {"device": NameChanges(names[:2]), "host": NameChanges(names[2:6]), "disk": NameChanges(names[6:])}
+    story.policy.index.take("p0", "1", KVEvents(0, 7, 7, 128, whole=True, **tiers))
     at_home = story.choose(TWO, wanted)
-    assert isinstance(at_home, Placement) and (at_home.prefill, at_home.cached_tokens) == ("p0", 896)
-    busy = story.choose(waits("p0", 9000), wanted)
+    assert isinstance(at_home, Placement) and (at_home.prefill, at_home.cached_tokens) == ("p0", 768), "no host cache"
+    busy = story.choose(changed(TWO, worker("p0", queued_tokens=9000, used=used)), wanted)
     assert isinstance(busy, Placement)
-    assert (busy.prefill, busy.cached_tokens, busy.prefix_owner) == ("p1", 256, "p0")
+    assert (busy.prefill, busy.cached_tokens, busy.prefix_owner) == ("p1", lent, "p0")
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "read_s", "cached"),
+    [(1e-6, 1e-5, 896), (1e-6, 2e-3, 512), (2e-3, 1e-5, 256), (0.9e-3, 0.2e-3, 512)],
+)
+def test_a_worker_restores_what_is_faster_than_computing_it(copy_s: float, read_s: float, cached: int) -> None:
+    """A token takes a millisecond to compute; 256 are on the device, 256 in host memory, 384 on the disk."""
+    made = spec("mooncake-local", cost=replace(SIMPLE, swap_byte_s=copy_s))
+    pools = tuple(replace(each, cache=CacheConfig(ByteSize(2 * 384))) for each in made.pools)
+    latency = LatencyPredictor(replace(made, pools=pools), ActiveRequests())
+    subject = structs.replace(worker("p0"), kv_token_bytes=1, disk_byte_s=read_s)
+    tokens, seconds = latency.found(subject, Match(896, 256, 384), 1000)
+    assert tokens == cached
+    assert seconds == pytest.approx(copy_s * (tokens - 256) + read_s * max(0, tokens - 512))
+    assert latency.found(subject, Match(300), 200) == (199, 0.0)
 
 
 def test_mooncake_does_not_fetch_over_a_slow_link_or_from_an_avoided_worker() -> None:

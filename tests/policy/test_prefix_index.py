@@ -12,14 +12,14 @@ from workers.kv_events import KVEvents, NameChanges
 
 WORKERS = [f"w{number}" for number in range(20)]
 who = st.sampled_from(WORKERS[:4])
+TIERS = st.sampled_from(["device", "host", "disk"])
 some = st.lists(st.integers(1, 6), max_size=6, unique=True)
 
 
 def news(
-    added: list[int], removed: Sequence[int] = (), *, host: bool = False, whole: bool = False, grain: int = 1
+    added: list[int], removed: Sequence[int] = (), *, tier: str = "device", whole: bool = False, grain: int = 1
 ) -> KVEvents:
-    changes = NameChanges(tuple(added), tuple(removed))
-    return KVEvents(0, 1, 1, grain, whole, *((NameChanges(), changes) if host else (changes, NameChanges())))
+    return KVEvents(0, 1, 1, grain, whole, **{tier: NameChanges(tuple(added), tuple(removed))})
 
 
 def test_chains_are_equal_as_far_as_tokens_are() -> None:
@@ -58,12 +58,19 @@ def test_larger_blocks_have_names_further_apart() -> None:
     assert index.matches(names) == {"a": Match(384), "b": Match(128), "c": Match(768)}
 
 
-def test_blocks_in_host_memory_count_separately() -> None:
+def test_blocks_in_host_memory_and_on_a_disk_count_separately() -> None:
     index = PrefixIndex(grain=1)
     index.take("a", "1", news([1, 3]))
-    index.take("a", "1", news([2, 3, 4], host=True))
+    index.take("a", "1", news([2, 3, 4], tier="host"))
     index.take("b", "1", news([1, 2]))
-    assert index.matches([1, 2, 3, 4, 5]) == {"a": Match(4, 2), "b": Match(2)}
+    index.take("a", "1", news([1, 4, 5, 6], tier="disk"))
+    index.take("c", "1", news([1], tier="disk"))
+    assert index.matches([1, 2, 3, 4, 5]) == {"a": Match(5, 2, 1), "b": Match(2), "c": Match(1, 0, 1)}
+    assert index.matches([1, 2])["a"] == Match(2, 1) and index.matches([1, 2, 3, 4, 5])["a"].ready_tokens == 2
+    index.take("a", "1", news([], [5], tier="disk"))
+    assert index.matches([1, 2, 3, 4, 5])["a"] == Match(4, 2)
+    index.take("a", "1", news([7], whole=True))
+    assert "a" not in index.matches([1, 2])
 
 
 def test_many_holders_are_found_like_few() -> None:
@@ -71,8 +78,8 @@ def test_many_holders_are_found_like_few() -> None:
     for number, worker in enumerate(WORKERS):
         index.take(worker, "1", news([1, 2, 3][: 1 + number % 3]))
         if number % 5 == 0:
-            index.take(worker, "1", news([4], [3], host=False))
-            index.take(worker, "1", news([2, 3], host=True))
+            index.take(worker, "1", news([4], [3]))
+            index.take(worker, "1", news([2, 3], tier="host"))
     found = index.matches([1, 2, 3, 4])
     for number, worker in enumerate(WORKERS):
         there = 1 + number % 3
@@ -117,21 +124,22 @@ class IndexMachine(RuleBasedStateMachine):
         self.known: set[str] = set()  # events of in this life
         self.device: dict[str, set[int]] = {}
         self.host: dict[str, set[int]] = {}
+        self.disk: dict[str, set[int]] = {}
         self.hopes: list[list] = []  # key, worker, names, until when
 
-    @rule(worker=who, added=some, removed=some, host=st.booleans(), whole=st.booleans(), reborn=st.integers(0, 3))
-    def take(self, worker: str, added: list[int], removed: list[int], host: bool, whole: bool, reborn: int) -> None:
+    @rule(worker=who, added=some, removed=some, tier=TIERS, whole=st.booleans(), reborn=st.integers(0, 3))
+    def take(self, worker: str, added: list[int], removed: list[int], tier: str, whole: bool, reborn: int) -> None:
         if reborn:
             self.grains[worker] = reborn
             self.lives[worker] = self.lives.get(worker, 0) + 1
             self._drop(worker)
         if whole:
-            self.device[worker], self.host[worker] = set(), set()
-        held = (self.host if host else self.device).setdefault(worker, set())
+            self.device[worker], self.host[worker], self.disk[worker] = set(), set(), set()
+        held = {"device": self.device, "host": self.host, "disk": self.disk}[tier].setdefault(worker, set())
         self.known.add(worker)
         held -= set(removed)
         held |= set(added)
-        events = news(added, removed, host=host, whole=whole, grain=self.grains.get(worker, 1))
+        events = news(added, removed, tier=tier, whole=whole, grain=self.grains.get(worker, 1))
         self.index.take(worker, str(self.lives.get(worker, 0)), events)
 
     @rule(worker=who)
@@ -143,6 +151,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.device.pop(worker, None)
         self.known.discard(worker)
         self.host.pop(worker, None)
+        self.disk.pop(worker, None)
         self.hopes = [hope for hope in self.hopes if hope[1] != worker]
 
     @rule(worker=who, names=some)
@@ -172,11 +181,13 @@ class IndexMachine(RuleBasedStateMachine):
             for worker in WORKERS[:4]:
                 ready = set(self.device.get(worker, ()))
                 ready = ready.union(*(hope[2] for hope in self.hopes if hope[1] == worker))
-                host = self.host.get(worker, set())
+                host = self.host.get(worker, set()) - ready
+                disk = self.disk.get(worker, set()) - ready - host
                 grain = self.grains.get(worker, 1) if worker in self.known else 1
-                found = list(takewhile((ready | host).__contains__, names[grain - 1 :: grain]))
+                found = list(takewhile((ready | host | disk).__contains__, names[grain - 1 :: grain]))
                 if found:
-                    expected[worker] = Match(len(found) * grain, sum(name not in ready for name in found) * grain)
+                    behind = (sum(name in tier for name in found) * grain for tier in (host, disk))
+                    expected[worker] = Match(len(found) * grain, *behind)
             assert self.index.matches(names, self.now_s) == expected
 
     def teardown(self) -> None:
@@ -185,6 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
         left = (
             self.index._device.holders,
             self.index._host.holders,
+            self.index._disk.holders,
             self.index._expected_holders,
             self.index._expected_counts,
         )

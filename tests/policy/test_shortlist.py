@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
-from cluster.policy.routing.prefix_index import PrefixIndex, chain
+from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
 from cluster.policy.routing.router import Ask, Placement, Sent
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
@@ -25,7 +26,7 @@ from cluster.policy.scaling.requeue import Requeue
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from tests.policy.test_policy import steps
-from tests.policy.views import BLOCKS, SIMPLE, request, spec, worker
+from tests.policy.views import BLOCK, BLOCKS, SIMPLE, request, spec, worker
 from workers.costs import CostModel, LinearCost
 from workers.kv_events import KVEvents, NameChanges
 from workers.profiles.computed import roofline
@@ -109,28 +110,43 @@ def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) ->
     own=st.integers(0, 300),
     unlinked=st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))),
     narrow=st.booleans(),
+    behind=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=9, max_size=9),
+    used=st.sampled_from([0, BLOCKS - 20]),
 )
 def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
-    depths: list[int], reader: int, own: int, unlinked: set[tuple[int, int]], narrow: bool
+    depths: list[int],
+    reader: int,
+    own: int,
+    unlinked: set[tuple[int, int]],
+    narrow: bool,
+    behind: list[tuple[int, int]],
+    used: int,
 ) -> None:
-    """Whatever its role; the deepest one, of equals none for prefill, linked to the reader and of its dtype."""
+    """Whatever its role; which lends most, of equals none for prefill, linked to the reader and of its dtype."""
     made = spec("slo", slo=TARGET, cost=SIMPLE)
     dtypes = {pool.name: "bfloat16" if narrow and pool.role is Role.DECODE else "float32" for pool in made.pools}
     pools = tuple(replace(pool, engine=replace(pool.engine, dtype=dtypes[pool.name])) for pool in made.pools)
     active, index = ActiveRequests(), PrefixIndex()
     latency = LatencyPredictor(replace(made, pools=pools), active)
-    workers = tuple(worker(f"{'pdm'[row % 3]}{row}") for row in range(9))
+    workers = tuple(worker(f"{'pdm'[row % 3]}{row}", used=used) for row in range(9))
     names, wanted = [each.name for each in workers], request(length=500)
     pairs = frozenset((names[owner], names[to]) for owner, to in unlinked)
-    for name, depth in zip(names, depths, strict=True):
-        changes = NameChanges(tuple(chain(wanted.prompt)[:depth]))
-        index.take(name, "1", KVEvents(0, depth, depth, 128, whole=True, device=changes))
+    cached: dict[str, int] = {}  # that it can lend: half of its free blocks for what is in host memory, none on a disk
+    for name, depth, (host, disk) in zip(names, depths, behind, strict=True):
+        parts = (depth, depth + host, depth + host + disk)
+        left = chain(wanted.prompt)
+        device, on_host, on_disk = (left[first:last] for first, last in pairwise((0, *parts)))
+        tiers = {"device": device, "host": on_host, "disk": on_disk}
+        changes = {tier: NameChanges(tuple(there)) for tier, there in tiers.items()}
+        index.take(name, "1", KVEvents(0, 1, 1, 128, whole=True, **changes))
+        cached[name] = min(499, 128 * len(device) + min(128 * len(on_host), (BLOCKS - used) * BLOCK // 2))
     ask = Ask(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
     table = Shortlist(latency, active, index, TARGET.tpot_s, 0)
     short = table.candidates(ask, lambda: index.depths(chain(wanted.prompt), 1000.0), 9)
     assert short is not None
-    cached = {each.name: 128 * depth for each, depth in zip(workers, depths, strict=True)}
-    whole = AllWorkers(ask, lambda each: cached[each.name], latency)
+    known = index.matches(chain(wanted.prompt), 1000.0)
+    assert all(short.match(each) == known.get(each.name, Match(0)) for each in workers)
+    whole = AllWorkers(ask, lambda each: known.get(each.name, Match(0)), latency)
     found = whole.prefix_owner(own, names[reader])
     assert short.prefix_owner(own, names[reader]) == found
     lenders = [

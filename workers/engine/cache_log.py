@@ -18,10 +18,11 @@ MOST_NAMES = 4096  # added, and removed, in one reply: the reader asks again for
 
 
 class Tier(Enum):
-    """Where KV is: ready on the device, or in host memory, from where it must be copied back."""
+    """Where KV is: ready on the device, in host memory, from where it is copied back, or on a disk, read before."""
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 class CacheLog:
@@ -70,7 +71,8 @@ class CacheLog:
             )
             for tier in Tier
         }
-        return KVEvents(last, self.number, end, self.grain, whole, changes[Tier.DEVICE], changes[Tier.HOST])
+        tiers = (changes[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+        return KVEvents(last, self.number, end, self.grain, whole, *tiers)
 
     def _newer(self, tier: Tier, reach: int) -> list[tuple[int, int]]:
         """(event, name) of the names added after event `reach` that are still cached."""

@@ -3,7 +3,8 @@
     device ──a step saves──> host ──the step has ended──> disk
     a prompt arrives, and its prefix goes on there ──it waits, blocks are read──> host, from where a step restores it
 
-A prompt waits no longer than computing those tokens would take, and never more than `MOST_WAIT_S`. Pure.
+A prompt waits no longer than computing those tokens would take, and never more than `MOST_WAIT_S`. The cache log has
+the names of what can be read. Pure.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from typing import Protocol
 from msgspec import structs
 
 from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence
 from workers.kv_events import chain, name_of_block
@@ -23,14 +25,26 @@ MOST_WAIT_S = 1.0  # of a prompt for its blocks
 
 
 class Disk(Protocol):
-    """Blocks on a disk, by their content hash. All calls return at once; whatever fails is a miss."""
+    """Blocks on a disk, by their content hash. All calls return at once; whatever fails is a miss.
 
-    def match(self, names: Items[bytes]) -> int:
-        """How many of the first names are there."""
+    `read_byte_s`: seconds to read a byte, of several blocks at once.
+    """
+
+    read_byte_s: float
+
+    def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
+        """The prefix names of what is there, by content hash; the caller's.
+
+        From now on `gone` is told each content hash that can no longer be read.
+        """
         ...
 
-    def write(self, name: bytes, block: int, done: Callable[[], None]) -> None:
-        """Store this host block, which stays as it is until `done`."""
+    def match(self, names: Items[bytes]) -> int:
+        """How many of the first names can be read."""
+        ...
+
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[], None]) -> None:
+        """Store this host block, which stays as it is until `done`. `prefix`: the cache log's name for it."""
         ...
 
     def read(
@@ -56,6 +70,9 @@ class DiskTier:
         self._pool = pool
         self._estimate = estimate
         self._block_bytes = block_bytes
+        self._prefixes = disk.watch(self._gone)
+        for prefix in self._prefixes.values():
+            pool.log.add(Tier.DISK, prefix)
 
     def save(self, saved: Iterable[tuple[bytes, int]]) -> None:
         """A step has saved these in host memory."""
@@ -63,7 +80,19 @@ class DiskTier:
         for name, block in saved:
             if host.block_of(name) == block:  # not forgotten since
                 host.hold(block)
-                self._disk.write(name, block, partial(host.release, block))
+                prefix = host.prefix_of(name)
+                self._disk.write(name, prefix, block, partial(self._written, name, prefix, block))
+
+    def _written(self, name: bytes, prefix: int | None, block: int) -> None:
+        self._pool.host.release(block)
+        if prefix is not None and self._disk.match([name]):  # it may be gone already
+            self._prefixes[name] = prefix
+            self._pool.log.add(Tier.DISK, prefix)
+
+    def _gone(self, name: bytes) -> None:
+        prefix = self._prefixes.pop(name, None)
+        if prefix is not None:
+            self._pool.log.remove(Tier.DISK, prefix)
 
     def stats(self) -> TierStats:
         return structs.replace(self._disk.stats(), hit_tokens=self._pool.disk_tokens)

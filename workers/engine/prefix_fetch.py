@@ -9,12 +9,11 @@ The fetched prefix is an ordinary cache entry: a prompt finds it, or recomputes 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from workers.config import RESTORED_SHARE
 from workers.engine.blocks import BlockPool, Cached, OutOfBlocks, prefix_hashes
 from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
 from workers.kv_events import chain, name_of_block
-
-RESTORED_SHARE = 0.5  # of the free blocks: the most that hold what was restored for readers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,6 +23,7 @@ class DiskCache:
 
     def __init__(self, store: KVStore, pool: KVPool) -> None:
         self.store = store
+        self.read_byte_s = store.read_byte_s
         self.changed: Callable[[], None] = lambda: None
         self._host = pool.host.flatten(1).view(torch.uint8).numpy()  # [host block, byte], the same memory
         self._reading: set[asyncio.Task[None]] = set()
@@ -31,8 +32,12 @@ class DiskCache:
     def match(self, names: Sequence[bytes]) -> int:
         return self.store.match(names)
 
-    def write(self, name: bytes, block: int, done: Callable[[], None]) -> None:
-        self.store.write(name, self._host[block].data).add_done_callback(lambda _: done())
+    def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
+        self.store.gone = gone
+        return self.store.found_prefixes
+
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[], None]) -> None:
+        self.store.write(name, self._host[block].data, prefix).add_done_callback(lambda _: done())
 
     def read(
         self, names: Sequence[bytes], blocks: Sequence[int], timeout_s: float, done: Callable[[Sequence[bool]], None]
@@ -92,8 +97,9 @@ def open_disk_cache(config: WorkerConfig, pool: KVPool) -> DiskCache | None:
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     layout = pool.region.layout
     computed_by = fingerprint(layout, version("diptych"), torch.__version__, kind, str(config.engine.deterministic))
-    store = open_kv_store(folder, disk.size, layout.block_bytes, computed_by, lambda name: None)
+    store = open_kv_store(folder, disk.size, layout.block_bytes, computed_by)
     stats = store.stats()
     how = "direct" if stats.is_direct else "buffered"
-    logger.info("%s: %d of %d blocks found in %s, %s I/O", config.name, stats.num_stored, stats.num_slots, folder, how)
+    found = f"{stats.num_stored} of {stats.num_slots} blocks found in {folder}"
+    logger.info("%s: %s, %s I/O, read at %.0f MB/s", config.name, found, how, 1e-6 / store.read_byte_s)
     return DiskCache(store, pool)

@@ -74,8 +74,9 @@ class KVStoreStats:
 class DeviceHealth:
     """Stops the use of a device that fails several times in a row. `what`: reads or writes of which folder."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, on_stop: Callable[[], None] = lambda: None) -> None:
         self._what = what
+        self._on_stop = on_stop
         self._in_a_row = 0
         self.good = self.failures = 0
         self.stopped = ""
@@ -90,30 +91,37 @@ class DeviceHealth:
         if self._in_a_row >= MOST_IO_FAILURES and not self.stopped:
             self.stopped = why
             logger.error("%s failed %d times in a row (%s): stopped until a restart", self._what, self._in_a_row, why)
+            self._on_stop()
 
 
 class KVStore:
     """Call it on one event loop, and close it; it then closes the slab, which may hold blocks of an earlier store.
 
     Opening reads the header of every slot, which blocks. `gone` is told each name that can no longer be read, before
-    its slot is written again.
+    its slot is written again; perhaps twice. `found_prefixes`: what opening found, name -> prefix, where it has one.
+    `read_byte_s`: seconds that reading a byte took at the opening, of several blocks at once.
     """
 
-    def __init__(self, slab: Slab, fingerprint: bytes, gone: Callable[[bytes], None]) -> None:
+    def __init__(self, slab: Slab, fingerprint: bytes) -> None:
         self._slab = slab
         self._fingerprint = fingerprint
-        self._gone = gone
+        self.gone: Callable[[bytes], object] = len
         found = slab.scan(lambda page: decode_header(page, fingerprint, slab.block_bytes))
         found.sort(key=lambda each: each[1].number)
         self._number = found[-1][1].number if found else 0
         self._index = SlotIndex(slab.num_slots, [(header.name, slot) for slot, header in found])
         self._recovered = len(self._index)
+        self.found_prefixes = {header.name: header.prefix for _, header in found if header.prefix is not None}
         for slot, header in found:
             if self._index.slot_of(header.name) != slot:  # an older copy, which must not come back
                 slab.erase(slot)
+        taken = {slot for slot, _ in found}
+        free = [slot for slot in range(slab.num_slots) if slot not in taken]
+        self.read_byte_s = slab.measure_reads(free, READ_THREADS)
         self._readers = IOThreads("kv-store-read", READ_THREADS, MOST_READS, slab.slot_bytes)
         self._writers = IOThreads("kv-store-write", WRITE_THREADS, MOST_WRITES, slab.slot_bytes)
-        self._reads, self._writes = DeviceHealth("reads of the KV store"), DeviceHealth("writes of the KV store")
+        self._reads = DeviceHealth("reads of the KV store", self._all_gone)
+        self._writes = DeviceHealth("writes of the KV store")
         self._copies: dict[BlockCopy, tuple[DeviceHealth, int]] = {}  # in progress, in time -> `good` at its begin
         self._unwanted: set[bytes] = set()  # being written, but to be forgotten
         self._corrupt = self._dropped = self._late = 0
@@ -147,8 +155,9 @@ class KVStore:
 
     # ---- write ---------------------------------------------------------------------------------------------------
 
-    def write(self, name: bytes, block: memoryview) -> "asyncio.Future[bool]":
-        """Store a block, whose memory must not change until the future is done. True: it can be read from now on.
+    def write(self, name: bytes, block: memoryview, prefix: int | None = None) -> "asyncio.Future[bool]":
+        """Store a block and the cache log's name of the prefix that ends with it, if it has one. The block's
+        memory must not change until the future is done. True: it can be read from now on.
 
         False: it is stored already, or was dropped because the queue is full, the device fails or is too slow.
         """
@@ -161,23 +170,30 @@ class KVStore:
             self._dropped += 1
             return _no()
         if reserved.gone is not None:
-            self._gone(reserved.gone)
+            self.gone(reserved.gone)
         self._number += 1
         copy = self._begin(self._writes, WRITE_TIMEOUT_S)
         self._writers.submit(
-            partial(self._write_slot, reserved.slot, name, self._number, copy, block),
+            partial(self._write_slot, reserved.slot, name, prefix, self._number, copy, block),
             partial(self._written, copy, name),
         )
         return copy.done
 
     def _write_slot(
-        self, slot: int, name: bytes, number: int, copy: BlockCopy, block: memoryview, buffer: memoryview
+        self,
+        slot: int,
+        name: bytes,
+        prefix: int | None,
+        number: int,
+        copy: BlockCopy,
+        block: memoryview,
+        buffer: memoryview,
     ) -> Result:
         """On a thread."""
         staged = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
         if not copy.copy(block, staged):
             return IOOutcome.LATE, ""
-        buffer[:PAGE_BYTES] = encode_header(self._fingerprint, name, number, staged)
+        buffer[:PAGE_BYTES] = encode_header(self._fingerprint, name, prefix, number, staged)
         try:
             self._slab.write(slot, buffer)
         except OSError as error:
@@ -258,10 +274,15 @@ class KVStore:
         for name in names:
             slot = self._index.forget(name)
             if slot is not None:
-                self._gone(name)
+                self.gone(name)
                 self._erase(slot)
             elif self._index.is_writing(name):
                 self._unwanted.add(name)
+
+    def _all_gone(self) -> None:
+        """Reads have stopped."""
+        for name in self._index.names:
+            self.gone(name)
 
     def _erase(self, slot: int) -> None:
         """Make a slot that leaves unreadable, then free it. Such jobs are bounded by the number of slots."""
@@ -311,16 +332,14 @@ def _no() -> "asyncio.Future[bool]":
     return done
 
 
-def open_kv_store(
-    folder: Path, size_bytes: int, block_bytes: int, fingerprint: bytes, gone: Callable[[bytes], None]
-) -> KVStore:
+def open_kv_store(folder: Path, size_bytes: int, block_bytes: int, fingerprint: bytes) -> KVStore:
     """The store of a folder, with the blocks that an earlier process of this fingerprint left there. Blocks.
 
     Raises `KVStoreError`.
     """
     slab = Slab(folder, size_bytes, block_bytes, encode_title(fingerprint, block_bytes))
     try:
-        return KVStore(slab, fingerprint, gone)
+        return KVStore(slab, fingerprint)
     except BaseException as error:
         slab.close()
         if isinstance(error, OSError):

@@ -7,10 +7,12 @@ Direct I/O where the file system has it, else buffered. Knows no name and no che
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +22,7 @@ from workers.kv_store.slot_format import PAGE_BYTES, slot_bytes
 
 FILE = "blocks.slab"
 SCAN_THREADS = 8
+MEASURED_BYTES = 32 << 20
 _ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES)).toreadonly()
 
 T = TypeVar("T")
@@ -141,6 +144,28 @@ class Slab:
         with ThreadPoolExecutor(SCAN_THREADS, "kv-store-scan") as threads:
             parts = threads.map(part, [range(first, self.num_slots, SCAN_THREADS) for first in range(SCAN_THREADS)])
             return [each for found in parts for each in found]
+
+    def measure_reads(self, free: Sequence[int], threads: int) -> float:
+        """Seconds per byte of reading with this many threads, at most `MEASURED_BYTES`; infinite if it fails.
+
+        Writes to the last of these free slots first: what was never written is not read from the disk.
+        """
+        most = max(1, min(2 * threads, MEASURED_BYTES // self.slot_bytes))
+        slots = free[-min(most, -(-len(free) // 2)) :] if free else range(min(most, self.num_slots))
+        buffers = [aligned_buffer(self.slot_bytes) for _ in slots]
+        try:
+            for slot, buffer in zip(slots if free else (), buffers, strict=False):
+                buffer[PAGE_BYTES:] = secrets.token_bytes(self.slot_bytes - PAGE_BYTES)
+                self.write(slot, buffer)
+            if not self.is_direct:
+                os.fsync(self._file)
+                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+            begun_s = time.perf_counter()
+            with ThreadPoolExecutor(threads, "kv-store-measure") as readers:
+                list(readers.map(self.read, slots, buffers))
+        except OSError:
+            return math.inf
+        return (time.perf_counter() - begun_s) / (len(slots) * self.slot_bytes)
 
     def close(self) -> None:
         """No read and no write may be in progress."""

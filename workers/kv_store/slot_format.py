@@ -14,12 +14,14 @@ from xxhash import xxh3_128_digest
 
 from kvtransfer.layout import KVLayout
 
-FORMAT = 1  # change it with the meaning of a slot's bytes
+FORMAT = 3  # change it with the meaning of a slot's bytes
 PAGE_BYTES = 4096  # direct I/O needs this alignment
 NAME_BYTES = 16
 _MAGIC = b"diptych-"
-_FIELDS = struct.Struct("<8sIQ32s16sQ16s")  # magic, format, block bytes, fingerprint, name, number, digest of the block
+_FIELDS = struct.Struct("<8sIQ32s16sQQ16s")
+# magic, format, block bytes, fingerprint, name, prefix, number, digest of the block
 _DIGEST_BYTES = 16
+_NO_PREFIX = (1 << 64) - 1
 _TITLE = struct.Struct("<8sIQ32s")  # magic, format, block bytes, fingerprint: how page 0 begins
 
 
@@ -31,9 +33,12 @@ class SlabTitle(NamedTuple):
 
 
 class SlotHeader(NamedTuple):
-    """`number` grows with every write into the file."""
+    """`prefix`: the cache log's name of the prefix that ends with the block, if it has one. `number` grows with every
+    write into the file.
+    """
 
     name: bytes
+    prefix: int | None
     number: int
     digest: bytes
 
@@ -75,8 +80,9 @@ def is_header(page: memoryview) -> bool:
     return page[: len(_MAGIC)] == _MAGIC and _is_whole(page, _FIELDS.size)
 
 
-def encode_header(fingerprint: bytes, name: bytes, number: int, block: memoryview) -> bytes:
-    fields = _FIELDS.pack(_MAGIC, FORMAT, len(block), fingerprint, name, number, xxh3_128_digest(block))
+def encode_header(fingerprint: bytes, name: bytes, prefix: int | None, number: int, block: memoryview) -> bytes:
+    known = _NO_PREFIX if prefix is None else prefix
+    fields = _FIELDS.pack(_MAGIC, FORMAT, len(block), fingerprint, name, known, number, xxh3_128_digest(block))
     return (fields + xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
 
 
@@ -84,10 +90,10 @@ def decode_header(page: memoryview, fingerprint: bytes, block_bytes: int) -> Slo
     """None: no slot of this format, fingerprint and size was written completely here."""
     if not _is_whole(page, _FIELDS.size):
         return None
-    magic, form, size, made_by, name, number, digest = _FIELDS.unpack(page[: _FIELDS.size])
+    magic, form, size, made_by, name, prefix, number, digest = _FIELDS.unpack(page[: _FIELDS.size])
     if (magic, form, size, made_by) != (_MAGIC, FORMAT, block_bytes, fingerprint):
         return None
-    return SlotHeader(name, number, digest)
+    return SlotHeader(name, None if prefix == _NO_PREFIX else prefix, number, digest)
 
 
 def is_intact(header: SlotHeader, block: memoryview) -> bool:

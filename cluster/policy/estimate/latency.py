@@ -4,15 +4,18 @@ Costs are `PoolSpec.cost`, or defaults for a pool without one. Both are correcte
 of prompts and answers; default decode steps also by the worker's own step time, if it reports one.
 """
 
+import math
+
 from msgspec import Struct
 
 from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
 from cluster.policy.estimate.correction import Corrections, bounded
 from cluster.policy.routing.picking import num_sequences
+from cluster.policy.routing.prefix_index import Match
 from cluster.policy.routing.router import Ask
 from cluster.spec import ClusterSpec
 from diptych.view import WorkerView
-from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
+from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, RESTORED_SHARE, EngineConfig
 from workers.costs import CostModel, LinearCost
 
 _MOSTLY_WAITED = 2.0  # times the compute time: a prompt that took longer mostly waited
@@ -45,13 +48,14 @@ class _Pool(Struct, frozen=True):
     is_apart: bool
     is_cutting: bool
     margin: float  # of a TPOT SLO that a step with prompts may take
+    host_bytes: int  # of a worker's host cache
 
     @classmethod
-    def of(cls, engine: EngineConfig, cost: CostModel | None) -> "_Pool":
+    def of(cls, engine: EngineConfig, cost: CostModel | None, host_bytes: int = 0) -> "_Pool":
         batching = engine.batching
         margin = ADAPTIVE_MARGIN if batching == "adaptive" else 1.0
         is_cutting, is_apart = batching not in WHOLE_PROMPTS, batching in APART
-        return cls(engine, cost or LinearCost(), cost is not None, is_apart, is_cutting, margin)
+        return cls(engine, cost or LinearCost(), cost is not None, is_apart, is_cutting, margin, host_bytes)
 
 
 class _Pools(dict[str, _Pool]):
@@ -68,7 +72,7 @@ class LatencyPredictor:
 
     def __init__(self, spec: ClusterSpec, active: ActiveRequests) -> None:
         self._active = active
-        self._pools = _Pools((pool.name, _Pool.of(pool.engine, pool.cost)) for pool in spec.pools)
+        self._pools = _Pools((each.name, _Pool.of(each.engine, each.cost, each.cache.host)) for each in spec.pools)
         self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._prompts = Corrections()
@@ -165,6 +169,41 @@ class LatencyPredictor:
     def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
         """Seconds to transfer the KV of this many tokens to the worker over an idle link."""
         return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
+
+    def found(self, worker: WorkerView, match: Match, num_tokens: int) -> tuple[int, float]:
+        """Tokens of a prompt that its worker need not compute, and the seconds to bring them to the device.
+
+        The worker restores what it has in host memory and on its disk only where that is faster than computing it. It
+        reads at most half of its host cache from the disk.
+        """
+        most, tokens, seconds = num_tokens - 1, match.ready_tokens, 0.0
+        found = min(tokens, most), 0.0
+        if tokens == match.tokens:
+            return found
+        cost, least_s = self.cost(worker), math.inf
+        copy_s, read_s = self.restore_token_seconds(worker)
+        on_disk = min(match.disk_tokens, self._pools[worker.pool].host_bytes // 2 // max(1, worker.kv_token_bytes))
+        for more, token_s in ((0, 0.0), (match.host_tokens, copy_s), (on_disk, copy_s + read_s)):
+            tokens, seconds = tokens + more, seconds + more * token_s
+            held = min(tokens, most)
+            in_all_s = cost.prefill_seconds(num_tokens - held, held) + seconds
+            if in_all_s < least_s:
+                least_s, found = in_all_s, (held, seconds)
+        return found
+
+    def restore_token_seconds(self, worker: WorkerView) -> tuple[float, float]:
+        """Seconds to copy a token's KV from the worker's host memory to its device, and to read it from its disk."""
+        copy_s = self.plain_cost(worker).swap_seconds(worker.kv_token_bytes) / 2
+        return copy_s, worker.disk_byte_s * worker.kv_token_bytes
+
+    def lent_seconds(self, owner: WorkerView, has: Match, reader: Match, num_tokens: int) -> float:
+        """Seconds in which the owner restores what a reader lacks of these tokens."""
+        restored = max(0, num_tokens - max(has.ready_tokens, reader.ready_tokens))
+        return restored * self.restore_token_seconds(owner)[0]
+
+    def lendable(self, worker: WorkerView, match: Match) -> int:
+        """Tokens that the worker can lend: what its free blocks take of those in host memory, none on a disk."""
+        return match.ready_tokens + min(match.host_tokens, int(RESTORED_SHARE * self.free_tokens(worker)))
 
     def tpot_seconds(self, ask: Ask, worker: WorkerView) -> float:
         """Seconds of a decode step once this request and all with a reserved slot decode there."""

@@ -30,8 +30,12 @@ class CacheAware(LeastLoaded):
 
     def cached_tokens(self, ask: Ask, worker: WorkerView) -> int:
         """Prompt tokens the worker need not compute; at least one is always computed."""
-        tokens = self.match(ask, worker).tokens
-        return min(tokens, ask.request.num_tokens - 1) if tokens else 0
+        return self.found(ask, worker)[0]
+
+    def found(self, ask: Ask, worker: WorkerView) -> tuple[int, float]:
+        """The same, and the seconds to bring them to the device."""
+        match = self.match(ask, worker)
+        return self.latency.found(worker, match, ask.request.num_tokens) if match.tokens else (0, 0.0)
 
     def match(self, ask: Ask, worker: WorkerView) -> Match:
         """What the worker's cache has of the prompt, as far as known."""
@@ -104,8 +108,8 @@ class MooncakeLocal(CacheAware):
         return Placement(prefill.name, decode.name, reason, cached_tokens=cached_tokens, prefix_owner=prefix_owner)
 
     def _prefill(self, ask: Ask, worker: WorkerView) -> _Prefill:
-        cached = self.cached_tokens(ask, worker)
-        return _Prefill(self.latency.ttft_seconds(ask, worker, cached), cached)
+        cached, restore_s = self.found(ask, worker)
+        return _Prefill(self.latency.ttft_seconds(ask, worker, cached) + restore_s, cached)
 
     @property
     def reason(self) -> str:
@@ -130,9 +134,9 @@ class Mooncake(MooncakeLocal):
         too, which names show only in part.
         """
         most = ask.request.num_tokens - 1
-        owners = ((min(self.match(ask, each).ready_tokens, most), each) for each in fitting(ask))
+        owners = ((min(self.latency.lendable(each, self.match(ask, each)), most), each) for each in fitting(ask))
         self._owners = sorted(
-            ((tokens, each) for tokens, each in owners if tokens),  # on the device: no other KV is fetched
+            ((tokens, each) for tokens, each in owners if tokens),
             key=lambda owner: (-owner[0], owner[1].role is Role.PREFILL, owner[1].name),
         )
         return super().choose(ask)
@@ -144,16 +148,20 @@ class Mooncake(MooncakeLocal):
                 break
             is_alike = self.latency.engine(owner).dtype == self.latency.engine(worker).dtype
             if owner.name != worker.name and is_alike and ask.view.linked(owner.name, worker.name):
-                saved_s = self._saved_seconds(ask, worker, local.cached_tokens, cached)
+                saved_s = self._saved_seconds(ask, worker, owner, cached)
                 return _Prefill(local.ttft_s - saved_s, cached, owner.name) if saved_s > 0.0 else local
         return local
 
-    def _saved_seconds(self, ask: Ask, worker: WorkerView, own_tokens: int, fetched_tokens: int) -> float:
+    def _saved_seconds(self, ask: Ask, worker: WorkerView, owner: WorkerView, fetched_tokens: int) -> float:
         """How much sooner the prompt is done with the fetched prefix, transfer included."""
         num_tokens, latency = ask.request.num_tokens, self.latency
-        computing_s = latency.prefill_seconds(worker, num_tokens - own_tokens, own_tokens)
+        own_tokens, restore_s = self.found(ask, worker)
+        here = self.match(ask, worker)
+        computing_s = latency.prefill_seconds(worker, num_tokens - own_tokens, own_tokens) + restore_s
         rest_s = latency.prefill_seconds(worker, num_tokens - fetched_tokens, fetched_tokens)
-        return computing_s - rest_s - latency.transfer_seconds(worker, fetched_tokens - own_tokens)
+        lending_s = latency.lent_seconds(owner, self.match(ask, owner), here, fetched_tokens)
+        moving_s = latency.transfer_seconds(worker, fetched_tokens - here.ready_tokens)
+        return computing_s - rest_s - lending_s - moving_s
 
 
 class Product(CacheAware):

@@ -25,19 +25,23 @@ _MAX_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
-Depth = tuple[int, Bits, dict[int, int]]  # prompt tokens, workers that have them; slot -> tokens in host memory only
+Depth = tuple[int, Bits, dict[int, tuple[int, int]]]  # tokens, workers that have them; slot -> those behind the device
+_NONE_BEHIND = (0, 0)  # tokens in host memory only, and on the disk only
 
 
 class Match(NamedTuple):
-    """The cached prefix of a prompt on a worker: `tokens`, of which `host_tokens` are in host memory."""
+    """The cached prefix of a prompt on a worker: `tokens`, of which `host_tokens` are in host memory only, and
+    `disk_tokens` on a disk only.
+    """
 
     tokens: int
     host_tokens: int = 0
+    disk_tokens: int = 0
 
     @property
     def ready_tokens(self) -> int:
         """The part on the device: its beginning, because caches evict the ends of prefixes first."""
-        return self.tokens - self.host_tokens
+        return self.tokens - self.host_tokens - self.disk_tokens
 
 
 NO_MATCH = Match(0)
@@ -116,6 +120,7 @@ class PrefixIndex:
         self._expect_s = expect_s
         self._device = _TierIndex()
         self._host = _TierIndex()
+        self._disk = _TierIndex()
         self._slots: dict[str, int] = {}  # worker -> its bit's number
         self.membership_version = 0  # grows when a worker comes, restarts or goes
         self._incarnations: dict[str, str] = {}  # worker -> the incarnation whose cache this is
@@ -136,8 +141,8 @@ class PrefixIndex:
         Check `is_of` for a worker that may have restarted.
         """
         found: dict[str, Match] = {}
-        for tokens, holders, on_host in self.depths(names, now_s):
-            self._found(found, holders, tokens, on_host)
+        for tokens, holders, behind in self.depths(names, now_s):
+            self._found(found, holders, tokens, behind)
         return found
 
     def depths(self, names: Sequence[int], now_s: float = 0.0) -> list[Depth]:
@@ -154,8 +159,9 @@ class PrefixIndex:
 
     def _walk(self, found: list[Depth], names: Sequence[int], workers: Bits, grain: int) -> None:
         """Append how far each of these workers, which have names at multiples of `grain` tokens, matches."""
-        device, host, expected = self._device.holders, self._host.holders, self._expected_holders
-        on_host: dict[int, int] = {}  # slot -> tokens that only its host memory has
+        device, host, disk = self._device.holders, self._host.holders, self._disk.holders
+        expected = self._expected_holders
+        behind: dict[int, tuple[int, int]] = {}
         have, last = workers, -1
         depth = 0
         for name in names:
@@ -166,27 +172,33 @@ class PrefixIndex:
             if host and (saved := host.get(name, 0) & ~ready & have):
                 holds = ready | saved
                 for slot in _slots(saved):
-                    on_host[slot] = on_host.get(slot, 0) + grain
+                    on_host, on_disk = behind.get(slot, _NONE_BEHIND)
+                    behind[slot] = on_host + grain, on_disk
+            if disk and (stored := disk.get(name, 0) & ~holds & have):
+                holds |= stored
+                for slot in _slots(stored):
+                    on_host, on_disk = behind.get(slot, _NONE_BEHIND)
+                    behind[slot] = on_host, on_disk + grain
             if holds is not last:
                 still = have & holds
                 if depth and still != have:
-                    found.append((depth, have ^ still, on_host))
+                    found.append((depth, have ^ still, behind))
                 have, last = still, holds
                 if not have:
                     return
             depth += grain
         if depth:
-            found.append((depth, have, on_host))
+            found.append((depth, have, behind))
 
     def is_of(self, worker: str, incarnation: str) -> bool:
         """Whether the index describes this incarnation of the worker."""
         return self._incarnations.get(worker) == incarnation
 
-    def _found(self, found: dict[str, Match], holders: Bits, tokens: int, on_host: dict[int, int]) -> None:
+    def _found(self, found: dict[str, Match], holders: Bits, tokens: int, behind: dict[int, tuple[int, int]]) -> None:
         found.update(dict.fromkeys(self._named(holders), Match(tokens)))
-        for slot, host_tokens in on_host.items():
+        for slot, (host_tokens, disk_tokens) in behind.items():
             if holders >> slot & 1:
-                found[self._workers[slot]] = Match(tokens, host_tokens)
+                found[self._workers[slot]] = Match(tokens, host_tokens, disk_tokens)
 
     def _named(self, holders: Bits) -> tuple[str, ...]:
         """The workers of these bits. Cached, because popular prefixes have the same set again and again."""
@@ -207,7 +219,8 @@ class PrefixIndex:
         """Apply cache events of this incarnation; what was known of another one is dropped."""
         bit = self._bit(worker, incarnation)
         self._set_step(bit, max(1, events.grain // self.grain))
-        for tier, changes in ((self._device, events.device), (self._host, events.host)):
+        tiers = (self._device, events.device), (self._host, events.host), (self._disk, events.disk)
+        for tier, changes in tiers:
             if events.whole:
                 tier.forget(bit)
             tier.change(bit, changes)
@@ -221,6 +234,7 @@ class PrefixIndex:
         self.membership_version += 1
         self._device.forget(1 << slot)
         self._host.forget(1 << slot)
+        self._disk.forget(1 << slot)
         self._set_step(1 << slot, 0)
         for key in [key for key, expected in self._expected.items() if expected.worker == worker]:
             self.withdraw(key)

@@ -5,6 +5,7 @@ from operator import itemgetter
 
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.picking import beside, fitting, roomy
+from cluster.policy.routing.prefix_index import Match
 from cluster.policy.routing.router import Ask
 from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PromptSide
 from diptych.view import WorkerView
@@ -12,12 +13,12 @@ from workers.request import SLO
 
 
 class AllWorkers:
-    """All workers that can hold the request; those of the phase's role come first. `cached_tokens`: of the prompt."""
+    """All workers that can hold the request; those of the phase's role come first. `match`: of a worker's cache."""
 
-    def __init__(self, ask: Ask, cached_tokens: Callable[[WorkerView], int], latency: LatencyPredictor) -> None:
+    def __init__(self, ask: Ask, match: Callable[[WorkerView], Match], latency: LatencyPredictor) -> None:
         self._ask = ask
         self._latency = latency
-        self.cached_tokens = cached_tokens
+        self.match = match
         self._workers = fitting(ask)
 
     def worker(self, name: str) -> WorkerView:
@@ -43,11 +44,12 @@ class AllWorkers:
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         kv_dtype = self._latency.engine(self.worker(reader)).dtype
+        most = self._ask.request.num_tokens - 1
         owners = [
-            (self.cached_tokens(each), each.role is not PREFILL, each.name)
+            (tokens, each.role is not PREFILL, each.name)
             for each in self._workers
             if each.name != reader
-            and self.cached_tokens(each) > own_tokens
+            and (tokens := min(self._latency.lendable(each, self.match(each)), most)) > own_tokens
             and self._ask.view.linked(each.name, reader)
             and self._latency.engine(each).dtype == kv_dtype
         ]

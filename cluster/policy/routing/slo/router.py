@@ -76,7 +76,7 @@ class SLORouter(CacheAware):
     def choose(self, ask: Ask) -> Placement | None:
         slo, answer = self._slo_of(ask), self._expected(ask.request)
         candidates = self._shortlist.candidates(ask, partial(self._depths, ask), answer) or AllWorkers(
-            ask, partial(self.cached_tokens, ask), self.latency
+            ask, partial(self.match, ask), self.latency
         )
         sides, first = self._prompt_sides(ask, candidates, slo)
         if first is None:
@@ -191,7 +191,7 @@ class SLORouter(CacheAware):
             self._recent_s -= self._recent.popleft()[1]
 
     def _prompt_side(self, ask: Ask, candidates: Candidates, worker: WorkerView, slo: SLO) -> PromptSide:
-        return self._estimate.prompt_side(ask, worker, candidates.cached_tokens(worker), slo.tpot_s)
+        return self._estimate.prompt_side(ask, worker, candidates.match(worker), slo.tpot_s)
 
     def _depths(self, ask: Ask) -> Sequence[Depth]:
         return () if ask.request.fresh else self._index.depths(self.names(ask), ask.now_s)
@@ -210,7 +210,7 @@ class SLORouter(CacheAware):
         """
         if not local.steps or (slo.ttft_s is not None and local.ttft_s > slo.ttft_s):
             return False
-        moved = ask.request.num_tokens - local.cached_tokens
+        moved = ask.request.num_tokens - local.ready_tokens
         moving_s = self._estimate.transfer_seconds(ask, prefill.name, worker, moved)
         is_short = slo.tpot_s is not None and local.prefill_s <= slo.tpot_s
         has_time = _is_free(prefill, slo) and prefill.queue_s <= prefill.prefill_s
@@ -226,10 +226,13 @@ class SLORouter(CacheAware):
         if prefix_owner is None:
             return placement
         tokens, owner = prefix_owner
-        worker = candidates.worker(placement.prefill)
+        worker, lender = candidates.worker(placement.prefill), candidates.worker(owner)
+        here = candidates.match(worker)
         rest_s = self.latency.prefill_seconds(worker, num_tokens - tokens, tokens)
-        saved_s = self.latency.prefill_seconds(worker, num_tokens - own, own) - rest_s
-        saved_s -= self._estimate.transfer_seconds(ask, owner, worker, tokens - own)
+        restore_s = self.latency.found(worker, here, num_tokens)[1]
+        saved_s = self.latency.prefill_seconds(worker, num_tokens - own, own) + restore_s - rest_s
+        saved_s -= self._estimate.transfer_seconds(ask, owner, worker, tokens - here.ready_tokens)
+        saved_s -= self.latency.lent_seconds(lender, candidates.match(lender), here, tokens)
         if saved_s <= 0.0 or placement.predicted_ttft_s is None:
             return placement
         return structs.replace(

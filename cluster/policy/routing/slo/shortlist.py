@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LEAST_CHUNK, LatencyPredictor
-from cluster.policy.routing.prefix_index import Depth, PrefixIndex
+from cluster.policy.routing.prefix_index import NO_MATCH, Depth, Match, PrefixIndex
 from cluster.policy.routing.router import Ask, Sent
 from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, OwnLoad, PromptSettings, ReportedLoad
 from cluster.policy.routing.slo.exhaustive import has_time
@@ -28,6 +28,7 @@ from workers.request import SLO
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
+Behind = dict[int, tuple[int, int]]  # row -> cached tokens in host memory only, and on a disk only
 
 REFRESH_S = 5.0  # each row is refreshed at least this often: corrections fade with time
 _MAX_GROUPS = 1 << 10
@@ -93,6 +94,7 @@ class Shortlist:
         self._pools = [0] * count  # as `pool`
         self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)  # capacity 0: it is not ready
         self._settings = np.zeros((len(PromptSettings._fields), count))
+        self.restore_token_s = np.zeros((2, count))  # of a token in host memory, and of one on the disk
         self.columns = np.zeros((9, count))
         columns: list[Floats] = list(self.columns)  # in the order of `Rates.row`
         self.until_s, self.rest_s, self.ratio, self.batch, self.room_tokens = columns[:5]
@@ -126,6 +128,7 @@ class Shortlist:
         if self._membership_version != self._index.membership_version:
             self._membership_version = self._index.membership_version
             self._slot = np.array([self._index.slot(each.name, each.incarnation) for each in workers], dtype=np.intp)
+            self._row_of_slot = {slot: row for row, slot in enumerate(self._slot.tolist())}
             self._groups.clear()
         changed = {*filter(self._update_own, own), *self._update_reported(reported)}
         if len(changed) <= _ONE_BY_ONE:
@@ -160,6 +163,8 @@ class Shortlist:
         self.is_decode_home[row] = worker.role is not Role.PREFILL
         self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
         self.pool[row] = self._pools[row] = pool = self.rates.index(rates)
+        copy_s, read_s = self._latency.restore_token_seconds(worker)
+        self.restore_token_s[:, row] = copy_s, copy_s + read_s
         self._settings[:, row] = (*rates.settings, pool * (TOP_BATCH + 1))
         self._reported[row] = ()  # it has to be derived again
         self._membership_version = -1  # it may be another incarnation
@@ -258,15 +263,23 @@ class Shortlist:
 
     # ---- columns of a request --------------------------------------------------------------------------------
 
-    def _cached(self, ask: Ask, depths: Sequence[Depth]) -> tuple[Floats | None, int]:
-        """Cached tokens of the prompt by row (None: no worker has any), and their maximum."""
+    def _cached(self, ask: Ask, depths: Sequence[Depth]) -> tuple[Floats | None, int, Behind]:
+        """Cached tokens of the prompt by row (None: no worker has any), their maximum, and those behind the device."""
         cached, deepest, most = None, 0, ask.request.num_tokens - 1
-        for tokens, holders, _ in depths:
+        behind, known = Behind(), None
+        for tokens, holders, slots in depths:
+            if slots is not known:
+                known = slots
+                behind |= {row: slots[slot] for slot in slots if (row := self._row_of_slot.get(slot)) is not None}
             if len(rows := self._rows(holders)):
                 cached = np.zeros(len(self.workers)) if cached is None else cached
                 cached[rows] = held = min(tokens, most)
                 deepest = max(deepest, held)
-        return cached, deepest
+        return cached, deepest, behind
+
+    def lendable(self, row: int, match: Match) -> int:
+        """As `LatencyPredictor.lendable`."""
+        return self._latency.lendable(self.workers[row], match)
 
     def of_pools(self, values: Sequence[float], pool: Rows) -> Floats | float:
         """The value of each of these pools; one number if there is one kind of pool."""
@@ -302,12 +315,20 @@ class ShortlistedWorkers:
     """Estimates for one request, valid until the next one. Candidates come in tiers, the preferred ones first."""
 
     def __init__(
-        self, table: Shortlist, ask: Ask, fits: Flags, cached: Floats | None, most_cached: int, expected_tokens: int
+        self,
+        table: Shortlist,
+        ask: Ask,
+        fits: Flags,
+        cached: Floats | None,
+        most_cached: int,
+        behind: Behind,
+        expected_tokens: int,
     ) -> None:
         self._table = table
         self._ask = ask
         self._cached = cached
         self._most_cached = most_cached
+        self._behind = behind
         self._need = ask.request.num_tokens + expected_tokens
         self._context = ask.request.num_tokens + expected_tokens // 2
         self._fits = fits
@@ -318,8 +339,11 @@ class ShortlistedWorkers:
     def worker(self, name: str) -> WorkerView:
         return self._table.workers[self._table.row[name]]
 
-    def cached_tokens(self, worker: WorkerView) -> int:
-        return 0 if self._cached is None else int(self._cached[self._table.row[worker.name]])
+    def match(self, worker: WorkerView) -> Match:
+        if self._cached is None:
+            return NO_MATCH
+        row = self._table.row[worker.name]
+        return Match(int(self._cached[row]), *self._behind.get(row, ()))
 
     def _sample_worker(self) -> WorkerView | None:
         """The worker that computes this prompt for another parallel sample."""
@@ -386,21 +410,24 @@ class ShortlistedWorkers:
         return roomy
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
-        """The worker with the most cached tokens, above `own_tokens`, of the reader's dtype and linked to it.
+        """The worker that can lend the most tokens, above `own_tokens`, of the reader's dtype and linked to it.
 
         Of equals none for prefill: it may have the answer to an earlier prompt too, which names show only in part.
         """
         if self._cached is None or self._most_cached <= own_tokens:
             return None
         table, row = self._table, self._table.row[reader]
-        mask = self._fits & (self._cached > own_tokens)
+        lendable = self._cached.copy() if self._behind else self._cached
+        for each in self._behind:
+            lendable[each] = table.lendable(each, self.match(table.workers[each]))
+        mask = self._fits & (lendable > own_tokens)
         if not np.count_nonzero(mask):
             return None
         mask &= table.linked_to(self._ask, reader)
         mask[row] = False
         dtypes = np.array([each.kv_dtype for each in table.rates])[table.pool]
-        best = self._best(0.5 * table.is_prefill - self._cached, mask & (dtypes == dtypes[row]), 1)
-        return (self.cached_tokens(best[0]), best[0].name) if best else None
+        best = self._best(0.5 * table.is_prefill - lendable, mask & (dtypes == dtypes[row]), 1)
+        return (int(lendable[table.row[best[0].name]]), best[0].name) if best else None
 
     def _best(self, values: Floats, mask: Flags, most: int) -> list[WorkerView]:
         """The rows of the mask with the lowest values."""
@@ -424,7 +451,11 @@ class ShortlistedWorkers:
             seconds = seconds + self._cached * (
                 table.of_pools(first, table.pool) + self._cached * table.of_pools(second, table.pool)
             )
-        return seconds * table.ratio
+        seconds = seconds * table.ratio
+        if self._behind:
+            rows = list(self._behind)
+            seconds[rows] += (table.restore_token_s[:, rows] * np.array(list(self._behind.values())).T).sum(axis=0)
+        return seconds
 
     def _with_decodes(self, slo: SLO) -> tuple[Floats, Flags]:
         """Seconds to the first token beside decodes, and whether these leave time for the prompt."""

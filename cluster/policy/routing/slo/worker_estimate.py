@@ -12,6 +12,7 @@ from msgspec import Struct
 from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
 from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, LatencyPredictor
 from cluster.policy.estimate.links import MeasuredLinks
+from cluster.policy.routing.prefix_index import Match
 from cluster.policy.routing.router import Ask
 from cluster.spec import Role
 from diptych.view import WorkerView
@@ -33,12 +34,14 @@ class Decoding(Struct, frozen=True, gc=False):
 class PromptSide(Struct, frozen=True, gc=False):
     """A worker as the prefill worker: it computes the prompt in `steps` (0: its decodes leave no time for it).
 
-    `batch`: sequences that decode there.
+    `cached_tokens`: what it need not compute, of which `ready_tokens` are on the device. `batch`: sequences that decode
+    there.
     """
 
     name: str
     role: Role
     cached_tokens: int
+    ready_tokens: int
     batch: int
     queue_s: float
     prefill_s: float
@@ -80,15 +83,17 @@ class WorkerEstimate:
         self._links = MeasuredLinks()
         self._ends: dict[str, _Ends] = {}  # by worker
 
-    def prompt_side(self, ask: Ask, worker: WorkerView, cached_tokens: int, tpot_slo_s: float | None) -> PromptSide:
+    def prompt_side(self, ask: Ask, worker: WorkerView, match: Match, tpot_slo_s: float | None) -> PromptSide:
         """`tpot_slo_s`: the assumed SLO of the decodes there."""
         latency, worker_load = self._latency, self._active.worker_load(worker.name)
         load = self._with_foreign(ask, worker, worker_load, worker_load.begun)  # the others may begin at any time
+        cached_tokens, restore_s = latency.found(worker, match, ask.request.num_tokens)
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
         prefill_s, steps = latency.prefill_beside(worker, new_tokens, cached_tokens, decodes)
         queue_s = latency.queue_seconds(ask, worker)
-        return PromptSide(worker.name, worker.role, cached_tokens, load.batch, queue_s, prefill_s, steps)
+        cached = cached_tokens, min(match.ready_tokens, cached_tokens)
+        return PromptSide(worker.name, worker.role, *cached, load.batch, queue_s, restore_s + prefill_s, steps)
 
     def decode_side(
         self, ask: Ask, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
