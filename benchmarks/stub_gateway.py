@@ -19,7 +19,7 @@ from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
+from diptych.view import CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
 from workers.errors import InvalidRequest
 from workers.request import FinishReason, Request
 
@@ -62,6 +62,12 @@ class StubDispatcher:
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         raise InvalidRequest("worker", "a stub gateway has no workers")
+
+    async def warm(self, request: Request, pool: str, ttl_s: float) -> tuple[CachedPrompt, ...]:
+        return ()
+
+    async def unpin(self, request: Request | None, pool: str) -> tuple[CachedPrompt, ...]:
+        return ()
 
     def slo_attainment(self) -> GatewayAttainment:
         return GatewayAttainment()

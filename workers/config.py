@@ -153,10 +153,14 @@ class CacheConfig:
     """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none."""
     disk: DiskCacheConfig | None = None
     """A file on a local disk, for workers of one rank with `host`."""
+    pins: ByteSize = NO_BYTES
+    """The part of `host` that `diptych cache warm --pin` may fill with prompts, at most half. 0: nothing is pinned."""
 
     def __post_init__(self) -> None:
         if self.disk is not None and not self.host:
             raise ValueError("disk needs host: blocks come and go through host memory; write host: 8GiB")
+        if 2 * self.pins > self.host:
+            raise ValueError(f"pins ({self.pins} bytes) must be at most half of host ({self.host} bytes)")
 
 
 BACKENDS = ("nixl", "tcp", "memory", "modelled")

@@ -46,6 +46,8 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as 
     "hand_over": ({"key": str, "most_tokens": int}, TransferTicket | None),
     "hold_prefix": ({"request": Request}, TransferTicket | None),
     "fetch_prefix": ({"request": Request, "ticket": TransferTicket, "timeout_s": float}, int),
+    "warm": ({"request": Request, "ttl_s": float, "timeout_s": float}, int),
+    "unpin": ({"request": Request | None}, int),
     "cache_since": ({"last": int, "reach": int}, KVEvents),
     "cancel": ({"key": str}, None),
     "holds": ({"key": str}, bool),

@@ -30,7 +30,7 @@ from workers.engine.pump import Pump
 from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
-from workers.errors import UnknownSequence, WorkerClosed, WorkerError
+from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
 from workers.log_fields import log_fields
 from workers.mailbox import Mailbox
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED_CANCELS = 4096  # a cancel may arrive before the call that it cancels
 SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that takes no outputs for this long is gone, and its requests with it
 SWEEP_S = 0.5
+WARM_POLL_S = 0.02
 MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; a loop that is always late must still reclaim
 
 
@@ -70,6 +71,7 @@ class Worker:
             depth=executor.depth,
             cost=config.cost,
             host_cache_blocks=facts.host_cache_blocks,
+            most_pinned=config.cache.pins // facts.layout.block_bytes,
             disk=disk,
         )
         self._disk_byte_s = disk.read_byte_s if disk is not None else 0.0
@@ -259,6 +261,34 @@ class Worker:
         self._accept(request)
         return await self._kv_fetcher.fetch_prefix(request, ticket, timeout_s)
 
+    async def warm(self, request: Request, ttl_s: float, timeout_s: float) -> int:
+        """Compute a prompt, unless it is cached, without any output. Returns how many of its tokens are cached then.
+
+        It is pinned until `ttl_s` after its last use (0: it is not). Raises `InvalidRequest`, and `Overloaded` after
+        `timeout_s` or beside too many other pins.
+        """
+        self._accept(request)
+        if ttl_s:
+            self.engine.pin(request, ttl_s, self._now_s())
+        self.engine.add(request, self._now_s(), hold=False)
+        self._changed()
+        self._arm()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.engine.holds(request.key):
+                    await asyncio.sleep(WARM_POLL_S)
+                    self._require_open()
+        except TimeoutError:
+            raise Overloaded(f"the prompt was not computed within {timeout_s:g} s", retry_after_s=1.0) from None
+        finally:
+            self.engine.abort(request.key)
+        return self.engine.cached_tokens(request)
+
+    async def unpin(self, request: Request | None) -> int:
+        """Returns how many tokens of this prompt, or in all, were pinned here."""
+        self._require_open()
+        return self.engine.unpin(request) * self.config.engine.block_size
+
     async def cache_since(self, last: int, reach: int) -> KVEvents:
         """Prefix cache changes for a reader at this position; (0, 0): a reader that knows nothing. See `KVEvents`."""
         self._require_open()
@@ -437,7 +467,7 @@ class Worker:
 
     def _arm(self) -> None:
         """Schedule a sweep while anything can expire."""
-        pending = self._routes or self._reservations or len(self.engine.leases)
+        pending = self._routes or self._reservations or len(self.engine.leases) or len(self.engine.pool.host.pins)
         if self._sweeper is None and pending and not self._closed:
             self._sweep_due_s = self._now_s() + SWEEP_S
             self._sweeper = asyncio.get_running_loop().call_at(self._sweep_due_s, self._sweep)

@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Observe": {
         "status": ("status", "Show workers, their load, pools, links and SLO attainment."),
         "top": ("top", "Watch pools, queues, KV, transfers and SLO attainment until Ctrl-C."),
-        "cache": ("cache", "Show the tiers of prefix caches, and check files of cached KV."),
+        "cache": ("cache", "Show the tiers of prefix caches, keep prompts there, and check files of cached KV."),
         "trace": ("trace", "Write a time window of a cluster as a trace for ui.perfetto.dev."),
     },
     "Operate": {

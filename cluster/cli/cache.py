@@ -1,6 +1,8 @@
-"""`diptych cache`: the tiers of a running cluster's prefix caches, and files of cached KV."""
+"""`diptych cache`: the tiers of a running cluster's prefix caches, prompts that stay there, and files of cached KV."""
 
 import asyncio
+import json
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,14 +17,20 @@ from cluster.cli.tiers import tier_troubles, tiers_table
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from diptych.view import ClusterView
+    from diptych.view import CachedPrompt, ClusterView
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+POOL = click.option(
+    "--pool", default="", metavar="POOL", help="Only on workers of this pool. [default: all that prefill]"
+)
+TENANT = click.option("--tenant", default="", help="Whose requests find it; without gateway.share_prefixes.")
+CHAT = click.option("--chat", is_flag=True, help="Prompts are users' messages: apply the model's chat template.")
+SHOWN_CHARS = 40
 
 
 @click.group()
 def cache() -> None:
-    """Show the tiers of prefix caches, and check files of cached KV.
+    """Show the tiers of prefix caches, keep prompts there, and check files of cached KV.
 
     \b
     Example:
@@ -59,6 +67,93 @@ async def _view(endpoint: str, access: Access) -> "ClusterView":
 
     async with AsyncClient(endpoint, access=access) as client:
         return (await client.status()).view
+
+
+@cache.command(cls=GroupedCommand)
+@click.argument("file", type=click.File(encoding="utf-8"))
+@client_options
+@click.option(
+    "--pin",
+    "pin_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Keep them in host memory until this long after their last use.",
+)
+@POOL
+@TENANT
+@CHAT
+def warm(
+    file: Iterable[str], endpoint: str, access: Access, pin_s: float | None, pool: str, tenant: str, chat: bool
+) -> None:
+    """Compute the prompts in FILE, one JSON string or text per line, on each worker that prefills.
+
+    Prompts that begin like them then find them cached. "-" reads standard input.
+
+    \b
+    Example:
+      diptych cache warm system-prompts.txt --pin 86400
+    """
+    from diptych.client import AsyncClient
+
+    prompts = _prompts(file)
+
+    async def run() -> None:
+        async with AsyncClient(endpoint, access=access) as client:
+            for prompt in prompts:
+                warmed = await client.warm(prompt, pin_s=pin_s, pool=pool, tenant=tenant, apply_chat_template=chat)
+                _tell(prompt, warmed, "tokens cached")
+
+    asyncio.run(run())
+
+
+@cache.command(cls=GroupedCommand)
+@click.argument("file", type=click.File(encoding="utf-8"), required=False)
+@client_options
+@POOL
+@TENANT
+@CHAT
+def drop(file: Iterable[str] | None, endpoint: str, access: Access, pool: str, tenant: str, chat: bool) -> None:
+    """Unpin the prompts in FILE, or all: they may be evicted from host memory again.
+
+    \b
+    Example:
+      diptych cache drop
+    """
+    from diptych.client import AsyncClient
+
+    prompts: list[str | None] = [None] if file is None else [*_prompts(file)]
+
+    async def run() -> None:
+        async with AsyncClient(endpoint, access=access) as client:
+            for prompt in prompts:
+                unpinned = await client.unpin(prompt, pool=pool, tenant=tenant, apply_chat_template=chat)
+                _tell("all pins" if prompt is None else prompt, unpinned, "tokens unpinned")
+
+    asyncio.run(run())
+
+
+def _prompts(lines: Iterable[str]) -> list[str]:
+    """A line that begins with a quotation mark is a JSON string. Empty lines do not count."""
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip("\r\n")
+        if text.startswith('"'):
+            try:
+                text = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise click.ClickException(f"line {number} is no JSON string: {error}") from None
+        if text:
+            prompts.append(text)
+    return prompts
+
+
+def _tell(prompt: str, workers: "Iterable[CachedPrompt]", what: str) -> None:
+    """Exits with 1 at the first prompt that a worker refused."""
+    shown = prompt if len(prompt) <= SHOWN_CHARS else f"{prompt[:SHOWN_CHARS]}..."
+    for each in workers:
+        click.echo(f"{each.worker}: {each.tokens} {what}: {json.dumps(shown, ensure_ascii=False)}")
+        if each.problem:
+            raise click.ClickException(f"{each.worker}: {each.problem}")
 
 
 @cache.command()

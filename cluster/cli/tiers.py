@@ -18,19 +18,18 @@ def tiers_table(view: ClusterView) -> "Table":
     """A row for each tier of a worker. Counts are since the worker's start."""
     from rich.markup import escape
 
-    headers = ("worker", "tier", ">blocks", ">of", ">capacity", ">hits", ">read", ">written", ">dropped", ">late")
-    table = plain_table(*headers, ">failed", "detail")
+    places, counts = ("worker", "tier", ">blocks", ">of", ">pinned", ">capacity"), (">dropped", ">late", ">failed")
+    table = plain_table(*places, ">hits", ">read", ">written", *counts, "detail")
     for worker in view.workers:
         stats = worker.stats
-        unknown = [""] * 7
-        device = f"{stats.cached_blocks}", f"{stats.total_blocks}", "", f"{stats.device_hit_tokens} tok", *unknown
+        device = f"{stats.cached_blocks}", f"{stats.total_blocks}", "", "", f"{stats.device_hit_tokens} tok"
         table.add_row(worker.name, "device", *device)
         for tier in stats.tiers:
             moved = size(tier.capacity_blocks * tier.block_bytes), f"{tier.hit_tokens} tok"
             amounts = size(tier.read_bytes), size(tier.written_bytes)
-            counts = map(str, (tier.dropped_blocks, tier.late, tier.failures))
-            blocks = str(tier.blocks), str(tier.capacity_blocks)
-            table.add_row("", tier.name, *blocks, *moved, *amounts, *counts, escape(tier.trouble))
+            failed = map(str, (tier.dropped_blocks, tier.late, tier.failures))
+            blocks = str(tier.blocks), str(tier.capacity_blocks), str(tier.pinned_blocks or "")
+            table.add_row("", tier.name, *blocks, *moved, *amounts, *failed, escape(tier.trouble))
     return table
 
 

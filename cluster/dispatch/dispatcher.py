@@ -16,6 +16,7 @@ from cluster.dispatch.capacity import ServingCapacity
 from cluster.dispatch.discovery import RECONNECT_S, WorkerDiscovery
 from cluster.dispatch.migration_loop import MigrationLoop
 from cluster.dispatch.request_runner import RequestRunner
+from cluster.dispatch.warming import WARM_TIMEOUT_S, on_each
 from cluster.events import Event, Rejected
 from cluster.observe.history import History, Recent, RequestTrace, Window
 from cluster.observe.ledger import now_ns
@@ -29,7 +30,7 @@ from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec
 from diptych.shapes import Shape, Timings
-from diptych.view import ClusterView, ModelView
+from diptych.view import CachedPrompt, ClusterView, ModelView
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.request import Request, check_shape
 
@@ -167,6 +168,15 @@ class Dispatcher:
     def oldest_requests(self, count: int) -> list[RequestTrace]:
         """Traces of the oldest `count` running requests."""
         return list(itertools.islice(self._runner.traces(), count))
+
+    async def warm(self, request: Request, pool: str, ttl_s: float) -> tuple[CachedPrompt, ...]:
+        """Compute a prompt on all workers that prefill, and pin it for `ttl_s` (0: do not). See `Worker.warm`."""
+        clients = self.discovery.clients.values()
+        return await on_each(clients, pool, lambda worker: worker.warm(request, ttl_s, WARM_TIMEOUT_S))
+
+    async def unpin(self, request: Request | None, pool: str) -> tuple[CachedPrompt, ...]:
+        """Unpin a prompt, or all (None), on all workers that prefill."""
+        return await on_each(self.discovery.clients.values(), pool, lambda worker: worker.unpin(request))
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Time steps of a shape on this idle worker. Raises `InvalidRequest`, or `Rejected` if it is busy or lost."""

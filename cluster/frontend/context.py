@@ -10,7 +10,7 @@ from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import ClusterView, DecisionRecord, ModelView
+from diptych.view import CachedPrompt, ClusterView, DecisionRecord, ModelView
 from workers.request import Request
 
 
@@ -52,6 +52,14 @@ class RequestDispatcher(Protocol):
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         """Time steps of a shape on this idle worker. Errors: `InvalidRequest`, `Rejected`."""
+        ...
+
+    async def warm(self, request: Request, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
+        """Compute and pin (`ttl_s` above 0) a prompt on each worker that prefills. Errors: `InvalidRequest`."""
+        ...
+
+    async def unpin(self, request: Request | None, pool: str) -> Sequence[CachedPrompt]:
+        """Unpin a prompt, or all, on each worker that prefills. Errors: `InvalidRequest`."""
         ...
 
     def slo_attainment(self) -> GatewayAttainment:

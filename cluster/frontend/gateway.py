@@ -17,7 +17,7 @@ ClusterError (`cluster.events`)
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from cluster.observe.ledger import now_ns
 from cluster.observe.metrics.responses import Responses
 from cluster.spec import Role
 from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
-from diptych.view import ClusterView, WorkerState
+from diptych.view import CachedPrompt, ClusterView, WorkerState
 from workers.errors import InvalidRequest
 from workers.request import SLO, Request, SamplingParams
 
@@ -145,6 +145,25 @@ class Gateway:
             finally:  # also if this task is cancelled while it waits
                 del self._active[request_id]
                 self._num_active -= running.num_answers
+
+    async def warm(self, prompt: PromptInput, tenant: str, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
+        """Compute a prompt on each worker that prefills, and pin it until `ttl_s` after its last use (0: do not).
+
+        Errors: as `generate`.
+        """
+        return await self._context.dispatcher.warm(await self._prompt_of(prompt, tenant), pool, ttl_s)
+
+    async def unpin(self, prompt: PromptInput | None, tenant: str, pool: str) -> Sequence[CachedPrompt]:
+        """Unpin a prompt of this tenant, or all of all tenants, on each worker that prefills. Errors: as `generate`."""
+        request = None if prompt is None else await self._prompt_of(prompt, tenant)
+        return await self._context.dispatcher.unpin(request, pool)
+
+    async def _prompt_of(self, prompt: PromptInput, tenant: str) -> Request:
+        """A request that computes a prompt, and as little else as possible."""
+        self._check_tenant(tenant)
+        shares = self._context.spec.gateway.share_prefixes
+        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        return Request(new_id(), await self.encode(prompt), sampling, tenant=tenant, shares_prefixes=shares)
 
     @property
     def max_model_len(self) -> int:

@@ -74,6 +74,11 @@ class RpcStub:
         num_tokens: int = await self._call("fetch_prefix", request, ticket, timeout_s, timeout_s=limit_s)
         return num_tokens
 
+    async def warm(self, request: Request, ttl_s: float, timeout_s: float) -> int:
+        limit_s = timeout_s + CALL_TIMEOUT_S
+        num_tokens: int = await self._call("warm", request, ttl_s, timeout_s, timeout_s=limit_s)
+        return num_tokens
+
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         """The methods with a fixed timeout; `WorkerStub` has their types."""
         if method not in METHODS:

@@ -27,9 +27,9 @@ from diptych.options import BatchOptions, Messages, Prompt, RequestOptions
 from diptych.request_ids import new_id
 from diptych.retry import Received, Retry, Tries
 from diptych.shapes import Shape, Timings
-from diptych.status import ROLE, SHAPE, TIMINGS, ClusterStatus, window_from
+from diptych.status import CACHED_PROMPT, ROLE, SHAPE, TIMINGS, ClusterStatus, window_from
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
-from diptych.view import Role
+from diptych.view import CachedPrompt, Role
 from diptych.wire import INFERENCE
 
 
@@ -188,6 +188,43 @@ class AsyncClient:
         request = admin_pb2.ScalePoolRequest(pool=pool, replicas=replicas, expected_revision=revision)
         with self._errors():
             return int((await self._admin.ScalePool(request, timeout=timeout_s)).revision)
+
+    async def warm(
+        self,
+        text: str,
+        *,
+        pin_s: float | None = None,
+        pool: str = "",
+        tenant: str = "",
+        apply_chat_template: bool = False,
+        timeout_s: float = 150.0,
+    ) -> tuple[CachedPrompt, ...]:
+        """Compute a prompt on each worker that prefills, of this pool or of all, so that prompts which begin with it
+        find it. `pin_s`: it also stays in host memory until this long after its last use.
+        """
+        template = apply_chat_template
+        request = admin_pb2.WarmPromptRequest(text=text, pool=pool, tenant=tenant, apply_chat_template=template)
+        if pin_s is not None:
+            request.pin.CopyFrom(duration_of(pin_s))
+        with self._errors():
+            answer = await self._admin.WarmPrompt(request, timeout=timeout_s)
+        return tuple(map(CACHED_PROMPT.decode, answer.workers))
+
+    async def unpin(
+        self,
+        text: str | None = None,
+        *,
+        pool: str = "",
+        tenant: str = "",
+        apply_chat_template: bool = False,
+        timeout_s: float = 30.0,
+    ) -> tuple[CachedPrompt, ...]:
+        """Unpin this prompt of this tenant, or all prompts of all tenants, on each worker that prefills."""
+        template = apply_chat_template
+        request = admin_pb2.UnpinPromptsRequest(text=text, pool=pool, tenant=tenant, apply_chat_template=template)
+        with self._errors():
+            answer = await self._admin.UnpinPrompts(request, timeout=timeout_s)
+        return tuple(map(CACHED_PROMPT.decode, answer.workers))
 
     async def measure(self, worker: str, shape: Shape, repeats: int = 1, *, timeout_s: float = 150.0) -> Timings:
         """Time steps of this shape on an idle worker. Errors: INVALID_ARGUMENT if no step can have this shape,

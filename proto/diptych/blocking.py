@@ -98,6 +98,8 @@ class Client:
     status = _blocking(AsyncClient.status)
     metrics = _blocking(AsyncClient.metrics)
     trace = _blocking(AsyncClient.trace)
+    warm = _blocking(AsyncClient.warm)
+    unpin = _blocking(AsyncClient.unpin)
     measure = _blocking(AsyncClient.measure)
     flip = _blocking(AsyncClient.flip)
     drain = _blocking(AsyncClient.drain)

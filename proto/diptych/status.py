@@ -10,6 +10,7 @@ from diptych.shapes import Shape, Timings
 from diptych.slo import Calibration, ClassScore, Errors, SLOAttainment, SLOCount
 from diptych.v1 import admin_pb2, common_pb2
 from diptych.view import (
+    CachedPrompt,
     ClusterView,
     Decision,
     DecisionRecord,
@@ -35,6 +36,7 @@ OPTIONAL_ROLE = enum(Role, common_pb2.PoolRole, "POOL_ROLE_", optional=True)
 
 # ---- the cluster -------------------------------------------------------------------------------------------------
 
+CACHED_PROMPT = Codec(CachedPrompt, admin_pb2.CachedPrompt)
 TIER = Codec(TierStats, admin_pb2.CacheTier)
 _WORKER_STATS = Codec(
     WorkerStats, admin_pb2.WorkerStats, step_s=("step_time", SECONDS), tiers=("tiers", repeated(TIER))

@@ -95,6 +95,7 @@ class TierStats(Struct, frozen=True, gc=False):
     late: int = 0
     failures: int = 0
     problem: str = ""
+    pinned_blocks: int = 0
 
     @property
     def trouble(self) -> str:
@@ -141,6 +142,15 @@ class WorkerStats(Struct, frozen=True, gc=False):
     def device_hit_tokens(self) -> int:
         """Those of the found tokens that were on the device."""
         return self.found_tokens - sum([tier.hit_tokens for tier in self.tiers])
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrompt:
+    """What a worker has of a prompt: cached tokens, or tokens that were unpinned. `problem`: why it did not."""
+
+    worker: str
+    tokens: int = 0
+    problem: str = ""
 
 
 class WorkerState(Enum):

@@ -25,6 +25,7 @@ def engine(
     depth: int = 1,
     prefix_tokens: int = 1,
     host_cache_blocks: int = 0,
+    most_pinned: int = 0,
     disk: Disk | None = None,
     **config: object,
 ) -> Engine:
@@ -41,6 +42,7 @@ def engine(
         depth=depth,
         prefix_tokens=prefix_tokens,
         host_cache_blocks=host_cache_blocks,
+        most_pinned=most_pinned,
         disk=disk,
     )
 

@@ -287,6 +287,7 @@ class DiskMachine(HostMachine):
             kv_blocks=blocks,
             swap_blocks=8,
             host_cache_blocks=host,
+            most_pinned=host // 2,
             max_running=5,
             max_batch_tokens=budget,
             batching=batching,

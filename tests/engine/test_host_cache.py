@@ -1,5 +1,6 @@
 """Prefixes evicted from the device and restored from the host, on a memory that records every token."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.host_cache import HostCache
 from workers.engine.sequence import Lease
+from workers.errors import InvalidRequest, Overloaded
 from workers.request import Request
 
 CHEAP = LinearCost(swap_byte_s=0.0)
@@ -207,6 +209,7 @@ class HostMachine(EngineMachine):
             kv_blocks=blocks,
             swap_blocks=8,
             host_cache_blocks=host,
+            most_pinned=host // 2,
             max_running=5,
             max_batch_tokens=budget,
             batching=batching,
@@ -226,6 +229,17 @@ class HostMachine(EngineMachine):
         """Together they are more than the device holds."""
         tokens = tuple(range(20 * document, 20 * document + length))
         self._add(request(f"r{self.count}", tokens, max_tokens=1, fresh=not fresh), hold)
+
+    @rule(document=st.integers(1, 5), length=st.integers(4, 14), ttl_s=st.sampled_from([0.1, 1e9]))
+    def pin_a_document(self, document: int, length: int, ttl_s: float) -> None:
+        with suppress(Overloaded, InvalidRequest):
+            self.engine.pin(request("pin", tuple(range(20 * document, 20 * document + length))), ttl_s, self.now_s)
+
+    @rule(document=st.integers(0, 5))
+    def unpin_a_document(self, document: int) -> None:
+        """0: all."""
+        made = request("pin", tuple(range(20 * document, 20 * document + 14))) if document else None
+        self.engine.unpin(made)
 
     @rule(document=st.integers(1, 5), have=st.integers(0, 1))
     def lend_a_document(self, document: int, have: int) -> None:

@@ -86,7 +86,7 @@ async def test_a_worker_can_open_a_file_again_that_was_verified(tmp_path: Path) 
     await store.close()
 
 
-@pytest.mark.parametrize("command", ["cache", "cache status", "cache verify"])
+@pytest.mark.parametrize("command", ["cache", "cache status", "cache warm", "cache drop", "cache verify"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(main, [*command.split(), "--help"])
     assert result.exit_code == 0 and "diptych cache " in result.output.partition("Example:")[2]

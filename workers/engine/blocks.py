@@ -65,7 +65,8 @@ class Cached(NamedTuple):
 class BlockPool:
     """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
 
-    `host_blocks` of host memory, from id `first_host` on, keep the content of evicted blocks.
+    `host_blocks` of host memory, from id `first_host` on, keep the content of evicted blocks, and of up to
+    `most_pinned` pinned ones.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class BlockPool:
         prefix_caching: bool = True,
         host_blocks: int = 0,
         first_host: int = 0,
+        most_pinned: int = 0,
     ) -> None:
         if num_blocks <= reserved:
             raise ValueError(f"a pool of {num_blocks} blocks has none left beside its {reserved} reserved ones")
@@ -95,7 +97,7 @@ class BlockPool:
         self._transfers: list[tuple[int, ...]] = []  # into which bytes may still land
         self.sought_tokens = self.found_tokens = self.host_tokens = self.disk_tokens = 0
         self.log = CacheLog(block_size)
-        self.host = HostCache(host_blocks, first_host, self.log)
+        self.host = HostCache(host_blocks, first_host, self.log, most_pinned)
         self.forget_on_disk: Callable[[Sequence[bytes]], object] = len  # set by an Engine with a disk
 
     @property
@@ -199,6 +201,7 @@ class BlockPool:
             self._forget(block)
         self._blocks[content] = block
         self._names[block] = content
+        self.host.on_device(content)
         if prefix is not None:
             self._prefixes[block] = prefix
             self.log.add(Tier.DEVICE, prefix)
@@ -215,6 +218,22 @@ class BlockPool:
             del self._cached[block]
             self._references[block] = 1
         return [Cached(block, name, self._prefixes.get(block)) for block, name in going]
+
+    def hold_unsaved(self, most: int) -> list[Cached]:
+        """Up to `most` pinned blocks that are here and not in host memory, with one more reference each."""
+        held = []
+        for name in [*islice(self.host.unsaved, most)]:
+            del self.host.unsaved[name]  # again when it is named again
+            for block in self.match([name]):
+                held.append(Cached(block, name, self._prefixes.get(block)))
+        return held
+
+    def pin(self, names: Sequence[bytes], ttl_s: float, now_s: float) -> None:
+        """As `HostCache.pin`, and save what the device has."""
+        self.host.pin(names, ttl_s, now_s)
+        for name in names:
+            if name in self._blocks:
+                self.host.on_device(name)
 
     def free_oldest(self, blocks: Sequence[int]) -> None:
         """Drop a reference: blocks without another one are cached again, and evicted next in this order."""

@@ -46,7 +46,7 @@ class Engine:
 
     `cost` is the initial estimate of step times. A swap moves `block_bytes` for each block. `depth` is the number of
     plans that the executor runs at once; the scheduler spreads work over that many. `host_cache_blocks` of host memory
-    keep what the device evicts; `disk` keeps what they get.
+    keep what the device evicts, up to `most_pinned` of them what is pinned; `disk` keeps what they get.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Engine:
         prefix_tokens: int = 1,
         depth: int = 1,
         host_cache_blocks: int = 0,
+        most_pinned: int = 0,
         disk: Disk | None = None,
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
@@ -74,6 +75,7 @@ class Engine:
             prefix_caching=config.prefix_caching,
             host_blocks=host_cache_blocks,
             first_host=config.swap_blocks,
+            most_pinned=most_pinned,
         )
         self.capacity_tokens = self.pool.num_blocks * config.block_size
         self.max_length = min(context_length, config.max_model_len or context_length, self.capacity_tokens)
@@ -118,6 +120,9 @@ class Engine:
         sequence = Sequence(request, now_s, hold=hold, cut_tokens=cut_tokens, max_length=self.max_length)
         self._sequences[request.key] = sequence
         self._scheduler.queues.add(sequence)
+        if len(self.pool.host.pins):
+            sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=sequence.salt)
+            self.pool.host.pins.renew(sequence.hashes, now_s)
         if self._disk is not None:
             self._disk.prefetch(sequence)
 
@@ -242,13 +247,43 @@ class Engine:
         """Whether there is any sequence or lease."""
         return bool(self._sequences or len(self.leases))
 
+    # ---- pins --------------------------------------------------------------------------------------------------
+
+    def pin(self, request: Request, ttl_s: float, now_s: float) -> None:
+        """Keep the prompt's full blocks in host memory, once they are computed, until `ttl_s` after their last use.
+
+        Raises `InvalidRequest` where nothing may be pinned, `Overloaded` beside too many other pins.
+        """
+        pins, names = self.pool.host.pins, self._names(request)
+        if not pins.most:
+            raise InvalidRequest("pin", "nothing can be pinned here; give the pool cache: {host: 8GiB, pins: 1GiB}")
+        if missing := pins.num_missing(names):
+            room = f"{len(pins)} of at most {pins.most} blocks are pinned already"
+            raise Overloaded(f"the prompt needs {missing} blocks more than may be pinned: {room}", retry_after_s=1.0)
+        self.pool.pin(names, ttl_s, now_s)
+
+    def unpin(self, request: Request | None) -> int:
+        """Returns how many blocks of this prompt, or in all, were pinned."""
+        host = self.pool.host
+        return host.unpin([*host.pins] if request is None else self._names(request))
+
+    def cached_tokens(self, request: Request) -> int:
+        """How many of the prompt's first tokens are on the device or in host memory."""
+        names, host = self._names(request), self.pool.host
+        here = self.pool.num_known(names)
+        kept = next((place for place, name in enumerate(names[here:]) if name not in host), len(names) - here)
+        return (here + kept) * self.pool.block_size
+
+    def _names(self, request: Request) -> list[bytes]:
+        return prefix_hashes(request.prompt, self.pool.block_size, salt=request.cache_salt)
+
     # ---- stepping ----------------------------------------------------------------------------------------------
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
         step = self._scheduler.schedule(now_s)
         if step is None:
-            return self._for_readers()
+            return self._without_sequences()
         self._steps += 1
         if step.error is not None:
             raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
@@ -275,15 +310,17 @@ class Engine:
             copies=tuple(step.moves.copies),
         )
 
-    def _for_readers(self) -> StepPlan | None:
-        """A step for readers of offered blocks alone; None: there is nothing to restore or digest either."""
+    def _without_sequences(self) -> StepPlan | None:
+        """A step for readers of offered blocks and for pins; None: there is nothing to restore, digest or save."""
         moves = BlockMoves()
+        self._kv.tier.save_pinned(moves)
         digests = self.leases.offered(self._steps + 1, self._digests_a_step, moves)
-        if not digests and not moves.swap_in:
+        if not digests and not moves.swap_in and not moves.leaving:
             return None
         self._steps += 1
         self._scheduler.launch(moves)
-        return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)), swap_in=tuple(moves.swap_in))
+        saved, restored = tuple(moves.swap_out), tuple(moves.swap_in)
+        return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)), swap_out=saved, swap_in=restored)
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Apply the result of the oldest step in flight."""
@@ -417,7 +454,8 @@ class Engine:
         self.fail(sequence.key, why, final=True)
 
     def expire(self, now_s: float) -> None:
-        """Reclaim leases of silent readers; a prompt that is still computed for one of them fails."""
+        """Reclaim leases of silent readers; a prompt that is still computed for one of them fails. End pins."""
+        self.pool.host.expire_pins(now_s)
         for lease in self.leases.expire(now_s):
             if not lease.offered:
                 self.fail(lease.key, "its reader went silent and the lease expired")

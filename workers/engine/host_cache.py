@@ -7,8 +7,8 @@
                     └────── the oldest ──┘
 
 Blocks that were hit survive any number of blocks that are used once. Source of the two segments: Karedla, Love and
-Wherry, Caching strategies to improve disk system performance (1994). Knows ids and content hashes; knows no memory and
-no clock.
+Wherry, Caching strategies to improve disk system performance (1994). Pinned blocks are in a third one, which nothing
+evicts. Knows ids and content hashes; knows no memory and no clock.
 """
 
 from collections import OrderedDict
@@ -16,14 +16,18 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from workers.engine.cache_log import CacheLog, Tier
+from workers.engine.pins import Pins
 
 PROTECTED_SHARE = 0.2  # of the blocks; see decision 0060
 
 
 class HostCache:
-    """Owned by a BlockPool. Its block ids are `num_blocks` from `first` on. `prefix`: a name in the cache log."""
+    """Owned by a BlockPool. Its block ids are `num_blocks` from `first` on. `prefix`: a name in the cache log.
 
-    def __init__(self, num_blocks: int, first: int, log: CacheLog) -> None:
+    At most `most_pinned` blocks are pinned. `unsaved`: pinned, on the device, and not here yet.
+    """
+
+    def __init__(self, num_blocks: int, first: int, log: CacheLog, most_pinned: int = 0) -> None:
         self.num_blocks = num_blocks
         self._first = first
         self._log = log
@@ -31,15 +35,23 @@ class HostCache:
         self._most_protected = int(num_blocks * PROTECTED_SHARE)
         self._probation: OrderedDict[bytes, int] = OrderedDict()  # name -> host block, oldest first
         self._protected: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that were hit
+        self._pinned: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that are pinned
+        self.pins = Pins(most_pinned)
+        self.unsaved: dict[bytes, None] = {}
         self._prefixes: dict[bytes, int] = {}
         self._held: dict[int, int] = {}  # block -> steps and disk writes that use it
         self._loading: dict[int, bytes | None] = {}  # block -> what arrives from the disk; None: no longer wanted
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._probation or name in self._protected
+        return self.block_of(name) is not None
 
     def __len__(self) -> int:
-        return len(self._probation) + len(self._protected)
+        return len(self._probation) + len(self._protected) + len(self._pinned)
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned blocks that are here."""
+        return len(self._pinned)
 
     def save(self, name: bytes, prefix: int | None, busy: Collection[int]) -> int | None:
         """The host block to which the current step copies this content. None: all are busy or held.
@@ -68,13 +80,41 @@ class HostCache:
         return block not in busy and block not in self._held
 
     def _add(self, name: bytes, block: int, prefix: int | None) -> None:
-        self._probation[name] = block
+        (self._pinned if name in self.pins else self._probation)[name] = block
+        self.unsaved.pop(name, None)
         if prefix is not None:
             self._prefixes[name] = prefix
             self._log.add(Tier.HOST, prefix)
 
+    def pin(self, names: Sequence[bytes], ttl_s: float, now_s: float) -> None:
+        """Keep these until `ttl_s` after their last use, from when they are here. `pins` has room for them."""
+        self.pins.add(names, ttl_s, now_s)
+        for name in names:
+            block = self._probation.pop(name, self._protected.pop(name, None))
+            if block is not None:
+                self._pinned[name] = block
+
+    def unpin(self, names: Iterable[bytes]) -> int:
+        """Returns how many of these were pinned. What is here stays until it is evicted."""
+        return self._release_pins(self.pins.remove(names))
+
+    def expire_pins(self, now_s: float) -> None:
+        self._release_pins(self.pins.expire(now_s))
+
+    def _release_pins(self, names: Sequence[bytes]) -> int:
+        for name in reversed(names):  # so that tails are evicted first
+            self.unsaved.pop(name, None)
+            if (block := self._pinned.pop(name, None)) is not None:
+                self._probation[name] = block
+        return len(names)
+
+    def on_device(self, name: bytes) -> None:
+        """The device has this content, which a step can save if it is pinned."""
+        if name in self.pins and name not in self:
+            self.unsaved[name] = None
+
     def block_of(self, name: bytes) -> int | None:
-        return self._probation.get(name, self._protected.get(name))
+        return self._probation.get(name, self._protected.get(name, self._pinned.get(name)))
 
     def prefix_of(self, name: bytes) -> int | None:
         return self._prefixes.get(name)
@@ -115,6 +155,8 @@ class HostCache:
                 break
             found.append(block)
         for name, block in zip(reversed(names[: len(found)]), reversed(found), strict=True):
+            if name in self._pinned:
+                continue
             self._probation.pop(name, None)
             self._protected[name] = block
             self._protected.move_to_end(name)
@@ -133,21 +175,30 @@ class HostCache:
                 self._loading[block] = None
 
     def _drop(self, name: bytes) -> None:
-        block = self._probation.pop(name, self._protected.pop(name, None))
+        block = self.block_of(name)
         if block is None:
             return
+        for segment in (self._probation, self._protected, self._pinned):
+            segment.pop(name, None)
         self._free[block] = None
         prefix = self._prefixes.pop(name, None)
         if prefix is not None:
             self._log.remove(Tier.HOST, prefix)
 
     def clear(self) -> None:
-        self.forget([*self._probation, *self._protected, *(name for name in self._loading.values() if name)])
+        self.forget(
+            [*self._probation, *self._protected, *self._pinned, *(name for name in self._loading.values() if name)]
+        )
 
     def check(self) -> None:
         """Prove that each block is free, cached or loading, once, and that the log says so. Raises AssertionError."""
-        ids = sorted([*self._free, *self._probation.values(), *self._protected.values(), *self._loading])
+        segments = (self._probation, self._protected, self._pinned)
+        ids = sorted([*self._free, *(block for each in segments for block in each.values()), *self._loading])
         assert ids == list(range(self._first, self._first + self.num_blocks)), "host cache blocks do not balance"
         assert len(self._protected) <= self._most_protected, "too much is protected"
+        assert len(self.pins) <= self.pins.most and set(self._pinned) | set(self.unsaved) <= set(self.pins), (
+            "pins differ"
+        )
+        assert not any(name in self for name in self.unsaved), "what is here would be saved again"
         assert all(name in self for name in self._prefixes), "a prefix outlived its content"
         assert self._log.names(Tier.HOST) == set(self._prefixes.values()), "the log differs from what is cached"

@@ -67,6 +67,7 @@ class HostTier:
             capacity_blocks=host.num_blocks,
             block_bytes=size,
             hit_tokens=self._pool.host_tokens,
+            pinned_blocks=host.num_pinned,
             read_bytes=self._num_restored * size,
             written_bytes=self._num_saved * size,
             dropped_blocks=self._num_dropped,
@@ -103,18 +104,31 @@ class HostTier:
         return cost.swap_seconds(count * self._block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
 
     def save(self, moves: BlockMoves) -> None:
-        """Save what this step evicts and, where there is room, what transfers may evict without a step."""
+        """Save what this step evicts and, where there is room, what transfers may evict without a step; then pins."""
         host = self._pool.host
         if not host.num_blocks:
             return
-        if not self._is_worth_saving():
-            self._num_dropped += len(moves.evicted)
-            return
-        busy = {block for block, _ in moves.swap_in}
-        most = min(self._step_blocks, self._pool.num_free // 2)
-        ahead = self._pool.hold_oldest(most, AHEAD * self._step_blocks)
-        moves.saving += [each.block for each in ahead]
-        for each in (*moves.evicted, *ahead):
+        going = moves.evicted
+        if self._is_worth_saving():
+            most = min(self._step_blocks, self._pool.num_free // 2)
+            ahead = self._pool.hold_oldest(most, AHEAD * self._step_blocks)
+            moves.saving += [each.block for each in ahead]
+            going = [*going, *ahead]
+        else:
+            going = [each for each in going if each.name in host.pins]
+            self._num_dropped += len(moves.evicted) - len(going)
+        self._save(going, moves)
+        self.save_pinned(moves)
+
+    def save_pinned(self, moves: BlockMoves) -> None:
+        """Save what is pinned and on the device, as many blocks as a step may fill."""
+        held = self._pool.hold_unsaved(self._step_blocks)
+        moves.leaving += [each.block for each in held]
+        self._save(held, moves)
+
+    def _save(self, going: list[Cached], moves: BlockMoves) -> None:
+        host, busy = self._pool.host, {block for block, _ in moves.swap_in}
+        for each in going:
             if each.name in host:
                 continue
             target = host.save(each.name, each.prefix, busy)

@@ -35,10 +35,11 @@ class DeviceMemory:
 
 def host_cache_blocks(cache: CacheConfig, block_bytes: int) -> int:
     """Blocks of the host cache. `block_bytes`: of a block on all ranks. Raises `ModelError` if not even one fits."""
-    if 0 < cache.host < block_bytes:
-        raise ModelError(
-            f"cache.host is {cache.host} bytes, but a block of KV takes {block_bytes}; raise it, or leave it out"
-        )
+    for name, num_bytes in (("host", cache.host), ("pins", cache.pins)):
+        if 0 < num_bytes < block_bytes:
+            raise ModelError(
+                f"cache.{name} is {num_bytes} bytes, but a block of KV takes {block_bytes}; raise it, or leave it out"
+            )
     return cache.host // block_bytes
 
 

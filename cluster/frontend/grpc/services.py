@@ -31,7 +31,7 @@ from cluster.frontend.grpc.sender import Context, OutputNotTaken, Sender, abort
 from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.output_collector import SendDelta
 from cluster.frontend.preprocessing import LARGE_BYTES
-from cluster.frontend.text import PromptInput, TextDelta, TextEnd
+from cluster.frontend.text import PromptInput, TextDelta, TextEnd, TextPrompt
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics import exposition
 from cluster.observe.trace_context import set_trace_headers
@@ -39,7 +39,7 @@ from cluster.spec import MAX_REPLICAS
 from diptych.codec import seconds
 from diptych.messages import DELTA, event_message
 from diptych.request_ids import new_id
-from diptych.status import OPTIONAL_ROLE, SHAPE, TIMINGS, ClusterStatus, trace_pages
+from diptych.status import CACHED_PROMPT, OPTIONAL_ROLE, SHAPE, TIMINGS, ClusterStatus, trace_pages
 from diptych.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from diptych.view import Role
 from diptych.wire import INFERENCE, MAX_MESSAGE_BYTES
@@ -47,6 +47,7 @@ from workers.errors import InvalidRequest
 
 MAX_BATCH_IN_FLIGHT = 64  # answers of one batch; the others wait, so that a batch cannot fill the gateway
 MAX_NAME_CHARS = 256
+MAX_PIN_S = 30 * 86_400.0
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -198,6 +199,24 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         timings = await self._context.dispatcher.measure(worker, SHAPE.decode(request), request.repeats)
         message: admin_pb2.MeasureStepsResponse = TIMINGS.encode(timings)
         return message
+
+    async def WarmPrompt(self, request: admin_pb2.WarmPromptRequest, context: Context) -> admin_pb2.WarmPromptResponse:
+        ttl_s = seconds(request.pin) if request.HasField("pin") else 0.0
+        if request.HasField("pin") and not 0.0 < ttl_s <= MAX_PIN_S:
+            raise InvalidRequest("pin", f"is {ttl_s:g} s; it must be above 0 and at most {MAX_PIN_S:.0f}")
+        prompt = TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
+        pool = _checked_name("pool", request.pool)
+        warmed = await self._gateway.warm(prompt, request.tenant, pool, ttl_s)
+        return admin_pb2.WarmPromptResponse(workers=map(CACHED_PROMPT.encode, warmed))
+
+    async def UnpinPrompts(
+        self, request: admin_pb2.UnpinPromptsRequest, context: Context
+    ) -> admin_pb2.UnpinPromptsResponse:
+        prompt = None
+        if request.HasField("text"):
+            prompt = TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
+        unpinned = await self._gateway.unpin(prompt, request.tenant, _checked_name("pool", request.pool))
+        return admin_pb2.UnpinPromptsResponse(workers=map(CACHED_PROMPT.encode, unpinned))
 
     async def FlipWorker(self, request: admin_pb2.FlipWorkerRequest, context: Context) -> admin_pb2.FlipWorkerResponse:
         role: Role | None = OPTIONAL_ROLE.decode(request.role)

@@ -399,6 +399,54 @@ class Decision(_message.Message):
     age: _duration_pb2.Duration
     def __init__(self, kind: _Optional[str] = ..., worker: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., pool: _Optional[str] = ..., reason: _Optional[str] = ..., outcome: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
+class WarmPromptRequest(_message.Message):
+    __slots__ = ("text", "apply_chat_template", "tenant", "pool", "pin")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    APPLY_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    apply_chat_template: bool
+    tenant: str
+    pool: str
+    pin: _duration_pb2.Duration
+    def __init__(self, text: _Optional[str] = ..., apply_chat_template: _Optional[bool] = ..., tenant: _Optional[str] = ..., pool: _Optional[str] = ..., pin: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class WarmPromptResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[CachedPrompt]
+    def __init__(self, workers: _Optional[_Iterable[_Union[CachedPrompt, _Mapping]]] = ...) -> None: ...
+
+class UnpinPromptsRequest(_message.Message):
+    __slots__ = ("text", "apply_chat_template", "tenant", "pool")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    APPLY_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    apply_chat_template: bool
+    tenant: str
+    pool: str
+    def __init__(self, text: _Optional[str] = ..., apply_chat_template: _Optional[bool] = ..., tenant: _Optional[str] = ..., pool: _Optional[str] = ...) -> None: ...
+
+class UnpinPromptsResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[CachedPrompt]
+    def __init__(self, workers: _Optional[_Iterable[_Union[CachedPrompt, _Mapping]]] = ...) -> None: ...
+
+class CachedPrompt(_message.Message):
+    __slots__ = ("worker", "tokens", "problem")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    tokens: int
+    problem: str
+    def __init__(self, worker: _Optional[str] = ..., tokens: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
 class FlipWorkerRequest(_message.Message):
     __slots__ = ("worker", "role", "expected_revision")
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -490,7 +538,7 @@ class WorkerStats(_message.Message):
     def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheTier(_message.Message):
-    __slots__ = ("name", "blocks", "capacity_blocks", "block_bytes", "hit_tokens", "read_bytes", "written_bytes", "dropped_blocks", "late", "failures", "problem")
+    __slots__ = ("name", "blocks", "capacity_blocks", "block_bytes", "hit_tokens", "read_bytes", "written_bytes", "dropped_blocks", "late", "failures", "problem", "pinned_blocks")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -502,6 +550,7 @@ class CacheTier(_message.Message):
     LATE_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     blocks: int
     capacity_blocks: int
@@ -513,7 +562,8 @@ class CacheTier(_message.Message):
     late: int
     failures: int
     problem: str
-    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., late: _Optional[int] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    pinned_blocks: int
+    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., late: _Optional[int] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
 
 class UnlinkedPair(_message.Message):
     __slots__ = ("owner", "reader")

@@ -54,6 +54,16 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.FromString,
                 _registered_method=True)
+        self.WarmPrompt = channel.unary_unary(
+                '/diptych.v1.AdminService/WarmPrompt',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.WarmPromptRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.WarmPromptResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrompts = channel.unary_unary(
+                '/diptych.v1.AdminService/UnpinPrompts',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.UnpinPromptsRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.UnpinPromptsResponse.FromString,
+                _registered_method=True)
         self.FlipWorker = channel.unary_unary(
                 '/diptych.v1.AdminService/FlipWorker',
                 request_serializer=diptych_dot_v1_dot_admin__pb2.FlipWorkerRequest.SerializeToString,
@@ -98,6 +108,21 @@ class AdminServiceServicer:
     def MeasureSteps(self, request, context):
         """Time steps of one shape on an idle worker. INVALID_ARGUMENT: no step on this worker can have this shape.
         RESOURCE_EXHAUSTED: the worker has work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WarmPrompt(self, request, context):
+        """Compute a prompt on each worker that prefills, unless it is cached there, and pin it in host memory. A worker's death
+        loses its pins. INVALID_ARGUMENT: the prompt, or no such worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrompts(self, request, context):
+        """Let prompts be evicted again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +175,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.MeasureSteps,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.SerializeToString,
+            ),
+            'WarmPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmPrompt,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.WarmPromptRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.WarmPromptResponse.SerializeToString,
+            ),
+            'UnpinPrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrompts,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.UnpinPromptsRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.UnpinPromptsResponse.SerializeToString,
             ),
             'FlipWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.FlipWorker,
@@ -275,6 +310,60 @@ class AdminService:
             '/diptych.v1.AdminService/MeasureSteps',
             diptych_dot_v1_dot_admin__pb2.MeasureStepsRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.MeasureStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/WarmPrompt',
+            diptych_dot_v1_dot_admin__pb2.WarmPromptRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.WarmPromptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/UnpinPrompts',
+            diptych_dot_v1_dot_admin__pb2.UnpinPromptsRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.UnpinPromptsResponse.FromString,
             options,
             channel_credentials,
             insecure,

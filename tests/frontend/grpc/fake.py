@@ -17,7 +17,7 @@ from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.slo_attainment import Ended, GatewayAttainment, SLOScores
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
+from diptych.view import CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport, TransferReport
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import FinishReason, Request, TokenLogprobs
@@ -165,6 +165,13 @@ class FakeDispatcher:
 
     def count_refusal(self, class_name: str, cause: str) -> None:
         self._promises.ended(Ended("refused", class_name, cause))
+
+    async def warm(self, request: Request, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
+        self.requests.append(request)
+        return CachedPrompt("prefill-0", len(request.prompt)), CachedPrompt("prefill-1", problem=f"{pool}, {ttl_s:g} s")
+
+    async def unpin(self, request: Request | None, pool: str) -> Sequence[CachedPrompt]:
+        return (CachedPrompt("prefill-0", 0 if request is None else len(request.prompt)),)
 
     async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
         raise NotImplementedError("nothing here can be measured")

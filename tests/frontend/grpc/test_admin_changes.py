@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -19,7 +20,7 @@ from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from diptych.v1 import admin_pb2, admin_pb2_grpc
-from diptych.view import Decision, DecisionRecord, PoolView, WorkerState
+from diptych.view import CachedPrompt, Decision, DecisionRecord, PoolView, WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
 FLIPPED = DecisionRecord(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
@@ -153,6 +154,45 @@ async def test_invalid_changes_are_refused_before_the_operator_is_called(
             await admin_pb2_grpc.AdminServiceStub(channel).FlipWorker(admin_pb2.FlipWorkerRequest(worker="decode-0"))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not operator.asked
+
+
+async def test_prompts_are_warmed_pinned_and_unpinned_as_asked() -> None:
+    dispatcher = FakeDispatcher()
+    server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
+    async with AsyncClient(await server.open()) as client:
+        warmed = await client.warm("a system prompt", pin_s=3600.0, pool="both", tenant="bank")
+        assert warmed == (CachedPrompt("prefill-0", 15), CachedPrompt("prefill-1", 0, "both, 3600 s"))
+        (asked,) = dispatcher.requests
+        assert (asked.prompt, asked.tenant) == (tuple(b"a system prompt"), "bank") and asked.sampling.max_tokens == 1
+        assert (await client.warm("x"))[1].problem == ", 0 s"
+        assert await client.unpin("a system prompt") == (CachedPrompt("prefill-0", 15),)
+        assert await client.unpin() == (CachedPrompt("prefill-0", 0),)
+        for pin_s in (0.0, -1.0, 1e9):
+            with pytest.raises(DiptychError) as caught:
+                await client.warm("x", pin_s=pin_s)
+            assert (caught.value.code, caught.value.field) == ("INVALID_ARGUMENT", "pin")
+        with pytest.raises(DiptychError, match="prompt"):
+            await client.warm("")
+    await server.close(0)
+
+
+def test_the_command_warms_each_line_of_a_file_and_stops_at_a_refusal(
+    served: tuple[str, FakeOperator], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_text('plain text\n\n"two\\nlines"\n')
+    result = CliRunner().invoke(main, ["cache", "drop", str(file), "--endpoint", served[0]])
+    assert result.exit_code == 0 and result.stdout.splitlines() == [
+        'prefill-0: 10 tokens unpinned: "plain text"',
+        'prefill-0: 9 tokens unpinned: "two\\nlines"',
+    ]
+    result = CliRunner().invoke(main, ["cache", "drop", "--endpoint", served[0]])
+    assert result.stdout == 'prefill-0: 0 tokens unpinned: "all pins"\n'
+    result = CliRunner().invoke(main, ["cache", "warm", str(file), "--pin", "60", "--endpoint", served[0]])
+    assert result.exit_code == 1 and result.stderr == "Error: prefill-1: , 60 s\n"
+    file.write_text('"no end\n')
+    result = CliRunner().invoke(main, ["cache", "warm", str(file), "--endpoint", served[0]])
+    assert result.exit_code == 1 and result.stderr.startswith("Error: line 1 is no JSON string")
 
 
 async def test_a_gateway_without_a_controller_says_so() -> None:

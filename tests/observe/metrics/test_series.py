@@ -172,7 +172,7 @@ def test_vllm_metrics_are_exported_only_if_configured() -> None:
         parse_spec(pools | {"metrics": {"compat": "sglang"}})
 
 
-TIER = TierStats("disk", 24, 25, 26, 27, 28, 29, 30, 31, 32)
+TIER = TierStats("disk", 24, 25, 26, 27, 28, 29, 30, 31, 32, "", 33)
 STATS = WorkerStats(
     queued_tokens=1, waiting=2, running=3, reserved=4, leases=5, free_blocks=60, cached_blocks=7, quarantined_blocks=8,
     total_blocks=100, steps=10, step_s=0.5, preemptions=11, expired_leases=12, bubble_share=0.25, sought_tokens=13,
@@ -184,6 +184,7 @@ TOLD = {
     "bubble_ratio": 0.25, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
     "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 62,
     "cache_hit_tokens_total": 62, "cache_blocks": 24, "cache_capacity_blocks": 25, "cache_healthy": 1,
+    "cache_pinned_blocks": 33,
     "cache_read_bytes_total": 28, "cache_written_bytes_total": 29, "cache_dropped_blocks_total": 30,
     "cache_late_total": 31, "cache_failures_total": 32,
     "expired_leases_total": 12,
