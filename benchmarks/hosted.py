@@ -55,7 +55,7 @@ def hosted(specs: Sequence[ClusterSpec], runtime: str = "ray") -> Iterator[Hoste
     """Start the clusters; stop them on exit. Raises `ProcessFailed` when they do not start."""
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         options = Path(folder) / "options.json"
-        options.write_bytes(msgspec.json.encode({"runtime": runtime, "specs": list(specs)}))
+        options.write_bytes(msgspec.json.encode({"runtime": runtime, "specs": list(specs)}, enc_hook=int))
         with Child([sys.executable, "-m", "benchmarks.cluster_host", str(options)]) as child:
             endpoints = {}
             for spec in specs:
