@@ -13,6 +13,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "f
 SCALE_BYTES = 4  # after the numbers of an int8 slot: their scale, a float32
 
 
+def slot_bytes(head_dim: int, dtype: str) -> int:
+    """Bytes of one token's K (or V) of one head and layer."""
+    return head_dim * DTYPE_BYTES[dtype] + (SCALE_BYTES if dtype == "int8" else 0)
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The KV of one rank. `layers` and `heads` are half-open ranges of the whole model's layers and KV heads.
@@ -49,7 +54,7 @@ class KVLayout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one token's K (or V) of one head and layer."""
-        return self.head_dim * DTYPE_BYTES[self.dtype] + (SCALE_BYTES if self.dtype == "int8" else 0)
+        return slot_bytes(self.head_dim, self.dtype)
 
     @property
     def block_bytes(self) -> int:

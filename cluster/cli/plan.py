@@ -40,6 +40,7 @@ class PlanOptions:
     objective: str
     network: str
     costs: str
+    kv_dtype: str | None
     prompt: str | None
     output: str | None
     users: str
@@ -73,6 +74,7 @@ class PlanOptions:
 @click.option(
     "--source", "costs", default="best", show_default=True, help="Source of step times: best, roofline, vidur, ..."
 )
+@click.option("--kv-dtype", type=click.Choice(("int8",)), help="KV dtype. [default: of the weights]")
 @click.option("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
 @click.option("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
 @click.option("--users", default=USERS, show_default=True, help="With --prompt: numbers of concurrent users.")
@@ -145,6 +147,7 @@ def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "Pl
         requests=options.requests,
         seeds=tuple(range(options.seeds)),
         source=options.costs,
+        kv_dtype=options.kv_dtype or "",
     )
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import handoff, overhead, peer, startup, transfer, turns
+from benchmarks import handoff, kv_dtypes, overhead, peer, startup, transfer, turns
 from benchmarks.environments import VLLM
 from benchmarks.figures import Figure, Spread
 from benchmarks.hosted import mixed_spec, refuse_foreign_ray, split_spec
 from benchmarks.pinning import paused, pin
 from benchmarks.timed_request import TokenTimes, random_prompt
 from cluster.offline.load.processes import Child, Line, ProcessFailed
+from diptych.events import TokenLogprobs
 from kvtransfer.open import RESERVED_BLOCKS
 
 
@@ -30,6 +31,20 @@ def test_times_of_an_answer() -> None:
     assert times.second_s == pytest.approx(0.5)
     assert times.step_s == pytest.approx(0.1)  # 0.1, 0.2, 0.1: the KV handoff's gap does not count
     assert times.tpot_s == pytest.approx(0.9 / 4)
+
+
+def test_answers_in_other_dtypes_are_compared_with_those_of_float32() -> None:
+    def text(answer: tuple[int, ...], *scores: tuple[int, float]) -> kv_dtypes.Text:
+        return kv_dtypes.Text(answer, tuple(TokenLogprobs(chosen, ((best, -0.1),)) for best, chosen in scores))
+
+    exact = [text((1, 2, 3, 4), (7, -1.0), (8, -2.0)), text((5,), (9, -3.0))]
+    other = [text((1, 2, 9, 4), (7, -1.5), (1, -2.0)), text((5,), (9, -2.75))]
+    texts = {"float32": exact, "bfloat16": exact, "int8": other}
+    assert kv_dtypes.agreement(texts, "bfloat16") == (1.0, [0.0, 0.0, 0.0])
+    assert kv_dtypes.agreement(texts, "int8") == (2 / 3, [0.5, 0.0, 0.25])
+    made = kv_dtypes.quality(texts)
+    assert cells(made, "int8", "equal greedy answers") == [Spread(0.5, 0.5, 0.5, 1)]
+    assert cells(made, "int8", "tokens before the first other one") == [Spread(0.75, 0.5, 1.0, 2)]
 
 
 def test_random_prompts_share_no_prefix() -> None:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kvtransfer.layout import slot_bytes
 from workers.profiles.profile_errors import ProfileError, UnknownName
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder. `positions`: learned position embeddings. `element_bytes`: of weights and of KV alike.
+    """A dense decoder. `positions`: learned position embeddings. `element_bytes`: of weights, and of KV
+    unless `kv_dtype` is set.
 
     Raises `ProfileError` when a number is not positive, or query heads cannot share the KV heads.
     """
@@ -30,6 +32,7 @@ class ModelShape:
     tied: bool = False
     positions: int = 0
     element_bytes: int = 2
+    kv_dtype: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -61,8 +64,9 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.element_bytes
+        """K and V of all layers, with the scales of int8."""
+        of_one = slot_bytes(self.head_dim, self.kv_dtype) if self.kv_dtype else self.head_dim * self.element_bytes
+        return 2 * self.layers * self.kv_heads * of_one
 
     @property
     def attention_flops_per_pair(self) -> int:

@@ -82,7 +82,7 @@ def engine_of(request: PlanRequest, group: WorkerGroup) -> EngineConfig:
         max_batch_tokens=group.batch_tokens,
         max_running=min(MAX_RUNNING, group.batch_tokens),
         max_waiting=4096,
-        dtype=_DTYPES.get(request.shape.element_bytes, "bfloat16"),
+        dtype=request.kv_dtype or _DTYPES.get(request.shape.element_bytes, "bfloat16"),
     )
 
 

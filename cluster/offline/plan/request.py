@@ -43,6 +43,7 @@ class PlanRequest:
     seeds: tuple[int, ...] = (0, 1, 2)
     tolerance: float = 0.03
     source: str = BEST
+    kv_dtype: str = ""  # int8, or that of the weights
     max_requests: int = 1_000_000  # simulated in the whole search
     sheets: dict[str, Hardware] = field(init=False, repr=False)
 
@@ -83,7 +84,7 @@ class PlanRequest:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return shape_of(self.model)
+        return replace(shape_of(self.model), kv_dtype=self.kv_dtype)
 
     @cached_property
     def sources(self) -> dict[str, str]:

@@ -67,8 +67,14 @@ def _sized(spec: ClusterSpec, index: int, pool: PoolSpec) -> PoolSpec:
         )
     ranks = pool.parallel.tensor, pool.parallel.pipeline
     share = pool.engine.gpu_memory_utilization
-    tokens = kv_capacity_tokens(pool.model or spec.model, pool.hardware, *ranks, share)
+    tokens = kv_capacity_tokens(_shape(spec, pool), pool.hardware, *ranks, share)
     return replace(pool, engine=replace(pool.engine, kv_blocks=tokens // pool.engine.block_size))
+
+
+def _shape(spec: ClusterSpec, pool: PoolSpec) -> ModelShape:
+    """The pool's model; its KV has the dtype of the weights unless it is int8."""
+    shape = shape_of(pool.model or spec.model)
+    return replace(shape, kv_dtype=pool.engine.dtype) if pool.engine.dtype == "int8" else shape
 
 
 def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> dict[str, PoolModel]:
@@ -83,7 +89,7 @@ def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> di
     )
     made: dict[str, PoolModel] = {}
     for pool in spec.pools:
-        shape = shape_of(pool.model or spec.model)
+        shape = _shape(spec, pool)
         if pool.cost is not None:
             made[pool.name] = PoolModel(pool.cost, shape.kv_bytes_per_token, vocab_size=shape.vocab, shape=shape)
         elif pool.hardware:

@@ -1,5 +1,6 @@
 """A layout as a cluster, and the cluster as a file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from cluster.offline.plan.deploy import Layout, WorkerGroup, decode_alone, models_of, spec_of
 from cluster.offline.plan.report import spec_yaml
 from cluster.offline.plan.shapes import CHUNKS
+from cluster.offline.sim import fleet
 from cluster.spec import Role
 from cluster.spec_file import load_spec, parse_spec
 from tests.offline.plan.requests import A100, H100, plan_request
@@ -70,6 +72,22 @@ def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
     assert byte_s(1, 4) == byte_s(4, 1) == byte_s(1, 1)
     (one,), (four,) = byte_s(1, 1), byte_s(4, 4)
     assert one == pytest.approx(4 * four, rel=1e-3)
+
+
+def test_int8_kv_gives_more_blocks_and_smaller_transfers() -> None:
+    """In a plan, and in a simulation of the cluster file that it writes."""
+    layout = Layout("colocated", (WorkerGroup(Role.MIXED, H100, 1),))
+    plain, int8 = (plan_request(hardware=(H100,), kv_dtype=dtype) for dtype in ("", "int8"))
+    (one,), (other,) = (spec_of(each, layout).pools for each in (plain, int8))
+    assert (one.engine.dtype, other.engine.dtype) == ("bfloat16", "int8")
+    assert other.engine.kv_blocks == pytest.approx(256 / 132 * one.engine.kv_blocks, rel=1e-3)
+    (costs,), (int8_costs,) = (models_of(each, layout).values() for each in (plain, int8))
+    assert int8_costs.kv_token_bytes == costs.kv_token_bytes * 132 // 256
+    assert int8_costs.cost.decode_seconds(1, 8000) < costs.cost.decode_seconds(1, 8000)
+    (simulated,) = fleet.models_of(spec_of(int8, layout), source="roofline").values()
+    assert simulated.kv_token_bytes == int8_costs.kv_token_bytes
+    left_out = replace(other, engine=replace(other.engine, kv_blocks=0))
+    assert fleet.with_kv_blocks(replace(spec_of(int8, layout), pools=(left_out,))).pools == (other,)
 
 
 def test_kv_crosses_nodes_only_where_one_node_is_too_small() -> None:
