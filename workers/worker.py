@@ -34,7 +34,7 @@ from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerErro
 from workers.kv_events import KVEvents
 from workers.log_fields import log_fields
 from workers.mailbox import Mailbox
-from workers.request import Bundle, Output, Request, Reservation, TicketOut
+from workers.request import Bundle, FailedOut, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
 from workers.transfer.kv_fetcher import KVFetcher
 from workers.transfer.lease_server import LeaseServer
@@ -84,6 +84,7 @@ class Worker:
         self._routes: dict[str, str] = {}  # sequence key -> subscriber
         self._cancelled: OrderedDict[str, None] = OrderedDict()
         self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._warming: dict[str, str] = {}  # sequence key -> why it failed
         self._measurements: set[asyncio.Task[Timings]] = set()
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
@@ -264,16 +265,17 @@ class Worker:
     async def warm(self, request: Request, ttl_s: float, timeout_s: float) -> int:
         """Compute a prompt, unless it is cached, without any output. Returns how many of its tokens are cached then.
 
-        It is pinned until `ttl_s` after its last use (0: it is not). Raises `InvalidRequest`, and `Overloaded` after
-        `timeout_s` or beside too many other pins.
+        It is pinned until `ttl_s` after its last use (0: it is not). Raises `InvalidRequest`, `Overloaded` after
+        `timeout_s` or beside too many other pins, and `WorkerError` if it failed.
         """
         self._accept(request)
         if ttl_s:
             self.engine.pin(request, ttl_s, self._now_s())
         self.engine.add(request, self._now_s(), hold=False)
-        self._changed()
-        self._arm()
+        self._warming[request.key] = ""
         try:
+            self._changed()
+            self._arm()
             async with asyncio.timeout(timeout_s):
                 while self.engine.holds(request.key):
                     await asyncio.sleep(WARM_POLL_S)
@@ -282,6 +284,9 @@ class Worker:
             raise Overloaded(f"the prompt was not computed within {timeout_s:g} s", retry_after_s=1.0) from None
         finally:
             self.engine.abort(request.key)
+            failure = self._warming.pop(request.key)
+        if failure:
+            raise WorkerError(f"the prompt was not computed: {failure}")
         return self.engine.cached_tokens(request)
 
     async def unpin(self, request: Request | None) -> int:
@@ -442,6 +447,8 @@ class Worker:
         return TransferTicket(lease.key, lease.epoch, self._peer_now(), lease.blocks, lease.num_tokens, lease.ttl_s)
 
     def _post(self, output: Output) -> None:
+        if isinstance(output, FailedOut) and output.key in self._warming:
+            self._warming[output.key] = output.reason
         subscriber = self._routes.get(output.key)
         if subscriber is not None:  # None: it was cancelled meanwhile
             self._mailboxes[subscriber].put(output)

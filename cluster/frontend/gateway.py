@@ -162,7 +162,7 @@ class Gateway:
         """A request that computes a prompt, and as little else as possible."""
         self._check_tenant(tenant)
         shares = self._context.spec.gateway.share_prefixes
-        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
         return Request(new_id(), await self.encode(prompt), sampling, tenant=tenant, shares_prefixes=shares)
 
     @property

@@ -67,6 +67,16 @@ async def test_a_worker_that_refuses_is_part_of_the_answer() -> None:
         assert not subject.workers["mixed-0"].engine.has_work
 
 
+async def test_a_prompt_that_fails_is_part_of_the_answer() -> None:
+    async with cached_cluster() as subject:
+        unseeded = replace(SYSTEM, sampling=replace(SYSTEM.sampling, seed=None))
+        (failed,) = await subject.dispatcher.warm(unseeded, "", 60.0)
+        assert failed.tokens == 0 and failed.problem.startswith(
+            "the prompt was not computed: unexpected AssertionError"
+        )
+        assert not subject.workers["mixed-0"].engine.has_work
+
+
 async def test_a_prompt_that_is_not_computed_in_time_leaves_nothing_behind() -> None:
     async with cached_cluster() as subject:
         (worker,) = subject.workers.values()

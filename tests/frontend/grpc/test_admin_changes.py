@@ -164,6 +164,7 @@ async def test_prompts_are_warmed_pinned_and_unpinned_as_asked() -> None:
         assert warmed == (CachedPrompt("prefill-0", 15), CachedPrompt("prefill-1", 0, "both, 3600 s"))
         (asked,) = dispatcher.requests
         assert (asked.prompt, asked.tenant) == (tuple(b"a system prompt"), "bank") and asked.sampling.max_tokens == 1
+        assert asked.sampling.seed is not None, "workers do not draw one"
         assert (await client.warm("x"))[1].problem == ", 0 s"
         assert await client.unpin("a system prompt") == (CachedPrompt("prefill-0", 15),)
         assert await client.unpin() == (CachedPrompt("prefill-0", 0),)
