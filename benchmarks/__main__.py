@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from benchmarks import (
+    borrowed,
     capacity,
     frontend,
     handoff,
@@ -51,6 +52,7 @@ PARTS = {
     "tcp-links": Measurement(tcp_links.measure, tcp_links.ROUNDS, 3),
     "kv-store": Measurement(kv_store.measure, kv_store.ROUNDS),
     "kv-dtypes": Measurement(kv_dtypes.measure, kv_dtypes.ROUNDS),
+    "borrowed": Measurement(borrowed.measure, borrowed.ROUNDS),
     "turns": Measurement(turns.measure, turns.ROUNDS),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "frontend": Measurement(frontend.measure, frontend.ROUNDS),

@@ -3,6 +3,12 @@
     Watch -> Progress        a long poll and a heartbeat: the owner extends the lease with each
     Release -> None          succeeds only while the lease is valid, which proves all earlier reads valid
 
+The same connection lends blocks: to the caller, the owner is a lender.
+
+    Borrow -> loan           the lender reads the ticket's blocks from the caller, and keeps them
+    AttendLoan -> state      attention of the caller's query over these blocks
+    Renew, Repay -> None     a loan that is neither used nor renewed expires
+
 Knows leases and peers; knows no KV bytes and no frames (`kvtransfer.rpc`).
 """
 
@@ -15,6 +21,7 @@ import msgspec
 import kvtransfer.errors
 from diptych.watchdog import patient_timeout
 from kvtransfer.errors import (
+    LoanRefused,
     PeerLost,
     TransferError,
     TransferTimeout,
@@ -25,7 +32,7 @@ from kvtransfer.rpc.connection import RpcConnection, RpcProtocol
 from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake, too_many_readers
 from kvtransfer.rpc.listener import RpcListener
-from kvtransfer.ticket import PeerAddress, Piece, Progress
+from kvtransfer.ticket import PeerAddress, Piece, Progress, TransferTicket
 
 MAX_WATCH_S = 60.0
 GRACE_S = 2.0  # for a reply, beyond the time that the call itself may take
@@ -44,9 +51,41 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     epoch: int
 
 
+class Borrow(msgspec.Struct, frozen=True, tag=True):
+    """`loan`: the number of the caller's loan, whose first `held_tokens` it uses; 0: a new one."""
+
+    ticket: TransferTicket
+    loan: int
+    held_tokens: int
+
+
+class AttendLoan(msgspec.Struct, frozen=True, tag=True):
+    """Attend to the loan's first `num_tokens` tokens, which stand at `first_position` ... of the sequence.
+
+    `query` [tokens, heads, head_dim] float32, from `position` on, in the model's `layer`. `state` [tokens, heads,
+    head_dim + 2] float32: maximum, sum and values of the keys before the span; empty: there are none.
+    """
+
+    loan: int
+    num_tokens: int
+    first_position: int
+    layer: int
+    position: int
+    query: bytes
+    state: bytes
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    loans: tuple[int, ...]
+
+
+class Repay(msgspec.Struct, frozen=True, tag=True):
+    loan: int
+
+
 LEASE_PROTOCOL = RpcProtocol(
     name="lease",
-    calls={Watch: Progress, Release: None},
+    calls={Watch: Progress, Release: None, Borrow: int, AttendLoan: bytes, Renew: None, Repay: None},
     messages=(),
     errors=(kvtransfer.errors,),
     other_error=TransferError,
@@ -73,16 +112,44 @@ class LeaseSource(Protocol):
         ...
 
 
+class LoanSource(Protocol):
+    """What a worker lends, as the control server needs it. Errors: `TransferError`."""
+
+    async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int) -> int:
+        """Read the ticket's blocks into blocks of our own, behind the first `held_tokens` of the loan; its number."""
+        ...
+
+    async def attend(self, request: AttendLoan) -> bytes:
+        """The state after the span's keys. Extends the loan."""
+        ...
+
+    def renew(self, loans: tuple[int, ...]) -> None:
+        """Extend those of these loans that have not ended."""
+        ...
+
+    def repay(self, loan: int) -> None:
+        """End a loan, if there is one."""
+        ...
+
+
 class ControlServer:
     """The owner's end. `address` is called for every handshake, because a rebuilt transport changes it.
 
-    `max_readers` bounds connected readers; unauthenticated peers have a separate bound.
+    `max_readers` bounds connected readers; unauthenticated peers have a separate bound. `loans`: None if it does not
+    lend.
     """
 
     def __init__(
-        self, source: LeaseSource, address: Callable[[], PeerAddress], secret: bytes, *, max_readers: int = 256
+        self,
+        source: LeaseSource,
+        address: Callable[[], PeerAddress],
+        secret: bytes,
+        *,
+        max_readers: int = 256,
+        loans: LoanSource | None = None,
     ) -> None:
         self._source = source
+        self._loans = loans
         self._address = address
         self._max_readers = max_readers
         self._listener = RpcListener(LEASE_PROTOCOL.name, secret, self._admit, self._serve)
@@ -110,12 +177,29 @@ class ControlServer:
         finally:
             await connection.close()
 
-    async def _on_call(self, request: Watch | Release) -> Progress | None:
+    async def _on_call(
+        self, request: Watch | Release | Borrow | AttendLoan | Renew | Repay
+    ) -> Progress | bytes | int | None:
         if isinstance(request, Release):
             self._source.release(request.lease, request.epoch)
             return None
+        if not isinstance(request, Watch):
+            return await self._on_loan(request)
         timeout_s = min(MAX_WATCH_S, max(0.0, request.timeout_s))
         return await self._source.watch(request.lease, request.epoch, request.have_blocks, timeout_s, request.pieces)
+
+    async def _on_loan(self, request: Borrow | AttendLoan | Renew | Repay) -> bytes | int | None:
+        if self._loans is None:
+            raise LoanRefused(f"{self._address().worker} does not lend blocks; ask another worker")
+        if isinstance(request, AttendLoan):
+            return await self._loans.attend(request)
+        if isinstance(request, Borrow):
+            return await self._loans.borrow(request.ticket, request.loan, request.held_tokens)
+        if isinstance(request, Repay):
+            self._loans.repay(request.loan)
+        else:
+            self._loans.renew(request.loans)
+        return None
 
 
 class ControlClient:
@@ -178,11 +262,29 @@ class ControlClient:
         """End the lease. Raises `LeaseLost` if it was no longer valid; then nothing read under it may be used."""
         await self._call(Release(lease, epoch), GRACE_S)
 
+    async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int, timeout_s: float) -> int:
+        """Let the peer read and keep the ticket's blocks; returns the loan's number. Raises `LoanRefused`."""
+        number: int = await self._call(Borrow(ticket, loan, held_tokens), timeout_s)
+        return number
+
+    async def attend(self, request: AttendLoan, timeout_s: float) -> bytes:
+        """The state after the span's keys. Raises `LeaseLost`."""
+        state: bytes = await self._call(request, timeout_s)
+        return state
+
+    async def renew(self, loans: tuple[int, ...]) -> None:
+        """Extend those of these loans that have not ended."""
+        await self._call(Renew(loans), GRACE_S)
+
+    async def repay(self, loan: int) -> None:
+        """End a loan, if there is one."""
+        await self._call(Repay(loan), GRACE_S)
+
     async def close(self) -> None:
         await self._connection.close()
         await self._running
 
-    async def _call(self, request: Watch | Release, timeout_s: float) -> Any:
+    async def _call(self, request: msgspec.Struct, timeout_s: float) -> Any:
         try:
             return await self._connection.call(request, timeout_s)
         except TimeoutError as error:

@@ -3,6 +3,7 @@
     TransferError                    base; the pull failed, the prompt can be recomputed
     ├── PeerLost                     the owner of the memory is gone (restart, crash, cut link)
     ├── PeerRefused                  the handshake failed: wrong token, version, model or layout
+    ├── LoanRefused                  a worker has no blocks to lend
     ├── LeaseLost                    the lease expired, was released, or belongs to another epoch
     ├── DigestMismatch               bytes arrived that are not the bytes the owner computed
     ├── TransferTimeout              the deadline passed; bytes may still land until the read settles
@@ -25,6 +26,10 @@ class PeerLost(TransferError):
 
 class PeerRefused(TransferError):
     """The peer answered but does not accept this process, or its KV is not compatible."""
+
+
+class LoanRefused(TransferError):
+    """A worker has no blocks to lend; another one may have."""
 
 
 class LeaseLost(TransferError):

@@ -9,6 +9,8 @@ from diptych.view import ParallelConfig as ParallelConfig
 from workers.costs import CostModel
 
 # How batching policies apply a TPOT SLO; routers predict steps with the same numbers.
+SPAN = 128  # tokens: blocks are lent in multiples of this, the keys that the native attention merges at once
+KEPT_SHARE = 0.25  # of its KV blocks that a worker does not lend
 ADAPTIVE_MARGIN = 0.97  # of the SLO that `adaptive` uses in a single step
 RESTORED_SHARE = 0.5  # of the free blocks: the most that hold what was restored from host memory for other workers
 MISSED_SLO_SLOWDOWN = 2.0  # largest step, relative to its decodes alone, where even the smallest chunk misses the SLO
@@ -110,6 +112,11 @@ class EngineConfig:
             raise ValueError(f"engine.tpot_slo_s is {self.tpot_slo_s}; it must be above 0 seconds")
         if self.staging_blocks < 0 or 0 < self.kv_blocks < self.staging_blocks:
             raise ValueError(f"engine.staging_blocks is {self.staging_blocks}; it must lie between 0 and kv_blocks")
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether its blocks can be lent: whole ones make up a span."""
+        return SPAN % self.block_size == 0
 
 
 class ByteSize(int):

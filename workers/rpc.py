@@ -35,12 +35,13 @@ MAX_FRAME_BYTES = 256 << 20  # a prompt takes five bytes a token, a whole cache'
 CONNECT_S = 5.0
 RESUME_S = 1.0  # to connect again, before the worker counts as lost
 
-DEFAULTS = {"cut_tokens": 0, "goes_on": False}  # of parameters
+DEFAULTS = {"cut_tokens": 0, "goes_on": False, "lenders": ()}  # of parameters
 METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as in `Worker`
     "connect": ({"peer": PeerAddress}, LinkReport),
+    "address": ({}, PeerAddress),
     "reserve": ({"request": Request, "timeout_s": float}, Reservation),
     "prefill": ({"request": Request, "cut_tokens": int}, None),
-    "generate": ({"request": Request}, None),
+    "generate": ({"request": Request, "lenders": tuple[PeerAddress, ...]}, None),
     "fetch": ({"key": str, "ticket": TransferTicket | None, "goes_on": bool}, None),
     "decode": ({"key": str, "tokens": tuple[int, ...]}, None),
     "hand_over": ({"key": str, "most_tokens": int}, TransferTicket | None),

@@ -36,7 +36,9 @@ from workers.log_fields import log_fields
 from workers.mailbox import Mailbox
 from workers.request import Bundle, FailedOut, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
+from workers.transfer.kv_borrower import KVBorrower
 from workers.transfer.kv_fetcher import KVFetcher
+from workers.transfer.kv_lender import KVLender
 from workers.transfer.lease_server import LeaseServer
 from workers.transfer.peer_links import PeerLinks
 
@@ -93,7 +95,11 @@ class Worker:
         self._peer_links = PeerLinks(config, executor)
         self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
         self._pump = Pump(self.engine, executor, self._deliver, asyncio.get_running_loop().time)
-        self._leases = LeaseServer(config, self.engine.leases, executor, self._peer_now, self._changed, self._pump.wake)
+        self._lender = KVLender(config, self.engine.loans, executor, self._kv_fetcher, self._changed)
+        self._borrower = KVBorrower(config, self.engine, executor, self._peer_links, self._ticket, self._changed)
+        self._leases = LeaseServer(
+            config, self.engine.leases, executor, self._peer_now, self._changed, self._pump.wake, self._lender
+        )
         self._pumping = asyncio.ensure_future(self._pump.run())
         self._pumping.add_done_callback(self._pump_ended)
         self._watching = asyncio.ensure_future(self._watch())
@@ -171,6 +177,7 @@ class Worker:
         self._pump.stop()
         await asyncio.wait([self._pumping, *self._fetches.values(), *self._measurements])
         await self._kv_fetcher.close()
+        await self._borrower.close()
         self._watching.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -195,11 +202,16 @@ class Worker:
         self._add(request, hold=True, cut_tokens=cut_tokens)
         self._log(request.key, "prefill of %d tokens, for another worker", cut_tokens or request.num_tokens)
 
-    async def generate(self, request: Request) -> None:
-        """Compute the prompt and decode, all here. Outputs: TokensOut."""
+    async def generate(self, request: Request, lenders: tuple[PeerAddress, ...] = ()) -> None:
+        """Compute the prompt and decode, all here. Outputs: TokensOut.
+
+        With `lenders` it may be longer than our pool: its blocks move to these workers, and we attend to them there.
+        """
         self._accept(request)
         self._require_subscriber(request)
-        self._add(request, hold=False)
+        if lenders:
+            self._borrower.add(request.key, lenders)
+        self._add(request, hold=False, borrows=bool(lenders))
         self._log(request.key, "prefill of %d tokens, and decode", request.num_tokens)
 
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
@@ -356,6 +368,11 @@ class Worker:
         _, link = await self._peer_links.meet(peer, measures=True)
         return link
 
+    async def address(self) -> PeerAddress:
+        """Where other workers reach this one."""
+        self._require_open()
+        return self._peer_now()
+
     async def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""
         self._require_open()
@@ -411,8 +428,8 @@ class Worker:
         if request.reply_to not in self._mailboxes:
             raise WorkerError(f"{request.reply_to or 'nobody'} gets the outputs and has not subscribed")
 
-    def _add(self, request: Request, *, hold: bool, cut_tokens: int = 0) -> None:
-        self.engine.add(request, self._now_s(), hold=hold, cut_tokens=cut_tokens)
+    def _add(self, request: Request, *, hold: bool, cut_tokens: int = 0, borrows: bool = False) -> None:
+        self.engine.add(request, self._now_s(), hold=hold, cut_tokens=cut_tokens, borrows=borrows)
         self._routes[request.key] = request.reply_to
         self._changed()
 
@@ -437,6 +454,7 @@ class Worker:
         for each in outputs:
             if not self.engine.holds(each.key):
                 self._routes.pop(each.key, None)
+        self._borrower.start()
         self._leases.progressed()
         if self._reservations:
             self._reservations.grant()
@@ -474,7 +492,9 @@ class Worker:
 
     def _arm(self) -> None:
         """Schedule a sweep while anything can expire."""
-        pending = self._routes or self._reservations or len(self.engine.leases) or len(self.engine.pool.host.pins)
+        engine = self.engine
+        kept = len(engine.leases) or len(engine.loans) or len(engine.pool.host.pins)
+        pending = self._routes or self._reservations or kept
         if self._sweeper is None and pending and not self._closed:
             self._sweep_due_s = self._now_s() + SWEEP_S
             self._sweeper = asyncio.get_running_loop().call_at(self._sweep_due_s, self._sweep)

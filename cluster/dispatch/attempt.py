@@ -23,7 +23,7 @@ from cluster.dispatch.worker_client import Message, WorkerClient, WorkerLost
 from cluster.events import NotComputable
 from cluster.observe.ledger import Stopwatch
 from kvtransfer.errors import Unlinked
-from kvtransfer.ticket import TransferReport, TransferTicket
+from kvtransfer.ticket import PeerAddress, TransferReport, TransferTicket
 from workers.log_fields import log_fields
 from workers.request import FailedOut, FetchedOut, FinishReason, HeadOut, Request, SequenceTiming, TicketOut, TokensOut
 
@@ -52,7 +52,8 @@ class Attempt:
     `cut_tokens`: tokens that the prefill worker computes; the decode worker computes the rest (0: no cut). `answer`:
     the tokens so far, which `on_tokens` extends. `on_moved` gets source and target of a migration,
     `on_unlinked` owner and reader of a fetch that could not connect. `prefix_owner`: a worker that may have the
-    prompt's prefix; the prefill worker fetches it first, for at most `prefix_fetch_s`.
+    prompt's prefix; the prefill worker fetches it first, for at most `prefix_fetch_s`. `lenders` hold a part of the KV
+    of a colocated attempt.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Attempt:
         cut_tokens: int = 0,
         prefix_owner: WorkerClient | None = None,
         prefix_fetch_s: float = 0.0,
+        lenders: Sequence[WorkerClient] = (),
     ) -> None:
         dtypes_differ = prefill.kv_dtype != decode.kv_dtype
         if dtypes_differ and request.generated:  # the decode worker computes the answer's KV, with the same rounding
@@ -90,6 +92,7 @@ class Attempt:
         self.background = background
         self._prefix_owner = prefix_owner if prefix_owner and prefix_owner.kv_dtype == prefill.kv_dtype else None
         self._prefix_fetch_s = prefix_fetch_s
+        self._lenders = lenders
         # Bounded by the attempt's tokens. An exception was raised by `on_tokens` outside of `run`.
         self._inbox: deque[tuple[WorkerCall, Message | Exception]] = deque()
         self._has_mail = asyncio.Event()
@@ -138,8 +141,16 @@ class Attempt:
         worker = self.decode
         worker.hold(self.on_message, prompt_tokens=self.request.num_tokens)
         await self._fetch_prefix()
-        await worker.take(worker.handle.generate(worker.request))
+        await worker.take(worker.handle.generate(worker.request, await self._lender_addresses()))
         return await self._answer(await self._receive(TokensOut))
+
+    async def _lender_addresses(self) -> tuple[PeerAddress, ...]:
+        """Those of the lenders that answer."""
+        addresses: list[PeerAddress] = []
+        for lender in self._lenders:
+            with suppress(AttemptFailed):
+                addresses.append(await WorkerCall(request=self.request, worker=lender).call(lender.handle.address()))
+        return tuple(addresses)
 
     async def _run_split(self) -> FinishReason:
         prefill, decode = self._prefill, self.decode

@@ -21,7 +21,8 @@ class ServingCapacity:
     ready_to_decode: int
 
 
-def serving_capacity(pools: Sequence[PoolSpec], workers: Iterable[WorkerView]) -> ServingCapacity:
+def serving_capacity(pools: Sequence[PoolSpec], workers: Iterable[WorkerView], together: int = 0) -> ServingCapacity:
+    """`together`: tokens of the longest sequence that several workers can hold together."""
     slots = {pool.name: pool.engine.max_running for pool in pools}
     tokens = {Role.PREFILL: 0, Role.DECODE: 0, Role.MIXED: 0}
     decoding = ready = 0
@@ -31,5 +32,6 @@ def serving_capacity(pools: Sequence[PoolSpec], workers: Iterable[WorkerView]) -
             decoding += slots.get(worker.pool, 0)
             ready += worker.state is WorkerState.READY
     maximum = sum(pool.bounds[1] * slots[pool.name] for pool in pools if pool.role is not Role.PREFILL)
-    prefill, decode = (max(tokens[role], tokens[Role.MIXED]) or None for role in (Role.PREFILL, Role.DECODE))
+    alone = (max(tokens[role], tokens[Role.MIXED]) for role in (Role.PREFILL, Role.DECODE))
+    prefill, decode = (max(each, together) or None for each in alone)
     return ServingCapacity(prefill, decode, max(decoding, maximum), ready)

@@ -23,6 +23,7 @@ from cluster.dispatch.cache_reader import CacheReader
 from cluster.dispatch.capacity import ServingCapacity, serving_capacity
 from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
+from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Sent
 from cluster.runtime.runtime_errors import WorkerGone
@@ -63,6 +64,7 @@ class WorkerDiscovery:
         self._sent: dict[str, Sent] = {}
         self._stale: set[str] = set()  # workers that changed since the last picture
         self._picture: ClusterView | None = None  # None: other parts changed
+        self._lending = Lending(spec)
         self._capacity: ServingCapacity | None = None  # of the membership; None: not computed yet
         self._changed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -130,8 +132,13 @@ class WorkerDiscovery:
     def capacity(self) -> ServingCapacity:
         """What the current members can hold."""
         if self._capacity is None:  # several reads for each request
-            self._capacity = serving_capacity(self._spec.pools, (member.view for member in self._members.values()))
+            workers = [member.view for member in self._members.values()]
+            self._capacity = serving_capacity(self._spec.pools, workers, self.together())
         return self._capacity
+
+    def together(self) -> int:
+        """Tokens of the longest sequence that several workers can hold together."""
+        return min(self._lending.longest(member.view for member in self._members.values()), self._model.context_length)
 
     def has_ready(self, *roles: Role) -> bool:
         """Whether a connected worker of one of these roles is ready."""

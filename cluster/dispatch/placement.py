@@ -122,13 +122,20 @@ class Placer:
             waited_s=now_s - query.arrived_s,
         )
 
-    def has_larger_worker(self, num_tokens: int) -> bool:
-        """Whether some worker holds a sequence of more than `num_tokens`."""
-        return any(member.view.capacity_tokens > num_tokens for member in self._discovery.membership.members)
+    def has_more_room(self, num_tokens: int) -> bool:
+        """Whether some worker, or several together, can hold a sequence of more than `num_tokens`."""
+        return self._largest() > num_tokens
+
+    def _largest(self) -> int:
+        members = self._discovery.membership.members
+        return max(self._discovery.together(), max((member.view.capacity_tokens for member in members), default=0))
 
     def _refuse_unservable(self, request: Request) -> None:
-        largest = max((member.view.capacity_tokens for member in self._discovery.membership.members), default=0)
+        largest = self._largest()
         if largest and request.num_tokens >= largest:
-            raise Unservable(
-                f"prompt: has {request.num_tokens} tokens; the largest worker holds {largest} with the answer"
+            who = (
+                f"the workers hold {largest} together"
+                if self._discovery.together()
+                else f"the largest worker holds {largest}"
             )
+            raise Unservable(f"prompt: has {request.num_tokens} tokens; {who}, with the answer")

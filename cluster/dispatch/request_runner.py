@@ -157,7 +157,7 @@ class RequestRunner:
                 continue  # the attempt was replaced
             most_tokens = state.request.sampling.max_tokens
             is_at_limit = most_tokens is not None and len(state.sent) >= most_tokens
-            if finish is not FinishReason.LENGTH or is_at_limit or not self._placer.has_larger_worker(state.num_tokens):
+            if finish is not FinishReason.LENGTH or is_at_limit or not self._placer.has_more_room(state.num_tokens):
                 return finish
             self._continue_elsewhere(state)
 
@@ -261,6 +261,7 @@ class RequestRunner:
             cut_tokens=placement.cut(state.request),
             prefix_owner=workers.get(placement.prefix_owner),
             prefix_fetch_s=self._spec.transfer.read_timeout_s,
+            lenders=[workers[name] for name in placement.lenders if name in workers],
         )
 
     def _reserving_s(self, state: RequestState) -> float:

@@ -29,6 +29,7 @@ from cluster.policy.routing.baselines.load_based import (
 )
 from cluster.policy.routing.baselines.splitwise import Splitwise
 from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
+from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.picking import Finder
 from cluster.policy.routing.prefix_index import EXPECT_S, PrefixIndex
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Router
@@ -81,12 +82,14 @@ class Policy:
         lengths: LengthPredictor,
         migrations: MigrationPlanner,
         requeue: Requeue,
+        lending: Lending,
     ) -> None:
         self.active = active
         self.index = index
         self.lengths = lengths
         self.migrations = migrations
         self.requeue = requeue
+        self.lending = lending
         self._find = Finder()
         self._reservation_wait = ReservationWait(latency, active)
         self._router = router
@@ -113,7 +116,7 @@ class Policy:
 
         Only first attempts are refused or queued, and no parallel sample if another one of its prompt is running.
         """
-        placement = self._router.choose(ask)
+        placement = self._router.choose(ask) or self.lending.choose(ask)
         if placement is None:
             return None
         if placement.predicted_ttft_s is None:
@@ -264,6 +267,7 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
         lengths=lengths,
         migrations=migrations,
         requeue=requeue,
+        lending=Lending(spec),
     )
 
 

@@ -525,9 +525,9 @@ def test_the_engine_gets_the_time_that_a_request_waited() -> None:
             worker: Any = cluster.runtime.workers["mixed-0"]
             generate = worker.generate
 
-            async def heard(asked: Request) -> None:
+            async def heard(asked: Request, *lenders: object) -> None:
                 received.append(asked.waited_s)
-                await generate(asked)
+                await generate(asked, *lenders)
 
             worker.generate = heard
             seen = [Seen(dispatcher, request(f"r{number}")) for number in range(4)]

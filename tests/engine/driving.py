@@ -11,7 +11,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.disk_tier import Disk
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.step import Chunk, StepPlan, StepResult
+from workers.engine.step import ELSEWHERE, Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
 
 VOCAB = 1000
@@ -27,12 +27,13 @@ def engine(
     host_cache_blocks: int = 0,
     most_pinned: int = 0,
     disk: Disk | None = None,
+    context_length: int = 128,
     **config: object,
 ) -> Engine:
     sizes: dict[str, object] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
     return Engine(
         EngineConfig(**(sizes | config)),  # type: ignore[arg-type]
-        context_length=128,
+        context_length=context_length,
         eos_token_ids=(EOS,),
         vocab_size=VOCAB,
         lease_s=10.0,
@@ -176,6 +177,7 @@ class Device:
         self._host: dict[tuple[int, int], int] = {}
         self._tokens: dict[str, list[int]] = {}  # key -> what stands at each position
         self.readers_have: dict[str, int] = {}  # lease -> first blocks, which its reader does not read
+        self.lenders: dict[str, tuple[Engine, Device]] = {}
 
     def know(self, request: Request) -> Request:
         """Check the request's tokens from now on, wherever it attends to them."""
@@ -202,6 +204,8 @@ class Device:
     def check_leases(self, engine: Engine) -> None:
         """The blocks up to each lease's watermark hold the prompt."""
         for lease in engine.leases:
+            if lease.key.endswith(":move"):
+                continue
             tokens = self.tokens(lease.key.removesuffix(":prefix"))
             tokens = tokens[: lease.num_tokens][: len(lease.digests) * self._size]
             skip = self.readers_have.get(lease.key, 0) * self._size
@@ -233,6 +237,17 @@ class Device:
             assert tokens[position] == token, f"{chunk.key} computes another token at {position} than before"
 
     def _attend(self, chunk: Chunk) -> None:
+        remote = [
+            (device, block)
+            for span in chunk.remote
+            for lender, device in [self.lenders[span.lender]]
+            for block in lender.loans.ready(span.loan, span.num_blocks, 0.0)
+        ]
+        assert [each == ELSEWHERE for each in chunk.blocks] == [
+            place < len(remote) for place in range(len(chunk.blocks))
+        ]
         for position, token in enumerate(self._tokens[chunk.key][: chunk.context]):
-            found = self._slots.get((chunk.blocks[position // self._size], position % self._size))
+            index = position // self._size
+            device, block = remote[index] if index < len(remote) else (self, chunk.blocks[index])
+            found = device._slots.get((block, position % self._size))
             assert found == token, f"{chunk.key}: position {position} holds {found} instead of {token}"

@@ -25,7 +25,8 @@ from tests.kvtransfer.frame_server import served
 from tests.model.rank_processes import FORKS, MOMENTS, Fate, ProcessRanks, ended, lead
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
-from workers.engine.step import Chunk, Draw, StepPlan
+from workers.engine.executor import SpanQuery
+from workers.engine.step import Chunk, Draw, RemoteKV, StepPlan
 from workers.errors import ModelError, RankLost, WorkerError
 from workers.executor import gang as gang_module
 from workers.executor import rank as rank_module
@@ -152,6 +153,19 @@ async def test_a_lost_rank_fails_the_gang(nine_heads: ModelFolder, busy: bool) -
     async with asyncio.timeout(20):
         await asyncio.gather(*steps, return_exceptions=True)
         await gang.close()
+
+
+async def test_a_gang_neither_borrows_nor_lends_kv(nine_heads: ModelFolder) -> None:
+    async def attend(span: RemoteKV, query: SpanQuery) -> bytes:
+        return b""
+
+    shared = SharedMemory()
+    gang = await open_gang(config(2, 1), nine_heads, "w-1", RankTasks(lambda _: nine_heads, shared), shared)
+    with pytest.raises(WorkerError, match="several ranks cannot borrow"):
+        gang.borrow(attend)
+    with pytest.raises(WorkerError, match="several ranks cannot lend"):
+        await gang.attend((1,), SpanQuery(0, 0, 128, b""))
+    await gang.close()
 
 
 async def test_a_caller_without_the_secret_is_turned_away(nine_heads: ModelFolder) -> None:

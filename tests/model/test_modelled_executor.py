@@ -14,8 +14,10 @@ from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerC
 from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.estimate import plan_seconds
+from workers.engine.executor import SpanQuery
 from workers.engine.pump import Pump
-from workers.engine.step import Chunk, Draw, StepPlan
+from workers.engine.step import Chunk, Draw, RemoteKV, StepPlan
+from workers.errors import WorkerError
 from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled_token, open_modelled
 from workers.request import Request, SamplingParams, TokensOut
 
@@ -248,3 +250,15 @@ def test_with_enough_sequences_stages_multiply_the_throughput() -> None:
     assert few_share < 0.25 and many_share < 0.13
     assert serve(1, 1, cost)[0] / alone_s > 1.2  # the prompt, in four parts
     assert serve(1, 16, cost)[1] == 0.0
+
+
+async def test_it_neither_borrows_nor_lends_kv() -> None:
+    async def attend(span: RemoteKV, query: SpanQuery) -> bytes:
+        return b""
+
+    executor = open_one("w", "memory", SharedMemory())
+    with pytest.raises(WorkerError, match="cannot borrow"):
+        executor.borrow(attend)
+    with pytest.raises(WorkerError, match="cannot lend"):
+        await executor.attend((1,), SpanQuery(0, 0, 128, b""))
+    await executor.close()

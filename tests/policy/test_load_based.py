@@ -44,8 +44,8 @@ def test_a_worker_alone_does_both_phases_only_when_allowed() -> None:
     assert Story("least-loaded").choose(decodes, request(), alone=False) is None
 
 
-def test_a_prompt_that_no_worker_can_hold_has_no_placement() -> None:
-    assert Story("least-loaded").choose(SPLIT, request(length=16 * BLOCKS)) is None
+def test_a_prompt_that_all_workers_together_cannot_hold_has_no_placement() -> None:
+    assert Story("least-loaded").choose(SPLIT, request(length=4 * 16 * BLOCKS)) is None
 
 
 def test_distserve_counts_requests_and_not_tokens() -> None:

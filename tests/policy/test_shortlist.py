@@ -16,6 +16,7 @@ from cluster.policy.admission.early_rejection import Admission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
+from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
 from cluster.policy.routing.router import Ask, Placement, Sent
 from cluster.policy.routing.slo.exhaustive import AllWorkers
@@ -48,7 +49,7 @@ def opened(few: int, cost: CostModel | None = SIMPLE, **engine: Any) -> Policy:
     router = SLORouter(latency, index, active, TARGET, partial(expected_tokens, lengths), few)
     mover = MigrationPlanner(latency, active, rebalances=False, tpot_s=None)
     requeue = Requeue(latency, active, index, is_on=False, ttft_s=None)
-    return Policy(router, Admission(), latency, active, index, lengths, mover, requeue)
+    return Policy(router, Admission(), latency, active, index, lengths, mover, requeue, Lending(made))
 
 
 @given(cases=steps)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.host_cache import HostCache
+from workers.engine.step import ELSEWHERE
 
 
 class OutOfBlocks(Exception):
@@ -149,6 +150,8 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """Drop a reference. The tail is freed first, so that the head of an idle prefix survives longest."""
         for block in reversed(blocks):
+            if block == ELSEWHERE:
+                continue
             assert self._references[block] > 0, f"block {block} is freed twice"
             self._references[block] -= 1
             if self._references[block]:
@@ -281,7 +284,8 @@ class BlockPool:
         expected = [0] * len(self._references)
         for blocks in (*held, *self._transfers):
             for block in blocks:
-                expected[block] += 1
+                if block != ELSEWHERE:
+                    expected[block] += 1
         assert expected == self._references, "references differ from what the owners hold"
         assert len(expected) <= self._end, "more blocks were taken than there are"
         free = sorted([*self._clean, *self._cached])

@@ -10,6 +10,7 @@ Time is an argument. Used only from its worker's event loop; knows no device, no
 
 import logging
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
@@ -19,11 +20,12 @@ from workers.engine.disk_tier import Disk, DiskTier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
+from workers.engine.loans import BlockMove, LoanBook
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.slo import slot_refusal
-from workers.engine.step import Chunk, StepPlan, StepResult
+from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import MIXED_KV, FailedOut, HeadOut, Request, Reservation, TokenLogprobs, TokensOut, check_prompt
 from workers.stats import NO_PULLS, Pulls, TierStats, WorkerStats
@@ -78,7 +80,8 @@ class Engine:
             most_pinned=most_pinned,
         )
         self.capacity_tokens = self.pool.num_blocks * config.block_size
-        self.max_length = min(context_length, config.max_model_len or context_length, self.capacity_tokens)
+        self._longest = min(context_length, config.max_model_len or context_length)  # of a sequence that borrows
+        self.max_length = min(self._longest, self.capacity_tokens)
         self._config = config
         self._staging = min(config.staging_blocks or max(1, self.pool.num_blocks // 2), self.pool.num_blocks)
         self._digests_a_step = max(1, config.max_batch_tokens // config.block_size)
@@ -87,6 +90,7 @@ class Engine:
         self._estimate = StepEstimate(cost or LinearCost(), block_bytes)
         self._depth = depth
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
+        self.loans = LoanBook(self.pool, lease_s)
         self._scheduler = Scheduler(
             config, self.pool, self.leases, self._estimate, block_bytes=block_bytes, depth=depth
         )
@@ -104,26 +108,30 @@ class Engine:
 
     # ---- taking requests ---------------------------------------------------------------------------------------
 
-    def add(self, request: Request, now_s: float, *, hold: bool, cut_tokens: int = 0) -> None:
+    def add(self, request: Request, now_s: float, *, hold: bool, cut_tokens: int = 0, borrows: bool = False) -> None:
         """Queue a prompt. `hold`: stop after the first token and keep the KV under a lease.
 
         `cut_tokens`: hold the KV of only this many tokens and sample none; the reader computes the rest (0: all).
+        `borrows`: it may be longer than the pool; while memory is short, its blocks move to lenders (`take_moves`).
         Raises `InvalidRequest` or `Overloaded`.
         """
         self._refuse_known(request)
-        check_prompt(request, self.max_length, self._vocab_size)
+        max_length = self._longest if borrows else self.max_length
+        check_prompt(request, max_length, self._vocab_size)
         if cut_tokens and not (hold and 0 < cut_tokens < request.num_tokens):
             rule = f"a held prompt may be cut behind 1 to {request.num_tokens - 1} of its tokens"
             raise InvalidRequest("cut_tokens", f"is {cut_tokens}; {rule}")
         if len(self._scheduler.queues.waiting) >= self._config.max_waiting:
             raise Overloaded(f"{len(self._scheduler.queues.waiting)} prompts wait already", retry_after_s=1.0)
-        sequence = Sequence(request, now_s, hold=hold, cut_tokens=cut_tokens, max_length=self.max_length)
+        sequence = Sequence(request, now_s, hold=hold, cut_tokens=cut_tokens, max_length=max_length, borrows=borrows)
         self._sequences[request.key] = sequence
         self._scheduler.queues.add(sequence)
         if len(self.pool.host.pins):
             sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=sequence.salt)
             self.pool.host.pins.renew(sequence.hashes, now_s)
-        if self._disk is not None:
+        if borrows:
+            self._kv.moves.add(sequence)
+        elif self._disk is not None:
             self._disk.prefetch(sequence)
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
@@ -236,16 +244,49 @@ class Engine:
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed or sequence.hold or sequence.state is State.RESERVED:
             raise UnknownSequence(f"{key} does not decode here; it ended or has not started")
-        if sequence.state is not State.RUNNING:
+        if sequence.state is not State.RUNNING or sequence.remote:
             return None
         blocks = sequence.blocks[: min(sequence.num_computed, most_tokens) // self.pool.block_size]
         self.pool.share(blocks)
         return self.leases.offer(key, blocks, now_s) if blocks else None
 
+    # ---- blocks on other workers -------------------------------------------------------------------------------
+
+    def begin_move(self, move: BlockMove, now_s: float) -> Lease:
+        """Lease the blocks of this move to a lender. Raises `UnknownSequence`."""
+        sequence = self._sequences.get(move.key)
+        if sequence is None or (sequence.num_remote, sequence.num_moving) != (move.first, move.count):
+            raise UnknownSequence(f"{move.key} does not move blocks; it ended or was preempted")
+        blocks = sequence.blocks[move.first : move.first + move.count]
+        self.pool.share(blocks)
+        return self.leases.offer(f"{move.key}:move", blocks, now_s)
+
+    def moved(self, move: BlockMove, span: RemoteKV) -> bool:
+        """A lender has the blocks of this move. `span`: all blocks of its loan. False: they are not wanted any more."""
+        return self._kv.moves.moved(move, span)
+
+    def not_moved(self, move: BlockMove, reason: str) -> None:
+        """No lender took them: the sequence fails if it needs their memory."""
+        self.leases.drop(f"{move.key}:move")
+        if self._kv.moves.not_moved(move):
+            self.fail(move.key, reason)
+
+    def remote(self) -> Iterator[RemoteKV]:
+        """The blocks that lenders hold."""
+        return self._kv.moves.remote()
+
+    def take_repaid(self) -> list[RemoteKV]:
+        """Blocks that lenders need not hold any longer."""
+        return self._kv.moves.take_repaid()
+
+    def take_moves(self) -> list[BlockMove]:
+        """Moves to begin; each ends with `moved` or `not_moved`."""
+        return self._kv.moves.take_due()
+
     @property
     def has_work(self) -> bool:
-        """Whether there is any sequence or lease."""
-        return bool(self._sequences or len(self.leases))
+        """Whether there is any sequence, lease or loan."""
+        return bool(self._sequences or len(self.leases) or len(self.loans))
 
     # ---- pins --------------------------------------------------------------------------------------------------
 
@@ -281,6 +322,7 @@ class Engine:
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
+        self._kv.moves.start()
         step = self._scheduler.schedule(now_s)
         if step is None:
             return self._without_sequences()
@@ -331,7 +373,8 @@ class Engine:
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self.pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
-        for chunk, token, logprobs, prompt in zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True):
+        each_chunk = zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True)
+        for index, (chunk, token, logprobs, prompt) in enumerate(each_chunk):
             sequence = self._sequences[chunk.key]
             num_tokens = len(chunk.tokens)
             sequence.num_ordered -= num_tokens
@@ -339,8 +382,9 @@ class Engine:
             if sequence.doomed:
                 continue
             try:
-                if (chunk.draw is not None and token is None) or not all(math.isfinite(each.chosen) for each in prompt):
-                    self._fail_not_finite(sequence)
+                missing = (chunk.draw is not None and token is None) or index in result.lost
+                if missing or not all(math.isfinite(each.chosen) for each in prompt):
+                    self._fail_not_computed(sequence, is_lost=index in result.lost)
                     continue
                 if prompt:
                     sequence.prompt_logprobs += prompt
@@ -359,6 +403,7 @@ class Engine:
         for sequence in touched:
             if sequence.doomed and not sequence.in_flight:
                 self._end(sequence)
+        self._kv.moves.settle()
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """How long a step takes. One that only copies or digests says nothing about others."""
@@ -445,8 +490,10 @@ class Engine:
             else:
                 self.fail(sequence.key, reason)
 
-    def _fail_not_finite(self, sequence: Sequence) -> None:
+    def _fail_not_computed(self, sequence: Sequence, *, is_lost: bool) -> None:
         """No token can be sampled, and no other sequence may use this KV."""
+        if is_lost:
+            return self.fail(sequence.key, "KV on another worker is lost: it ended, or did not answer in time")
         self._non_finite += 1
         self.pool.forget(sequence.hashes)
         where = f"behind token {sequence.num_computed}"
@@ -454,8 +501,9 @@ class Engine:
         self.fail(sequence.key, why, final=True)
 
     def expire(self, now_s: float) -> None:
-        """Reclaim leases of silent readers; a prompt that is still computed for one of them fails. End pins."""
+        """Reclaim leases and loans of silent peers, and end pins; a prompt computed for a silent reader fails."""
         self.pool.host.expire_pins(now_s)
+        self.loans.expire(now_s)
         for lease in self.leases.expire(now_s):
             if not lease.offered:
                 self.fail(lease.key, "its reader went silent and the lease expired")
@@ -521,6 +569,7 @@ class Engine:
                 *(s.blocks for s in self._sequences.values()),
                 *self._scheduler.leaving(),
                 *(x.blocks for x in self.leases),
+                *(x.blocks for x in self.loans),
                 *(x.blocks for x in self.prefix_fetches),
             ]
         )

@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.disk_tier import Disk
-from workers.engine.step import StepPlan, StepResult
+from workers.engine.step import RemoteKV, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,24 @@ class ModelFacts:
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     kv_blocks: int = 0  # of the pool, where the configuration leaves that to the executor
     host_cache_blocks: int = 0
+
+
+class SpanQuery(Struct, frozen=True, gc=False):
+    """Queries of one layer of the model, from `position` on, to KV of earlier positions, from `first_position` on.
+
+    `query` is [tokens, heads, head_dim] and `state` [tokens, heads, head_dim + 2] in float32 (see `workers.ops.span`);
+    an empty state is that before any key.
+    """
+
+    layer: int
+    first_position: int
+    position: int
+    query: bytes
+    state: bytes = b""
+
+
+RemoteAttend = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
+"""The state after the KV that a lender holds. Called on the event loop. Raises `TransferError`."""
 
 
 class Executor(Protocol):
@@ -72,6 +92,22 @@ class Executor(Protocol):
 
     async def forget(self, incarnation: str) -> None:
         """Drop a dead peer."""
+        ...
+
+    def borrow(self, attend: RemoteAttend) -> None:
+        """How to reach the KV in plans' `remote`. Called once, before the first such plan.
+
+        A chunk is lost (see `StepResult`) if `attend` raises `TransferError`, does not return in time, or returns the
+        wrong number of bytes. Raises `WorkerError` if this executor cannot borrow.
+        """
+        ...
+
+    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
+        """The state after these blocks of the pool, whose KV must not change meanwhile. Does not wait for a step.
+
+        The blocks hold whole multiples of SPAN tokens. Raises `TransferError` if the query does not fit this model or
+        pool, and `WorkerError` if this executor cannot lend.
+        """
         ...
 
     async def failure(self) -> Exception:

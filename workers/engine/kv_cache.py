@@ -14,6 +14,7 @@ from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves, HostTier
+from workers.engine.loans import Moves
 from workers.engine.sequence import Sequence, State
 from workers.kv_events import chain, name_of_block
 from workers.request import MIXED_KV
@@ -36,7 +37,9 @@ class KVCacheManager:
         reserves_answer: bool,
     ) -> None:
         self.host = HostBlocks(config.swap_blocks)
-        self.tier = HostTier(pool, estimate, block_bytes, -(-config.max_batch_tokens // config.block_size))
+        self._step_blocks = -(-config.max_batch_tokens // config.block_size)
+        self.tier = HostTier(pool, estimate, block_bytes, self._step_blocks)
+        self.moves = Moves(pool, min(2 * self._step_blocks, pool.num_blocks // 2))
         self._preemption = config.preemption
         self._pool = pool
         self._estimate = estimate
@@ -54,7 +57,7 @@ class KVCacheManager:
         One block for each running sequence stays free, so that letting one in does not preempt another at once; under a
         policy that reserves answers, as many as the longest ones take.
         """
-        if self._reserves_answer:
+        if self._reserves_answer and not sequence.borrows:
             spare = sum(max(0, self._longest(each) - len(each.blocks)) for each in self._running)
             wanted = max(wanted, self._longest(sequence) - held)
         else:
@@ -81,16 +84,18 @@ class KVCacheManager:
         if sequence.request.fresh:
             self._pool.forget(sequence.hashes)
         for share_tail in (True, False) if sequence.request.group else (False,):
-            shared, computed = self._known(sequence, share_tail=share_tail)
+            shared, computed = self._known(sequence, share_tail=share_tail and not sequence.borrows)
             tail = shared[computed // size :]
             num_kept = len(shared) - len(tail)
             num_blocks = -(-len(sequence.tokens) // size) - num_kept
+            if sequence.borrows:
+                num_blocks = min(num_blocks, self._step_blocks)
             if self.fits(sequence, held=num_kept, wanted=num_blocks):
                 sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks, moves.evicted)
                 moves.copy(tail, sequence.blocks[num_kept:][: len(tail)])
                 sequence.num_computed = sequence.cached_tokens = computed
                 sequence.num_named = computed // size
-                if not tail:
+                if not tail and not sequence.borrows:
                     self.tier.restore(sequence, moves)
                 found = sequence.cached_tokens
                 from_disk = size * sum([computed <= index * size < found for index in sequence.from_disk])
@@ -108,6 +113,8 @@ class KVCacheManager:
         if sequence.wants_prompt_logprobs:
             return [], 0
         size, most = self._pool.block_size, len(sequence.tokens) - 1
+        if sequence.borrows:  # the rest of the pool is for what follows
+            most = min(most, self._pool.num_blocks // 2 * size)
         shared = self._pool.match(sequence.hashes[: most // size])
         if share_tail and most % size and len(shared) == most // size:
             # Siblings also share the last block, up to its last token.
@@ -163,9 +170,14 @@ class KVCacheManager:
         sequence.blocks[index : index + 1] = blocks
 
     def room(self, sequence: Sequence) -> int:
-        """How many more tokens fit in its blocks, after allocating missing ones if all of them fit."""
+        """How many more tokens fit in its blocks, after allocating missing ones if all of them fit.
+
+        For a sequence that borrows, as many as fit.
+        """
         size = self._pool.block_size
         missing = -(-len(sequence.tokens) // size) - len(sequence.blocks)
+        if sequence.borrows:
+            missing = min(missing, self._step_blocks, self._pool.num_free - len(self._running))
         if missing > 0 and self.fits(sequence, held=len(sequence.blocks), wanted=missing):
             sequence.blocks += self._pool.allocate(missing)
         return len(sequence.blocks) * size - sequence.num_scheduled
@@ -202,6 +214,7 @@ class KVCacheManager:
         sequence.num_named = 0
         if not self._should_swap(sequence, len(blocks)):
             self._pool.free(blocks)
+            self.moves.forget(sequence)
             sequence.restart()
             return 0
         sequence.host_blocks = self.host.allocate(len(blocks))
@@ -210,7 +223,7 @@ class KVCacheManager:
         return len(blocks)
 
     def _should_swap(self, sequence: Sequence, num_blocks: int) -> bool:
-        if self._preemption == "recompute" or num_blocks > self.host.num_free:
+        if self._preemption == "recompute" or sequence.borrows or num_blocks > self.host.num_free:
             return False
         if self._preemption == "swap" or sequence.kv_dtype:  # KV fetched in another dtype cannot be recomputed here
             return True
@@ -218,7 +231,8 @@ class KVCacheManager:
         return cost.swap_seconds(num_blocks * self._block_bytes) < cost.prefill_seconds(sequence.num_computed)
 
     def release(self, sequence: Sequence) -> None:
-        """Free all its blocks, also those on the host."""
+        """Free all its blocks, also those on the host and on other workers."""
+        self.moves.remove(sequence)
         self._pool.free(sequence.blocks)
         self.host.free(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from workers.engine.blocks import Cached
-from workers.engine.step import Chunk, Draw
+from workers.engine.step import Chunk, Draw, RemoteKV
 from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
 
 INT32 = next(code for code in "il" if array(code).itemsize == 4)
@@ -82,6 +82,10 @@ class Sequence:
     num_ordered: int = 0
     blocks: list[int] = field(default_factory=list)
     host_blocks: list[int] = field(default_factory=list)  # of a swapped sequence
+    borrows: bool = False  # its leading blocks may move to other workers
+    remote: list[RemoteKV] = field(default_factory=list)  # blocks that have moved, from position 0 on
+    num_moving: int = 0  # blocks behind these that are being moved
+    moves_from: int = 0  # computed tokens from which on it moves blocks again, after no lender took them
     number: int = 0  # of the prompt in the engine's order of arrival
     was_preempted: bool = False
     is_prefetching: bool = False  # blocks of its prefix are being read from a disk
@@ -112,6 +116,11 @@ class Sequence:
         self.key = self.request.key
         self.num_prompt = len(self.request.prompt)
         self.num_given = len(self.tokens)
+
+    @property
+    def num_remote(self) -> int:
+        """Leading blocks that other workers hold."""
+        return sum(each.num_blocks for each in self.remote)
 
     @property
     def salt(self) -> str:
@@ -195,6 +204,7 @@ class Sequence:
             draw=self.draw(end_tokens) if stop == len(self.tokens) and not self.cut_tokens else None,
             targets=tuple(self.tokens[first + 1 : stop + 1]) if self.wants_prompt_logprobs else (),
             num_top=self.request.sampling.prompt_logprobs or 0,
+            remote=tuple(self.remote),
         )
 
     def finish_reason(self, end_tokens: tuple[int, ...]) -> FinishReason | None:

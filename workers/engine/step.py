@@ -27,11 +27,23 @@ class Draw(Struct, frozen=True, gc=False):
         return bool(self.seen or self.params.logit_bias or self.banned)
 
 
+ELSEWHERE = -1  # in a block table: another worker holds this block
+
+
+class RemoteKV(Struct, frozen=True, gc=False):
+    """Leading blocks of a sequence that another worker holds. `lender`: its incarnation; `loan`: its number there."""
+
+    lender: str
+    loan: int
+    num_blocks: int
+
+
 class Chunk(Struct, frozen=True, gc=False):
     """A run of one sequence's tokens to compute.
 
     `tokens` have the positions first_position ...; `blocks` is the block table up to the chunk's end: the token at
     position p is in slot p % block_size of blocks[p // block_size]. A decode is a chunk of one token.
+    The blocks of `remote` come first, each a multiple of `SPAN` tokens; in `blocks` they are `ELSEWHERE`.
     `draw` None: a chunk in the middle of a prompt, nothing to sample. `targets` are the prompt tokens that follow the
     chunk's first rows, for prompt log probabilities with the `num_top` best of each row.
     """
@@ -43,6 +55,12 @@ class Chunk(Struct, frozen=True, gc=False):
     draw: Draw | None
     targets: tuple[int, ...] = ()
     num_top: int = 0
+    remote: tuple[RemoteKV, ...] = ()
+
+    @property
+    def num_remote(self) -> int:
+        """Leading blocks that other workers hold."""
+        return sum(each.num_blocks for each in self.remote)
 
     @property
     def context(self) -> int:
@@ -76,6 +94,7 @@ class StepResult(Struct, frozen=True, gc=False):
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: none requested).
     `digests[rank][j]` are the cell digests of the plan's digest_blocks[j] on that rank (see `kvtransfer.digest`).
     `seconds` is the device's time for the step, through all stages, without waits for other plans.
+    `lost` are the indices of chunks whose remote KV could not be used; their token is None.
     """
 
     number: int
@@ -84,3 +103,4 @@ class StepResult(Struct, frozen=True, gc=False):
     digests: tuple[tuple[bytes, ...], ...]
     seconds: float
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    lost: tuple[int, ...] = ()

@@ -131,6 +131,8 @@ class StepBuilder:
             if self._coming > 0:  # wait for a block that comes free when a step ends
                 self._coming -= 1
                 return False
+            if self._kv.moves.is_moving:  # as for the end of a step
+                return False
             victim = self._victim()
             if victim is None:
                 return False

@@ -30,9 +30,9 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
 from workers.config import WorkerConfig
 from workers.engine.disk_tier import Disk
-from workers.engine.executor import ModelFacts
+from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
-from workers.errors import ModelError, RankLost
+from workers.errors import ModelError, RankLost, WorkerError
 from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
@@ -139,6 +139,12 @@ class GangExecutor:
 
     async def forget(self, incarnation: str) -> None:
         await asyncio.gather(self._own.forget(incarnation), *(other.forget(incarnation) for other in self._others))
+
+    def borrow(self, attend: RemoteAttend) -> None:
+        raise WorkerError("a worker of several ranks cannot borrow KV; let workers of one rank borrow")
+
+    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
+        raise WorkerError("a worker of several ranks cannot lend KV; let workers of one rank lend")
 
     async def failure(self) -> Exception:
         return await asyncio.shield(self._connections.failure)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.ops.batch import RaggedBatch
+from workers.ops.span import SPAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,19 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
             slot_mapping=tensor(blocks * block_size + positions % block_size),
             max_query=int(lengths.max()),
             max_context=int(contexts.max()),
+            begins=tensor(_begins(chunks, block_size)) if any(chunk.remote for chunk in chunks) else None,
         ),
         rows=tensor(starts[1:][list(sampled)].astype(np.int64) - 1),
         draws=tuple(chunk.draw for chunk in chunks if chunk.draw is not None),
         sampled_chunks=sampled,
     )
+
+
+def _begins(chunks: tuple[Chunk, ...], block_size: int) -> NDArray[np.int32]:
+    """[chunks]: the first position of each whose KV is in the pool."""
+    begins = np.array([chunk.num_remote * block_size for chunk in chunks], np.int32)
+    assert not (begins % SPAN).any(), f"remote KV of {begins.tolist()} tokens; only whole spans of {SPAN} can be remote"
+    return begins
 
 
 def _block_tables(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:

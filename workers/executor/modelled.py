@@ -25,8 +25,9 @@ from workers.config import WorkerConfig
 from workers.costs import CostModel
 from workers.engine.disk_tier import Disk
 from workers.engine.estimate import plan_seconds
-from workers.engine.executor import ModelFacts
+from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
+from workers.errors import WorkerError
 from workers.executor.bubble import BubbleMeter
 from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
 from workers.request import TokenLogprobs
@@ -206,6 +207,12 @@ class ModelledExecutor:
 
     async def forget(self, incarnation: str) -> None:
         await self._transports.forget(incarnation)
+
+    def borrow(self, attend: RemoteAttend) -> None:
+        raise WorkerError("a modelled worker has no KV to attend to, so it cannot borrow; turn lending off")
+
+    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
+        raise WorkerError("a modelled worker has no KV to attend to, so it cannot lend; turn lending off")
 
     async def failure(self) -> Exception:
         """Never returns: arithmetic does not fail."""

@@ -18,10 +18,12 @@ from kvtransfer.digest import digest_block, digest_cells
 from kvtransfer.links import TransportSet
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
+from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
 from workers.executor.disk_cache import DiskCache
 from workers.executor.inputs import step_inputs
 from workers.executor.kv_pool import KVPool
+from workers.executor.remote_kv import Lender, RemoteStates
 from workers.executor.sampler import sample, score
 from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
@@ -45,6 +47,7 @@ class RankStep:
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     wait_s: float = 0.0  # of `seconds`: until the previous stage had sent its activations
     comm_s: float = 0.0  # of `seconds`: in sums and gathers with the ranks of the stage
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +81,32 @@ class Rank:
         self._transports = transports
         self._thread = thread
         self._scrubbing: set[asyncio.Task[None]] = set()
+        self._lender = Lender(part.model, pool.blocks, "diptych")
+        self._remote_attend: RemoteAttend | None = None
+
+    def borrow(self, attend: RemoteAttend) -> None:
+        """As in the `Executor` port."""
+        self._remote_attend = attend
+
+    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
+        """As in the `Executor` port."""
+        return await self._lender.attend(blocks, query)
+
+    def _states(self, plan: StepPlan) -> RemoteStates | None:
+        """None: no chunk has KV on another worker."""
+        if not any(chunk.remote for chunk in plan.chunks):
+            return None
+        assert self._remote_attend is not None, "a plan with remote KV comes after `borrow`"
+        block_size = self._pool.region.layout.block_size
+        return RemoteStates(plan, self._part.model.config, block_size, self._remote_attend)
 
     async def execute(self, plan: StepPlan) -> RankStep:
         """A rank that fails in a step leaves its gang: peers would take its next messages for this step's."""
+        states = self._states(plan)
 
         def step() -> RankStep:
             try:
-                return compute(self._part, self._pool, plan)
+                return compute(self._part, self._pool, plan, states)
             except BaseException:
                 self._part.close()
                 raise
@@ -147,6 +169,7 @@ class Rank:
         try:
             await self._transports.close()
             await asyncio.gather(*self._scrubbing)
+            await self._lender.close()
             if self._disk is not None:
                 await self._disk.close()
         finally:
@@ -155,18 +178,21 @@ class Rank:
 
 
 @torch.inference_mode()
-def compute(part: ModelPart, pool: KVPool, plan: StepPlan) -> RankStep:
+def compute(part: ModelPart, pool: KVPool, plan: StepPlan, states: RemoteStates | None = None) -> RankStep:
     """Run the plan on the calling thread: write the KV of all chunks, and sample one token per chunk with a draw.
 
-    Returns when the KV is in the pool for every reader. Only the first rank of the last stage returns tokens and log
-    probabilities.
+    `states`: of chunks with KV on other workers. Returns when the KV is in the pool for every reader. Only the first
+    rank of the last stage returns tokens and log probabilities.
     """
     begun = time.perf_counter()
     pool.move(plan)
     part.model.ticks += 1
     outputs = _StepOutputs(len(plan.chunks))
     if plan.chunks:
-        _forward(part, pool, plan, outputs)
+        _forward(part, pool, plan, outputs, states)
+    lost = tuple(sorted(states.lost)) if states is not None else ()
+    for index in lost:
+        outputs.tokens[index] = outputs.logprobs[index] = None
     part.model.ticks += 1
     written = pool.mark()
     digests = _digests(pool, plan.digest_blocks)
@@ -179,6 +205,7 @@ def compute(part: ModelPart, pool: KVPool, plan: StepPlan) -> RankStep:
         prompt_logprobs=outputs.prompt_logprobs,
         wait_s=part.link.take_wait_s() if part.link else 0.0,
         comm_s=part.group.take_comm_s() if part.group else 0.0,
+        lost=lost,
     )
 
 
@@ -191,7 +218,7 @@ class _StepOutputs:
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
-def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutputs) -> None:
+def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutputs, states: RemoteStates | None) -> None:
     model, link = part.model, part.link
     inputs = step_inputs(plan, pool.region.layout.block_size, model.device)
     if model.embedding is not None:
@@ -202,7 +229,7 @@ def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutput
     rows, num_draws = inputs.rows, len(inputs.draws)
     if any(chunk.targets for chunk in plan.chunks):
         rows = torch.cat([rows, _target_rows(plan).to(rows.device)])
-    hidden = model.run(x, inputs.positions, rows, inputs.batch, pool.blocks)
+    hidden = model.run(x, inputs.positions, rows, inputs.batch, pool.blocks, states)
     if model.head is None:
         assert link is not None, "an earlier stage has a next one"
         link.send(hidden)

@@ -8,7 +8,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
 from workers.engine.disk_tier import Disk
-from workers.engine.executor import ModelFacts
+from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.executor.opening import open_rank, warm_up
 from workers.executor.rank import Rank
@@ -34,6 +34,7 @@ class SoloExecutor:
             digests=(step.digests,),
             seconds=step.seconds,
             prompt_logprobs=step.prompt_logprobs,
+            lost=step.lost,
         )
 
     @property
@@ -54,6 +55,12 @@ class SoloExecutor:
 
     async def forget(self, incarnation: str) -> None:
         await self._rank.forget(incarnation)
+
+    def borrow(self, attend: RemoteAttend) -> None:
+        self._rank.borrow(attend)
+
+    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
+        return await self._rank.attend(blocks, query)
 
     async def failure(self) -> Exception:
         """Never returns: errors come from `execute`."""

@@ -14,7 +14,7 @@ attention, Ainslie et al. (2023); post-norms and soft caps, Gemma Team, Gemma 2 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from workers.ops.fused import add_rms_norm, rms_norm, rotate
 from workers.ops.linear import LinearMethod
 
 Transform = Callable[[Tensor], Tensor]
+StatesOf = Callable[[int, Tensor], Tensor]  # (layer, query) -> states of `RaggedBatch`
 Rotations = dict[RopeConfig, tuple[Tensor, Tensor]]
 
 
@@ -96,8 +97,18 @@ class Decoder:
         # In half precision, round the scale as in training.
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
 
-    def run(self, x: Tensor, positions: Tensor, rows: Tensor, batch: RaggedBatch, pool: Tensor) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        batch: RaggedBatch,
+        pool: Tensor,
+        states: StatesOf | None = None,
+    ) -> Tensor:
         """This stage's layers over x [tokens, hidden]; writes K and V of every token and layer into the pool.
+
+        `states`: for a batch with `begins`, the states of each layer's rows before them.
 
         The last stage returns the head's input [rows, hidden], any other the next stage's input [tokens, hidden].
         Tokens and positions are int64 on the model's device, positions below the context length.
@@ -111,7 +122,7 @@ class Decoder:
         ]  # of the next layer, or the head
         normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            attended = self._attend(index, normed, rotations, batch, pool)
+            attended = self._attend(index, normed, rotations, batch, pool, states)
             self.ticks += 1
             if (
                 self.final_norm is not None and index == len(self.layers) - 1
@@ -126,7 +137,15 @@ class Decoder:
             x, normed = add_rms_norm(x, change, next_norm, self.config.rms_eps)
         return normed
 
-    def _attend(self, index: int, x: Tensor, rotations: Rotations, batch: RaggedBatch, pool: Tensor) -> Tensor:
+    def _attend(
+        self,
+        index: int,
+        x: Tensor,
+        rotations: Rotations,
+        batch: RaggedBatch,
+        pool: Tensor,
+        states: StatesOf | None,
+    ) -> Tensor:
         config, layer = self.config, self.layers[index]
         here = config.layers[index]
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -138,6 +157,8 @@ class Decoder:
             qk = rotate(qk, *rotations[here.rope])
         query, key = qk[:, :heads], qk[:, heads:]
         self.attention.write_kv(pool, key, value, index, batch.slot_mapping)
+        if states is not None:
+            batch = replace(batch, states=states(index, query))
         attended = self.attention.attend(
             query, pool, index, batch, config.attention_scale, here.window, config.attention_softcap
         )  # [tokens, heads, head_dim]

@@ -54,7 +54,7 @@ class KVFetcher:
             sequence, num_tokens, size = self._engine.reserved(key), ticket.num_tokens, self._config.engine.block_size
             if num_tokens > sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {num_tokens} tokens, {key} has {sequence.request.num_tokens}")
-            if self._is_rounded(ticket) and not sequence.kv_dtype:
+            if self.is_rounded(ticket) and not sequence.kv_dtype:
                 sequence.kv_dtype = MIXED_KV  # not known at reservation; keeps its blocks out of the prefix cache
             skip_tokens = min(sequence.cached_tokens, num_tokens)
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
@@ -119,7 +119,7 @@ class KVFetcher:
 
     async def _fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         tokens = (*request.prompt, *request.generated)[: ticket.num_tokens]
-        if self._is_rounded(ticket):
+        if self.is_rounded(ticket):
             return 0  # converted KV is rounded, so it differs from what this worker computes
         try:
             fetch = self._engine.prefix_fetches.begin(tokens, request.cache_salt)
@@ -148,7 +148,7 @@ class KVFetcher:
         if self._prefix_fetches:
             await asyncio.wait(self._prefix_fetches)
 
-    def _is_rounded(self, ticket: TransferTicket) -> bool:
+    def is_rounded(self, ticket: TransferTicket) -> bool:
         """Whether the owner's KV has another dtype than ours."""
         return ticket.owner.shards[0].layout.dtype != self._executor.shards()[0].layout.dtype
 

@@ -1,0 +1,170 @@
+"""A request longer than every worker's KV pool: one worker serves it, others hold a part. A real model, digests on."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.events import Unservable
+from cluster.spec import ClusterSpec
+from kvtransfer.control import AttendLoan
+from kvtransfer.errors import LoanRefused
+from kvtransfer.ticket import TransferTicket
+from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
+from tests.model.tiny import write_tiny_llama
+from workers.request import Request, SamplingParams
+from workers.worker import Worker
+
+BLOCK = 8
+LARGE, SMALL = 130, 58  # blocks; a small worker holds 448 tokens
+PROMPT = tuple(3 + 11 * position % 300 for position in range(600))
+ANSWER = 60  # tokens
+SHORT = tuple(5 + 7 * position % 300 for position in range(40))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", context_length=1024)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[int]:
+    """The tokens from one worker that holds all of it."""
+
+    async def run() -> list[int]:
+        async with cluster(real(mixed_spec(block_size=BLOCK, kv_blocks=LARGE), model)) as subject:
+            return tokens_of(await subject.run(asked("long")))
+
+    return asyncio.run(run())
+
+
+def real(spec: ClusterSpec, model: Path) -> ClusterSpec:
+    pools = tuple(replace(each, engine=replace(each.engine, threads=1)) for each in spec.pools)
+    return replace(spec, model=str(model), executor="torch", pools=pools)
+
+
+def small(model: Path, workers: int = 3) -> ClusterSpec:
+    return real(mixed_spec(workers, block_size=BLOCK, kv_blocks=SMALL), model)
+
+
+def asked(name: str, prompt: tuple[int, ...] = PROMPT, max_tokens: int = ANSWER) -> Request:
+    return Request(name, prompt, SamplingParams(temperature=4.0, seed=7, max_tokens=max_tokens, ignore_eos=True))
+
+
+def borrower(subject: Cluster) -> Worker:
+    (worker,) = [each for each in subject.workers.values() if list(each.engine.remote())]
+    return worker
+
+
+def has_long(subject: Cluster) -> bool:
+    return any(list(each.engine.remote()) for each in subject.workers.values())
+
+
+async def test_the_answer_has_the_tokens_of_one_large_worker(model: Path, alone: list[int]) -> None:
+    async with cluster(small(model)) as subject:
+        events = await subject.run(asked("long"))
+        assert tokens_of(events) == alone and len(alone) == ANSWER
+        assert completed(events).attempts == 1
+        await subject.settle()
+        assert sum(each._stats().pulls.arrived for each in subject.workers.values()) > 0
+
+
+async def test_prefill_and_decode_workers_lend_to_each_other(model: Path, alone: list[int]) -> None:
+    async with cluster(real(split_spec(2, 1, block_size=BLOCK, kv_blocks=SMALL), model)) as subject:
+        assert tokens_of(await subject.run(asked("long"))) == alone
+        await subject.settle()
+
+
+async def test_others_are_served_meanwhile(model: Path, alone: list[int]) -> None:
+    async with cluster(small(model)) as subject:
+        short = [asked(f"short-{number}", SHORT[number:], 30) for number in range(6)]
+        long, *answers = await asyncio.gather(subject.run(asked("long")), *map(subject.run, short))
+        again = [tokens_of(await subject.run(replace(each, id=f"{each.id}-again"))) for each in short]
+        assert tokens_of(long) == alone
+        assert [tokens_of(each) for each in answers] == again
+        await subject.settle()
+
+
+def lender_ends(subject: Cluster) -> None:
+    """The lender loses its loans, as after a restart."""
+    for each in subject.workers.values():
+        for loan in list(each.engine.loans):
+            each.engine.loans.repay(loan.number)
+
+
+def lender_is_silent(subject: Cluster) -> None:
+    async def attend(request: AttendLoan) -> bytes:
+        await asyncio.sleep(60.0)
+        return b""
+
+    for each in subject.workers.values():
+        each._lender.attend = attend
+
+
+@pytest.mark.parametrize("fails", [lender_ends, lender_is_silent])
+async def test_a_lender_that_fails_costs_another_attempt(
+    model: Path, alone: list[int], fails: Callable[[Cluster], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.executor.remote_kv.REMOTE_TIMEOUT_S", 0.5)
+    async with cluster(small(model)) as subject:
+        running = await subject.begin(asked("long"), 5)
+        attends = {name: each._lender.attend for name, each in subject.workers.items()}
+        fails(subject)
+        async with asyncio.timeout(20.0):
+            while has_long(subject):
+                await asyncio.sleep(0.01)
+        for name, each in subject.workers.items():
+            each._lender.attend = attends[name]
+        events = await running
+        assert tokens_of(events) == alone
+        assert completed(events).attempts == 2
+        await subject.settle()
+
+
+async def test_a_cancelled_request_leaves_no_loan(model: Path) -> None:
+    async with cluster(small(model)) as subject:
+        running = await subject.begin(asked("long"), 5)
+        assert sum(len(each.engine.loans) for each in subject.workers.values()) > 0
+        running.cancel()
+        await asyncio.wait([running])
+        await subject.settle()
+        assert not any(len(each.engine.loans) for each in subject.workers.values())
+
+
+async def test_a_lender_may_refuse_and_another_one_lends(model: Path, alone: list[int]) -> None:
+    async with cluster(small(model, 4)) as subject:
+        refusing: list[str] = []
+
+        def refuses(worker: Worker) -> None:
+            async def borrow(ticket: TransferTicket, loan: int, held_tokens: int) -> int:
+                refusing.append(worker.config.name)
+                raise LoanRefused("no blocks are left")
+
+            worker._lender.borrow = borrow
+
+        refuses(subject.workers["mixed-1"])
+        assert tokens_of(await subject.run(asked("long"))) == alone
+        assert refusing
+        await subject.settle()
+
+
+async def test_a_request_that_all_workers_together_cannot_hold_is_refused(model: Path) -> None:
+    async with cluster(small(model, 2)) as subject:
+        with pytest.raises(Unservable, match="has 900 tokens; the workers hold 672 together"):
+            await subject.run(asked("long", tuple(3 + 11 * position % 300 for position in range(900))))
+        await subject.settle()
+
+
+async def test_a_loan_whose_borrower_is_gone_expires(model: Path) -> None:
+    async with cluster(small(model)) as subject:
+        running = await subject.begin(asked("long"), 5)
+        stopped = borrower(subject)
+        assert stopped._borrower._renewal is not None
+        stopped._borrower._renewal.cancel()
+        stopped.engine.take_repaid = list  # gives nothing back
+        running.cancel()
+        await asyncio.wait([running])
+        await subject.settle(timeout_s=2 * subject.workers["mixed-0"].config.transfer.lease_s + 2.0)
+        assert sum(each.engine.loans.expired for each in subject.workers.values()) >= 1

@@ -1,0 +1,269 @@
+"""Blocks of a sequence that move to other workers: what is lent, what comes back, and who holds what meanwhile."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.errors import LeaseLost, LoanRefused
+from tests.engine.driving import VOCAB, Device, engine, next_token, request, result, tokens_of
+from workers.config import KEPT_SHARE
+from workers.engine.blocks import BlockPool
+from workers.engine.engine import Engine
+from workers.engine.loans import BlockMove, LoanBook
+from workers.engine.step import RemoteKV
+from workers.ops.span import SPAN
+from workers.request import FailedOut
+
+BLOCK = 16
+LONG = 4096
+
+
+def large(kv_blocks: int, **config: Any) -> Engine:
+    """A worker whose pool holds `kv_blocks` - 2 blocks of 16 tokens."""
+    sizes = {"block_size": BLOCK, "kv_blocks": kv_blocks, "max_batch_tokens": 64, "max_running": 8}
+    return engine(context_length=LONG, **(sizes | config))
+
+
+def prompt(num_tokens: int) -> tuple[int, ...]:
+    return tuple(1 + place * 13 % (VOCAB - 1) for place in range(num_tokens))
+
+
+@dataclass
+class Town:
+    """A borrower and its lenders. A move takes place between two steps; `patience`: how many steps later."""
+
+    borrower: Engine
+    lenders: dict[str, Engine]
+    patience: int = 0
+    device: Device = field(default_factory=lambda: Device(BLOCK))
+    emitted: list[Any] = field(default_factory=list)
+    moves: list[tuple[BlockMove, int]] = field(default_factory=list)
+    num_moves: int = 0
+
+    def __post_init__(self) -> None:
+        for name, lender in self.lenders.items():
+            self.device.lenders[name] = lender, Device(BLOCK)
+
+    def step(self) -> bool:
+        """Returns whether anything was computed or moved."""
+        plan = self.borrower.schedule(0.0)
+        self.moves += [(each, self.patience) for each in self.borrower.take_moves()]
+        if plan is not None:
+            self.device.execute(plan)
+            self.borrower.commit(plan, result(plan), 0.0)
+        due = [move for move, wait in self.moves if not wait]
+        waiting = [(move, wait - 1) for move, wait in self.moves if wait]
+        has_moved = bool(self.moves)
+        self.moves = waiting
+        for move in due:
+            self._move(move)
+        for span in self.borrower.take_repaid():
+            self.lenders[span.lender].loans.repay(span.loan)
+        self.emitted += self.borrower.drain()
+        for each in (self.borrower, *self.lenders.values()):
+            each.check()
+        return plan is not None or has_moved
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def _move(self, move: BlockMove) -> None:
+        last = move.last
+        for name, lender in self.lenders.items():
+            number, held = (last.loan, last.num_blocks) if last is not None and last.lender == name else (0, 0)
+            try:
+                loan, blocks = lender.loans.take(move.count, 0.0, number, held)
+            except (LoanRefused, LeaseLost):
+                continue
+            first = move.first * BLOCK
+            tokens = self.device.tokens(move.key)[first : first + move.count * BLOCK]
+            self.device.lenders[name][1].fill(blocks, tuple(tokens))
+            lender.loans.filled(loan, arrived=True)
+            if not self.borrower.moved(move, RemoteKV(name, loan, held + move.count)):
+                lender.loans.repay(loan)
+            self.num_moves += 1
+            return
+        self.borrower.not_moved(move, "no worker lends blocks")
+
+
+def test_a_sequence_longer_than_the_pool_is_served_with_blocks_on_other_workers() -> None:
+    town = Town(large(34), {"a": large(130)})
+    long = request("long", prompt(1000), max_tokens=200)
+    town.borrower.add(town.device.know(long), 0.0, hold=False, borrows=True)
+    town.run()
+    assert tokens_of(town.emitted, long.key) == [next_token(long.key, 1000 + place) for place in range(200)]
+    assert town.num_moves > 0
+    assert not len(town.lenders["a"].loans)
+    for each in (town.borrower, town.lenders["a"]):
+        assert each.stats().free_blocks == each.stats().total_blocks
+
+
+def test_blocks_move_in_whole_spans_and_one_lender_has_one_loan() -> None:
+    town = Town(large(34), {"a": large(130)})
+    town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
+    most = 0
+    while town.step():
+        for sequence in town.borrower._sequences.values():
+            assert len(sequence.remote) <= 1 and sequence.num_remote * BLOCK % SPAN == 0
+            most = max(most, sequence.num_remote)
+    assert most * BLOCK > 1000 - 34 * BLOCK
+
+
+def test_other_sequences_run_beside_it() -> None:
+    town = Town(large(42), {"a": large(130)}, patience=2)
+    asked = [request("long", prompt(900), max_tokens=60), *(request(f"s{n}", prompt(40 + n)) for n in range(3))]
+    for each in asked:
+        town.borrower.add(town.device.know(each), 0.0, hold=False, borrows=each.id == "long")
+    town.run()
+    for each in asked:
+        wanted = [next_token(each.key, len(each.prompt) + place) for place in range(each.sampling.max_tokens or 0)]
+        assert tokens_of(town.emitted, each.key) == wanted
+
+
+def test_without_a_lender_the_sequence_fails_and_leaves_nothing() -> None:
+    town = Town(large(34), {"a": large(12)})
+    town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
+    town.run()
+    (failed,) = [each for each in town.emitted if isinstance(each, FailedOut)]
+    assert "no worker lends" in failed.reason and not failed.final
+    assert town.borrower.stats().free_blocks == town.borrower.stats().total_blocks
+    assert not len(town.lenders["a"].loans)
+
+
+def test_an_aborted_sequence_gives_its_loans_back_also_one_in_progress() -> None:
+    town = Town(large(34), {"a": large(130)}, patience=3)
+    town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
+    while not (town.num_moves and town.moves):
+        town.step()
+    assert len(town.lenders["a"].loans) == 1
+    town.borrower.abort("long/0")
+    town.run()
+    assert not len(town.lenders["a"].loans)
+    assert town.borrower.stats().free_blocks == town.borrower.stats().total_blocks
+
+
+def test_a_chunk_whose_remote_kv_is_lost_fails_alone_and_may_be_tried_again() -> None:
+    town = Town(large(42), {"a": large(130)})
+    for each in (request("long", prompt(900)), request("short", prompt(20), max_tokens=30)):
+        town.borrower.add(town.device.know(each), 0.0, hold=False, borrows=each.id == "long")
+    while not any(each.remote for each in town.borrower._sequences.values()):
+        town.step()
+    plan = town.borrower.schedule(0.0)
+    assert plan is not None
+    town.device.execute(plan)
+    (place,) = [index for index, chunk in enumerate(plan.chunks) if chunk.remote]
+    made = result(plan)
+    tokens = tuple(None if index == place else token for index, token in enumerate(made.tokens))
+    made = type(made)(made.number, tokens, made.logprobs, made.digests, made.seconds, made.prompt_logprobs, (place,))
+    town.borrower.commit(plan, made, 0.0)
+    town.run()
+    (failed,) = [each for each in town.emitted if isinstance(each, FailedOut)]
+    assert (failed.key, failed.final) == ("long/0", False) and "another worker" in failed.reason
+    assert len(tokens_of(town.emitted, "short/0")) == 30
+    assert not len(town.lenders["a"].loans)
+
+
+def test_a_migration_does_not_take_a_sequence_with_blocks_elsewhere() -> None:
+    town = Town(large(34), {"a": large(130)})
+    town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
+    while not any(each.remote for each in town.borrower._sequences.values()):
+        town.step()
+    assert town.borrower.hand_over("long/0", 1000, 0.0) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kv_blocks=st.integers(26, 60),
+    lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
+    lenders=st.lists(st.integers(10, 140), max_size=3),
+    patience=st.integers(0, 4),
+    aborts=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3)), max_size=3),
+)
+def test_every_answer_is_whole_or_fails_and_every_block_comes_back(
+    kv_blocks: int, lengths: list[int], lenders: list[int], patience: int, aborts: list[tuple[int, int]]
+) -> None:
+    town = Town(large(kv_blocks), {f"w{place}": large(blocks) for place, blocks in enumerate(lenders)}, patience)
+    room = (kv_blocks - 2) * BLOCK
+    asked = [request(f"r{place}", prompt(length), max_tokens=20) for place, length in enumerate(lengths)]
+    for each in asked:
+        town.borrower.add(
+            town.device.know(each), 0.0, hold=False, borrows=len(each.prompt) + 20 > min(room, town.borrower.max_length)
+        )
+    aborted, steps = set(), 0
+    while town.step() or steps <= 200:
+        for key in [f"r{place}/0" for when, place in aborts if when == steps]:
+            aborted |= {key} if town.borrower.abort(key) else set()
+        steps += 1
+    failed = {each.key for each in town.emitted if isinstance(each, FailedOut)}
+    for each in asked:
+        tokens = tokens_of(town.emitted, each.key)
+        assert tokens == [next_token(each.key, len(each.prompt) + place) for place in range(len(tokens))]
+        assert len(tokens) == 20 or each.key in failed | aborted
+    for each_engine in (town.borrower, *town.lenders.values()):
+        assert each_engine.stats().free_blocks == each_engine.stats().total_blocks and not len(each_engine.loans)
+
+
+# ---- the lender's book -----------------------------------------------------------------------------------------
+
+
+def book(num_blocks: int = 40) -> tuple[LoanBook, BlockPool]:
+    pool = BlockPool(num_blocks, BLOCK)
+    return LoanBook(pool, 10.0), pool
+
+
+def test_a_lender_keeps_a_share_of_its_pool() -> None:
+    loans, pool = book()
+    with pytest.raises(LoanRefused, match="31 blocks wanted, 30 can be lent; ask another worker"):
+        loans.take(31, 0.0)
+    loans.take(30, 0.0)
+    assert pool.num_free == KEPT_SHARE * 40
+    with pytest.raises(LoanRefused):
+        loans.take(1, 0.0)
+    assert loans.refused == 2
+
+
+def test_a_loan_that_nobody_uses_expires() -> None:
+    loans, pool = book()
+    number, _ = loans.take(8, 0.0)
+    loans.filled(number, arrived=True)
+    loans.ready(number, 8, 6.0)
+    loans.expire(15.9)
+    loans.renew([number, 99], 15.9)
+    loans.expire(20.0)
+    assert len(loans) == 1
+    loans.expire(25.9)
+    assert (len(loans), loans.expired, pool.num_free) == (0, 1, 40)
+    with pytest.raises(LeaseLost, match="no loan 1"):
+        loans.ready(number, 8, 26.0)
+
+
+def test_blocks_whose_kv_did_not_arrive_are_not_lent() -> None:
+    loans, pool = book()
+    number, first = loans.take(8, 0.0)
+    with pytest.raises(LeaseLost, match="has 0 blocks, not 8"):
+        loans.ready(number, 8, 0.0)
+    loans.filled(number, arrived=True)
+    _, more = loans.take(8, 0.0, number, 8)
+    with pytest.raises(LoanRefused, match="extended already"):
+        loans.take(8, 0.0, number, 8)
+    loans.filled(number, arrived=False)
+    assert loans.ready(number, 8, 0.0) == first and pool.num_free == 32
+    assert not set(first) & set(more)
+    other, _ = loans.take(8, 0.0)
+    loans.filled(other, arrived=False)
+    assert len(loans) == 1
+
+
+def test_blocks_that_the_borrower_gave_up_are_taken_back_when_it_borrows_more() -> None:
+    loans, pool = book()
+    number, first = loans.take(8, 0.0)
+    loans.filled(number, arrived=True)
+    loans.take(8, 0.0, number, 8)
+    loans.filled(number, arrived=True)  # but the borrower heard nothing of it
+    _, second = loans.take(4, 0.0, number, 8)
+    loans.filled(number, arrived=True)
+    assert loans.ready(number, 12, 0.0) == (*first, *second) and pool.num_free == 28

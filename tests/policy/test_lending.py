@@ -1,0 +1,95 @@
+"""Requests longer than every worker's pool: which worker serves one, and which hold a part of its KV."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from cluster.policy.policy import open_policy
+from cluster.policy.routing.lending import MOST_LENDERS, Lending
+from cluster.policy.routing.router import Ask, Placement
+from cluster.spec import ROUTING, ClusterSpec, GatewaySpec, PoolSpec, Role
+from diptych.view import ClusterView, WorkerState, WorkerView
+from workers.config import EngineConfig, ParallelConfig
+from workers.request import Request, SamplingParams
+from workers.stats import WorkerStats
+
+BLOCK, BLOCKS = 16, 100
+POOL = BLOCK * BLOCKS  # tokens
+
+
+def spec(**pool: Any) -> ClusterSpec:
+    settings: dict[str, Any] = {"engine": EngineConfig(block_size=BLOCK, kv_blocks=BLOCKS)} | pool
+    return ClusterSpec("m", (PoolSpec("mixed", Role.MIXED, **settings),))
+
+
+def worker(name: str, free: int = BLOCKS, pool: str = "mixed", tokens: int = POOL) -> WorkerView:
+    stats = WorkerStats(total_blocks=BLOCKS, free_blocks=free)
+    return WorkerView(name, pool, Role.MIXED, WorkerState.READY, "1", capacity_tokens=tokens, stats=stats)
+
+
+def ask(num_tokens: int, *workers: WorkerView, **fields: Any) -> Ask:
+    request = Request("r", (1,) * num_tokens, SamplingParams(seed=1, max_tokens=10))
+    return Ask(ClusterView(1, "c", None, workers), request, **fields)
+
+
+@pytest.mark.parametrize("routing", sorted(ROUTING))
+def test_every_router_lends_only_what_no_worker_holds(routing: str) -> None:
+    policy = open_policy(replace(spec(), gateway=GatewaySpec(routing=routing)), 0)
+    workers = [worker("a"), worker("b"), worker("c")]
+    fits, long, longest = (policy.choose(ask(tokens, *workers)) for tokens in (POOL - 1, POOL, 3 * POOL))
+    assert isinstance(fits, Placement) and not fits.lenders
+    assert isinstance(long, Placement) and long.colocated and long.lenders == ("b", "c") and long.decode == "a"
+    assert longest is None
+
+
+def test_the_worker_with_most_free_memory_serves_it_and_the_next_ones_lend_first() -> None:
+    workers = [worker("a", 60), worker("b", 100), worker("c", 90), worker("d", 25)]
+    placement = Lending(spec()).choose(ask(POOL, *workers))
+    assert placement is not None
+    assert (placement.decode, placement.lenders) == ("b", ("c", "a"))  # d has nothing above the share it keeps
+
+
+def test_workers_that_failed_or_are_not_linked_or_not_ready_do_not_lend() -> None:
+    starting = structs.replace(worker("c"), state=WorkerState.STARTING)
+    lending, workers = Lending(spec()), [worker("a"), worker("b"), starting, worker("d")]
+    assert lending.choose(ask(POOL, *workers, avoid={"a"})).lenders == ("d",)  # type: ignore[union-attr]
+    asked = ask(POOL, *workers)
+    asked = replace(asked, view=replace(asked.view, unlinked=frozenset({("a", "b")})))
+    assert lending.choose(asked).lenders == ("d",)  # type: ignore[union-attr]
+    assert lending.choose(ask(POOL, worker("a"))) is None
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        {"parallel": ParallelConfig(tensor=2)},
+        {"engine": EngineConfig(block_size=48, kv_blocks=BLOCKS)},
+    ],
+)
+def test_gangs_and_odd_blocks_do_not_lend(pool: dict[str, Any]) -> None:
+    lending = Lending(spec(**pool))
+    assert lending.choose(ask(POOL, worker("a"), worker("b"))) is None
+    assert lending.longest([worker("a"), worker("b")]) == 0
+
+
+def test_modelled_workers_do_not_lend() -> None:
+    assert Lending(replace(spec(), executor="modelled")).longest([worker("a"), worker("b")]) == 0
+
+
+def test_workers_of_one_dtype_hold_three_quarters_of_their_memory_together() -> None:
+    half = PoolSpec("half", Role.MIXED, engine=EngineConfig(block_size=BLOCK, kv_blocks=BLOCKS, dtype="bfloat16"))
+    lending = Lending(ClusterSpec("m", (*spec().pools, half)))
+    assert lending.longest([worker("a")]) == 0
+    assert lending.longest([worker("a"), worker("h", pool="half")]) == 0
+    assert lending.longest([worker("a"), worker("b"), worker("h", pool="half")]) == POOL * 3 // 2
+    many = [worker(f"w{number}") for number in range(50)]
+    assert lending.longest(many) == (MOST_LENDERS + 1) * POOL * 3 // 4
+    placement = lending.choose(ask(3 * POOL, *many))
+    assert placement is not None and len(placement.lenders) == MOST_LENDERS
+
+
+def test_no_sequence_is_longer_than_the_engine_allows() -> None:
+    engine = EngineConfig(block_size=BLOCK, kv_blocks=BLOCKS, max_model_len=POOL + 5)
+    assert Lending(spec(engine=engine)).longest([worker("a"), worker("b")]) == POOL + 5

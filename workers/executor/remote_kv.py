@@ -1,0 +1,187 @@
+"""Attention to KV that other workers hold: the calls of a step to its lenders, and a lender's answers.
+
+compute thread   layer's query ──> states of all remote chunks at once ──> attention continues from them
+event loop       each chunk: lender after lender, in the order of their spans
+lender's thread  query and state ──> state after its span
+"""
+
+import asyncio
+import concurrent.futures
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.errors import TransferError
+from workers.engine.executor import RemoteAttend, SpanQuery
+from workers.engine.step import RemoteKV, StepPlan
+from workers.model.decoder import Decoder
+from workers.model.description import ModelConfig
+from workers.ops.span import SPAN
+
+logger = logging.getLogger(__name__)
+
+REMOTE_TIMEOUT_S = 5.0  # for the states of one layer
+STEP_WAIT_S = 60.0  # for those of all layers; below the pump's limit for a step
+MAX_QUERY_BYTES = 4 << 20  # of one call; longer queries take several
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """KV of the positions [first, end) of a sequence."""
+
+    kv: RemoteKV
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The tokens of a chunk with remote KV, in the step's token axis."""
+
+    index: int  # of the chunk
+    tokens: slice
+    position: int  # of the first token
+    spans: tuple[_Span, ...]
+
+
+class RemoteStates:
+    """The states of one plan, layer by layer. Made on the event loop, where `attend` runs; for the compute thread.
+
+    `lost` are the indices of chunks whose remote KV could not be used: there are no more calls for them in this step.
+    """
+
+    def __init__(self, plan: StepPlan, model: ModelConfig, block_size: int, attend: RemoteAttend) -> None:
+        self.lost: set[int] = set()
+        self._windows = [layer.window for layer in model.layers]
+        self._attend = attend
+        self._loop = asyncio.get_running_loop()
+        self._left_s = STEP_WAIT_S
+        self._runs: list[_Run] = []
+        start = 0
+        for index, chunk in enumerate(plan.chunks):
+            tokens = slice(start, start + len(chunk.tokens))
+            start = tokens.stop
+            if chunk.remote:
+                ends = itertools.accumulate((each.num_blocks * block_size for each in chunk.remote), initial=0)
+                spans = (_Span(kv, *at) for kv, at in zip(chunk.remote, itertools.pairwise(ends), strict=True))
+                self._runs.append(_Run(index, tokens, chunk.first_position, tuple(spans)))
+
+    def __call__(self, layer: int, query: Tensor) -> Tensor:
+        """[tokens, heads, head_dim + 2] for the query [tokens, heads, head_dim] of this layer.
+
+        Waits until every lender has answered or failed, or the time is over.
+        """
+        states = np.empty((*query.shape[:2], query.shape[2] + 2), np.float32)  # of other chunks they are not read
+        calls: list[tuple[_Run, Future[bytes]]] = []
+        for run in self._runs:
+            states[run.tokens, :, 0], states[run.tokens, :, 1:] = -np.inf, 0.0
+            if run.index not in self.lost and (asking := self._asking(layer, run, query)) is not None:
+                calls.append((run, asyncio.run_coroutine_threadsafe(asking, self._loop)))
+        begun_s = time.monotonic()
+        concurrent.futures.wait([call for _, call in calls], min(REMOTE_TIMEOUT_S, self._left_s))
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - begun_s))
+        try:
+            for run, call in calls:
+                try:
+                    states[run.tokens] = np.frombuffer(call.result(0), np.float32).reshape(-1, *states.shape[1:])
+                except (TransferError, TimeoutError, concurrent.futures.CancelledError) as error:
+                    self.lost.add(run.index)
+                    reason = str(error) or "no answer in time"
+                    logger.warning("chunk %d: KV on another worker is lost in layer %d: %s", run.index, layer, reason)
+        finally:
+            for _, call in calls:
+                call.cancel()
+        return torch.from_numpy(states).to(query.device)
+
+    def _asking(self, layer: int, run: _Run, query: Tensor) -> Coroutine[Any, Any, bytes] | None:
+        """None if the window of no query reaches a span."""
+        window = self._windows[layer]
+        spans = [span for span in run.spans if not window or span.end > run.position - window + 1]
+        if not spans:
+            return None
+        rows = query[run.tokens].float().cpu().numpy()
+        step = max(1, MAX_QUERY_BYTES // rows[0].nbytes)
+        pieces = [(run.position + at, rows[at : at + step].tobytes()) for at in range(0, len(rows), step)]
+        return self._ask(layer, spans, pieces, query.shape[2])
+
+    async def _ask(self, layer: int, spans: list[_Span], pieces: list[tuple[int, bytes]], head_dim: int) -> bytes:
+        """The states of one chunk. Raises `TransferError`."""
+        states: list[bytes] = []
+        for position, query in pieces:
+            state, num_bytes = b"", len(query) // head_dim * (head_dim + 2)
+            for span in spans:
+                state = await self._attend(span.kv, SpanQuery(layer, span.first, position, query, state))
+                if len(state) != num_bytes:
+                    raise TransferError(f"{span.kv.lender} returned {len(state)} bytes of state instead of {num_bytes}")
+            states.append(state)
+        return b"".join(states)
+
+
+class Lender:
+    """Attends to blocks of a rank's pool on a thread of its own, beside the rank's steps. Owned by a Rank."""
+
+    def __init__(self, model: Decoder, blocks: Tensor, name: str) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._name = name
+        self._thread: ThreadPoolExecutor | None = None
+
+    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
+        """As in the `Executor` port."""
+        work = self._checked(blocks, query)
+        if self._thread is None:
+            # More threads would compete with the compute thread.
+            self._thread = ThreadPoolExecutor(
+                1, f"{self._name}-lender", initializer=torch.set_num_threads, initargs=(1,)
+            )
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _checked(self, blocks: tuple[int, ...], query: SpanQuery) -> Callable[[], bytes]:
+        """The work. Raises `TransferError` if the query does not fit."""
+        config, block_size = self._model.config, self._blocks.shape[4]
+        num_keys, row = len(blocks) * block_size, config.num_heads * config.head_dim * 4
+        position = query.position - query.first_position
+        tokens, rest = divmod(len(query.query), row)
+        state_bytes = tokens * config.num_heads * (config.head_dim + 2) * 4
+        if not 0 <= query.layer < len(config.layers) or rest or not tokens or len(query.state) not in (0, state_bytes):
+            raise TransferError(f"a query of {len(query.query)} bytes for layer {query.layer} does not fit this model")
+        if num_keys % SPAN or not 0 < num_keys <= position:
+            raise TransferError(
+                f"a span of {num_keys} keys before position {position} is not a multiple of {SPAN} before it"
+            )
+        return lambda: self._attend(blocks, query, num_keys, position)
+
+    @torch.inference_mode()
+    def _attend(self, blocks: tuple[int, ...], query: SpanQuery, num_keys: int, position: int) -> bytes:
+        config, pool = self._model.config, self._blocks
+        heads, head_dim = config.num_heads, config.head_dim
+
+        def tensor(numbers: bytes, width: int) -> Tensor:
+            array = np.frombuffer(bytearray(numbers), np.float32)
+            return torch.from_numpy(array).view(-1, heads, width).to(pool.device)
+
+        state = self._model.attention.attend_span(
+            tensor(query.query, head_dim),
+            pool,
+            query.layer,
+            torch.tensor(blocks, dtype=torch.int32, device=pool.device),
+            num_keys,
+            position,
+            tensor(query.state, head_dim + 2) if query.state else None,
+            config.attention_scale,
+            config.layers[query.layer].window,
+            config.attention_softcap,
+        )
+        return state.cpu().contiguous().numpy().tobytes()
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.shutdown)

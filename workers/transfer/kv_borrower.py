@@ -1,0 +1,176 @@
+"""Moves blocks of this worker's sequences to lenders, lets the executor attend to them there, and gives them back.
+
+Knows moves, loans and peers; knows no KV byte.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from kvtransfer.control import AttendLoan
+from kvtransfer.errors import PeerLost, TransferError
+from kvtransfer.ticket import PeerAddress, TransferTicket
+from workers.config import WorkerConfig
+from workers.engine.engine import Engine
+from workers.engine.executor import Executor, SpanQuery
+from workers.engine.loans import BlockMove
+from workers.engine.sequence import Lease
+from workers.engine.step import RemoteKV
+from workers.errors import UnknownSequence
+from workers.log_fields import log_fields
+from workers.transfer.peer_links import PeerLinks
+
+logger = logging.getLogger(__name__)
+
+MOVE_S = 30.0  # for a lender to read the blocks of one move
+ATTEND_S = 5.0  # for a lender to attend
+
+
+class KVBorrower:
+    """Owned by a Worker. Close it before the peer links."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        executor: Executor,
+        peer_links: PeerLinks,
+        ticket: Callable[[Lease], TransferTicket],
+        changed: Callable[[], None],
+    ) -> None:
+        self._name = config.name
+        self._block_size = config.engine.block_size
+        self._renew_s = config.transfer.lease_s / 3
+        self._engine = engine
+        self._peer_links = peer_links
+        self._ticket = ticket
+        self._changed = changed
+        self._lenders: dict[str, tuple[PeerAddress, ...]] = {}  # of each sequence that borrows
+        self._addresses: dict[str, PeerAddress] = {}  # of these, by incarnation
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._renewal: asyncio.TimerHandle | None = None
+        self._executor = executor
+        self._can_borrow = False
+
+    def add(self, key: str, lenders: tuple[PeerAddress, ...]) -> None:
+        """The lenders of a new sequence, in the order to ask. Raises `WorkerError` if this worker cannot borrow."""
+        if not self._can_borrow:
+            self._executor.borrow(self._attend)
+            self._can_borrow = True
+        self._lenders[key] = lenders
+        self._addresses.update((each.incarnation, each) for each in lenders)
+
+    def start(self) -> None:
+        """Begin the moves that the engine wants, and give back what it needs no longer."""
+        if not self._lenders and not self._addresses:
+            return
+        for key in [key for key in self._lenders if not self._engine.holds(key)]:
+            del self._lenders[key]
+        for move in self._engine.take_moves():
+            self._run(self._move(move))
+        for span in self._engine.take_repaid():
+            self._run(self._repay(span))
+        if not self._lenders and not self._tasks:
+            self._addresses.clear()
+
+    async def close(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _move(self, move: BlockMove) -> None:
+        reasons: list[str] = []
+        try:
+            for lender, last in self._candidates(move):
+                try:
+                    span = await self._move_to(lender, last, move)
+                except TransferError as error:
+                    reasons.append(f"{lender.worker}: {type(error).__name__}: {error}")
+                    continue
+                if not self._engine.moved(move, span):
+                    self._run(self._repay(span))
+                self._arm()
+                return self._changed()
+            reason = f"no worker lends it blocks ({'; '.join(reasons) or 'no lender is known'})"
+        except UnknownSequence:
+            return  # it ended meanwhile
+        except Exception as error:
+            logger.exception("worker %s: move of %s", self._name, move.key, extra=log_fields(self._name, move.key))
+            reason = f"unexpected {type(error).__name__}: {error}"
+        self._engine.not_moved(move, reason)
+        self._changed()
+
+    def _candidates(self, move: BlockMove) -> Iterator[tuple[PeerAddress, RemoteKV | None]]:
+        """Lenders to ask, each with its loan to extend: first the one that has the blocks before these."""
+        known = self._addresses.get(move.last.lender) if move.last is not None else None
+        if known is not None:
+            yield known, move.last
+        for lender in self._lenders.get(move.key, ()):
+            if lender is not known:
+                yield lender, None
+
+    async def _move_to(self, lender: PeerAddress, last: RemoteKV | None, move: BlockMove) -> RemoteKV:
+        client, _ = await self._peer_links.meet(lender)
+        ticket = self._ticket(self._engine.begin_move(move, asyncio.get_running_loop().time()))
+        loan, held = (last.loan, last.num_blocks) if last is not None else (0, 0)
+        number = await client.borrow(ticket, loan, held * self._block_size, MOVE_S)
+        return RemoteKV(lender.incarnation, number, held + move.count)
+
+    async def _repay(self, span: RemoteKV) -> None:
+        """On failure the loan expires."""
+        if (lender := self._addresses.get(span.lender)) is None:
+            return
+        try:
+            client, _ = await self._peer_links.meet(lender)
+            await client.repay(span.loan)
+        except TransferError as error:
+            logger.warning("worker %s: could not repay %s: %s", self._name, lender.worker, error)
+
+    async def _attend(self, span: RemoteKV, query: SpanQuery) -> bytes:
+        """As `RemoteAttend`."""
+        lender = self._addresses.get(span.lender)
+        if lender is None:
+            raise PeerLost(f"{span.lender} is not known here; compute the prompt again")
+        client, _ = await self._peer_links.meet(lender)
+        request = AttendLoan(
+            span.loan,
+            span.num_blocks * self._block_size,
+            query.first_position,
+            query.layer,
+            query.position,
+            query.query,
+            query.state,
+        )
+        return await client.attend(request, ATTEND_S)
+
+    def _arm(self) -> None:
+        """Renew loans while there are any."""
+        if self._renewal is None:
+            self._renewal = asyncio.get_running_loop().call_later(self._renew_s, self._renew)
+
+    def _renew(self) -> None:
+        self._renewal = None
+        loans: dict[str, list[int]] = {}
+        for span in self._engine.remote():
+            loans.setdefault(span.lender, []).append(span.loan)
+        for incarnation, numbers in loans.items():
+            if (lender := self._addresses.get(incarnation)) is not None:
+                self._run(self._renew_at(lender, tuple(numbers)))
+        if loans:
+            self._arm()
+
+    async def _renew_at(self, lender: PeerAddress, loans: tuple[int, ...]) -> None:
+        try:
+            client, _ = await self._peer_links.meet(lender)
+            await client.renew(loans)
+        except TransferError as error:  # the next step finds out
+            logger.warning("worker %s: could not renew loans of %s: %s", self._name, lender.worker, error)

@@ -1,0 +1,75 @@
+"""Lends blocks to sequences of other workers: the `LoanSource` port of kvtransfer.control.
+
+Knows loans, tickets and the executor; knows no sequence.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from kvtransfer.control import AttendLoan
+from kvtransfer.errors import LoanRefused
+from kvtransfer.ticket import TransferTicket
+from workers.config import WorkerConfig
+from workers.engine.executor import Executor, SpanQuery
+from workers.engine.loans import LoanBook
+from workers.ops.span import SPAN
+from workers.transfer.kv_fetcher import KVFetcher
+
+
+class KVLender:
+    """Owned by a Worker. Calls `changed` when it takes or frees blocks."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        loans: LoanBook,
+        executor: Executor,
+        fetcher: KVFetcher,
+        changed: Callable[[], None],
+    ) -> None:
+        self._name = config.name
+        self._block_size = config.engine.block_size
+        self._can_lend = config.parallel.world_size == 1 and config.engine.can_lend
+        self._loans = loans
+        self._executor = executor
+        self._fetcher = fetcher
+        self._changed = changed
+
+    async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int) -> int:
+        """Take and fill blocks for this ticket. Errors: `TransferError`."""
+        if not self._can_lend:
+            raise LoanRefused(
+                f"{self._name} lends no blocks: it has several ranks, or blocks that do not divide {SPAN}"
+            )
+        if self._fetcher.is_rounded(ticket):
+            raise LoanRefused(f"{self._name} lends no blocks to {ticket.owner.worker}: its KV has another dtype")
+        held, count = held_tokens // self._block_size, ticket.num_tokens // self._block_size
+        number, blocks = self._loans.take(count, _now_s(), loan, held)
+        arrived = False
+        try:
+            await self._fetcher.pull(ticket, blocks, 0)
+            arrived = True
+        finally:
+            self._loans.filled(number, arrived=arrived)
+            self._changed()
+        return number
+
+    async def attend(self, request: AttendLoan) -> bytes:
+        """Attend to the loan's blocks, which are as they were when it returns. Errors: `TransferError`."""
+        count = request.num_tokens // self._block_size
+        blocks = self._loans.ready(request.loan, count, _now_s())
+        query = SpanQuery(request.layer, request.first_position, request.position, request.query, request.state)
+        state = await self._executor.attend(blocks, query)
+        self._loans.ready(request.loan, count, _now_s())
+        return state
+
+    def renew(self, loans: tuple[int, ...]) -> None:
+        self._loans.renew(loans, _now_s())
+
+    def repay(self, loan: int) -> None:
+        self._loans.repay(loan)
+        self._changed()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
