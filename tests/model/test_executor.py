@@ -207,8 +207,11 @@ async def test_the_real_model_says_paris(smollm2: ModelFolder, tmp_path: Path) -
     await executor.close()
 
 
-async def test_a_row_without_finite_logits_samples_nothing_and_affects_no_other_row(tiny: ModelFolder) -> None:
-    executor = await open_tiny(tiny)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_a_row_without_finite_logits_samples_nothing_and_affects_no_other_row(
+    tiny: ModelFolder, dtype: str
+) -> None:
+    executor = await open_solo(config(dtype=dtype), tiny, "w-1", SharedMemory())
     well, ill = prompt_plan().chunks[0], Chunk("b/0", (5, 6, 7), 0, (7,), Draw(GREEDY, 0, 3))
     (alone,) = (await executor.execute(StepPlan(1, (well,)))).tokens
     model = executor._rank._part.model
@@ -217,4 +220,7 @@ async def test_a_row_without_finite_logits_samples_nothing_and_affects_no_other_
     model.embedding = lambda tokens: torch.where((tokens == 6)[:, None], torch.nan, embed(tokens))
     result = await executor.execute(StepPlan(2, (well, ill)))
     assert alone is not None and result.tokens == (alone, None)
+    model.embedding = embed
+    later = Chunk("b/0", (8,), 3, (7,), Draw(GREEDY, 0, 4))  # attends to what the pool holds
+    assert (await executor.execute(StepPlan(3, (well, later)))).tokens == (alone, None)
     await executor.close()
