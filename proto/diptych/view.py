@@ -126,6 +126,9 @@ class WorkerStats(Struct, frozen=True, gc=False):
     swaps: int = 0  # preemptions that saved the KV to host memory; the others recompute it
     swapped_blocks: int = 0
     expired_leases: int = 0
+    lent_blocks: int = 0
+    borrowed_blocks: int = 0
+    expired_loans: int = 0
     bubble_share: float = 0.0  # recent idle share of the stages' time while a step was in flight
     cache_number: int = 0  # number of the newest cache event; see `KVEvents`
     sought_tokens: int = 0  # prompt tokens looked up in the prefix cache

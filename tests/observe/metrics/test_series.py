@@ -177,6 +177,7 @@ STATS = WorkerStats(
     queued_tokens=1, waiting=2, running=3, reserved=4, leases=5, free_blocks=60, cached_blocks=7, quarantined_blocks=8,
     total_blocks=100, steps=10, step_s=0.5, preemptions=11, expired_leases=12, bubble_share=0.25, sought_tokens=13,
     found_tokens=62, tiers=(TIER,), pulls=Pulls(15, 16, 17, 18, 19, 20.5), non_finite=23,
+    lent_blocks=34, borrowed_blocks=35, expired_loans=36,
 )  # fmt: skip
 TOLD = {
     "running_requests": 3, "waiting_requests": 2, "reserved_requests": 4, "queued_tokens": 1, "kv_blocks": 100,
@@ -187,7 +188,7 @@ TOLD = {
     "cache_pinned_blocks": 33,
     "cache_read_bytes_total": 28, "cache_written_bytes_total": 29, "cache_dropped_blocks_total": 30,
     "cache_late_total": 31, "cache_failures_total": 32,
-    "expired_leases_total": 12,
+    "expired_leases_total": 12, "lent_blocks": 34, "borrowed_blocks": 35, "expired_loans_total": 36,
     "non_finite_requests_total": 23,
     "transfers_total": 15, "failed_transfers_total": 16,
     "corrupt_transfers_total": 17, "transfer_bytes_total": 18, "transfer_descriptors_total": 19,
