@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,11 @@ BLOCK_BYTES = {"float32": 2048, "int8": 768}  # eight tokens of the tiny model
 
 
 async def answers(
-    tiny: ModelFolder, depth: int = 1, host: int = 0, dtype: str = "float32", **engine: object
+    tiny: ModelFolder, depth: int = 1, host: int = 0, dtype: str = "float32", pinned: int = 0, **engine: object
 ) -> tuple[list[list[int]], int, int]:
     """Every prompt in turn, and all again: the tokens of each, and blocks that went to the host and came back.
 
-    `host`: blocks of the host cache.
+    `host`: blocks of the host cache, in which the first `pinned` prompts are pinned.
     """
     sizes = {"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, "dtype": dtype}
     made = EngineConfig(**{**sizes, **engine})  # type: ignore[arg-type]
@@ -43,7 +44,10 @@ async def answers(
         cost=LinearCost(swap_byte_s=0.0),
         depth=depth,
         host_cache_blocks=facts.host_cache_blocks,
+        most_pinned=host // 2,
     )
+    for number in range(pinned):
+        subject.pin(Request(str(number), PROMPTS[number]), 60.0, 0.0)
     assert facts.host_cache_blocks == host
     tokens: list[list[int]] = []
     saved = restored = 0
@@ -66,6 +70,8 @@ async def answers(
                 assert isinstance(output, TokensOut)
                 tokens[-1] += output.tokens
     await executor.close()
+    most = sum(len(prompt) // 8 for prompt in PROMPTS[:pinned])
+    assert sum(tier.pinned_blocks for tier in subject.stats().tiers) == most
     return tokens, saved, restored
 
 
@@ -78,3 +84,12 @@ async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(
     found, saved, restored = await answers(tiny, depth, host=40, swap_blocks=4, dtype=dtype)
     assert found == expected
     assert saved > 10 and restored > 10
+
+
+async def test_pinned_prefixes_give_the_tokens_of_computed_ones(tiny: ModelFolder) -> None:
+    """Host memory has room for two of the five prompts, and keeps the first. Without the pin, nothing comes back."""
+    steps: dict[str, Any] = {"max_batch_tokens": 8, "max_running": 4}  # these save few blocks ahead
+    expected, _, _ = await answers(tiny, prefix_caching=False, **steps)
+    for pinned, least in ((0, 0), (1, 2 * (ROUNDS - 1))):
+        found, _, restored = await answers(tiny, host=8, pinned=pinned, **steps)
+        assert found == expected and restored == least
