@@ -54,6 +54,7 @@ PARTS = {
     "kv-dtypes": Measurement(kv_dtypes.measure, kv_dtypes.ROUNDS),
     "borrowed": Measurement(borrowed.measure, borrowed.ROUNDS),
     "turns": Measurement(turns.measure, turns.ROUNDS),
+    "turns-host": Measurement(turns.measure_host, turns.ROUNDS),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "frontend": Measurement(frontend.measure, frontend.ROUNDS),
     "capacity": Measurement(capacity.measure, capacity.ROUNDS),
