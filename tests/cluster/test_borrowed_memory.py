@@ -14,7 +14,7 @@ from kvtransfer.errors import LoanRefused
 from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
 from tests.model.tiny import write_tiny_llama
-from workers.request import Request, SamplingParams
+from workers.request import FinishReason, Request, SamplingParams
 from workers.worker import Worker
 
 BLOCK = 8
@@ -84,6 +84,17 @@ async def test_others_are_served_meanwhile(model: Path, alone: list[int]) -> Non
         again = [tokens_of(await subject.run(replace(each, id=f"{each.id}-again"))) for each in short]
         assert tokens_of(long) == alone
         assert [tokens_of(each) for each in answers] == again
+        await subject.settle()
+
+
+async def test_an_answer_that_fills_its_worker_goes_on_in_borrowed_memory(model: Path) -> None:
+    request = asked("long", PROMPT[:400], 200)
+    async with cluster(real(mixed_spec(block_size=BLOCK, kv_blocks=LARGE), model)) as subject:
+        expected = tokens_of(await subject.run(request))
+    async with cluster(small(model)) as subject:
+        events = await subject.run(request)
+        assert tokens_of(events) == expected and len(expected) == 200
+        assert completed(events).finish is FinishReason.LENGTH
         await subject.settle()
 
 

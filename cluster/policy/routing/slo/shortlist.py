@@ -425,8 +425,11 @@ class ShortlistedWorkers:
             return None
         mask &= table.linked_to(self._ask, reader)
         mask[row] = False
-        dtypes = np.array([each.kv_dtype for each in table.rates])[table.pool]
-        best = self._best(0.5 * table.is_prefill - lendable, mask & (dtypes == dtypes[row]), 1)
+        kv_dtype = table.rates[table.pool[row]].kv_dtype
+        alike = [each.kv_dtype == kv_dtype for each in table.rates]
+        if not all(alike):
+            mask &= np.array(alike)[table.pool]
+        best = self._best(0.5 * table.is_prefill - lendable, mask, 1)
         return (int(lendable[table.row[best[0].name]]), best[0].name) if best else None
 
     def _best(self, values: Floats, mask: Flags, most: int) -> list[WorkerView]:
