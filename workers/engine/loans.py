@@ -16,6 +16,8 @@ from workers.engine.sequence import Sequence
 from workers.engine.step import ELSEWHERE, RemoteKV
 from workers.ops.span import SPAN
 
+MOVED_SHARE = 0.25  # of its full blocks that a sequence moves at a time
+
 
 @dataclass(slots=True)
 class Loan:
@@ -129,7 +131,7 @@ class BlockMove:
 class Moves:
     """Which blocks of this worker's sequences should move to lenders. Owned by an Engine.
 
-    `low`: blocks; with fewer free ones, sequences that borrow move half of their full blocks. If no lender takes these,
+    `low`: blocks; with fewer free ones, sequences that borrow move a part of their full blocks. If no lender takes these,
     a sequence goes on in the blocks that are free, and asks again a span later.
     """
 
@@ -188,7 +190,7 @@ class Moves:
         for sequence in self._borrowing.values():
             first = sequence.num_remote
             full = sequence.num_computed // self._pool.block_size - first
-            count = max(full // 2, self._span) // self._span * self._span
+            count = max(int(MOVED_SHARE * full), self._span) // self._span * self._span
             is_refused = sequence.num_computed < sequence.moves_from and self._pool.num_free
             if not is_refused and not sequence.num_moving and sequence.blocks and count <= full and not sequence.doomed:
                 sequence.num_moving = count
