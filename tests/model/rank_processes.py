@@ -57,7 +57,7 @@ def _doom(fate: Fate) -> None:
         setattr(owner, name, doomed)
 
     def note(*given: Any) -> bool:
-        computing[:] = [given[-1].number]
+        computing[:] = [given[2].number]
         return False
 
     computing: list[int] = [0]

@@ -108,7 +108,12 @@ def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | La
     elif placement is None:
         assert not (fit if ask.alone else [name for name in fit if name[0] == "m"]), "any worker serves alone"
     else:
-        assert {placement.prefill, placement.decode} <= fit
+        if placement.lenders:
+            assert placement.colocated and not fit and placement.prefill not in placement.lenders
+            assert {placement.prefill, *placement.lenders} <= ready.keys()
+            assert all(picture.linked(placement.prefill, name) for name in placement.lenders)
+        else:
+            assert {placement.prefill, placement.decode} <= fit
         assert placement.colocated or picture.linked(placement.prefill, placement.decode)
         assert 0 <= placement.cached_tokens < ask.request.num_tokens
 

@@ -52,6 +52,17 @@ def ready(view: ClusterView) -> dict[str, Role]:
     return {each.name: each.role for each in view.workers if each.state is WorkerState.READY}
 
 
+async def flipped(client: AsyncClient, worker: str, role: Role) -> int:
+    """The revision after the flip, which is repeated while the cluster changes meanwhile."""
+    async with asyncio.timeout(60.0):
+        while True:
+            revision = (await client.status()).view.revision
+            try:
+                return await client.flip(worker, role, revision=revision)
+            except DiptychError as error:
+                assert "ABORTED" in str(error)
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
     async with AsyncClient(subject.endpoint) as client:
@@ -69,8 +80,7 @@ async def test_a_flip_and_a_scale_out_under_streams(subject: Served) -> None:
         names = [f"stream-{index}" for index in range(6)]
         streams = [asyncio.ensure_future(stream(name)) for name in names]
         await flowing.wait()
-        revision = (await client.status()).view.revision
-        revision = await client.flip("decode-1", Role.PREFILL, revision=revision)
+        revision = await flipped(client, "decode-1", Role.PREFILL)
         with pytest.raises(DiptychError, match="ABORTED"):
             await client.scale("decode", 3, revision=revision - 1)
         await client.scale("decode", 3)

@@ -131,8 +131,8 @@ class BlockMove:
 class Moves:
     """Which blocks of this worker's sequences should move to lenders. Owned by an Engine.
 
-    `low`: blocks; with fewer free ones, sequences that borrow move a part of their full blocks. If no lender takes these,
-    a sequence goes on in the blocks that are free, and asks again a span later.
+    `low`: blocks; with fewer free ones, sequences that borrow move a part of their full blocks. If no lender takes
+    these, a sequence goes on in the blocks that are free, and asks again a span later.
     """
 
     def __init__(self, pool: BlockPool, low: int) -> None:

@@ -50,7 +50,10 @@ class Lending:
         ready = [
             worker
             for worker in ask.view.workers
-            if worker.state is WorkerState.READY and worker.name not in ask.avoid and worker.pool in self._dtypes
+            if worker.state is WorkerState.READY
+            and worker.capacity_tokens
+            and worker.name not in ask.avoid
+            and worker.pool in self._dtypes
         ]
         spare = {worker.name: self._spare_tokens(worker) for worker in ready}
         ready.sort(key=lambda worker: (-spare[worker.name], worker.name))

@@ -20,6 +20,7 @@ from cluster.offline.sim.run import Leaked, RunOptions, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.load import load_workload
 from cluster.spec import ClusterSpec, GatewaySpec
+from kvtransfer.ticket import PeerAddress
 from tests.offline.sim.cases import COST, ENGINE, colocated, models, split, steady
 from workers.config import ParallelConfig
 from workers.engine.engine import Engine
@@ -149,7 +150,7 @@ def test_a_run_that_is_cut_leaves_nothing_behind() -> None:
 
 
 def test_an_unexpected_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Worker, request: object) -> None:
+    async def broken(self: Worker, request: object, lenders: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Worker, "generate", broken)
@@ -186,9 +187,9 @@ def test_the_slo_travels_with_every_request(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[SLO] = []
     generate = Worker.generate
 
-    async def watched(self: Worker, request: object) -> None:
-        seen.append(request.slo)  # type: ignore[attr-defined]
-        await generate(self, request)  # type: ignore[arg-type]
+    async def watched(self: Worker, request: Request, lenders: tuple[PeerAddress, ...]) -> None:
+        seen.append(request.slo)
+        await generate(self, request, lenders)
 
     monkeypatch.setattr(Worker, "generate", watched)
     simulate(colocated(), models(colocated()), steady(3, 0.1), RunOptions(slo=SLO(0.5, 0.05)))
