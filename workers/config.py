@@ -8,11 +8,12 @@ from diptych.view import PLACEMENTS as PLACEMENTS
 from diptych.view import ParallelConfig as ParallelConfig
 from workers.costs import CostModel
 
-# How batching policies apply a TPOT SLO; routers predict steps with the same numbers.
 SPAN = 128  # tokens: blocks are lent in multiples of this, the keys that the native attention merges at once
 KEPT_SHARE = 0.25  # of its KV blocks that a worker does not lend
-ADAPTIVE_MARGIN = 0.97  # of the SLO that `adaptive` uses in a single step
 RESTORED_SHARE = 0.5  # of the free blocks: the most that hold what was restored from host memory for other workers
+
+# How batching policies apply a TPOT SLO; routers predict steps with the same numbers.
+ADAPTIVE_MARGIN = 0.97  # of the SLO that `adaptive` uses in a single step
 MISSED_SLO_SLOWDOWN = 2.0  # largest step, relative to its decodes alone, where even the smallest chunk misses the SLO
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
 CHOICES = {

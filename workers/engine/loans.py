@@ -33,7 +33,7 @@ class LoanBook:
     """What this worker lends. Owned by an Engine. A loan holds one reference to each of its blocks."""
 
     def __init__(self, pool: BlockPool, ttl_s: float) -> None:
-        self.expired = self.refused = 0
+        self.expired = 0
         self._pool = pool
         self._ttl_s = ttl_s
         self._loans: dict[int, Loan] = {}
@@ -65,7 +65,6 @@ class LoanBook:
             loan.num_ready = len(loan.blocks)
         spare = self._pool.num_free - int(KEPT_SHARE * self._pool.num_blocks)
         if count > spare:
-            self.refused += 1
             raise LoanRefused(f"{count} blocks wanted, {max(0, spare)} can be lent; ask another worker")
         if not number:
             self._number += 1
@@ -143,9 +142,6 @@ class Moves:
         self._arrived: dict[str, RemoteKV] = {}  # of moves that wait for the end of a step
         self._due: list[BlockMove] = []
         self._repaid: list[RemoteKV] = []
-
-    def __len__(self) -> int:
-        return len(self._borrowing)
 
     def add(self, sequence: Sequence) -> None:
         self._borrowing[sequence.key] = sequence
