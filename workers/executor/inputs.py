@@ -1,8 +1,7 @@
-"""Turns a step plan into tensors. Pure: keeps nothing between steps."""
+"""Turns a step plan into tensors, which reach the device in one copy. Keeps nothing between steps."""
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +11,21 @@ from torch import Tensor
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.ops.batch import RaggedBatch
 from workers.ops.span import SPAN
+from workers.ops.staging import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one forward pass. Row `rows[i]` of the token axis gives the logits for `draws[i]`, which belongs to
-    chunk `sampled_chunks[i]`."""
+    """The inputs of one forward pass.
+
+    Row `rows[i]` of the token axis gives the logits for `draws[i]`, which belongs to chunk `sampled_chunks[i]`. Further
+    rows predict the targets of all chunks, for prompt log probabilities.
+    """
 
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     batch: RaggedBatch
-    rows: Tensor  # [draws] int64
+    rows: Tensor  # [draws + targets] int64
     draws: tuple[Draw, ...]
     sampled_chunks: tuple[int, ...]
 
@@ -42,27 +45,35 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
     positions = np.arange(starts[-1]) + (firsts - starts[:-1])[chunk_of]  # [tokens]
     blocks = tables[chunk_of, positions // block_size].astype(np.int64)  # [tokens]
     tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, int(starts[-1]))
-    sampled = tuple(index for index, chunk in enumerate(chunks) if chunk.draw is not None)
-
-    def tensor(array: NDArray[np.integer[Any]]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    slots = blocks * block_size + positions % block_size
+    begins = [_begins(chunks, block_size)] if any(chunk.remote for chunk in chunks) else []
+    arrays = [tokens, positions, slots, _rows(chunks, starts), starts, contexts.astype(np.int32), tables, *begins]
+    tokens_, positions_, slots_, rows_, starts_, contexts_, tables_, *begins_ = to_device(arrays, device)
     return StepInputs(
-        tokens=tensor(tokens),
-        positions=tensor(positions),
+        tokens=tokens_,
+        positions=positions_,
         batch=RaggedBatch(
-            query_starts=tensor(starts),
-            context_lens=tensor(contexts.astype(np.int32)),
-            block_tables=tensor(tables),
-            slot_mapping=tensor(blocks * block_size + positions % block_size),
+            query_starts=starts_,
+            context_lens=contexts_,
+            block_tables=tables_,
+            slot_mapping=slots_,
             max_query=int(lengths.max()),
             max_context=int(contexts.max()),
-            begins=tensor(_begins(chunks, block_size)) if any(chunk.remote for chunk in chunks) else None,
+            begins=begins_[0] if begins_ else None,
         ),
-        rows=tensor(starts[1:][list(sampled)].astype(np.int64) - 1),
+        rows=rows_,
         draws=tuple(chunk.draw for chunk in chunks if chunk.draw is not None),
-        sampled_chunks=sampled,
+        sampled_chunks=tuple(index for index, chunk in enumerate(chunks) if chunk.draw is not None),
     )
+
+
+def _rows(chunks: tuple[Chunk, ...], starts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """The last row of each chunk with a draw, then the rows that predict targets."""
+    drawn = [int(stop) - 1 for stop, chunk in zip(starts[1:], chunks, strict=True) if chunk.draw is not None]
+    predicting = [
+        start + np.arange(len(chunk.targets)) for start, chunk in zip(starts, chunks, strict=False) if chunk.targets
+    ]
+    return np.concatenate([np.array(drawn, np.int64), *predicting])
 
 
 def _begins(chunks: tuple[Chunk, ...], block_size: int) -> NDArray[np.int32]:

@@ -226,10 +226,8 @@ def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutput
     else:
         assert link is not None, "a later stage has a previous one"
         x = link.receive((len(inputs.tokens), model.config.hidden_size), model.dtype, model.device)
-    rows, num_draws = inputs.rows, len(inputs.draws)
-    if any(chunk.targets for chunk in plan.chunks):
-        rows = torch.cat([rows, _target_rows(plan).to(rows.device)])
-    hidden = model.run(x, inputs.positions, rows, inputs.batch, pool.blocks, states)
+    num_draws = len(inputs.draws)
+    hidden = model.run(x, inputs.positions, inputs.rows, inputs.batch, pool.blocks, states)
     if model.head is None:
         assert link is not None, "an earlier stage has a next one"
         link.send(hidden)
@@ -256,15 +254,6 @@ def _finite_rows(logits: torch.Tensor) -> list[bool]:
     if not all(rows):
         logits[~finite] = 0
     return rows
-
-
-def _target_rows(plan: StepPlan) -> torch.Tensor:
-    """The rows [targets] of the token axis that predict a target."""
-    lengths = [len(chunk.tokens) for chunk in plan.chunks]
-    starts = itertools.accumulate(lengths, initial=0)
-    return torch.tensor(
-        [start + row for start, chunk in zip(starts, plan.chunks, strict=False) for row in range(len(chunk.targets))]
-    )
 
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:

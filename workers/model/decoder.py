@@ -69,6 +69,8 @@ class Decoder:
         self.attention = attention
         self.ticks = 0  # half layers computed so far; other threads read it as a sign of progress
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+        # In half precision, round the scale as in training.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._frequencies = {rope: frequencies(rope).to(self.device) for rope in ropes}
 
     @property
@@ -94,8 +96,7 @@ class Decoder:
         x = self.embedding(tokens)
         if self.config.embedding_scale == 1.0:
             return x
-        # In half precision, round the scale as in training.
-        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+        return x * self._embedding_scale
 
     def run(
         self,
