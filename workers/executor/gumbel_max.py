@@ -28,7 +28,7 @@ _LEAST = 2.0**-54  # instead of 0, whose logarithm would be 0
 # log1p may round below its argument; a token this close to the best bound is still computed.
 _SLACK = 1.0 - 1e-12
 # Below this the division overflows float32; the likeliest token has all the mass long before.
-_MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 _UNDECIDED = -1  # instead of a token: too close to call
 
 Row = NDArray[np.float32]  # [vocab]
@@ -57,7 +57,7 @@ def weights_of(scores: Row, temperature: float) -> Row:
     with np.errstate(invalid="ignore"):  # a row of nothing but -inf
         scores -= scores.max()
     if temperature != 1.0:
-        scores /= max(temperature, _MIN_TEMPERATURE)
+        scores /= max(temperature, MIN_TEMPERATURE)
     return np.exp(scores, out=scores)
 
 
@@ -115,7 +115,7 @@ def _clear_tokens(rows: Sequence[Categorical]) -> list[int]:
     contiguous = [np.ascontiguousarray(row.scores) for row in rows]
     scores = np.array([row.ctypes.data for row in contiguous], np.uintp)
     largest = np.array([row.max() for row in contiguous])
-    temperatures = np.array([max(row.temperature, _MIN_TEMPERATURE) for row in rows], np.float32)
+    temperatures = np.array([max(row.temperature, MIN_TEMPERATURE) for row in rows], np.float32)
     seeds = np.array([row.seed for row in rows], np.uint64)
     positions = np.array([row.position for row in rows], np.uint64)
     found = np.empty(len(rows), np.int64)

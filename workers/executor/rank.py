@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvtransfer.digest import digest_block, digest_cells
@@ -20,15 +21,17 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
+from workers.executor.device_sampler import sampler_on
 from workers.executor.disk_cache import DiskCache
 from workers.executor.inputs import step_inputs
 from workers.executor.kv_pool import KVPool
+from workers.executor.logprobs import as_logprobs, log_probabilities
 from workers.executor.remote_kv import Lender, RemoteStates
-from workers.executor.sampler import sample, score
 from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
 from workers.ops.collective import StageLink, TensorGroup
 from workers.ops.completion import wait
+from workers.ops.staging import to_device, to_host
 from workers.request import TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -234,43 +237,32 @@ def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutput
         return
     logits = model.logits(hidden[:num_draws]) if num_draws else None
     if logits is not None:
-        finite = _finite_rows(logits)
-        for chunk, token, logprob, real in zip(
-            inputs.sampled_chunks, *sample(logits, inputs.draws), finite, strict=True
-        ):
-            if real:
-                outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
+        sampled = sampler_on(logits.device)(logits, inputs.draws)
+        for chunk, token, logprob in zip(inputs.sampled_chunks, *sampled, strict=True):
+            outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
     if len(hidden) > num_draws:
         outputs.prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
 
 
-def _finite_rows(logits: torch.Tensor) -> list[bool]:
-    """Which rows of logits [rows, vocab] are finite; the others become zeros, so that sampling them is harmless.
-
-    A NaN or infinity in a row makes the row's sum one too.
-    """
-    finite = logits.sum(-1, dtype=torch.float32).isfinite()
-    rows: list[bool] = finite.tolist()
-    if not all(rows):
-        logits[~finite] = 0
-    return rows
-
-
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """Log probabilities of each chunk's targets, from hidden states [targets, hidden]."""
-    targets = [(target, chunk.num_top) for chunk in plan.chunks for target in chunk.targets]
+    targets = [target for chunk in plan.chunks for target in chunk.targets]
+    tops = [chunk.num_top for chunk in plan.chunks for _ in chunk.targets]
+    (tokens,) = to_device([np.array(targets)], hidden.device)
     slice_rows = max(1, SLICE_BYTES // (4 * model.config.vocab_size))
-    scored: list[TokenLogprobs] = []
-    for start in range(0, len(targets), slice_rows):
-        part = targets[start : start + slice_rows]
+    parts = [slice(start, start + slice_rows) for start in range(0, len(targets), slice_rows)]
+    found: list[torch.Tensor] = []  # three of each part
+    for part in parts:
         model.ticks += 1
-        logits = model.logits(hidden[start : start + slice_rows])
-        if logits is None:  # only the first rank of the stage has them
-            continue
-        scored += score(logits, [target for target, _ in part], [num_top for _, num_top in part])
-    if not scored:
+        logits = model.logits(hidden[part])
+        if logits is not None:  # only the first rank of the stage has them
+            found += log_probabilities(logits.float(), tokens[part], max(tops[part]))
+    if not found:
         return ()
-    each = iter(scored)
+    on_host = to_host(found)
+    each = itertools.chain.from_iterable(
+        as_logprobs(on_host[3 * index : 3 * index + 3], tops[part]) for index, part in enumerate(parts)
+    )
     return tuple(tuple(itertools.islice(each, len(chunk.targets))) for chunk in plan.chunks)
 
 

@@ -1,4 +1,4 @@
-"""Samples tokens from logits and computes log probabilities.
+"""Samples tokens from logits, on the host, and computes log probabilities.
 
 A draw depends only on its own row, parameters, seed and position, not on other rows, earlier draws or the machine. The
 logits change in this order:
@@ -41,10 +41,25 @@ from workers.executor.gumbel_max import (
     uniforms_of_all,
     weights_of,
 )
+from workers.executor.logprobs import score
 from workers.request import SamplingParams, TokenLogprobs
 
 _NEAR = 1024  # tokens among which the nucleus is searched first
 _FEW = 16  # a draw among fewer than vocabulary / _FEW tokens computes only their random numbers
+
+
+def sample_finite(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+    """As `sample`; None for rows that are not finite. May write to the logits."""
+    # A NaN or infinity in a row makes the row's sum one too.
+    finite = logits.sum(-1, dtype=torch.float32).isfinite()
+    rows: list[bool] = finite.tolist()
+    if not all(rows):
+        logits[~finite] = 0  # so that sampling them is harmless
+    tokens, logprobs = sample(logits, draws)
+    return (
+        [token if real else None for token, real in zip(tokens, rows, strict=True)],
+        [found if real else None for found, real in zip(logprobs, rows, strict=True)],
+    )
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -62,20 +77,6 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[Token
         for row, scored in zip(scored_rows, score(rows, [tokens[row] for row in scored_rows], tops), strict=True):
             logprobs[row] = scored
     return tokens, logprobs
-
-
-def score(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
-    """The log probability of tokens[i] under logits[i] [vocab], and those of the tops[i] likeliest tokens."""
-    logits = logits.float()
-    best = logits.topk(min(max(1, *tops), logits.shape[-1]), dim=-1)
-    largest = best.values[:, :1]  # [rows, 1]; subtracted first, since float32 is more exact for small numbers
-    rest = (logits - largest).exp_().sum(dim=-1, keepdim=True).log()
-    chosen = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]) - largest - rest
-    ids, values = best.indices.tolist(), (best.values - largest - rest).tolist()
-    return [
-        TokenLogprobs(own, tuple(zip(each_ids[:top], each_values[:top], strict=True)))
-        for own, each_ids, each_values, top in zip(chosen[:, 0].tolist(), ids, values, tops, strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
