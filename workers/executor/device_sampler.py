@@ -167,7 +167,7 @@ def _bounds(scores: Tensor, largest: Tensor, moved: Moved) -> tuple[Tensor, Tens
         lowest, sure = most + below - margin, torch.minimum(most + below + margin, most)
     if "ranked" in moved:
         rows = moved["ranked"]
-        parts = (each.split(_SORTED_ROWS) for each in (rows, moved["top_k"], moved["top_p"]))
+        parts = (torch.split(each, _SORTED_ROWS) for each in (rows, moved["top_k"], moved["top_p"]))
         cuts = [
             _ranked_bounds(scores[part], most[part], temperature[part], top_k, top_p)
             for part, top_k, top_p in zip(*parts, strict=True)
