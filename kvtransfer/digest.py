@@ -4,7 +4,8 @@ A cell is the KV of one block, head and layer: its K slots, then its V slots, wi
 digest is xxh3 (64 bit), seeded by head and layer. The owner makes one for each cell on each rank; a piece of a block
 has the sum of its cells' digests modulo 2**64, so one number is enough for any box of heads and layers.
 
-xxh3 finds corruption and mix-ups, not attacks: the handshake authenticates peers. Host memory only.
+xxh3 finds corruption and mix-ups, not attacks: the handshake authenticates peers. A pool on a device digests there, see
+`Region.device_bytes`; the numbers are the same.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +17,10 @@ from numpy.typing import NDArray
 from kvtransfer.errors import DigestMismatch, PeerRefused
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece, Progress
-from kvtransfer.transport import Region
+from kvtransfer.transport import Region, Span
 
 MAX_DIGESTS = 1 << 20  # in one reply to a watch: 9 MiB of msgpack at most
 MAX_PIECES = 4096  # that a reader may request
-
-Span = tuple[int, int, int]  # block, first slot, number of slots
-
-
-def digest_bytes(data: bytes | memoryview) -> int:
-    return xxhash.xxh3_64_intdigest(data)
 
 
 def digest_cells(region: Region, blocks: Iterable[tuple[int, int]]) -> tuple[bytes, ...]:
@@ -33,17 +28,31 @@ def digest_cells(region: Region, blocks: Iterable[tuple[int, int]]) -> tuple[byt
 
     Call it off the event loop for more than a few megabytes.
     """
-    layout, pool = region.layout, _by_slots(region.bytes(0, region.pool_bytes), region.layout)
-    whole = _box_of(layout)
-    return tuple(
-        np.array(_digests(pool, layout, whole, [(block, 0, slots)]), "<u8").tobytes() for block, slots in blocks
-    )
+    whole = Piece(0, region.layout.heads, region.layout.layers)
+    cells = _digests(region, 0, region.layout, whole, [[(block, 0, slots)] for block, slots in blocks])
+    return tuple(row.astype("<u8", copy=False).tobytes() for row in cells)
 
 
-def digest_block(data: memoryview, layout: KVLayout, num_slots: int) -> bytes:
-    """As `digest_cells`, for one block of `layout` that lies in `data` alone."""
-    cells = _digests(_by_slots(data, layout), layout, _box_of(layout), [(0, 0, num_slots)])
-    return np.array(cells, "<u8").tobytes()
+def host_digests(data: memoryview, layout: KVLayout, box: Piece, rows: Sequence[Sequence[Span]]) -> NDArray[np.uint64]:
+    """[row, kv_head, layer]: the digests of the box's cells; `data` holds blocks of `layout`.
+
+    A row is where the tokens of one cell lie: those of an owner's block, which may lie in several of ours.
+    """
+    heads, layers = _places(box, layout)
+    pool = _by_slots(data, layout)
+    digest = xxhash.xxh3_64_intdigest
+    digests: list[int] = []
+    for spans in rows:
+        parts = [pool[block, heads, layers, :, first : first + count] for block, first, count in spans]
+        is_whole = len(parts) == 1 and spans[0][2] == layout.block_size
+        slots = parts[0] if is_whole else np.concatenate(parts, axis=3)  # whole cells lie in one piece already
+        cells = slots.reshape(*slots.shape[:2], -1)
+        digests += [
+            digest(cell, head << 32 | layer)
+            for head, row in enumerate(cells, box.heads[0])
+            for layer, cell in enumerate(row, box.layers[0])
+        ]
+    return np.array(digests, np.uint64).reshape(len(rows), heads.stop - heads.start, layers.stop - layers.start)
 
 
 def combine(cells: Sequence[bytes], layout: KVLayout, piece: Piece) -> tuple[int, ...]:
@@ -84,21 +93,22 @@ def watch_reply(
 
 
 def verify_piece(
-    data: memoryview,
+    region: Region,
+    offset: int,
     layout: KVLayout,
     piece: Piece,
     spans: Iterable[Sequence[Span]],
     digests: Sequence[int],
     source_blocks: Sequence[int],
 ) -> None:
-    """Compare a piece that arrived in blocks of `layout` with the owner's digests.
+    """Compare a piece that arrived in blocks of `layout`, from `offset` of the region on, with the owner's digests.
 
-    The i-th of `spans` is where the tokens of the owner's i-th block lie in `data`. Raises `DigestMismatch`, naming
-    the first block that differs.
+    The i-th of `spans` is where the tokens of the owner's i-th block lie there. Raises `DigestMismatch`, naming the
+    first block that differs.
     """
-    pool = _by_slots(data, layout)
-    for places, wanted, source in zip(spans, digests, source_blocks, strict=True):
-        found = sum(_digests(pool, layout, piece, places)) % 2**64
+    rows = list(spans)
+    arrived: list[int] = _digests(region, offset, layout, piece, rows).sum(axis=(1, 2), dtype=np.uint64).tolist()
+    for places, found, wanted, source in zip(rows, arrived, digests, source_blocks, strict=True):
         if found != wanted:
             where = " and ".join(str(block) for block, _, _ in places)
             raise DigestMismatch(
@@ -123,29 +133,20 @@ def spans_of(
         yield places
 
 
-def _digests(pool: NDArray[np.uint8], layout: KVLayout, box: Piece, spans: Sequence[Span]) -> list[int]:
-    """The digests of the box's cells, head by head; `spans` are where the tokens of one cell lie."""
-    heads, layers = _places(box, layout)
-    parts = [pool[block, heads, layers, :, first : first + count] for block, first, count in spans]
-    is_whole = len(parts) == 1 and spans[0][2] == layout.block_size
-    slots = parts[0] if is_whole else np.concatenate(parts, axis=3)  # whole cells lie in one piece already
-    cells = slots.reshape(*slots.shape[:2], -1)
-    digest = xxhash.xxh3_64_intdigest
-    return [
-        digest(cell, head << 32 | layer)
-        for head, row in enumerate(cells, box.heads[0])
-        for layer, cell in enumerate(row, box.layers[0])
-    ]
+def _digests(
+    region: Region, offset: int, layout: KVLayout, box: Piece, rows: Sequence[Sequence[Span]]
+) -> NDArray[np.uint64]:
+    """As `host_digests`, for blocks from `offset` of the region on, wherever it lies."""
+    if region.device_bytes is not None:
+        return region.device_bytes.digests(offset, layout, box, rows)
+    num_blocks = (region.num_bytes - offset) // layout.block_bytes
+    return host_digests(region.bytes(offset, num_blocks * layout.block_bytes), layout, box, rows)
 
 
 def _by_slots(data: memoryview, layout: KVLayout) -> NDArray[np.uint8]:
     """The bytes of blocks as [block, kv_head, layer, k|v, slot, byte]."""
     heads, layers, two, slots, _ = layout.shape
     return np.frombuffer(data, np.uint8).reshape(-1, heads, layers, two, slots, layout.slot_bytes)
-
-
-def _box_of(layout: KVLayout) -> Piece:
-    return Piece(0, layout.heads, layout.layers)
 
 
 def _places(box: Piece, layout: KVLayout) -> tuple[slice, slice]:

@@ -47,8 +47,8 @@ class TransportStats:
 class TransportSet:
     """Owns the transports of one rank. Close it before the region's memory goes.
 
-    `verifies` is False if bytes cannot be compared: none move (modelled), or the pool is on a device. A pull's
-    stats then count no digests. `place` converts staged KV into the pool; None: this rank cannot.
+    `verifies` is False if no bytes move (modelled). A pull's stats then count no digests. `place` converts staged KV
+    into the pool; None: this rank cannot.
     """
 
     def __init__(

@@ -64,12 +64,11 @@ def open_transports(
     alone. Raises `TransportUnavailable` when nothing is left.
     """
     moves_bytes = "modelled" not in backends
-    verifies = moves_bytes and region.device == "cpu"
     if not moves_bytes and len(backends) > 1:
         raise ValueError("the modelled backend moves no bytes: it cannot be combined with one that does")
     name = rank_name(incarnation, rank)
     opening = _Opening(region, name, host, secret, quarantine_s, max_readers, shared, model)
-    if verifies:
+    if moves_bytes:
         stamp_probe_block(region, name)
     opened: list[Transport] = []
     health: list[BackendHealth] = []
@@ -83,7 +82,7 @@ def open_transports(
     if not opened:
         reasons = "; ".join(f"{each.backend}: {each.reason}" for each in health)
         raise TransportUnavailable(f"no transport works here: {reasons}")
-    return TransportSet(region, rank, tuple(opened), tuple(health), verifies=verifies, place=place)
+    return TransportSet(region, rank, tuple(opened), tuple(health), verifies=moves_bytes, place=place)
 
 
 def _open(name: str, opening: _Opening) -> Transport:

@@ -69,8 +69,8 @@ class PieceReader:
         if source.dtype == ours.dtype or all(self._stages(source, piece) for piece in pieces):
             return
         pair = f"the owner's KV is {source.dtype}, ours {ours.dtype}"
-        if self._place is None or self._region.device != "cpu":
-            raise PeerRefused(f"{pair}, and a pool on {self._region.device} does not convert here: use one dtype")
+        if self._place is None:
+            raise PeerRefused(f"{pair}, and this rank does not convert: use one dtype")
         least = SLOTS * max(-(-_staged(source, piece).block_bytes // ALIGNMENT) * ALIGNMENT for piece in pieces)
         raise PeerRefused(
             f"{pair}, and a staging area of {self._region.staging_bytes} bytes has no room for {SLOTS} of its blocks: "
@@ -110,7 +110,7 @@ class PieceReader:
         ours = self._region.layout
         if (source.dtype, source.block_size) == (ours.dtype, ours.block_size) or self._place is None:
             return False
-        return self._region.device == "cpu" and _staged(source, piece).block_bytes <= self._slot_bytes
+        return _staged(source, piece).block_bytes <= self._slot_bytes
 
     def _parts(self, whole: _Part, link: PeerLink) -> Iterator[_Part]:
         """Split at the owner's block borders, so that each part fits a slot."""
@@ -133,9 +133,8 @@ class PieceReader:
         if stats is None or not self._verifies or not part.digests:
             return stats
         spans = spans_of(source.block_size, ours.block_size, blocks, first, count)
-        pool = self._region.bytes(0, self._region.pool_bytes)
         return await self._check(
-            stats, part, lambda: verify_piece(pool, ours, piece, spans, part.digests, part.source_blocks)
+            stats, part, lambda: verify_piece(self._region, 0, ours, piece, spans, part.digests, part.source_blocks)
         )
 
     async def _read_staged(self, part: _Part, link: PeerLink, deadline_s: float, failed: Failed) -> ReadStats | None:
@@ -151,13 +150,12 @@ class PieceReader:
             stats = await _landed(link.transport.read(link.name, copies, deadline_s=left_s), failed)
             if stats is None:
                 return None
-            arrived = self._region.bytes(offset, len(blocks) * staged.block_bytes)
 
             def check_and_place() -> None:
                 if part.digests:
                     spans = spans_of(staged.block_size, staged.block_size, blocks, 0, count)
-                    verify_piece(arrived, staged, piece, spans, part.digests, part.source_blocks)
-                place(arrived, staged, part.target_blocks, first, count)
+                    verify_piece(self._region, offset, staged, piece, spans, part.digests, part.source_blocks)
+                place(offset, staged, part.target_blocks, first, count)
 
             return await self._check(stats, part, check_and_place)
 

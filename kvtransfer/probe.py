@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtransfer.digest import digest_bytes
 from kvtransfer.errors import DigestMismatch
 from kvtransfer.transport import Copies, Read, ReadStats, Region, Transport
 
@@ -46,15 +45,15 @@ def stamp_probe_block(region: Region, name: str) -> None:
     size = region.layout.block_bytes
     if region.num_blocks <= RESERVED_BLOCKS:
         raise ValueError(f"a pool of {region.num_blocks} blocks has no room beside its {RESERVED_BLOCKS} reserved ones")
-    region.bytes(PROBE_BLOCK * size, size)[:] = probe_pattern(name, size)
+    _store(region, PROBE_BLOCK * size, probe_pattern(name, size))
 
 
 async def verify_probe(transport: Transport, region: Region, name: str, num_bytes: int, deadline_s: float) -> None:
     """Fetch as much of the rank's block 0 and compare it. Raises `DigestMismatch`, or what the read raised."""
-    scratch = region.bytes(SCRATCH_BLOCK * region.layout.block_bytes, num_bytes)
-    scratch[:] = bytes(num_bytes)
+    scratch = SCRATCH_BLOCK * region.layout.block_bytes
+    _store(region, scratch, bytes(num_bytes))
     await finish(transport.read(name, _probe(region, num_bytes), deadline_s=deadline_s))
-    if digest_bytes(scratch) != digest_bytes(probe_pattern(name, num_bytes)):
+    if _load(region, scratch, num_bytes) != probe_pattern(name, num_bytes):
         raise DigestMismatch(f"the probe block of {name} arrived with other bytes than its owner must hold")
 
 
@@ -78,6 +77,18 @@ async def measure(transport: Transport, region: Region, name: str, num_bytes: in
     moved = num_bytes * len(large)
     moving_s = max(moved / rate - latency_s, moved / rate / 10)  # the fixed cost is already in the latency
     return LinkQuality(latency_s=latency_s, bytes_per_s=moved / moving_s)
+
+
+def _load(region: Region, offset: int, num_bytes: int) -> bytes:
+    on_device = region.device_bytes
+    return bytes(region.bytes(offset, num_bytes)) if on_device is None else on_device.load(offset, num_bytes)
+
+
+def _store(region: Region, offset: int, data: bytes) -> None:
+    if region.device_bytes is None:
+        region.bytes(offset, len(data))[:] = data
+    else:
+        region.device_bytes.store(offset, data)
 
 
 def _probe(region: Region, num_bytes: int) -> Copies:

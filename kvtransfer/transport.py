@@ -13,7 +13,7 @@ landing. The owner of the target blocks frees them on `settled`, never on `done`
 
 import asyncio
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -26,7 +26,26 @@ from kvtransfer.ticket import Piece, ShardAddress
 Copies: TypeAlias = NDArray[np.int64]
 """Byte ranges [range, (offset in the owner's pool, offset in our region, number of bytes)]."""
 
+Span: TypeAlias = tuple[int, int, int]
+"""Slots of one block: the block, the first slot, and the number of slots."""
+
 ALIGNMENT = 64  # bytes; of the staging area
+
+
+class DeviceBytes(Protocol):
+    """Reaches the bytes of a region that lies on a device. A call waits for the device; any thread may call."""
+
+    def load(self, offset: int, num_bytes: int) -> bytes:
+        """A copy of bytes of the region."""
+        ...
+
+    def store(self, offset: int, data: bytes) -> None:
+        """Write bytes of the region."""
+        ...
+
+    def digests(self, offset: int, layout: KVLayout, box: Piece, rows: Sequence[Sequence[Span]]) -> NDArray[np.uint64]:
+        """As `kvtransfer.digest.host_digests`, for blocks from `offset` on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +54,8 @@ class Region:
 
         | block 0 | block 1 | ... | last block | (aligned) staging area |
 
-    `owner` keeps the memory alive (a tensor, an array). `device` is "cpu" or "cuda:N". The staging area receives
-    KV that must be converted before it enters a block.
+    `owner` keeps the memory alive (a tensor, an array). `device` is "cpu" or "cuda:N", where `device_bytes` reaches the
+    bytes. The staging area receives KV that must be converted before it enters a block.
     """
 
     layout: KVLayout
@@ -45,6 +64,7 @@ class Region:
     owner: object = field(repr=False)
     device: str = "cpu"
     staging_bytes: int = 0
+    device_bytes: DeviceBytes | None = field(default=None, repr=False)
 
     @property
     def pool_bytes(self) -> int:
@@ -126,11 +146,11 @@ class Place(Protocol):
     """Converts staged KV into blocks of the pool. Called off the event loop, one call at a time."""
 
     def __call__(
-        self, staged: memoryview, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
+        self, offset: int, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
     ) -> None:
-        """`staged` holds whole blocks [block, kv_head, layer, k|v, slot, head_dim] of `layout`: its dtype, its block
-        size, and the absolute heads and layers it covers. Its first `num_tokens` slots are the tokens at positions
-        first_token ...; `blocks` are ours from the one that holds `first_token` on.
+        """From `offset` on the region holds whole blocks [block, kv_head, layer, k|v, slot, head_dim] of `layout`: its
+        dtype, its block size, and the absolute heads and layers it covers. Its first `num_tokens` slots are the tokens
+        at positions first_token ...; `blocks` are ours from the one that holds `first_token` on.
         """
         ...
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 
 from kvtransfer.copies import pieces_of
-from kvtransfer.digest import MAX_DIGESTS, combine, digest_block, digest_cells, spans_of, verify_piece, watch_reply
+from kvtransfer.digest import MAX_DIGESTS, combine, digest_cells, spans_of, verify_piece, watch_reply
 from kvtransfer.errors import DigestMismatch, PeerRefused
 from kvtransfer.ticket import Piece
+from kvtransfer.transport import Region
 from tests.kvtransfer.grids import Case, by_slots, cases
 from tests.kvtransfer.peers import LAYOUT, cells_of, make_region, whole_piece
 
@@ -45,7 +46,8 @@ def test_digests_match_what_arrived_and_detect_any_changed_byte(case: Case) -> N
                     whole.block_size, target.block_size, case.target_blocks, case.first_token, case.num_tokens
                 )
                 digests = reported(case, piece, truth)
-                verify_piece(memoryview(pool.data), target, piece, spans, digests, case.source_blocks)
+                arrived = Region(target, case.pool_blocks, pool.ctypes.data, pool)
+                verify_piece(arrived, 0, target, piece, spans, digests, case.source_blocks)
 
             verify()
             token = int(random.integers(case.num_tokens))
@@ -70,12 +72,6 @@ def test_slots_without_tokens_do_not_count() -> None:
 def test_cells_of_equal_bytes_differ_by_head_and_layer() -> None:
     cells = np.frombuffer(digest_cells(make_region(), [(3, 16)])[0], "<u8")
     assert len(set(cells.tolist())) == len(cells) == whole_piece().num_cells
-
-
-def test_a_block_on_its_own_has_the_digests_it_has_in_its_pool() -> None:
-    region = make_region(filled=True)
-    block = region.bytes(9 * LAYOUT.block_bytes, LAYOUT.block_bytes)
-    assert digest_block(block, LAYOUT, 11) == digest_cells(region, [(9, 11)])[0]
 
 
 def test_pieces_of_a_block_add_up() -> None:

@@ -275,9 +275,10 @@ async def test_the_link_of_several_pieces_reports_its_slowest(meet: Meet) -> Non
 
 def test_numbers_beyond_a_narrow_range_become_its_largest() -> None:
     layout = replace(MODEL, block_size=2, dtype="float8_e4m3fn")
-    pool = allocate_pool(layout, 4, torch.device("cpu"))
     wide = replace(layout, dtype="float32")
-    staged = torch.full((1, *layout.shape), 1e6)
-    pool.place(memoryview(staged.numpy().data).cast("B"), wide, (3,), 0, 2)
+    pool = allocate_pool(layout, 4, torch.device("cpu"), staging_bytes=wide.block_bytes)
+    offset = pool.region.staging_offset
+    pool.memory[offset:].view(torch.float32).fill_(1e6)
+    pool.place(offset, wide, (3,), 0, 2)
     assert (pool.blocks[3].float() == 448).all()
     assert np.array_equal(pool.blocks[:3].float(), np.zeros((3, *layout.shape)))

@@ -1,8 +1,10 @@
 """KV is not read, and its blocks are not overwritten, before the device has finished."""
 
 import asyncio
+import contextlib
 import queue
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from workers.config import WorkerConfig
 from workers.executor.rank import RankStep
 from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.folder import ModelFolder
-from workers.ops.completion import mark_on
+from workers.ops.completion import beside_steps_on, mark_on
 from workers.request import Request, SamplingParams
 from workers.server import WorkerServer
 
@@ -134,6 +136,38 @@ def test_a_gpus_mark_is_an_event_on_the_stream_that_computes(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
     assert isinstance(mark_on(torch.device("cuda", 1))(), Event)
     assert calls == [("made", True), ("recorded on", "the stream of cuda:1")]
+
+
+def test_work_beside_the_steps_is_done_when_it_ends_also_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    current = ["compute"]
+
+    class Event:
+        def __init__(self, blocking: bool) -> None: ...
+
+        def record(self, stream: str) -> None:
+            calls.append(f"mark on {stream}")
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+    @contextlib.contextmanager
+    def inside(stream: str) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "its own")
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    beside = beside_steps_on(torch.device("cuda", 0))
+    with beside():
+        assert current[-1] == "its own" and not calls
+    assert calls == ["mark on its own", "wait"]
+    with pytest.raises(ValueError, match="half of it"), beside():
+        raise ValueError("half of it is in the device's queue")
+    assert calls == ["mark on its own", "wait"] * 2
 
 
 async def test_heartbeats_go_out_while_a_step_computes(tiny: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,31 @@
 """A real (small, random) model whose prefixes went to host memory and came back: no token changes."""
 
 import asyncio
+import os
+import random
 from collections import deque
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvtransfer.layout import KVLayout
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
 from workers.engine.engine import Engine
 from workers.engine.step import StepPlan, StepResult
+from workers.executor.kv_pool import allocate_pool
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
+from workers.ops.completion import wait
 from workers.request import Request, SamplingParams, TokensOut
 
 PROMPTS = [tuple(range(5 + 40 * index, 5 + 40 * index + length)) for index, length in enumerate((21, 30, 40, 33, 26))]
 ROUNDS = 3
+DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
 BLOCK_BYTES = {"float32": 2048, "int8": 768}  # eight tokens of the tiny model
 
 
@@ -93,3 +102,27 @@ async def test_pinned_prefixes_give_the_tokens_of_computed_ones(tiny: ModelFolde
     for pinned, least in ((0, 0), (1, 2 * (ROUNDS - 1))):
         found, _, restored = await answers(tiny, host=8, pinned=pinned, **steps)
         assert found == expected and restored == least
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(["float32", "int8", "float8_e4m3fn"]))
+def test_every_block_of_a_plan_moves_to_its_place(draw: random.Random, dtype: str) -> None:
+    """Adjacent blocks move in one copy; no pair may get lost at the borders."""
+    pool = allocate_pool(KVLayout("m", 1, 1, 4, 2, dtype), 12, DEVICE, 12)
+    for memory in (pool.blocks, pool.host):
+        memory.view(torch.uint8).random_(0, 256)
+    blocks, host = ([*range(12)] if draw.random() < 0.5 else draw.sample(range(12), 12) for _ in range(2))
+    split = sorted(draw.choices(range(9), k=2))
+    swap_out = tuple(zip(blocks[: split[0]], host, strict=False))
+    swap_in = tuple((host[index], blocks[index]) for index in range(split[0], split[1]))
+    copies = ((blocks[-1], blocks[-2]), (blocks[-1], blocks[-3]))
+    expected_blocks, expected_host = pool.blocks.cpu().clone(), pool.host.clone()
+    for block, saved in swap_out:
+        expected_host[saved] = pool.blocks[block].cpu()
+    for saved, block in swap_in:
+        expected_blocks[block] = pool.host[saved]
+    for source, target in copies:
+        expected_blocks[target] = pool.blocks[source].cpu()
+    pool.move(StepPlan(0, (), swap_out=swap_out, swap_in=swap_in, copies=copies))
+    wait(pool.mark())
+    assert torch.equal(pool.blocks.cpu().view(torch.uint8), expected_blocks.view(torch.uint8))
+    assert torch.equal(pool.host.view(torch.uint8), expected_host.view(torch.uint8))

@@ -3,6 +3,7 @@
 Knows how much memory this process may take. Knows no sequence: the engine assigns the blocks.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.transport import Region
 from workers.engine.step import StepPlan
 from workers.errors import ModelError
-from workers.ops.completion import Mark, mark_on, wait
+from workers.ops.completion import Beside, Mark, beside_steps_on, mark_on, wait
 from workers.ops.memory import PAGES
 from workers.ops.narrow import from_slots, to_slots
 
@@ -28,24 +29,29 @@ class KVPool:
     """`blocks` [block, kv_head, layer, k|v, slot, slot_size] and its `region` are the same memory.
 
     `host` [host block, ...] holds the KV of preempted sequences; it is not in the region, so peers cannot read it.
-    `mark` gives an event for all writes so far: transfers read the memory outside the device's queue.
+    `mark` gives an event for all writes so far: transfers read the memory outside the device's queue. What transfers
+    do with the memory runs `beside` the steps.
     """
 
+    memory: Tensor  # [byte], all of the region
     blocks: Tensor
     region: Region
     host: Tensor
     mark: Mark
+    beside: Beside
 
     def move(self, plan: StepPlan) -> None:
-        """Make the plan's copies, which come before its chunks: swap out, swap in, copy. No block is in two of them."""
+        """Make the plan's copies, which come before its chunks: swap out, swap in, copy. No block is in two of them.
+
+        On a GPU they are done when the step's mark is, so the host's blocks too must stay as they are until then.
+        """
         for pairs, source, target in (
             (plan.swap_out, self.blocks, self.host),
             (plan.swap_in, self.host, self.blocks),
             (plan.copies, self.blocks, self.blocks),
         ):
-            if pairs:
-                sources, targets = zip(*pairs, strict=True)
-                target[list(targets)] = source[list(sources)].to(target.device)
+            for first, into, count in _runs(pairs):
+                target[into : into + count].copy_(source[first : first + count], non_blocking=True)
 
     def scrub(self, blocks: tuple[int, ...]) -> None:
         """Zero blocks with unverified bytes: a NaN would leak through a masked attention weight of 0.
@@ -55,9 +61,7 @@ class KVPool:
         self.blocks[list(blocks)] = 0
         wait(self.mark())
 
-    def place(
-        self, staged: memoryview, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int
-    ) -> None:
+    def place(self, offset: int, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int) -> None:
         """Copy staged KV into the pool, in its dtype: see `kvtransfer.transport.Place`. Called on a thread of its own.
 
         Rounds to nearest, as `to_slots` does.
@@ -67,23 +71,36 @@ class KVPool:
         ours = self.region.layout
         heads = slice(layout.heads[0] - ours.heads[0], layout.heads[1] - ours.heads[0])
         layers = slice(layout.layers[0] - ours.layers[0], layout.layers[1] - ours.layers[0])
-        arrived = torch.frombuffer(staged, dtype=getattr(torch, layout.dtype)).view(-1, *layout.shape)
+        staged = self.memory[offset : offset + layout.blocks_for(num_tokens) * layout.block_bytes]
+        arrived = staged.view(getattr(torch, layout.dtype)).view(-1, *layout.shape)
         is_alike = layout.dtype == ours.dtype  # then slots move as they are
         spans = spans_of(layout.block_size, ours.block_size, blocks, first_token, num_tokens)
-        for source, parts in zip(arrived, spans, strict=False):
-            start = 0
-            for block, slot, count in parts:
-                slots = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, slot_size]
-                if not is_alike:
-                    slots = to_slots(from_slots(slots, torch.float32), self.blocks.dtype)
-                self.blocks[block, heads, layers, :, slot : slot + count] = slots
-                start += count
+        with self.beside():
+            for source, parts in zip(arrived, spans, strict=True):
+                start = 0
+                for block, slot, count in parts:
+                    slots = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, slot_size]
+                    if not is_alike:
+                        slots = to_slots(from_slots(slots, torch.float32), self.blocks.dtype)
+                    self.blocks[block, heads, layers, :, slot : slot + count] = slots
+                    start += count
+
+
+def _runs(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(first source, first target, number of blocks) of pairs that follow each other in both; one copy takes them."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in pairs:
+        if runs and (source, target) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((source, target, 1))
+    return runs
 
 
 def allocate_pool(
     layout: KVLayout, num_blocks: int, device: torch.device, host_blocks: int = 0, staging_bytes: int = 0
 ) -> KVPool:
-    """Zeroed memory for `num_blocks` blocks, a staging area (on a CPU), and `host_blocks` blocks of host memory.
+    """Zeroed memory for `num_blocks` blocks, a staging area, and `host_blocks` blocks of host memory.
 
     Raises `ModelError` with the number of blocks that would fit.
     """
@@ -102,16 +119,20 @@ def allocate_pool(
             f"fit in the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower them or engine.kv_blocks"
         )
     dtype: torch.dtype = getattr(torch, layout.dtype)
+    region = Region(layout, num_blocks, 0, None, staging_bytes=staging_bytes)
+    mark, beside = mark_on(device), beside_steps_on(device)
     if device.type == "cpu":
-        plan = Region(layout, num_blocks, 0, None, staging_bytes=staging_bytes)
-        memory = PAGES.empty(plan.num_bytes)
-        blocks = memory[: plan.pool_bytes].view(dtype).view(num_blocks, *layout.shape)
-        region = replace(plan, address=memory.data_ptr(), owner=memory)
+        memory = PAGES.empty(region.num_bytes)
     else:
-        blocks = torch.zeros((num_blocks, *layout.shape), dtype=dtype, device=device)
-        region = Region(layout, num_blocks, blocks.data_ptr(), blocks, f"cuda:{blocks.device.index}")
+        from workers.executor.device_pool import DevicePool  # needs Triton
+
+        memory = torch.zeros(region.num_bytes, dtype=torch.uint8, device=device)
+        wait(mark())  # before anything is written beside the steps
+        region = replace(region, device=f"cuda:{memory.device.index}", device_bytes=DevicePool(memory, beside))
+    region = replace(region, address=memory.data_ptr(), owner=memory)
+    blocks = memory[: region.pool_bytes].view(dtype).view(num_blocks, *layout.shape)
     host = torch.zeros((host_blocks, *layout.shape), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
-    return KVPool(blocks, region, host, mark_on(device))
+    return KVPool(memory, blocks, region, host, mark, beside)
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:

@@ -194,8 +194,7 @@ def _chosen_blocks(
         free_bytes, total_bytes = memory_of(device)
         memory = DeviceMemory(total_bytes, free_bytes, torch.cuda.memory_allocated(device), step_bytes)
     kv_bytes = memory.kv_bytes(engine.gpu_memory_utilization, config.memory_part, is_host=is_host)
-    if is_host:
-        kv_bytes -= host_bytes
+    kv_bytes -= host_bytes if is_host else config.staging_bytes
     blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
     if is_host:
         blocks = min(blocks, blocks_in_use(engine, context_length))
@@ -282,10 +281,11 @@ def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
 def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:
     """A prompt chunk and a decode that touch every weight once, so that no request waits for page faults.
 
-    They write their KV into preflight's scratch block, where its content does not matter.
+    They also load a GPU's digest kernel. They write their KV into preflight's scratch block, where its content does not
+    matter.
     """
     draw = Draw(SamplingParams(temperature=0.0), seed=0, position=WARM_UP_TOKENS)
     blocks = (SCRATCH_BLOCK,) * -(-(WARM_UP_TOKENS + 1) // block_size)
     prompt = Chunk("warm-up/0", (1,) * WARM_UP_TOKENS, 0, blocks[: -(-WARM_UP_TOKENS // block_size)], draw)
     decode = Chunk("warm-up/0", (1,), WARM_UP_TOKENS, blocks, structs.replace(draw, position=WARM_UP_TOKENS + 1))
-    return StepPlan(0, (prompt,)), StepPlan(0, (decode,))
+    return StepPlan(0, (prompt,)), StepPlan(0, (decode,), digest_blocks=((SCRATCH_BLOCK, block_size),))

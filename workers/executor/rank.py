@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvtransfer.digest import digest_block, digest_cells
+from kvtransfer.digest import digest_cells
 from kvtransfer.links import TransportSet
-from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
+from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
@@ -267,7 +267,16 @@ def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tu
 
 
 def _digests(pool: KVPool, blocks: tuple[tuple[int, int], ...]) -> tuple[bytes, ...]:
-    if pool.region.device == "cpu":
+    """A GPU makes them behind the step's kernels, in their queue."""
+    if not blocks:
+        return ()
+    if pool.region.device_bytes is None:
         return digest_cells(pool.region, blocks)
-    on_host = ((pool.blocks[block].cpu().view(torch.uint8).numpy().data.cast("B"), slots) for block, slots in blocks)
-    return tuple(digest_block(data, pool.region.layout, slots) for data, slots in on_host)
+    from workers.ops.triton_digest import cell_digests  # only where Triton is installed
+
+    layout = pool.region.layout
+    rows = [[(block, 0, slots)] for block, slots in blocks]
+    whole = Piece(0, layout.heads, layout.layers)
+    digests = cell_digests(pool.memory, layout, whole, rows).to("cpu", non_blocking=True)
+    wait(pool.mark())
+    return tuple(row.tobytes() for row in digests.numpy())

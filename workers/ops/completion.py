@@ -7,7 +7,8 @@ A step must wait for its event before its blocks are read, freed or reused: tran
 a CPU calls return when they are done, and there is nothing to wait for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,28 @@ def mark_on(device: torch.device) -> Mark:
         return marked
 
     return mark
+
+
+Beside = Callable[[], AbstractContextManager[None]]
+"""Work inside it runs beside the steps, in a queue of its own, and is done when it ends. For any thread."""
+
+
+def beside_steps_on(device: torch.device) -> Beside:
+    """The `Beside` for this device."""
+    if device.type != "cuda":
+        return nullcontext
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    mark = mark_on(device)
+
+    @contextmanager
+    def beside() -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                wait(mark())
+
+    return beside
 
 
 def wait(event: Event | None) -> None:
