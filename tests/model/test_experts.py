@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.model.feed_forward import Experts
+from workers.model import feed_forward
+from workers.model.feed_forward import Experts, FeedForward, GroupedExperts, Router, SharedExpert, grouped
 from workers.ops.linear import Linear
 
 HIDDEN, FFN, COUNT, PER_TOKEN = 16, 12, 6, 2
@@ -35,7 +36,8 @@ def make(normalise: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]
         return torch.randn(*shape, generator=generator)
 
     recorded = [Recorded(_relu_gated(Linear(draw(2 * FFN, HIDDEN)), Linear(draw(HIDDEN, FFN)))) for _ in range(COUNT)]
-    return Experts(Linear(draw(COUNT, HIDDEN)), tuple(recorded), PER_TOKEN, normalise), recorded  # type: ignore[arg-type]
+    router = Router(Linear(draw(COUNT, HIDDEN)), PER_TOKEN, normalise)
+    return Experts(router, tuple(recorded), None), recorded  # type: ignore[arg-type]
 
 
 def _relu_gated(gate_up: Linear, down: Linear) -> Callable[[Tensor], Tensor]:
@@ -54,7 +56,7 @@ def test_a_token_gets_the_weighted_sum_of_its_best(normalise: bool) -> None:
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
     answers = experts(x)
     for token, answer in zip(x, answers, strict=True):
-        weights = torch.softmax(experts.router(token[None])[0], 0)
+        weights = torch.softmax(experts.router.weight(token[None])[0], 0)
         best = weights.argsort(descending=True)[:PER_TOKEN]
         scale = weights[best].sum() if normalise else 1.0
         wanted = sum(weights[each] / scale * recorded[each].feed_forward(token[None])[0] for each in best.tolist())
@@ -76,3 +78,30 @@ def test_the_order_of_a_rows_sum_is_its_own() -> None:
     alone = torch.cat([experts(x[row : row + 1]) for row in range(20)])
     assert torch.equal(experts(x), alone)
     assert torch.equal(experts(x.flip(0)).flip(0), alone)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_grouped_experts_compute_the_same(
+    normalise: bool, tokens: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+
+    def linear(rows: int, columns: int) -> Linear:
+        return Linear(torch.randn(rows, columns, generator=generator))
+
+    def expert() -> FeedForward:
+        return FeedForward(linear(2 * FFN, HIDDEN), linear(HIDDEN, FFN), "silu")
+
+    experts = Experts(
+        Router(linear(COUNT, HIDDEN), PER_TOKEN, normalise),
+        tuple(expert() for _ in range(COUNT)),
+        SharedExpert(expert(), linear(1, HIDDEN)) if shared else None,
+    )
+    assert grouped(experts) is experts, "a CPU's experts stay apart"
+    monkeypatch.setattr(feed_forward, "_can_group", lambda weight: True)
+    together = grouped(experts)
+    assert isinstance(together, GroupedExperts)
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    torch.testing.assert_close(together(x), experts(x), rtol=1e-4, atol=1e-4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from workers.ops.fused import gated
-from workers.ops.linear import LinearMethod
+from workers.ops.linear import Linear, LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +39,74 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses each token's best experts, weighted by a softmax in float32."""
+
+    weight: LinearMethod  # [experts, hidden]
+    per_token: int
+    normalise: bool
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of x [tokens, hidden], [tokens, per_token] each."""
+        scores = self.weight(x).softmax(dim=-1, dtype=torch.float32)  # [tokens, experts]
+        weights, chosen = scores.topk(self.per_token, dim=-1)
+        return weights / weights.sum(dim=-1, keepdim=True) if self.normalise else weights, chosen
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """The sum of each token's `per_token` best experts, weighted by the router's softmax in float32.
+    """The weighted sum of each token's experts.
 
     An expert computes only the rows routed to it. A row adds its experts in ascending order, whatever the other rows.
     """
 
-    router: LinearMethod  # [experts, hidden]
+    router: Router
     experts: tuple[FeedForward, ...]
-    per_token: int
-    normalise: bool
     shared: SharedExpert | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        scores = self.router(x).softmax(dim=-1, dtype=torch.float32)  # [tokens, experts]
-        weights, chosen = scores.topk(self.per_token, dim=-1)  # [tokens, per_token] each
-        if self.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, chosen = self.router(x)
         total = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             answer = self.experts[expert](x[rows]) * weights[rows, places, None]
             total.index_add_(0, rows, answer.to(x.dtype))
         return total if self.shared is None else total + self.shared(x)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """The same in two grouped matrix products, for a GPU: the host does not wait to learn the router's choice."""
+
+    router: Router
+    gate_up: Tensor  # [experts, 2 * ffn, hidden]
+    down: Tensor  # [experts, hidden, ffn]
+    activation: str
+    shared: SharedExpert | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x)
+        sorted_experts, order = chosen.flatten().sort()
+        experts = torch.arange(len(self.down), device=x.device)
+        ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # of each expert's rows
+        rows = x[order // self.router.per_token]
+        inner = gated(torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends), self.activation)
+        answers = torch.empty_like(rows)
+        answers[order] = torch._grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+        total = (answers.view(*chosen.shape, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
+        return total if self.shared is None else total + self.shared(x)
+
+
+def grouped(experts: Experts) -> Experts | GroupedExperts:
+    """The experts as `GroupedExperts` where that needs no wait; their weights are copied."""
+    pairs = [(each.gate_up, each.down) for each in experts.experts]
+    weights = [(up.weight, down.weight) for up, down in pairs if isinstance(up, Linear) and isinstance(down, Linear)]
+    if len(weights) < len(pairs) or not all(_can_group(each) for each in weights[0]):
+        return experts
+    gate_up, down = (torch.stack(each) for each in zip(*weights, strict=True))
+    return GroupedExperts(experts.router, gate_up, down, experts.experts[0].activation, experts.shared)
+
+
+def _can_group(weight: Tensor) -> bool:
+    """Whether matrices such as this one can be grouped without a wait: bfloat16 with rows of whole 16 bytes."""
+    return weight.device.type == "cuda" and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0

@@ -15,7 +15,7 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.decoder import Decoder, Layer, Transform
 from workers.model.description import LayerConfig, ModelConfig
-from workers.model.feed_forward import Experts, FeedForward, SharedExpert
+from workers.model.feed_forward import Experts, FeedForward, GroupedExperts, Router, SharedExpert, grouped
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.gguf.blocks import GGUFBlocks
 from workers.model.parallel import Embedding, Gathered, PartialEmbedding, Reduced
@@ -85,6 +85,7 @@ class _Builder:
         self._weights = weights
         self._blocks = blocks
         self._weight_format = "float32" if blocks else weight_format  # of weights without blocks
+        self._deterministic = deterministic
         self._make = partial(make_linear, deterministic=deterministic)
 
     def decoder(self, attention: Attention) -> Decoder:
@@ -163,7 +164,7 @@ class _Builder:
             prefix, names.gate_up, names.down, (config.ffn_size, self._shard.ffn), config.mlp_bias
         )
 
-    def _experts(self, prefix: str) -> Experts:
+    def _experts(self, prefix: str) -> Experts | GroupedExperts:
         names, experts = self._config.names, self._config.experts
         assert experts is not None
 
@@ -176,13 +177,12 @@ class _Builder:
             shared_columns = (experts.shared_ffn_size, self._shard.shared_ffn)
             shared = SharedExpert(expert(names.shared_expert, shared_columns), gate)
         columns = (experts.ffn_size, self._shard.expert_ffn)
-        return Experts(
-            router=self._make(self._weights.take(f"{prefix}.{names.router}.weight")),
-            experts=tuple(expert(f"{names.experts}.{number}", columns) for number in range(experts.count)),
-            per_token=experts.per_token,
-            normalise=experts.normalise,
-            shared=shared,
+        router = Router(
+            self._make(self._weights.take(f"{prefix}.{names.router}.weight")), experts.per_token, experts.normalise
         )
+        each = tuple(expert(f"{names.experts}.{number}", columns) for number in range(experts.count))
+        routed = Experts(router, each, shared)
+        return routed if self._deterministic else grouped(routed)
 
     def _feed_forward(self, prefix: str, gate_up: tuple[str, ...], down: str, columns: Cut, bias: bool) -> FeedForward:
         return FeedForward(
