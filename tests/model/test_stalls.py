@@ -25,6 +25,7 @@ from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
 from workers.ops import fused
 from workers.ops.attention import Attention
+from workers.ops.batch import RaggedBatch
 from workers.ops.linear import dense
 
 METHODS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
@@ -99,7 +100,10 @@ def no_write(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     """Writes nothing."""
 
 
-def echo(query: Tensor, *_: object) -> Tensor:
+def echo(
+    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+) -> Tensor:
+    """Attends to nothing."""
     return query.clone()
 
 
