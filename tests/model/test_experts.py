@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.model import feed_forward
-from workers.model.feed_forward import Experts, FeedForward, GroupedExperts, Router, SharedExpert, grouped
+from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, GroupedExperts, SharedExpert, grouped
 from workers.ops.linear import Linear
 
 HIDDEN, FFN, COUNT, PER_TOKEN = 16, 12, 6, 2
@@ -36,7 +36,7 @@ def make(normalise: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]
         return torch.randn(*shape, generator=generator)
 
     recorded = [Recorded(_relu_gated(Linear(draw(2 * FFN, HIDDEN)), Linear(draw(HIDDEN, FFN)))) for _ in range(COUNT)]
-    router = Router(Linear(draw(COUNT, HIDDEN)), PER_TOKEN, normalise)
+    router = ExpertRouter(Linear(draw(COUNT, HIDDEN)), PER_TOKEN, normalise)
     return Experts(router, tuple(recorded), None), recorded  # type: ignore[arg-type]
 
 
@@ -95,7 +95,7 @@ def test_grouped_experts_compute_the_same(
         return FeedForward(linear(2 * FFN, HIDDEN), linear(HIDDEN, FFN), "silu")
 
     experts = Experts(
-        Router(linear(COUNT, HIDDEN), PER_TOKEN, normalise),
+        ExpertRouter(linear(COUNT, HIDDEN), PER_TOKEN, normalise),
         tuple(expert() for _ in range(COUNT)),
         SharedExpert(expert(), linear(1, HIDDEN)) if shared else None,
     )

@@ -39,7 +39,7 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """Chooses each token's best experts, weighted by a softmax in float32."""
 
     weight: LinearMethod  # [experts, hidden]
@@ -60,7 +60,7 @@ class Experts:
     An expert computes only the rows routed to it. A row adds its experts in ascending order, whatever the other rows.
     """
 
-    router: Router
+    router: ExpertRouter
     experts: tuple[FeedForward, ...]
     shared: SharedExpert | None = None
 
@@ -78,7 +78,7 @@ class Experts:
 class GroupedExperts:
     """The same in two grouped matrix products, for a GPU: the host does not wait to learn the router's choice."""
 
-    router: Router
+    router: ExpertRouter
     gate_up: Tensor  # [experts, 2 * ffn, hidden]
     down: Tensor  # [experts, hidden, ffn]
     activation: str

@@ -15,7 +15,7 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.decoder import Decoder, Layer, Transform
 from workers.model.description import LayerConfig, ModelConfig
-from workers.model.feed_forward import Experts, FeedForward, GroupedExperts, Router, SharedExpert, grouped
+from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, GroupedExperts, SharedExpert, grouped
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.gguf.blocks import GGUFBlocks
 from workers.model.parallel import Embedding, Gathered, PartialEmbedding, Reduced
@@ -177,7 +177,7 @@ class _Builder:
             shared_columns = (experts.shared_ffn_size, self._shard.shared_ffn)
             shared = SharedExpert(expert(names.shared_expert, shared_columns), gate)
         columns = (experts.ffn_size, self._shard.expert_ffn)
-        router = Router(
+        router = ExpertRouter(
             self._make(self._weights.take(f"{prefix}.{names.router}.weight")), experts.per_token, experts.normalise
         )
         each = tuple(expert(f"{names.experts}.{number}", columns) for number in range(experts.count))
