@@ -13,6 +13,7 @@ from kvtransfer.ticket import HostIdentity
 
 PEEK_TIMEOUT_S = 20.0
 INFINIBAND = Path("/sys/class/infiniband")
+PF_EXITING = 0x4  # of a process's flags in /proc/PID/stat
 
 HOLDER = """
 import ctypes, sys
@@ -36,6 +37,18 @@ def host_identity() -> HostIdentity:
     except OSError:
         boot_id, pid_namespace = "", ""
     return HostIdentity(boot_id=boot_id, pid_namespace=pid_namespace, pid=os.getpid())
+
+
+def started(pid: int) -> str:
+    """When a process began, in the kernel's ticks, which tells it from a later one with its pid; "" once it ends.
+
+    A process counts as ended before its memory is freed.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" or int(fields[5]) & PF_EXITING else fields[18]
 
 
 def rdma_devices() -> tuple[str, ...]:

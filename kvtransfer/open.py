@@ -25,7 +25,7 @@ __all__ = [
     "stamp_probe_block",
 ]
 
-BACKENDS = ("memory", "nixl", "tcp")  # that move bytes, in order of preference
+BACKENDS = ("memory", "cuda_ipc", "nixl", "tcp")  # that move bytes, in order of preference
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,11 @@ def open_transports(
 
     `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
     blocks; `max_readers` ranks may read over `tcp` at once; `place` converts KV of another dtype into the pool.
-    A backend that cannot work here is left out, and `doctor` reports why. `modelled` moves no bytes, so it works only
-    alone. Raises `TransportUnavailable` when nothing is left.
+    A backend that cannot work here is left out, and `doctor` reports why; it is silent about `cuda_ipc` on a CPU.
+    `modelled` moves no bytes, so it works only alone. Raises `TransportUnavailable` when nothing is left.
     """
+    if region.device == "cpu" and len(backends) > 1:
+        backends = tuple(each for each in backends if each != "cuda_ipc")
     moves_bytes = "modelled" not in backends
     if not moves_bytes and len(backends) > 1:
         raise ValueError("the modelled backend moves no bytes: it cannot be combined with one that does")
@@ -110,6 +112,10 @@ def _open(name: str, opening: _Opening) -> Transport:
             )
         except OSError as error:
             raise TransportUnavailable(f"cannot listen on {opening.host}: {error}") from error
+    if name == "cuda_ipc":
+        from kvtransfer.backends.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport(region, identity=host_identity())
     if name == "nixl":
         from kvtransfer.backends.nixl import NixlTransport
 

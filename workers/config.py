@@ -171,16 +171,16 @@ class CacheConfig:
             raise ValueError(f"pins ({self.pins} bytes) must be at most half of host ({self.host} bytes)")
 
 
-BACKENDS = ("nixl", "tcp", "memory", "modelled")
+BACKENDS = ("cuda_ipc", "nixl", "tcp", "memory", "modelled")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """How KV moves from one worker to another."""
 
-    backends: tuple[str, ...] = ("nixl", "tcp")
-    """In order of preference; each pair of workers takes the first that passes its probe. `memory` and `modelled` are
-    for one process and for simulations.
+    backends: tuple[str, ...] = ("cuda_ipc", "nixl", "tcp")
+    """In order of preference; each pair of workers takes the first that passes its probe. `cuda_ipc` is for GPUs of one
+    host, `memory` for one process and `modelled` for simulations.
     """
     digest: bool = True
     """Compare a digest of every block on arrival; a block that differs is recomputed."""

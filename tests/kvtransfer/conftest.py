@@ -24,6 +24,13 @@ def tcp_owner() -> Iterator[tuple[Child, PeerAddress]]:
 
 
 @pytest.fixture(scope="module")
+def cuda_ipc_owner() -> Iterator[tuple[Child, PeerAddress]]:
+    child, address = start_owner("cuda_ipc", "owner-cuda-ipc")
+    yield child, address
+    child.end()
+
+
+@pytest.fixture(scope="module")
 def nixl_owner() -> Iterator[tuple[Child, PeerAddress]]:
     need("nixl")
     child, address = start_owner("nixl", "owner-nixl")

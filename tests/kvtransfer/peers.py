@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from kvtransfer.links import TransportSet
 from kvtransfer.open import open_transports
 from kvtransfer.ticket import PeerAddress, Piece, rank_name
 from kvtransfer.transport import Copies, PullOrder, Region
+from tests.kvtransfer.pages_driver import PagesDriver, SharedPages
 
 SECRET = b"the secret of the test cluster"
 LAYOUT = KVLayout("test-model", num_layers=4, num_kv_heads=2, head_dim=16, block_size=16)  # 16 KiB blocks
@@ -32,8 +34,8 @@ def block_bytes_of(block: int, layout: KVLayout = LAYOUT) -> bytes:
 
 
 def make_region(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, *, filled: bool = False) -> Region:
-    array = np.zeros(num_blocks * layout.block_bytes, np.uint8)
-    region = Region(layout, num_blocks, array.ctypes.data, array)
+    pages = SharedPages(num_blocks * layout.block_bytes)
+    region = Region(layout, num_blocks, pages.address, pages)
     if filled:
         for block in range(num_blocks):
             region.bytes(block * layout.block_bytes, layout.block_bytes)[:] = block_bytes_of(block, layout)
@@ -73,8 +75,10 @@ def checked_order(region: Region, sources: tuple[int, ...], targets: tuple[int, 
 
 
 def open_set(region: Region, backends: tuple[str, ...], incarnation: str, **options: Any) -> TransportSet:
+    """`cuda_ipc` shares pages of host memory instead of a GPU's."""
     options = {"secret": SECRET, "host": "127.0.0.1", "incarnation": incarnation, **options}
-    return open_transports(region, backends, **options)
+    with mock.patch("kvtransfer.backends.cuda_ipc.open_driver", PagesDriver):
+        return open_transports(region, backends, **options)
 
 
 def address_of(opened: TransportSet, incarnation: str) -> PeerAddress:

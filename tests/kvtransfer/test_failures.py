@@ -44,7 +44,7 @@ def name_of(peer: PeerAddress) -> str:
     return rank_name(peer.incarnation, 0)
 
 
-processes = pytest.mark.parametrize("backend", ["tcp", "nixl"])
+processes = pytest.mark.parametrize("backend", ["tcp", "nixl", "cuda_ipc"])
 
 
 async def start_large_owner(backend: str) -> tuple[Child, PeerAddress]:

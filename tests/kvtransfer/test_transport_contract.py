@@ -1,4 +1,4 @@
-"""The contract of every transport that moves bytes; tcp and nixl read from a second process."""
+"""The contract of every transport that moves bytes; all but memory read from a second process."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ class Pair:
         return await self.transport.connect(self.name, self.peer.shards[0], deadline_s=10)
 
 
-@pytest.fixture(params=["memory", "tcp", "nixl"])
+@pytest.fixture(params=["memory", "tcp", "nixl", "cuda_ipc"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     backend, shared, region = request.param, SharedMemory(), make_region()
     if backend == "memory":

@@ -1,0 +1,260 @@
+"""KV between two processes on one device, through the transports of workers: speed, every byte, and owners that die.
+
+An owner has three pools: whole, and one for each of two ranks. A reader pulls whole blocks, the halves of two ranks,
+and blocks into larger ones. On a CPU the same program runs over TCP.
+"""
+
+import asyncio
+import multiprocessing as mp
+import statistics
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.copies import pieces_of, plan_copies
+from kvtransfer.errors import TransferError
+from kvtransfer.host import host_identity
+from kvtransfer.layout import KVLayout
+from kvtransfer.ticket import ShardAddress
+from kvtransfer.transport import Copies, Region, Transport
+
+LLAMA_8B = KVLayout("8b", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+TINY = KVLayout("tiny", num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16")
+ROUNDS, SMALL_ROUNDS = 7, 50
+DEADLINE_S = 10.0
+KILL_AFTER_S = 0.05
+SECRET = b"the secret of the benchmark"
+
+Reads = list[tuple[str, Copies]]
+
+
+def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
+    return asyncio.run(_measure(device, TINY if tiny else LLAMA_8B, (256, 512) if tiny else (2048, 8192)))
+
+
+async def _measure(device: torch.device, layout: KVLayout, sizes: tuple[int, ...]) -> dict[str, object]:
+    own = "tcp" if device.type == "cpu" else "cuda_ipc"
+    place = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
+    figures: dict[str, object] = {}
+    owners = [_Owner(backend, layout, max(sizes), place) for backend in (own, own, own, "nixl")]
+    try:
+        for owner in owners:
+            owner.wait()
+        figures |= await _compare(own, layout, sizes, place, owners[0])
+        try:
+            figures |= await _compare("nixl", layout, sizes, place, owners[3])
+        except TransferError as error:
+            figures["nixl"] = f"not used: {error}"
+        figures |= await _killed(own, layout, max(sizes), place, owners[1:3])
+    finally:
+        for owner in owners:
+            owner.kill()
+    return figures
+
+
+async def _compare(
+    backend: str, layout: KVLayout, sizes: tuple[int, ...], place: str, owner: "_Owner"
+) -> dict[str, object]:
+    """Check every byte of each kind of pull, then time it in turn with a plain copy of as many bytes."""
+    shards, figures = owner.shards(), dict[str, object]()
+    for name, theirs, times_larger in (("whole", (0,), 1), ("tensor", (1, 2), 1), ("blocks", (0,), 2)):
+        target = replace(layout, block_size=layout.block_size * times_larger)
+        region, memory = _pool(target, target.blocks_for(max(sizes)) + 2, place)
+        transport = _open(backend, region, "reader")
+        try:
+            for index in theirs:
+                figures[f"{backend}_path"] = await transport.connect(f"owner/{index}", shards[index], deadline_s=10)
+            for num_tokens in sizes:
+                key, reads = f"{backend}_{name}_{num_tokens}", _reads(shards, theirs, target, num_tokens)
+                memory.zero_()
+                _synchronize(place)
+                await _read(transport, reads)
+                if not torch.equal(memory, _expected(shards, theirs, region, num_tokens, place)):
+                    raise AssertionError(f"{key}: the bytes that arrived are not the owner's")
+                num_bytes = sum(int(copies[:, 2].sum()) for _, copies in reads)
+                plain = torch.zeros(2, num_bytes, dtype=torch.uint8, device=place)
+                _copy_seconds(plain)
+                rounds = [(await _read(transport, reads), _copy_seconds(plain)) for _ in range(ROUNDS)]
+                seconds, copy_s = (statistics.median(each) for each in zip(*rounds, strict=True))
+                figures[f"{key}_gb_s"] = num_bytes / seconds / 1e9
+                figures[f"{key}_share_of_copy"] = copy_s / seconds
+                figures[f"{key}_ranges"] = sum(len(copies) for _, copies in reads)
+                figures[f"copy_{num_tokens}_gb_s"] = num_bytes / copy_s / 1e9
+            if name == "whole":
+                block: Reads = [("owner/0", np.array([[0, 0, layout.block_bytes]], np.int64))]
+                times = [await _read(transport, block) for _ in range(SMALL_ROUNDS)]
+                figures[f"{backend}_block_us"] = statistics.median(times) * 1e6
+        finally:
+            await transport.close()
+    return figures
+
+
+async def _killed(
+    backend: str, layout: KVLayout, num_tokens: int, place: str, owners: "list[_Owner]"
+) -> dict[str, object]:
+    """Owners killed before a read and during reads: what the reader sees, and how much memory its mapping holds."""
+    figures: dict[str, object] = {}
+    region, memory = _pool(layout, layout.blocks_for(num_tokens) + 2, place)
+    transport = _open(backend, region, "reader")
+    for (moment, delay_s), owner in zip((("before", 0.0), ("during", KILL_AFTER_S)), owners, strict=True):
+        shards = owner.shards()
+        await transport.connect("owner/0", shards[0], deadline_s=10)
+        reads = _reads(shards, (0,), layout, num_tokens)
+        if not delay_s:
+            await asyncio.to_thread(owner.kill)
+        killing = asyncio.get_running_loop().run_in_executor(None, owner.kill, delay_s)
+        begun, arrived, outcome = time.perf_counter(), 0, "arrived, every time"
+        while time.perf_counter() < begun + DEADLINE_S:
+            try:
+                await _read(transport, reads)
+                arrived += 1
+            except TransferError as error:
+                outcome = f"{arrived} reads, then {type(error).__name__} after {time.perf_counter() - begun:.3f} s"
+                break
+        await killing
+        figures[f"{backend}_owner_killed_{moment}"] = outcome
+        if place != "cpu":
+            free_bytes = torch.cuda.mem_get_info(place)[0]
+            await transport.forget("owner/0")
+            held = torch.cuda.mem_get_info(place)[0] - free_bytes
+            figures[f"{backend}_killed_{moment}_held_until_forgotten_mib"] = held / 2**20
+    await transport.close()
+    memory.fill_(1)
+    if int(memory[-4096:].sum()) != 4096:
+        raise AssertionError("the reader's device no longer computes")
+    return figures
+
+
+class _Owner:
+    """A process with three pools: the whole layout, its first half of the heads, its second half."""
+
+    def __init__(self, backend: str, layout: KVLayout, num_tokens: int, place: str) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_own, args=(theirs, backend, layout, num_tokens, place), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        if not self._pipe.poll(60):
+            raise TimeoutError("the owner did not start within 60 s")
+        self._answer: list[ShardAddress] | TransferError = self._pipe.recv()
+
+    def shards(self) -> list[ShardAddress]:
+        if isinstance(self._answer, TransferError):
+            raise self._answer
+        return self._answer
+
+    def kill(self, delay_s: float = 0.0) -> None:
+        time.sleep(delay_s)
+        self._process.kill()
+        self._process.join()
+
+
+def _own(pipe: Connection, backend: str, layout: KVLayout, num_tokens: int, place: str) -> None:
+    half = layout.num_kv_heads // 2
+    layouts = [layout, replace(layout, heads=(0, half)), replace(layout, heads=(half, layout.num_kv_heads))]
+    shards, transports = [], []
+    try:
+        for index, each in enumerate(layouts):
+            region, memory = _pool(each, each.blocks_for(num_tokens) + 2, place)
+            memory.copy_(_pattern(len(memory), index, place))
+            _synchronize(place)
+            transports.append(_open(backend, region, f"owner/{index}"))
+            address = ((backend, transports[-1].address()),)
+            shards.append(ShardAddress(index, each, region.num_blocks, address))
+    except TransferError as error:
+        pipe.send(error)
+        return
+    pipe.send(shards)
+    pipe.poll(None)
+
+
+def _open(backend: str, region: Region, name: str) -> Transport:
+    if backend == "cuda_ipc":
+        from kvtransfer.backends.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport(region, identity=host_identity())
+    if backend == "nixl":
+        from kvtransfer.backends.nixl import NixlTransport
+
+        return NixlTransport(region, identity=host_identity(), quarantine_s=1.0)
+    from kvtransfer.backends.tcp import TcpTransport
+
+    return TcpTransport(region, host="127.0.0.1", secret=SECRET, incarnation=name, max_readers=8)
+
+
+def _pool(layout: KVLayout, num_blocks: int, place: str) -> tuple[Region, Tensor]:
+    memory = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=place)
+    return Region(layout, num_blocks, memory.data_ptr(), memory, place), memory
+
+
+def _pattern(num_bytes: int, seed: int, place: str) -> Tensor:
+    """The same random bytes in every process."""
+    generator = torch.Generator(place).manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=place, generator=generator)
+
+
+def _blocks(layout: KVLayout, num_tokens: int, seed: int) -> list[int]:
+    """Scattered blocks, as in a pool that has served for a while."""
+    count = layout.blocks_for(num_tokens)
+    return [int(each) for each in np.random.default_rng(seed).permutation(count + 2)[:count]]
+
+
+def _reads(shards: list[ShardAddress], theirs: tuple[int, ...], target: KVLayout, num_tokens: int) -> Reads:
+    layouts = [shards[index].layout for index in theirs]
+    reads: Reads = []
+    for piece in pieces_of(layouts, target, 0):
+        source = layouts[piece.shard]
+        blocks = _blocks(source, num_tokens, 1), _blocks(target, num_tokens, 2)
+        copies = plan_copies(piece, source, target, *blocks, 0, num_tokens)
+        reads.append((f"owner/{theirs[piece.shard]}", copies))
+    return reads
+
+
+def _expected(
+    shards: list[ShardAddress], theirs: tuple[int, ...], region: Region, num_tokens: int, place: str
+) -> Tensor:
+    """Our pool after the reads, by indexing whole blocks, heads and slots instead of byte ranges."""
+    target = region.layout
+    expected = torch.zeros(region.num_bytes, dtype=torch.uint8, device=place)
+    ours = expected.view(torch.int16).view(-1, *target.shape)
+    parts = []
+    for index in theirs:
+        shard = shards[index]
+        pool = _pattern(shard.num_blocks * shard.layout.block_bytes, index, place).view(torch.int16)
+        parts.append(pool.view(-1, *shard.layout.shape)[_blocks(shard.layout, num_tokens, 1)])
+    blocks = torch.cat(parts, dim=1)  # [block, kv_head, layer, k|v, slot, head_dim]
+    merged = target.block_size // blocks.shape[4]
+    recut = blocks.view(-1, merged, *blocks.shape[1:]).permute(0, 2, 3, 4, 1, 5, 6).reshape(-1, *target.shape)
+    ours[_blocks(target, num_tokens, 2)] = recut
+    return expected
+
+
+async def _read(transport: Transport, reads: Reads) -> float:
+    """Seconds until all have arrived."""
+    begun = time.perf_counter()
+    started = [transport.read(peer, copies, deadline_s=DEADLINE_S) for peer, copies in reads]
+    try:
+        for each in started:
+            await each.done
+        return time.perf_counter() - begun
+    finally:
+        for each in started:
+            await each.settled
+
+
+def _copy_seconds(plain: Tensor) -> float:
+    begun = time.perf_counter()
+    plain[0].copy_(plain[1])
+    _synchronize(str(plain.device))
+    return time.perf_counter() - begun
+
+
+def _synchronize(place: str) -> None:
+    if place != "cpu":
+        torch.cuda.synchronize(place)

@@ -1,0 +1,222 @@
+"""KV between GPUs of one host, or within one: CUDA maps the owner's pool into the reader, which copies from it.
+
+    connect ── open the handle, once for each owner ── read: copy, wait for its event ── forget: unmap
+
+One thread does all of it in order, so nothing is unmapped while a copy reads it. A copy that was launched cannot be
+cancelled: past its deadline a read settles when its event has passed. The memory of an owner that ended may be
+anyone's, so a read counts only if the owner was alive after it. An owner does nothing and notices nothing.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
+from kvtransfer.copies import refuse_outside
+from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransportUnavailable
+from kvtransfer.host import started
+from kvtransfer.ticket import HostIdentity, ShardAddress
+from kvtransfer.transport import Copies, Read, Region
+
+
+class IpcAddress(msgspec.Struct, frozen=True):
+    """What `CudaIpcTransport.address` packs: the allocation's handle and where the pool lies in it."""
+
+    handle: bytes
+    offset: int
+    num_bytes: int
+    device: str
+    identity: HostIdentity
+    started: str  # see `kvtransfer.host.started`
+
+    @classmethod
+    def parse(cls, data: bytes) -> "IpcAddress":
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise PeerRefused(f"the peer's CUDA IPC address cannot be read: {error}") from error
+
+
+class IpcDriver(Protocol):
+    """Memory that processes share. All calls come from the thread that made it. Mappings are the driver's own."""
+
+    device: str  # the same in all processes
+
+    def export(self) -> tuple[bytes, int]:
+        """The handle of the allocation that holds our pool, and the pool's offset in it."""
+        ...
+
+    def open(self, handle: bytes, offset: int, num_bytes: int) -> Any:
+        """Map a peer's allocation until `unmap`. Raises `TransportUnavailable`."""
+        ...
+
+    def copy(self, mapping: Any, copies: Copies) -> None:
+        """Copy into our pool. Returns or raises once no byte can land any more."""
+        ...
+
+    def unmap(self, mapping: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_driver(region: Region) -> IpcDriver:
+    """Loads torch only for a pool on a GPU."""
+    if region.device == "cpu":
+        raise TransportUnavailable("the pool lies in host memory")
+    from kvtransfer.backends.cuda_driver import CudaDriver
+
+    return CudaDriver(region)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    address: IpcAddress
+    memory: Any
+
+
+class CudaIpcTransport:
+    """`Transport` over CUDA IPC. Raises `TransportUnavailable` where this process cannot share its pool."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, region: Region, *, identity: HostIdentity) -> None:
+        self._region = region
+        self._identity = identity
+        self._lock = threading.Lock()  # of reads that begin or are abandoned
+        self._pending: set[PendingRead] = set()
+        self._mapped: dict[str, _Mapped] = {}  # the thread's
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-cuda-ipc")
+        self._is_closed = False
+        try:
+            self._driver, self._address = self._thread.submit(self._open).result()
+        except BaseException as error:
+            self._thread.shutdown()
+            if isinstance(error, Exception) and not isinstance(error, TransportUnavailable):
+                raise TransportUnavailable(f"CUDA IPC cannot start here: {error}") from error
+            raise
+
+    def address(self) -> bytes:
+        return self._address
+
+    async def connect(self, peer: str, shard: ShardAddress, *, deadline_s: float) -> str:
+        address = IpcAddress.parse(dict(shard.transports)[self.name])
+        self._refuse(address.identity)
+        pending = PendingRead(peer, NO_COPIES, deadline_s, self._abandon)
+        await self._launch(pending, partial(self._map, peer, address)).done
+        return "CUDA IPC within a GPU" if address.device == self._driver.device else f"CUDA IPC from {address.device}"
+
+    def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
+        pending = PendingRead(peer, copies, deadline_s, self._abandon)
+        return self._launch(pending, partial(self._copy, peer, copies))
+
+    async def forget(self, peer: str) -> None:
+        self._give_up([pending for pending in self._pending if pending.peer == peer])
+        if not self._is_closed:
+            await asyncio.wrap_future(self._thread.submit(self._unmap, peer))
+
+    async def close(self) -> None:
+        self._give_up(list(self._pending))
+        if not self._is_closed:
+            self._is_closed = True
+            self._thread.submit(self._release)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _refuse(self, theirs: HostIdentity) -> None:
+        """Raise `TransportUnavailable` where CUDA opens no handle. The driver finds out whether the GPUs connect."""
+        ours = self._identity
+        if not ours.boot_id or ours.boot_id != theirs.boot_id:
+            raise TransportUnavailable("another host: CUDA IPC works within one")
+        if ours.pid_namespace != theirs.pid_namespace:
+            raise TransportUnavailable("same host, but another pid namespace: CUDA opens no handle from there")
+        if ours.pid == theirs.pid:
+            raise TransportUnavailable("same process: CUDA opens no handle where it was made")
+
+    def _launch(self, pending: PendingRead, action: Callable[[], None]) -> Read:
+        if self._is_closed:
+            pending.abort(PeerLost(f"{pending.peer} is not connected: this end is closed"))
+            return pending.read
+        self._pending.add(pending)
+        pending.read.settled.add_done_callback(lambda _: self._pending.discard(pending))
+        self._thread.submit(self._run, pending, action)
+        return pending.read
+
+    def _abandon(self, pending: PendingRead) -> None:
+        """A read that has not begun never begins, and settles; one that has begun settles when it ends."""
+        with self._lock:
+            pending.abandoned = True
+        if not pending.begun:
+            pending.settle()
+
+    def _give_up(self, reads: list[PendingRead]) -> None:
+        for pending in reads:
+            pending.fail(PeerLost(f"{pending.peer} was given up while {pending.num_bytes} bytes were on their way"))
+            self._abandon(pending)
+
+    # On the thread:
+
+    def _open(self) -> tuple[IpcDriver, bytes]:
+        driver = open_driver(self._region)
+        handle, offset = driver.export()
+        identity = self._identity
+        address = IpcAddress(handle, offset, self._region.pool_bytes, driver.device, identity, started(identity.pid))
+        return driver, msgspec.msgpack.encode(address)
+
+    def _run(self, pending: PendingRead, action: Callable[[], None]) -> None:
+        with self._lock:
+            pending.begun = not pending.abandoned
+        if not pending.begun:
+            return
+        begun_s = time.perf_counter()
+        try:
+            action()
+        except (TransferError, ValueError) as error:
+            pending.post(pending.abort, error)
+        except Exception as error:
+            pending.post(pending.abort, TransferError(f"CUDA failed on a read from {pending.peer}: {error}"))
+        else:
+            pending.post(pending.complete, time.perf_counter() - begun_s)
+
+    def _map(self, peer: str, address: IpcAddress) -> None:
+        known = self._mapped.get(peer)
+        _refuse_ended(peer, address)
+        if known and known.address == address:
+            return
+        self._unmap(peer)
+        try:
+            memory = self._driver.open(address.handle, address.offset, address.num_bytes)
+        except TransportUnavailable:
+            _refuse_ended(peer, address)
+            raise
+        self._mapped[peer] = _Mapped(address, memory)
+
+    def _copy(self, peer: str, copies: Copies) -> None:
+        mapped = self._mapped.get(peer)
+        if mapped is None:
+            raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
+        refuse_outside(copies, mapped.address.num_bytes, self._region.num_bytes)
+        if len(copies):
+            _refuse_ended(peer, mapped.address)
+            self._driver.copy(mapped.memory, copies)
+            _refuse_ended(peer, mapped.address)
+
+    def _unmap(self, peer: str) -> None:
+        mapped = self._mapped.pop(peer, None)
+        if mapped:
+            self._driver.unmap(mapped.memory)
+
+    def _release(self) -> None:
+        for peer in list(self._mapped):
+            self._unmap(peer)
+        self._driver.close()
+
+
+def _refuse_ended(peer: str, address: IpcAddress) -> None:
+    if started(address.identity.pid) != address.started:
+        raise PeerLost(f"{peer} is gone: compute the prompt again or ask another owner")
