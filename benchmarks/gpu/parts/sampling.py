@@ -1,0 +1,159 @@
+"""Sampling on the device: the host's tokens, its time against the host's, and the waits of a whole step."""
+
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.layout import KVLayout
+from workers.engine.step import Chunk, Draw, StepPlan
+from workers.executor import device_sampler
+from workers.executor.device_sampler import Sampled, sample_on_device
+from workers.executor.inputs import step_inputs
+from workers.executor.kv_pool import allocate_pool
+from workers.executor.sampler import sample
+from workers.model.feed_forward import GroupedExperts
+from workers.model.folder import ModelFolder
+from workers.model.load import load_decoder
+from workers.ops.attention import best_attention
+from workers.request import SamplingParams
+
+VOCAB, ROWS = 128256, (1, 8, 64, 256)  # the vocabulary of Llama 3
+COMPARED = 64  # rows at most; the host takes up to ten milliseconds for one
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "plain": SamplingParams(temperature=0.8),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top_k": SamplingParams(temperature=0.8, top_k=50),
+    "min_p": SamplingParams(temperature=0.8, min_p=0.05),
+    "penalties": SamplingParams(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
+    "logprobs": SamplingParams(temperature=0.8, logprobs=5),
+}
+FAMILIES = ("llama 3", "gemma 2", "mixtral")
+
+
+def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
+    """Raises if a token differs from the host's, if sampling waits more than once, or if a layer waits at all."""
+    if device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    figures: dict[str, object] = {}
+    close: list[int] = []
+    with _asked_host(close):
+        for rows in (1, 2) if tiny else ROWS:
+            figures |= _sampling(device, rows, 300 if tiny else VOCAB)
+    figures["rows_left_to_the_host"] = sum(close)
+    families = FAMILIES[:1] if tiny else FAMILIES
+    for family in families:
+        _forward_waits(device, family)
+    figures["families_without_a_wait"] = ", ".join(families)
+    return figures
+
+
+def _sampling(device: torch.device, rows: int, vocab_size: int) -> dict[str, object]:
+    generator = torch.Generator(device).manual_seed(rows)
+    logits = 4 * torch.randn(rows, vocab_size, device=device, generator=generator)
+    logits[:, vocab_size // 2] = logits.amax(-1)  # a tie at the top
+    some = min(rows, COMPARED)
+    figures: dict[str, object] = {f"rows_{rows}_copy_us": _median_us(lambda: logits.cpu(), 5)}
+    for name, params in PARAMS.items():
+        draws = [_draw(params, row) for row in range(rows)]
+        tokens, waits = _waits(lambda draws=draws: sample_on_device(logits, draws), device)  # type: ignore[misc]
+        sample(logits[:1].cpu(), draws[:1])  # may compile
+        begun = time.perf_counter()
+        wanted = sample(logits[:some].cpu(), draws[:some])[0]
+        host_us = 1e6 * (time.perf_counter() - begun) * rows / some
+        differ = [row for row in range(some) if tokens[0][row] != wanted[row]]
+        assert not differ, f"{name}: rows {differ[:9]} of {some} differ from the host's tokens"
+        assert waits <= 1, f"{name}: {waits} waits for the device"
+        prefix = f"rows_{rows}_{name}"
+        figures[f"{prefix}_us"] = _median_us(lambda draws=draws: sample_on_device(logits, draws), 5)  # type: ignore[misc]
+        figures[f"{prefix}_host_us"] = host_us
+    return figures
+
+
+def _draw(params: SamplingParams, row: int) -> Draw:
+    if params.repetition_penalty == 1.0:
+        return Draw(params, 2**64 - 1 - row, row)
+    seen = np.arange(500, dtype=np.int32) * 3
+    return Draw(params, 2**64 - 1 - row, row, seen.tobytes(), (seen % 4).tobytes(), (7, 8))
+
+
+@contextmanager
+def _asked_host(close: list[int]) -> Iterator[None]:
+    """Appends how many rows the device left to the host each time."""
+
+    def counted(logits: Tensor, draws: Sequence[Draw]) -> object:
+        close.append(len(draws))
+        return sample(logits, draws)
+
+    device_sampler.sample = counted  # type: ignore[assignment]
+    yield
+    device_sampler.sample = sample
+
+
+def _waits(call: Callable[[], Sampled], device: torch.device) -> tuple[Sampled, int]:
+    """The second call's result and how often it waited, or copied from memory that is not pinned."""
+    call()
+    if device.type != "cuda":
+        return call(), 0
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            result = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return result, sum("synchronizing" in str(each.message) for each in found)
+
+
+def _forward_waits(device: torch.device, family: str) -> None:
+    """Raises if the forward pass of a small model waits for the device, its inputs included."""
+    from tests.model.families import write_family
+
+    dtype = torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_family(Path(folder) / "model", family)
+        attention = best_attention(device, dtype, False)
+        model = load_decoder(ModelFolder("tiny", path), device, dtype, attention)
+    if family == "mixtral" and device.type == "cuda":
+        assert isinstance(model.layers[0].feed_forward, GroupedExperts), "experts are not grouped"
+    config = model.config
+    layout = KVLayout("tiny", config.num_layers, config.num_kv_heads, config.head_dim, 16, "bfloat16")
+    pool = allocate_pool(layout, 8, device)
+    draw = Draw(SamplingParams(temperature=0.0), 0, 41)
+    decode = Chunk("a", (5,), 40, (1, 2, 3), draw)
+    plan = StepPlan(1, (decode, Chunk("b", tuple(range(3, 33)), 0, (4, 5), draw, targets=(4, 5), num_top=1)))
+
+    @torch.inference_mode()
+    def forward() -> Tensor | None:
+        inputs = step_inputs(plan, 16, device)
+        hidden = model.run(model.embed(inputs.tokens), inputs.positions, inputs.rows, inputs.batch, pool.blocks)
+        return model.logits(hidden)
+
+    forward()
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _median_us(call: Callable[[], object], rounds: int) -> float:
+    def once() -> float:
+        begun = time.perf_counter()
+        call()  # ends with a copy to the host
+        return time.perf_counter() - begun
+
+    return 1e6 * statistics.median(once() for _ in range(rounds))
