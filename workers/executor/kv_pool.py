@@ -58,7 +58,8 @@ class KVPool:
 
         Returns when they are zero, since the next transfer may write there. Called on the compute thread.
         """
-        self.blocks[list(blocks)] = 0
+        for block in blocks:
+            self.blocks[block].zero_()
         wait(self.mark())
 
     def place(self, offset: int, layout: KVLayout, blocks: tuple[int, ...], first_token: int, num_tokens: int) -> None:

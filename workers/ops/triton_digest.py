@@ -14,12 +14,14 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.digest import host_digests
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece
 from kvtransfer.transport import Span
+from workers.ops.staging import to_device
 
 SHORT_BYTES = tl.constexpr(240)  # xxh3 hashes up to so many in other ways
 PRIME32_1 = tl.constexpr(0x9E3779B1)
@@ -55,7 +57,7 @@ def cell_digests(memory: Tensor, layout: KVLayout, box: Piece, rows: Sequence[Se
     heads, layers = box.heads[1] - box.heads[0], box.layers[1] - box.layers[0]
     digests = torch.empty((len(rows), heads, layers), dtype=torch.int64, device=memory.device)
     if rows:
-        launch(memory, table_of(layout, rows).to(memory.device, non_blocking=True), digests, layout, box)
+        launch(memory, to_device([table_of(layout, rows)], memory.device)[0], digests, layout, box)
     for row, spans in enumerate(rows):
         if 2 * layout.slot_bytes * sum(count for _, _, count in spans) <= SHORT_BYTES.value:
             digests[row] = _on_host(memory, layout, box, spans)
@@ -82,7 +84,7 @@ def launch(memory: Tensor, table: Tensor, digests: Tensor, layout: KVLayout, box
     )
 
 
-def table_of(layout: KVLayout, rows: Sequence[Sequence[Span]]) -> Tensor:
+def table_of(layout: KVLayout, rows: Sequence[Sequence[Span]]) -> NDArray[np.int64]:
     """The constants, where each row's slots begin and end, and where each slot lies in the first cell of its block."""
     block, slot = layout.block_bytes // _unit(layout), layout.slot_bytes // _unit(layout)
     spans = np.array([span for row in rows for span in row], np.int64).reshape(-1, 3)
@@ -92,7 +94,7 @@ def table_of(layout: KVLayout, rows: Sequence[Sequence[Span]]) -> Tensor:
     places = np.repeat(spans[:, 0] * block + spans[:, 1] * slot, counts) + nth * slot
     firsts = np.cumsum([0] + [sum(count for _, _, count in row) for row in rows]) + CONSTANTS.value + len(rows) + 1
     constants = np.concatenate([np.frombuffer(_SECRET, "<i8"), np.array(_ACCUMULATORS, np.uint64).view(np.int64)])
-    return torch.from_numpy(np.concatenate([constants, firsts, places]))
+    return np.concatenate([constants, firsts, places])
 
 
 def _unit(layout: KVLayout) -> int:
