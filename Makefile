@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 QUICK := tests/test_imports.py tests/test_docs.py tests/test_configuration.py tests/engine tests/policy tests/costs
 
 .PHONY: demo quick test test-all format check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
-.PHONY: campaigns image image-test compare bench-outside pods
+.PHONY: gpu campaigns image image-test compare bench-outside pods
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -55,6 +55,10 @@ check: $(READY)
 	@$(BIN)/mypy --strict cluster benchmarks workers kvtransfer proto/diptych tests
 	@$(BIN)/python -m pytest -q tests/test_imports.py tests/test_versions.py
 
+# Checks and measures everything that a GPU must prove, in ten minutes at most. ARGS="--tiny --device cpu": here.
+gpu: $(READY)
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+
 bench: $(READY)
 	@$(BIN)/python -m benchmarks
 
@@ -62,7 +66,11 @@ bench: $(READY)
 bench-engine: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks engine step --out bench-results
 
-$(VENV)/.bench: $(READY)
+$(VENV)/.# Checks and measures everything that a GPU must prove, in ten minutes at most. ARGS="--tiny --device cpu": here.
+gpu: $(READY)
+	@$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+bench: $(READY)
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[bench]'
 	@touch $@
 

@@ -40,6 +40,7 @@ def ragged(tables: list[list[int]], query_lens: list[int], context_lens: list[in
         torch.tensor(slots),
         max(query_lens),
         max(context_lens),
+        num_decodes=next((row for row, length in enumerate(query_lens) if length > 1), len(query_lens)),
     )
 
 

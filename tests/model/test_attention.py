@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.model.paging import ragged, scattered_tables
-from workers.ops.attention import NATIVE, REFERENCE, SDPA, TRITON, Attention
+from workers.ops.attention import NATIVE, REFERENCE, SDPA, TRITON, TRITON_INVARIANT, Attention
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import compute_dtype, from_slots, to_slots
 from workers.ops.native.library import library
@@ -28,8 +28,9 @@ except ImportError:
 
 native = pytest.param(NATIVE, marks=pytest.mark.skipif(library() is None, reason="no native kernels here"))
 triton = pytest.param(TRITON, marks=pytest.mark.skipif(triton_paged is None, reason="no Triton here"))
-FAST = [SDPA, native] if DEVICE.type == "cpu" else [SDPA, triton]
-ALL = [SDPA, native, triton] if DEVICE.type == "cpu" else [SDPA, triton]
+invariant = pytest.param(TRITON_INVARIANT, marks=pytest.mark.skipif(triton_paged is None, reason="no Triton here"))
+FAST = [SDPA, native] if DEVICE.type == "cpu" else [SDPA, triton, invariant]
+ALL = [*FAST, triton, invariant] if DEVICE.type == "cpu" else FAST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +110,9 @@ def test_backend_equals_the_reference(backend: Attention, case: Case) -> None:
 
 @pytest.mark.skipif(triton_paged is None or DEVICE.type != "cpu", reason="no Triton here, or a GPU for it")
 @settings(max_examples=25, deadline=None)
-@given(case=cases(longest=30))
-def test_triton_equals_the_reference_in_its_interpreter(case: Case) -> None:
-    equals_the_reference(TRITON, case)
+@given(case=cases(longest=30), backend=st.sampled_from([TRITON, TRITON_INVARIANT]))
+def test_triton_equals_the_reference_in_its_interpreter(case: Case, backend: Attention) -> None:
+    equals_the_reference(backend, case)
 
 
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
@@ -192,7 +193,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("backend", [native] if DEVICE.type == "cpu" else [triton], ids=lambda each: each.name)
+@pytest.mark.parametrize("backend", [native] if DEVICE.type == "cpu" else [invariant], ids=lambda each: each.name)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st.DataObject, seed: int) -> None:

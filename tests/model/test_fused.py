@@ -13,6 +13,11 @@ from torch import Tensor
 from workers.ops.fused import GELU_TANH, SILU, add_rms_norm, gated, rms_norm, rotate
 from workers.ops.native.library import SWITCH
 
+try:
+    from workers.ops import triton_fused
+except ImportError:
+    triton_fused = None  # type: ignore[assignment]
+
 ROWS, SIZES = st.integers(0, 40), st.integers(1, 70)
 
 
@@ -92,3 +97,27 @@ def test_all_holds_without_native_kernels() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env={**os.environ, SWITCH: "0"}, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(triton_fused is None, reason="no Triton here")
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(1, 5), size=SIZES, gelu=st.booleans(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_triton_equals_torch_in_its_interpreter(rows: int, size: int, gelu: bool, dtype: torch.dtype) -> None:
+    """On views too; bfloat16 within one rounding of the last step."""
+    near = partial(torch.testing.assert_close, rtol=2e-2 if dtype == torch.bfloat16 else 2e-5, atol=1e-3)
+    x, delta, wide = (numbers(rows, width, seed=width).to(dtype) for width in (size, size + 1, 2 * size))
+    weight = numbers(size, seed=rows).to(dtype)
+    near(triton_fused.rms_norm(wide[:, :size], weight, 1e-5), rms_norm(wide[:, :size], weight, 1e-5))
+    near(triton_fused.rms_norm(x.view(rows, 1, size), None, 1e-5), rms_norm(x.view(rows, 1, size), None, 1e-5))
+    for ours, wanted in zip(
+        triton_fused.add_rms_norm(x, delta[:, :size], weight, 1e-5),
+        add_rms_norm(x, delta[:, :size], weight, 1e-5),
+        strict=True,
+    ):
+        near(ours, wanted)
+    near(triton_fused.gated(wide, gelu=gelu), gated(wide, GELU_TANH if gelu else SILU))
+    heads = numbers(rows, 5, 12, seed=size).to(dtype)
+    for half in (6, 4):  # with and without features that stay
+        cos, sin = numbers(2, rows, 1, half, seed=half).to(dtype)
+        wanted = rotate(heads[:, :3].float(), cos.float(), sin.float()).to(dtype)
+        near(triton_fused.rotate(heads[:, :3], cos, sin), wanted)

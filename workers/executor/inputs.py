@@ -1,36 +1,64 @@
-"""Turns a step plan into tensors, which reach the device in one copy. Keeps nothing between steps."""
+"""Turns a step plan into arrays, which reach the device in one copy. Pure: keeps nothing between steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.step import Chunk, Draw, StepPlan
+from workers.engine.step import Chunk, StepPlan
 from workers.ops.batch import RaggedBatch
 from workers.ops.span import SPAN
-from workers.ops.staging import to_device
+
+Ints: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of one forward pass.
-
-    Row `rows[i]` of the token axis gives the logits for `draws[i]`, which belongs to chunk `sampled_chunks[i]`. Further
-    rows predict the targets of all chunks, for prompt log probabilities.
+    """The tensors of one forward pass. Row `rows[i]` of the token axis gives the logits for the i-th draw of the plan;
+    further rows predict the targets of all chunks, for prompt log probabilities.
     """
 
     tokens: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     batch: RaggedBatch
     rows: Tensor  # [draws + targets] int64
-    draws: tuple[Draw, ...]
-    sampled_chunks: tuple[int, ...]
 
 
-def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepInputs:
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """The same on the host. `begins`: see `RaggedBatch`."""
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    rows: Ints
+    starts: Ints
+    contexts: Ints
+    tables: Ints
+    begins: Ints | None
+    max_query: int
+    max_context: int
+    num_decodes: int
+
+    @property
+    def all(self) -> list[Ints]:
+        """What goes to the device, in the order that `tensors` takes."""
+        each = [self.tokens, self.positions, self.slots, self.rows, self.starts, self.contexts, self.tables]
+        return each if self.begins is None else [*each, self.begins]
+
+    def tensors(self, on_device: Sequence[Tensor]) -> StepInputs:
+        """`on_device`: of `all`."""
+        tokens, positions, slots, rows, starts, contexts, tables, *begins = on_device
+        longest = self.max_query, self.max_context, self.num_decodes
+        batch = RaggedBatch(starts, contexts, tables, slots, *longest, begins[0] if begins else None)
+        return StepInputs(tokens, positions, batch, rows)
+
+
+def step_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     """The plan's chunks on one flat token axis, in the plan's order."""
     chunks = plan.chunks
     assert chunks and all(chunk.tokens for chunk in chunks), f"step {plan.number} has nothing to compute"
@@ -44,26 +72,18 @@ def step_inputs(plan: StepPlan, block_size: int, device: torch.device) -> StepIn
     chunk_of = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]
     positions = np.arange(starts[-1]) + (firsts - starts[:-1])[chunk_of]  # [tokens]
     blocks = tables[chunk_of, positions // block_size].astype(np.int64)  # [tokens]
-    tokens = np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, int(starts[-1]))
-    slots = blocks * block_size + positions % block_size
-    begins = [_begins(chunks, block_size)] if any(chunk.remote for chunk in chunks) else []
-    arrays = [tokens, positions, slots, _rows(chunks, starts), starts, contexts.astype(np.int32), tables, *begins]
-    tokens_, positions_, slots_, rows_, starts_, contexts_, tables_, *begins_ = to_device(arrays, device)
-    return StepInputs(
-        tokens=tokens_,
-        positions=positions_,
-        batch=RaggedBatch(
-            query_starts=starts_,
-            context_lens=contexts_,
-            block_tables=tables_,
-            slot_mapping=slots_,
-            max_query=int(lengths.max()),
-            max_context=int(contexts.max()),
-            begins=begins_[0] if begins_ else None,
-        ),
-        rows=rows_,
-        draws=tuple(chunk.draw for chunk in chunks if chunk.draw is not None),
-        sampled_chunks=tuple(index for index, chunk in enumerate(chunks) if chunk.draw is not None),
+    return StepArrays(
+        tokens=np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, int(starts[-1])),
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        rows=_rows(chunks, starts),
+        starts=starts,
+        contexts=contexts.astype(np.int32),
+        tables=tables,
+        begins=_begins(chunks, block_size) if any(chunk.remote for chunk in chunks) else None,
+        max_query=int(lengths.max()),
+        max_context=int(contexts.max()),
+        num_decodes=int((lengths == 1).cumprod().sum()),
     )
 
 

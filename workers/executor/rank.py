@@ -21,9 +21,10 @@ from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
+from workers.executor.cuda_graphs import DecodeGraphs
 from workers.executor.device_sampler import sampler_on
 from workers.executor.disk_cache import DiskCache
-from workers.executor.inputs import step_inputs
+from workers.executor.inputs import step_arrays
 from workers.executor.kv_pool import KVPool
 from workers.executor.logprobs import as_logprobs, log_probabilities
 from workers.executor.remote_kv import Lender, RemoteStates
@@ -60,6 +61,7 @@ class ModelPart:
     model: Decoder
     group: TensorGroup | None = None  # None: no other rank shares its layers
     link: StageLink | None = None  # None: one stage
+    graphs: DecodeGraphs | None = None  # of a whole model on a GPU
 
     def close(self) -> None:
         for each in (self.group, self.link):
@@ -223,25 +225,28 @@ class _StepOutputs:
 
 def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutputs, states: RemoteStates | None) -> None:
     model, link = part.model, part.link
-    inputs = step_inputs(plan, pool.region.layout.block_size, model.device)
-    if model.embedding is not None:
-        x = model.embed(inputs.tokens)
-    else:
-        assert link is not None, "a later stage has a previous one"
-        x = link.receive((len(inputs.tokens), model.config.hidden_size), model.dtype, model.device)
-    num_draws = len(inputs.draws)
-    hidden = model.run(x, inputs.positions, inputs.rows, inputs.batch, pool.blocks, states)
-    if model.head is None:
-        assert link is not None, "an earlier stage has a next one"
-        link.send(hidden)
-        return
-    logits = model.logits(hidden[:num_draws]) if num_draws else None
+    arrays = step_arrays(plan, pool.region.layout.block_size)
+    sampled = [(index, chunk.draw) for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
+    logits = part.graphs.logits(arrays) if part.graphs is not None else None
+    if logits is None:
+        inputs = arrays.tensors(to_device(arrays.all, model.device))
+        if model.embedding is not None:
+            x = model.embed(inputs.tokens)
+        else:
+            assert link is not None, "a later stage has a previous one"
+            x = link.receive((len(inputs.tokens), model.config.hidden_size), model.dtype, model.device)
+        hidden = model.run(x, inputs.positions, inputs.rows, inputs.batch, pool.blocks, states)
+        if model.head is None:
+            assert link is not None, "an earlier stage has a next one"
+            link.send(hidden)
+            return
+        logits = model.logits(hidden[: len(sampled)]) if sampled else None
+        if len(hidden) > len(sampled):
+            outputs.prompt_logprobs = _prompt_logprobs(model, hidden[len(sampled) :], plan)
     if logits is not None:
-        sampled = sampler_on(logits.device)(logits, inputs.draws)
-        for chunk, token, logprob in zip(inputs.sampled_chunks, *sampled, strict=True):
+        chunks, draws = zip(*sampled, strict=True)
+        for chunk, token, logprob in zip(chunks, *sampler_on(logits.device)(logits, draws), strict=True):
             outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
-    if len(hidden) > num_draws:
-        outputs.prompt_logprobs = _prompt_logprobs(model, hidden[num_draws:], plan)
 
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:

@@ -103,18 +103,24 @@ def _triton_write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_
     triton_paged.write_kv(pool, key, value, layer, slot_mapping)
 
 
-def _triton_attend(
-    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
-) -> Tensor:
-    from workers.ops import triton_paged
+def _triton_attend(*, invariant: bool) -> Attend:
+    def attend(
+        query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        from workers.ops import triton_paged
 
-    return triton_paged.attend(query, pool, layer, batch, scale, window, softcap)
+        return triton_paged.attend(query, pool, layer, batch, scale, window, softcap, invariant=invariant)
+
+    return attend
 
 
 REFERENCE = Attention("reference", reference.write_kv, _continued(reference.attend))
 SDPA = Attention("sdpa", sdpa.write_kv, _continued(sdpa.attend))
 NATIVE = Attention("native", native.write_kv, native.attend, batch_invariant=True, attend_span=native.attend_span)
-TRITON = Attention("triton", _triton_write_kv, _continued(_triton_attend), batch_invariant=True)
+TRITON = Attention("triton", _triton_write_kv, _continued(_triton_attend(invariant=False)))
+TRITON_INVARIANT = Attention(
+    "triton-invariant", _triton_write_kv, _continued(_triton_attend(invariant=True)), batch_invariant=True
+)
 
 
 @functools.cache
@@ -123,7 +129,7 @@ def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool
 
     `deterministic` requires a batch-invariant one. Raises `ModelError` if there is none.
     """
-    fastest = [NATIVE] if device.type == "cpu" and library() is not None else [TRITON] if device.type == "cuda" else []
+    fastest = [TRITON, TRITON_INVARIANT] if device.type == "cuda" else [NATIVE] if library() is not None else []
     for attention in [*fastest, SDPA]:
         if deterministic and not attention.batch_invariant:
             continue

@@ -21,8 +21,9 @@ class RaggedBatch:
     """All tensors are on the pool's device. Runs of one token come first.
 
     A table is padded with the row's own first block, so that a kernel only gathers numbers of the same sequence.
-    `max_query` and `max_context` are the longest run and context, known without a device synchronization. Entries of
-    `block_tables` before `begins` are never read, nor are `states` (see `span`) of sequences that begin at 0.
+    `max_query` and `max_context` are the longest run and context, and at least the first `num_decodes` runs have one
+    token: known without a device synchronization. Entries of `block_tables` before `begins` are never read, nor are
+    `states` (see `span`) of sequences that begin at 0.
     """
 
     query_starts: Tensor  # [sequences + 1] int32
@@ -31,6 +32,7 @@ class RaggedBatch:
     slot_mapping: Tensor  # [tokens] int64
     max_query: int
     max_context: int
+    num_decodes: int = 0
     begins: Tensor | None = None  # [sequences] int32, multiples of SPAN; None: the pool has all keys
     states: Tensor | None = None  # [tokens, heads, head_dim + 2] float32, of one layer
 

@@ -1,8 +1,10 @@
 """The operations between a layer's matrix products, each in one pass over its rows.
 
-Native kernels for float32 on a CPU take a few microseconds per call instead of torch's tens; elsewhere torch computes
-the same up to rounding. A row's bits depend on no other row.
+Native kernels for float32 on a CPU take a few microseconds per call instead of torch's tens, and Triton's on a GPU make
+one launch of up to seven; elsewhere torch computes the same up to rounding. A row's bits depend on no other row.
 """
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ _GATES = {SILU: 0, GELU_TANH: 1}
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., size] divided by its root mean square, times weight [size] (None: 1). Returns a dense tensor."""
+    if x.is_cuda:
+        return _triton().rms_norm(x, weight, eps)  # type: ignore[no-any-return]
     if not _native(x, weight):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     x = x.contiguous()
@@ -29,6 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm) for x and delta [rows, size]."""
+    if x.is_cuda:
+        return _triton().add_rms_norm(x, delta, weight, eps)  # type: ignore[no-any-return]
     if not _native(x, delta, weight):
         total = x + delta
         return total, F.rms_norm(total, (x.shape[-1],), weight, eps)
@@ -42,6 +48,8 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up [rows, size] for gate_up [rows, 2 * size] with the gate first; `SILU` or `GELU_TANH`."""
+    if gate_up.is_cuda:
+        return _triton().gated(gate_up, gelu=activation == GELU_TANH)  # type: ignore[no-any-return]
     if not _native(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == SILU else F.gelu(gate, approximate="tanh")) * up
@@ -57,6 +65,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos and sin are [tokens, 1, half]. x may be a slice of a wider tensor; the result is dense.
     """
+    if x.is_cuda:
+        return _triton().rotate(x, cos, sin)  # type: ignore[no-any-return]
     half = cos.shape[-1]
     if not _native(x, cos, sin) or x.stride(2) != 1:
         low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -74,3 +84,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _native(*tensors: Tensor | None) -> bool:
     plain = all(each is None or (each.dtype == torch.float32 and each.device.type == "cpu") for each in tensors)
     return plain and library() is not None
+
+
+def _triton() -> ModuleType:
+    from workers.ops import triton_fused  # only where Triton is installed: torch for CUDA brings it
+
+    return triton_fused

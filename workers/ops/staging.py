@@ -22,19 +22,28 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tens
 
 def packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Host tensors as views of one buffer on the device."""
-    sizes = [tensor.nbytes for tensor in tensors]
-    starts = list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    return views_of(staged(tensors, pin=device.type == "cuda").to(device, non_blocking=True), tensors)
 
-    def views(buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[start : start + size].view(tensor.dtype).view(tensor.shape)
-            for start, size, tensor in zip(starts, sizes, tensors, strict=False)
-        ]
 
-    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for view, tensor in zip(views(staged), tensors, strict=True):
+def staged(tensors: Sequence[Tensor], *, pin: bool) -> Tensor:
+    """Host tensors in one buffer of bytes, which `views_of` takes apart."""
+    buffer = torch.empty(_starts(tensors)[-1], dtype=torch.uint8, pin_memory=pin)
+    for view, tensor in zip(views_of(buffer, tensors), tensors, strict=True):
         view.copy_(tensor)
-    return views(staged.to(device, non_blocking=True))
+    return buffer
+
+
+def views_of(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these in a buffer that was made by `staged`, or in a copy of it."""
+    return [
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(_starts(tensors), tensors, strict=False)
+    ]
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each begins, and the end."""
+    return list(itertools.accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors), initial=0))
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

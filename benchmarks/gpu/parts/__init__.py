@@ -1,0 +1,30 @@
+"""The parts. Each module has `measure(device, *, tiny) -> dict[str, object]`: figures with units in their names.
+
+It raises if something is wrong. `tiny` chooses sizes for a CPU, which prove the part itself; its figures mean nothing.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GPUPart:
+    """`alone`: no other part may use the device at the same time, since it measures."""
+
+    name: str
+    limit_s: float
+    alone: bool = True
+
+
+PARTS = (
+    GPUPart("attention", 90, alone=False),
+    GPUPart("fused", 60, alone=False),
+    GPUPart("models", 90, alone=False),
+    GPUPart("digests", 60, alone=False),
+    GPUPart("host_tier", 60, alone=False),
+    GPUPart("sampling", 60, alone=False),
+    GPUPart("limits", 30),
+    GPUPart("handoff", 60),
+    GPUPart("decode", 90),
+    GPUPart("kernels", 60),
+    GPUPart("prefill", 60),
+)

@@ -17,13 +17,14 @@ from kvtransfer.layout import KVLayout
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor import device_sampler
 from workers.executor.device_sampler import Sampled, sample_on_device
-from workers.executor.inputs import step_inputs
+from workers.executor.inputs import step_arrays
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.sampler import sample
 from workers.model.feed_forward import GroupedExperts
 from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
 from workers.ops.attention import best_attention
+from workers.ops.staging import to_device
 from workers.request import SamplingParams
 
 VOCAB, ROWS = 128256, (1, 8, 64, 256)  # the vocabulary of Llama 3
@@ -135,7 +136,8 @@ def _forward_waits(device: torch.device, family: str) -> None:
 
     @torch.inference_mode()
     def forward() -> Tensor | None:
-        inputs = step_inputs(plan, 16, device)
+        arrays = step_arrays(plan, 16)
+        inputs = arrays.tensors(to_device(arrays.all, device))
         hidden = model.run(model.embed(inputs.tokens), inputs.positions, inputs.rows, inputs.batch, pool.blocks)
         return model.logits(hidden)
 

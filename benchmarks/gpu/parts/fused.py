@@ -1,0 +1,42 @@
+"""The fused operations against torch in float64, with their bandwidth as a share of a copy's."""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gpu.timing import copy_bytes_s, graph_seconds_of
+from workers.ops import triton_fused
+
+
+def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
+    rows, size, ffn = (3, 64, 96) if tiny else (2048, 4096, 14336)
+    dtype = torch.float32 if tiny else torch.bfloat16
+    x, delta = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
+    weight, gate_up = torch.randn(size, device=device).to(dtype), torch.randn(rows, 2 * ffn, device=device).to(dtype)
+    heads, cos = (torch.randn(rows, *each, device=device).to(dtype) for each in ((40, 128), (1, 64)))
+    total, normed = triton_fused.add_rms_norm(x, delta, weight, 1e-5)
+    if not torch.equal(total, x + delta):
+        raise AssertionError("add_rms_norm adds otherwise than torch")
+    _near("add_rms_norm", normed, F.rms_norm(total.double(), (size,), weight.double(), 1e-5))
+    _near("rms_norm", triton_fused.rms_norm(x, None, 1e-5), F.rms_norm(x.double(), (size,), None, 1e-5))
+    gate, up = gate_up.double().chunk(2, -1)
+    _near("silu", triton_fused.gated(gate_up, gelu=False), F.silu(gate) * up)
+    _near("gelu", triton_fused.gated(gate_up, gelu=True), F.gelu(gate, approximate="tanh") * up)
+    low, high = heads.double().chunk(2, -1)
+    rotated = torch.cat([low * cos - high * cos, high * cos + low * cos], -1)
+    _near("rotate", triton_fused.rotate(heads, cos, cos), rotated)
+    copy = copy_bytes_s(device, 1 << (16 if tiny else 32))
+    calls = {
+        "add_rms_norm": (lambda: triton_fused.add_rms_norm(x, delta, weight, 1e-5), 4 * x.nbytes),
+        "gated": (lambda: triton_fused.gated(gate_up, gelu=False), gate_up.nbytes * 3 // 2),
+        "rotate": (lambda: triton_fused.rotate(heads, cos, cos), 2 * heads.nbytes),
+    }
+    figures: dict[str, object] = {"copy_gb_s": copy / 1e9}
+    for name, (call, num_bytes) in calls.items():
+        figures[f"{name}_share_of_copy"] = num_bytes / graph_seconds_of(call, device) / copy
+    return figures
+
+
+def _near(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = float((found.double() - wanted).norm() / wanted.norm())
+    if not error < 1e-2:
+        raise AssertionError(f"{name}: error {error:.2g}")

@@ -1,0 +1,66 @@
+"""Small models of every kind: the device's greedy tokens against the CPU's, in float32, token by token."""
+
+import concurrent.futures
+import multiprocessing
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.plans import greedy
+from kvtransfer.layout import KVLayout
+from workers.executor.kv_pool import allocate_pool
+from workers.executor.rank import ModelPart
+from workers.model.folder import ModelFolder
+from workers.model.load import load_decoder
+from workers.ops.attention import best_attention
+
+FAMILIES = (
+    *("llama 3", "mistral, window", "qwen 3", "gemma 2", "gemma 3", "phi 3, partial rotary", "mixtral", "qwen 2 moe"),
+)
+LENGTHS, NEW = (70, 33, 130), 24
+BLOCK = 16
+
+
+def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
+    """Raises if a token of a float32 model differs. bfloat16 models count equal tokens: rounding may choose another."""
+    families = FAMILIES[:1] if tiny else FAMILIES
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(len(families), context) as pool:
+        found = list(
+            pool.map(_compare, families, [str(device)] * len(families), [LENGTHS[:2] if tiny else LENGTHS] * 99)
+        )
+    wrong = [f"{name}: {differ} of {total}" for name, (differ, total, _) in zip(families, found, strict=True) if differ]
+    if wrong:
+        raise AssertionError(f"tokens in float32 that differ from the CPU's: {'; '.join(wrong)}")
+    return {
+        "families": ", ".join(families),
+        "equal_tokens_float32": sum(total for _, total, _ in found),
+        "equal_share_bfloat16": sum(equal for *_, equal in found) / sum(total for _, total, _ in found),
+    }
+
+
+def _compare(name: str, device: str, lengths: tuple[int, ...]) -> tuple[int, int, int]:
+    """Tokens that differ in float32, all tokens, and those equal in bfloat16."""
+    from tests.model.families import write_family
+
+    torch.set_num_threads(1)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_family(Path(folder) / "model", name)
+        wanted = _answers(path, torch.device("cpu"), torch.float32, prompts)
+        exact = _answers(path, torch.device(device), torch.float32, prompts)
+        rounded = _answers(path, torch.device(device), torch.bfloat16, prompts)
+    differ = sum(a != b for one, other in zip(wanted, exact, strict=True) for a, b in zip(one, other, strict=True))
+    equal = sum(a == b for one, other in zip(wanted, rounded, strict=True) for a, b in zip(one, other, strict=True))
+    return differ, sum(map(len, wanted)), equal
+
+
+def _answers(path: Path, device: torch.device, dtype: torch.dtype, prompts: list[list[int]]) -> list[list[int]]:
+    attention = best_attention(device, dtype, deterministic=False)
+    model = load_decoder(ModelFolder("tiny", path), device, dtype, attention=attention)
+    config, name = model.config, str(dtype).removeprefix("torch.")
+    layout = KVLayout("tiny", config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, name)
+    return greedy(ModelPart(model), allocate_pool(layout, 40, device), prompts, NEW, chunk=50)

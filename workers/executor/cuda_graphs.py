@@ -1,0 +1,123 @@
+"""CUDA graphs of decode steps: one launch replaces those of all layers, whose host time exceeds the device's.
+
+A graph computes a bucket: a number of sequences and a longest context, both rounded up, so that few graphs serve all
+steps. What fills a bucket up writes to the scratch block. A graph runs the same code as a step without graphs, on
+inputs at fixed addresses; it is captured when a step first needs it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtransfer.probe import SCRATCH_BLOCK
+from workers.executor.inputs import Ints, StepArrays, StepInputs
+from workers.model.decoder import Decoder
+from workers.ops.staging import staged, views_of
+
+LEAST_CONTEXT = 1024
+MOST_SEQUENCES = 256
+STEP = 8  # from 8 sequences on, buckets are multiples of it
+
+Work = Callable[[], Tensor]
+Capture = Callable[[Work], tuple[Tensor, Callable[[], None]]]
+"""Prepares work for repetition: its result's memory, and a call that computes it again. The work may run before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    buffer: Tensor  # its inputs: see `staged`
+    logits: Tensor  # [sequences of the bucket, vocab]
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """The captured decodes of one whole model and pool. Owned by a rank; used by its compute thread only."""
+
+    def __init__(self, model: Decoder, pool: Tensor, capture: Capture) -> None:
+        self._model = model
+        self._pool = pool
+        self._capture = capture
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+
+    def logits(self, step: StepArrays) -> Tensor | None:
+        """[sequences, vocab] if the step decodes one token of each sequence, else None. Valid until the next call."""
+        sequences = len(step.contexts)
+        is_decode = step.num_decodes == len(step.rows) == sequences <= MOST_SEQUENCES
+        if not is_decode or step.begins is not None:
+            return None
+        bucket = sequences_bucket(sequences), context_bucket(step.max_context)
+        filled = padded(step, *bucket, self._pool.shape[4])
+        arrays = [torch.from_numpy(each) for each in filled.all]
+        host = staged(arrays, pin=self._pool.is_cuda)
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            buffer = host.to(self._pool.device)
+            logits, replay = self._capture(partial(self._compute, filled.tensors(views_of(buffer, arrays))))
+            graph = self._graphs[bucket] = _Graph(buffer, logits, replay)
+        graph.buffer.copy_(host, non_blocking=True)
+        graph.replay()
+        return graph.logits[:sequences]
+
+    def _compute(self, inputs: StepInputs) -> Tensor:
+        model = self._model
+        x = model.embed(inputs.tokens)
+        logits = model.logits(model.run(x, inputs.positions, inputs.rows, inputs.batch, self._pool))
+        assert logits is not None, "graphs are for whole models"
+        return logits
+
+
+def padded(step: StepArrays, sequences: int, context: int, block_size: int) -> StepArrays:
+    """The decodes of a step among `sequences`, with tables for `context` tokens; the others use the scratch block."""
+    more = sequences - len(step.contexts)
+
+    def extended(array: Ints, value: int) -> Ints:
+        return np.concatenate([array, np.full(more, value, array.dtype)])
+
+    tables = np.full((sequences, -(-context // block_size)), SCRATCH_BLOCK, np.int32)
+    tables[: len(step.tables), : step.tables.shape[1]] = step.tables
+    return StepArrays(
+        tokens=extended(step.tokens, 0),
+        positions=extended(step.positions, 0),
+        slots=extended(step.slots, SCRATCH_BLOCK * block_size),
+        rows=np.arange(sequences),
+        starts=np.arange(sequences + 1, dtype=np.int32),
+        contexts=extended(step.contexts, 1),
+        tables=tables,
+        begins=None,
+        max_query=1,
+        max_context=context,
+        num_decodes=sequences,
+    )
+
+
+def sequences_bucket(sequences: int) -> int:
+    """1, 2, 4, and multiples of 8."""
+    return -(-sequences // STEP) * STEP if sequences > STEP // 2 else 1 << (sequences - 1).bit_length()
+
+
+def context_bucket(context: int) -> int:
+    """Powers of two."""
+    return max(LEAST_CONTEXT, 1 << (context - 1).bit_length())
+
+
+def cuda_capture() -> Capture:
+    """Captures on the current device. All graphs share memory for intermediate results."""
+    memory: Any = torch.cuda.graph_pool_handle()
+
+    def capture(work: Work) -> tuple[Tensor, Callable[[], None]]:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # compiles kernels and creates handles, which a capture must not
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            result = work()
+        return result, graph.replay
+
+    return capture
