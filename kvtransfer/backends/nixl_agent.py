@@ -80,11 +80,11 @@ def load_nixl() -> ModuleType:
     raise TransportUnavailable("no NIXL module imports (pip install 'diptych[nixl]'): " + "; ".join(reasons))
 
 
-def fabrics(device: str) -> tuple[str, ...]:
+def fabrics() -> tuple[str, ...]:
     """Fabrics beyond this host over which a one-sided read is safe."""
     modules = os.environ.get("UCX_MODULES", "")
     rdma = bool(rdma_devices()) and not (modules.startswith("^") and "ib" in modules[1:].split(","))
-    return (("rdma",) if rdma else ()) + (("cuda",) if device.startswith("cuda") else ())
+    return ("rdma",) if rdma else ()
 
 
 @contextmanager
@@ -116,16 +116,16 @@ class NixlAgent:
         self._memory, self._device = ("DRAM", 0) if region.device == "cpu" else ("VRAM", _ordinal(region.device))
         self.lost: type[Exception] = api.nixlBind.nixlRemoteDisconnectError
         self._paths: dict[str, str] = {}
-        self._trial_buffer = np.zeros(TRIAL_BYTES, np.uint8)
+        self._trial_address, self._trial_owner = _trial_buffer(region.device)
         with ucx_report.environment():
             config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
-            pause_us = FABRIC_PAUSE_US if fabrics(region.device) else HOST_PAUSE_US
+            pause_us = FABRIC_PAUSE_US if fabrics() or region.device != "cpu" else HOST_PAUSE_US
             with _calm_progress(api.nixlBind, pause_us):
                 self._agent: Any = api.nixl_agent(f"diptych-{uuid.uuid4().hex}", config)
             self._agent.create_backend("UCX", {})
         self._registered = [
             self._agent.register_memory([(region.address, region.num_bytes, self._device, "")], self._memory),
-            self._agent.register_memory([(self._trial_buffer.ctypes.data, TRIAL_BYTES, 0, "")], "DRAM"),
+            self._agent.register_memory([(self._trial_address, TRIAL_BYTES, self._device, "")], self._memory),
         ]
         size = region.layout.block_bytes
         rows = _rows(region.address, size, region.num_bytes // size, self._device)
@@ -142,7 +142,7 @@ class NixlAgent:
                 num_bytes=self._region.pool_bytes,
                 block_bytes=self._region.layout.block_bytes,
                 device=self._region.device,
-                fabrics=fabrics(self._region.device),
+                fabrics=fabrics(),
                 identity=self._identity,
             )
         )
@@ -163,9 +163,12 @@ class NixlAgent:
         return NixlPeer(name, address, "", blocks)
 
     def trial_read(self, peer: NixlPeer) -> Any:
-        """Prepare a tiny read of the peer's first bytes into a private buffer, so that UCX must choose a path."""
+        """Prepare a tiny read of the peer's first bytes into a private buffer, so that UCX must choose a path.
+
+        The buffer lies in the pool's kind of memory: UCX chooses a path for each pair of kinds.
+        """
         memory, device = ("DRAM", 0) if peer.address.device == "cpu" else ("VRAM", _ordinal(peer.address.device))
-        local = self._agent.get_xfer_descs([(self._trial_buffer.ctypes.data, TRIAL_BYTES, 0)], mem_type="DRAM")
+        local = self._agent.get_xfer_descs([(self._trial_address, TRIAL_BYTES, self._device)], mem_type=self._memory)
         remote = self._agent.get_xfer_descs([(peer.address.base, TRIAL_BYTES, device)], mem_type=memory)
         return self._agent.initialize_xfer("READ", local, remote, peer.name, b"")
 
@@ -235,23 +238,39 @@ def quietly(what: str, action: Callable[..., object], *arguments: object) -> Non
 
 def safe_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
     """Why a one-sided read is safe between the two. Raises `TransportUnavailable` if none is."""
-    shared = sorted(set(fabrics(device)) & set(theirs.fabrics))
-    if shared:
-        return f"{' and '.join(shared)} on both sides"
+    if set(fabrics()) & set(theirs.fabrics):
+        return "rdma on both sides"
     them = theirs.identity
     if not ours.boot_id or ours.boot_id != them.boot_id:
-        raise TransportUnavailable("another host, and no RDMA or CUDA fabric on both sides")
+        raise TransportUnavailable("another host, and no RDMA on both sides")
     if ours.pid_namespace != them.pid_namespace:
         raise TransportUnavailable("same host, but another pid namespace: no process may read the other's memory")
+    is_host = device == "cpu"
+    if is_host != (theirs.device == "cpu"):
+        raise TransportUnavailable("same host, but only one pool lies on a GPU: UCX would read over TCP")
     chosen = os.environ.get("UCX_TLS", "all")
-    names = chosen.lstrip("^").split(",")
-    if ("cma" in names) if chosen.startswith("^") else not {"all", "cma", "sm", "shm"} & set(names):
-        raise TransportUnavailable(f"UCX_TLS={chosen} forbids CMA: UCX would read over TCP")
+    names = set(chosen.lstrip("^").split(","))
+    path, members = ("CMA", {"cma", "sm", "shm"}) if is_host else ("CUDA IPC", {"cuda_ipc", "cuda"})
+    if names & members if chosen.startswith("^") else not names & (members | {"all"}):
+        raise TransportUnavailable(f"UCX_TLS={chosen} forbids {path}: UCX would read over TCP")
+    if not is_host:
+        return "GPUs of one host"
     try:
         read_process_memory(them.pid, theirs.base, 1)
     except OSError as error:
         raise TransportUnavailable(f"same host, but CMA is not allowed: {error.strerror}") from error
     return "same host"
+
+
+def _trial_buffer(device: str) -> tuple[int, object]:
+    """Address and owner."""
+    if device == "cpu":
+        buffer = np.zeros(TRIAL_BYTES, np.uint8)
+        return buffer.ctypes.data, buffer
+    import torch
+
+    memory = torch.zeros(TRIAL_BYTES, dtype=torch.uint8, device=device)
+    return memory.data_ptr(), memory
 
 
 def _over(state: str) -> bool:

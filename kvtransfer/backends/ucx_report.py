@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 from kvtransfer.host import rdma_devices
 
-QUIET = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+DEFAULTS = {"UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
+DEFAULTS["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"  # else GPUs without NVLink are read over TCP
 
 _TITLE = re.compile(r"\| remote memory read by [^|]*\|")
 _ROW = re.compile(r"\|\s*\d\S*\.\.\S+\s*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\||\|\s*0\s*\|\s*([^|]*?)\s*\|\s*([^|]*?)\s*\|")
@@ -32,7 +33,7 @@ def _log_file() -> int | None:
 def environment() -> Iterator[None]:
     """Load NIXL and create its backend inside. Keeps variables that the user has set; unsets the log's again."""
     log = _log_file()
-    defaults = dict(QUIET)
+    defaults = dict(DEFAULTS)
     if not rdma_devices():
         defaults["UCX_MODULES"] = "^ib"
     passing = {} if log is None else {"UCX_LOG_FILE": f"/proc/self/fd/{log}", "UCX_PROTO_INFO": "y"}

@@ -5,16 +5,20 @@ and blocks into larger ones. On a CPU the same program runs over TCP.
 """
 
 import asyncio
+import importlib.util
 import multiprocessing as mp
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvtransfer.backends.nixl_agent import MODULES
 from kvtransfer.copies import pieces_of, plan_copies
 from kvtransfer.errors import TransferError
 from kvtransfer.host import host_identity
@@ -27,8 +31,10 @@ TINY = KVLayout("tiny", num_layers=2, num_kv_heads=4, head_dim=16, block_size=16
 ROUNDS, SMALL_ROUNDS = 7, 50
 DEADLINE_S = 10.0
 KILL_AFTER_S = 0.05
+ANSWER_S = 20.0
 SECRET = b"the secret of the benchmark"
 
+Shards = list[ShardAddress]
 Reads = list[tuple[str, Copies]]
 
 
@@ -39,28 +45,32 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
 async def _measure(device: torch.device, layout: KVLayout, sizes: tuple[int, ...]) -> dict[str, object]:
     own = "tcp" if device.type == "cpu" else "cuda_ipc"
     place = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
-    figures: dict[str, object] = {}
-    owners = [_Owner(backend, layout, max(sizes), place) for backend in (own, own, own, "nixl")]
+    children = [_Child(_own, own, layout, max(sizes), place) for _ in range(3)]
+    has_nixl = any(importlib.util.find_spec(name) for name in MODULES)
+    if has_nixl:
+        children.append(_Child(_own, "nixl", layout, max(sizes), place))
     try:
-        for owner in owners:
-            owner.wait()
-        figures |= await _compare(own, layout, sizes, place, owners[0])
-        try:
-            figures |= await _compare("nixl", layout, sizes, place, owners[3])
-        except TransferError as error:
-            figures["nixl"] = f"not used: {error}"
-        figures |= await _killed(own, layout, max(sizes), place, owners[1:3])
+        owners = [(child, child.answer()) for child in children[:3]]
+        figures = await _compare(own, layout, sizes, place, owners[0][1])
+        figures["nixl"] = "not installed"
+        if has_nixl:
+            try:
+                children.append(_Child(_compare_nixl, layout, sizes, place, children[3].answer()))
+                figures |= children[-1].answer() | {"nixl": "works"}
+            except TransferError as error:
+                figures["nixl"] = f"does not work: {error}"
+        figures |= await _killed(own, layout, max(sizes), place, owners[1:])
     finally:
-        for owner in owners:
-            owner.kill()
+        for child in children:
+            child.kill()
     return figures
 
 
 async def _compare(
-    backend: str, layout: KVLayout, sizes: tuple[int, ...], place: str, owner: "_Owner"
+    backend: str, layout: KVLayout, sizes: tuple[int, ...], place: str, shards: Shards
 ) -> dict[str, object]:
     """Check every byte of each kind of pull, then time it in turn with a plain copy of as many bytes."""
-    shards, figures = owner.shards(), dict[str, object]()
+    figures: dict[str, object] = {}
     for name, theirs, times_larger in (("whole", (0,), 1), ("tensor", (1, 2), 1), ("blocks", (0,), 2)):
         target = replace(layout, block_size=layout.block_size * times_larger)
         region, memory = _pool(target, target.blocks_for(max(sizes)) + 2, place)
@@ -94,14 +104,13 @@ async def _compare(
 
 
 async def _killed(
-    backend: str, layout: KVLayout, num_tokens: int, place: str, owners: "list[_Owner]"
+    backend: str, layout: KVLayout, num_tokens: int, place: str, owners: "list[tuple[_Child, Shards]]"
 ) -> dict[str, object]:
     """Owners killed before a read and during reads: what the reader sees, and how much memory its mapping holds."""
     figures: dict[str, object] = {}
     region, memory = _pool(layout, layout.blocks_for(num_tokens) + 2, place)
     transport = _open(backend, region, "reader")
-    for (moment, delay_s), owner in zip((("before", 0.0), ("during", KILL_AFTER_S)), owners, strict=True):
-        shards = owner.shards()
+    for (moment, delay_s), (owner, shards) in zip((("before", 0.0), ("during", KILL_AFTER_S)), owners, strict=True):
         await transport.connect("owner/0", shards[0], deadline_s=10)
         reads = _reads(shards, (0,), layout, num_tokens)
         if not delay_s:
@@ -129,30 +138,40 @@ async def _killed(
     return figures
 
 
-class _Owner:
-    """A process with three pools: the whole layout, its first half of the heads, its second half."""
+class _Child:
+    """A process of ours that sends one answer and then waits until it is killed."""
 
-    def __init__(self, backend: str, layout: KVLayout, num_tokens: int, place: str) -> None:
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_own, args=(theirs, backend, layout, num_tokens, place), daemon=True)
+        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
 
-    def wait(self) -> None:
-        if not self._pipe.poll(60):
-            raise TimeoutError("the owner did not start within 60 s")
-        self._answer: list[ShardAddress] | TransferError = self._pipe.recv()
-
-    def shards(self) -> list[ShardAddress]:
-        if isinstance(self._answer, TransferError):
-            raise self._answer
-        return self._answer
+    def answer(self) -> Any:
+        """Raises the `TransferError` that the process sent, or one for a process that ended or hangs."""
+        try:
+            answer = self._pipe.recv() if self._pipe.poll(ANSWER_S) else TransferError(f"no answer in {ANSWER_S} s")
+        except EOFError:
+            self._process.join()
+            answer = TransferError(f"the process ended with {self._process.exitcode}")
+        if isinstance(answer, TransferError):
+            raise answer
+        return answer
 
     def kill(self, delay_s: float = 0.0) -> None:
         time.sleep(delay_s)
         self._process.kill()
         self._process.join()
+
+
+def _compare_nixl(pipe: Connection, layout: KVLayout, sizes: tuple[int, ...], place: str, shards: Shards) -> None:
+    """In a process of its own, which UCX may end."""
+    try:
+        pipe.send(asyncio.run(_compare("nixl", layout, sizes, place, shards)))
+    except TransferError as error:
+        pipe.send(error)
+    pipe.poll(None)
 
 
 def _own(pipe: Connection, backend: str, layout: KVLayout, num_tokens: int, place: str) -> None:
@@ -205,7 +224,7 @@ def _blocks(layout: KVLayout, num_tokens: int, seed: int) -> list[int]:
     return [int(each) for each in np.random.default_rng(seed).permutation(count + 2)[:count]]
 
 
-def _reads(shards: list[ShardAddress], theirs: tuple[int, ...], target: KVLayout, num_tokens: int) -> Reads:
+def _reads(shards: Shards, theirs: tuple[int, ...], target: KVLayout, num_tokens: int) -> Reads:
     layouts = [shards[index].layout for index in theirs]
     reads: Reads = []
     for piece in pieces_of(layouts, target, 0):
@@ -216,9 +235,7 @@ def _reads(shards: list[ShardAddress], theirs: tuple[int, ...], target: KVLayout
     return reads
 
 
-def _expected(
-    shards: list[ShardAddress], theirs: tuple[int, ...], region: Region, num_tokens: int, place: str
-) -> Tensor:
+def _expected(shards: Shards, theirs: tuple[int, ...], region: Region, num_tokens: int, place: str) -> Tensor:
     """Our pool after the reads, by indexing whole blocks, heads and slots instead of byte ranges."""
     target = region.layout
     expected = torch.zeros(region.num_bytes, dtype=torch.uint8, device=place)
