@@ -17,7 +17,8 @@ from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, 
 from workers.costs import LinearCost
 from workers.engine.engine import Engine
 from workers.engine.step import StepPlan, StepResult
-from workers.executor.kv_pool import allocate_pool
+from workers.errors import ModelError
+from workers.executor.kv_pool import _host_memory, allocate_pool
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
 from workers.ops.completion import wait
@@ -126,3 +127,46 @@ def test_every_block_of_a_plan_moves_to_its_place(draw: random.Random, dtype: st
     wait(pool.mark())
     assert torch.equal(pool.blocks.cpu().view(torch.uint8), expected_blocks.view(torch.uint8))
     assert torch.equal(pool.host.view(torch.uint8), expected_host.view(torch.uint8))
+
+
+class FakeDriver:
+    """CUDA's calls that pin memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
+        self.pinned: dict[int, int] = {}
+        self._limit_bytes = limit_bytes
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "check_error", self._check)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.pinned[address] = num_bytes
+        return int(num_bytes > self._limit_bytes)
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+
+    def _check(self, result: int) -> None:
+        if result:
+            raise RuntimeError("out of memory")
+
+
+def test_memory_beside_a_gpu_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout("m", 1, 1, 4, 3, "int8")
+    driver = FakeDriver(monkeypatch, 1 << 20)
+    host = _host_memory(layout, 5, torch.device("cuda"))
+    assert host.shape == (5, *layout.shape) and not host.any()
+    assert list(driver.pinned.values()) == [5 * layout.block_bytes], "not rounded up"
+    block = host[3]
+    del host
+    assert driver.pinned
+    del block
+    assert not driver.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(monkeypatch, 100)
+    with pytest.raises(
+        ModelError, match=r"0\.0 GiB of host memory cannot be pinned for cuda; lower engine\.swap_blocks"
+    ):
+        _host_memory(KVLayout("m", 1, 1, 4, 3, "int8"), 5, torch.device("cuda"))
+    assert len(driver.pinned) == 1, "it was tried"

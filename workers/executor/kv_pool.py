@@ -17,7 +17,7 @@ from kvtransfer.transport import Region
 from workers.engine.step import StepPlan
 from workers.errors import ModelError
 from workers.ops.completion import Beside, Mark, beside_steps_on, mark_on, wait
-from workers.ops.memory import PAGES
+from workers.ops.memory import PAGES, pinned
 from workers.ops.narrow import from_slots, to_slots
 
 # Left for activations, the interpreter and the rest of the machine.
@@ -132,8 +132,23 @@ def allocate_pool(
         region = replace(region, device=f"cuda:{memory.device.index}", device_bytes=DevicePool(memory, beside))
     region = replace(region, address=memory.data_ptr(), owner=memory)
     blocks = memory[: region.pool_bytes].view(dtype).view(num_blocks, *layout.shape)
-    host = torch.zeros((host_blocks, *layout.shape), dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0)
-    return KVPool(memory, blocks, region, host, mark, beside)
+    return KVPool(memory, blocks, region, _host_memory(layout, host_blocks, device), mark, beside)
+
+
+def _host_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
+    """Zeroed blocks in the host's memory, pinned if the device is a GPU. Raises `ModelError`."""
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    if device.type == "cpu" or not num_blocks:
+        return torch.zeros((num_blocks, *layout.shape), dtype=dtype)
+    num_bytes = num_blocks * layout.block_bytes
+    try:
+        memory = pinned(num_bytes)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{num_bytes / 2**30:.1f} GiB of host memory cannot be pinned for {device}; lower engine.swap_blocks or "
+            f"cache.host: {error}"
+        ) from error
+    return memory.view(dtype).view(num_blocks, *layout.shape)
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:

@@ -1,8 +1,10 @@
-"""Memory on huge pages: a pass over weights or KV is up to a third faster with fewer TLB misses."""
+"""Host memory on huge pages: a pass over weights or KV is up to a third faster with fewer TLB misses."""
 
 import contextlib
 import mmap
 import threading
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +31,30 @@ class HugePages:
             return self._chunk[start : start + num_bytes]
 
 
+def pinned(num_bytes: int) -> Tensor:
+    """Zeroed host memory [byte] that a GPU reads and writes itself. Unpinned with its last tensor.
+
+    torch's own pinned memory is rounded up to a power of two, up to twice of what a large cache is meant to take.
+    Raises `RuntimeError` if it cannot be pinned.
+    """
+    mapping = _mapping(num_bytes)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    weakref.finalize(mapping, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
+
+
 def _map(num_bytes: int) -> Tensor:
+    return torch.frombuffer(_mapping(num_bytes), dtype=torch.uint8)
+
+
+def _mapping(num_bytes: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    return mapping
 
 
 PAGES = HugePages()  # one allocator per process

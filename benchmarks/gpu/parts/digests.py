@@ -1,11 +1,9 @@
 """Digests that the device makes: those of the host, bit for bit, and their speed."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from torch.utils.benchmark import Timer
 
+from benchmarks.gpu.timing import read_bytes_s, seconds_of
 from kvtransfer.digest import host_digests
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece
@@ -57,19 +55,14 @@ def _speed(device: torch.device, num_blocks: int, layout: KVLayout) -> dict[str,
     def kernel_s(count: int) -> float:
         table = to_device([table_of(layout, rows[:count])], device)[0]
         digests = torch.empty((count, *layout.shape[:2]), dtype=torch.int64, device=device)
-        return _seconds_of(lambda: launch(memory, table, digests, layout, whole))
+        return seconds_of(lambda: launch(memory, table, digests, layout, whole), device)
 
-    all_s, read_s = kernel_s(num_blocks), _seconds_of(lambda: memory.view(torch.float32).sum())
+    all_s, read_s = kernel_s(num_blocks), memory.nbytes / read_bytes_s(device, memory.nbytes)
     pool = DevicePool(memory, beside_steps_on(device))
     return {
         "kernel_gb_s": memory.nbytes / all_s / 1e9,
         "share_of_read": read_s / all_s,
         "kernel_one_block_us": kernel_s(1) * 1e6,
-        "check_gb_s": memory.nbytes / _seconds_of(lambda: pool.digests(0, layout, whole, rows)) / 1e9,
-        "check_one_block_us": _seconds_of(lambda: pool.digests(0, layout, whole, rows[:1])) * 1e6,
+        "check_gb_s": memory.nbytes / seconds_of(lambda: pool.digests(0, layout, whole, rows), device) / 1e9,
+        "check_one_block_us": seconds_of(lambda: pool.digests(0, layout, whole, rows[:1]), device) * 1e6,
     }
-
-
-def _seconds_of(call: Callable[[], object]) -> float:
-    """The median of a call's seconds, with the device's work."""
-    return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)

@@ -1,13 +1,12 @@
 """Swaps between the device and pinned host memory, and conversion of staged KV: exact, and their speed."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch.utils.benchmark import Timer
 
+from benchmarks.gpu.timing import seconds_of
 from kvtransfer.layout import KVLayout
 from workers.engine.step import StepPlan
 from workers.executor.kv_pool import allocate_pool
@@ -34,11 +33,13 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
 
 def _swaps(device: torch.device, layout: KVLayout, num_blocks: int) -> dict[str, object]:
     pool = allocate_pool(layout, num_blocks, device, num_blocks)
+    if device.type == "cuda" and not pool.host.is_pinned():
+        raise AssertionError("the host's blocks are not pinned")
     one_way = pool.host.nbytes / 1e9
     shuffled = random.Random(0).sample(range(num_blocks), num_blocks)
     figures: dict[str, object] = {
-        "plain_out_gb_s": one_way / _seconds_of(lambda: pool.host.copy_(pool.blocks, non_blocking=True)),
-        "plain_in_gb_s": one_way / _seconds_of(lambda: pool.blocks.copy_(pool.host, non_blocking=True)),
+        "plain_out_gb_s": one_way / seconds_of(lambda: pool.host.copy_(pool.blocks, non_blocking=True), device),
+        "plain_in_gb_s": one_way / seconds_of(lambda: pool.blocks.copy_(pool.host, non_blocking=True), device),
     }
     for name, order in (("adjacent", list(range(num_blocks))), ("scattered", shuffled)):
         pool.memory.random_(0, 256)
@@ -53,7 +54,7 @@ def _swaps(device: torch.device, layout: KVLayout, num_blocks: int) -> dict[str,
         if not torch.equal(pool.memory, before):
             raise AssertionError(f"{name}: blocks came back with other bytes")
         for way, plan in (("out", out), ("in", back)):
-            rate = one_way / _seconds_of(partial(pool.move, plan))
+            rate = one_way / seconds_of(partial(pool.move, plan), device)
             figures[f"{name}_{way}_gb_s"] = rate
             figures[f"{name}_{way}_share"] = rate / float(str(figures[f"plain_{way}_gb_s"]))
     return figures
@@ -87,10 +88,5 @@ def _conversions(device: torch.device, layout: KVLayout, num_blocks: int) -> dic
         if pool.blocks[0].view(torch.uint8).any():
             raise AssertionError(f"{our_dtype}: a scrubbed block is not zero")
         place = partial(pool.place, pool.region.staging_offset, owner, targets, 5, num_tokens)
-        figures[f"{name}_gb_s"] = staged.nbytes / _seconds_of(place) / 1e9
+        figures[f"{name}_gb_s"] = staged.nbytes / seconds_of(place, device) / 1e9
     return figures
-
-
-def _seconds_of(call: Callable[[], object]) -> float:
-    """The median of a call's seconds, with the device's work."""
-    return float(Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=0.1).median)
