@@ -20,11 +20,15 @@ from torch import Tensor
 
 from kvtransfer.backends.nixl_agent import MODULES
 from kvtransfer.copies import pieces_of, plan_copies
-from kvtransfer.errors import TransferError
+from kvtransfer.digest import combine, digest_cells
+from kvtransfer.errors import DigestMismatch, TransferError
 from kvtransfer.host import host_identity
 from kvtransfer.layout import KVLayout
-from kvtransfer.ticket import ShardAddress
-from kvtransfer.transport import Copies, Region, Transport
+from kvtransfer.links import TransportSet
+from kvtransfer.open import RESERVED_BLOCKS, open_transports
+from kvtransfer.ticket import PeerAddress, Piece, ShardAddress
+from kvtransfer.transport import Copies, PullOrder, Region, Transport
+from workers.executor.kv_pool import KVPool, allocate_pool
 
 LLAMA_8B = KVLayout("8b", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 TINY = KVLayout("tiny", num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16")
@@ -46,16 +50,18 @@ async def _measure(device: torch.device, layout: KVLayout, sizes: tuple[int, ...
     own = "tcp" if device.type == "cpu" else "cuda_ipc"
     place = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
     children = [_Child(_own, own, layout, max(sizes), place) for _ in range(3)]
+    children.append(_Child(_own_checked, own, layout, max(sizes), place))
     has_nixl = any(importlib.util.find_spec(name) for name in MODULES)
     if has_nixl:
         children.append(_Child(_own, "nixl", layout, max(sizes), place))
     try:
         owners = [(child, child.answer()) for child in children[:3]]
         figures = await _compare(own, layout, sizes, place, owners[0][1])
+        figures |= await _checked(own, layout, max(sizes), place, children[3])
         figures["nixl"] = "not installed"
         if has_nixl:
             try:
-                children.append(_Child(_compare_nixl, layout, sizes, place, children[3].answer()))
+                children.append(_Child(_compare_nixl, layout, sizes, place, children[4].answer()))
                 figures |= children[-1].answer() | {"nixl": "works"}
             except TransferError as error:
                 figures["nixl"] = f"does not work: {error}"
@@ -101,6 +107,41 @@ async def _compare(
         finally:
             await transport.close()
     return figures
+
+
+async def _checked(backend: str, layout: KVLayout, num_tokens: int, place: str, owner: "_Child") -> dict[str, object]:
+    """A pull as a worker's: preflight, and a digest of every block; one that differs must be found."""
+    peer, order = owner.answer()
+    pool, opened = _open_set(backend, layout, num_tokens, place, "reader")
+    try:
+        report = await opened.connect(peer)
+        order = replace(order, target_blocks=_live_blocks(layout, num_tokens, 2))
+        piece, digests = order.digests[0]
+        damaged = opened.pull(replace(order, digests=((piece, (digests[0] ^ 1, *digests[1:])),)))
+        await damaged.settled
+        if not isinstance(damaged.done.exception(), DigestMismatch):
+            raise AssertionError("a block whose digest differs was taken")
+        pool.blocks.zero_()
+        _synchronize(place)
+        stats = await opened.pull(order).done
+        theirs = _pattern(len(pool.memory), 3, place)[: pool.region.pool_bytes].view(torch.int16)
+        ours, theirs = (each.view(-1, *layout.shape) for each in (pool.blocks.view(torch.int16), theirs))
+        if not torch.equal(ours[list(order.target_blocks)], theirs[list(order.source_blocks)]):
+            raise AssertionError("the bytes that arrived by a checked pull are not the owner's")
+        rounds = []
+        for _ in range(ROUNDS):
+            begun = time.perf_counter()
+            stats = await opened.pull(order).done
+            rounds.append(time.perf_counter() - begun)
+    finally:
+        await opened.close()
+    return {
+        f"{backend}_checked_{num_tokens}_gb_s": stats.num_bytes / statistics.median(rounds) / 1e9,
+        f"{backend}_checked_{num_tokens}_digests": stats.num_digests,
+        f"{backend}_checked_{num_tokens}_digest_ms": stats.digest_seconds * 1e3,
+        f"{backend}_preflight_latency_us": report.latency_s * 1e6,
+        f"{backend}_preflight_gb_s": report.bytes_per_s / 1e9,
+    }
 
 
 async def _killed(
@@ -165,6 +206,25 @@ class _Child:
         self._process.join()
 
 
+def _own_checked(pipe: Connection, backend: str, layout: KVLayout, num_tokens: int, place: str) -> None:
+    pool, opened = _open_set(backend, layout, num_tokens, place, "owner")
+    blocks = _live_blocks(layout, num_tokens, 1)
+    live = slice(RESERVED_BLOCKS * layout.block_bytes, None)
+    pool.memory[live] = _pattern(len(pool.memory), 3, place)[live]
+    _synchronize(place)
+    piece = Piece(0, layout.heads, layout.layers)
+    cells = digest_cells(pool.region, [(block, layout.block_size) for block in blocks])
+    digests = ((piece, combine(cells, layout, piece)),)
+    peer = PeerAddress("owner", "owner", "127.0.0.1", 0, host_identity(), (opened.shard(),))
+    pipe.send((peer, PullOrder("owner", blocks, (), 0, num_tokens, digests, DEADLINE_S)))
+    pipe.poll(None)
+
+
+def _open_set(backend: str, layout: KVLayout, num_tokens: int, place: str, name: str) -> tuple[KVPool, TransportSet]:
+    pool = allocate_pool(layout, layout.blocks_for(num_tokens) + RESERVED_BLOCKS, torch.device(place))
+    return pool, open_transports(pool.region, (backend,), incarnation=name, secret=SECRET, host="127.0.0.1")
+
+
 def _compare_nixl(pipe: Connection, layout: KVLayout, sizes: tuple[int, ...], place: str, shards: Shards) -> None:
     """In a process of its own, which UCX may end."""
     try:
@@ -222,6 +282,11 @@ def _blocks(layout: KVLayout, num_tokens: int, seed: int) -> list[int]:
     """Scattered blocks, as in a pool that has served for a while."""
     count = layout.blocks_for(num_tokens)
     return [int(each) for each in np.random.default_rng(seed).permutation(count + 2)[:count]]
+
+
+def _live_blocks(layout: KVLayout, num_tokens: int, seed: int) -> tuple[int, ...]:
+    count = layout.blocks_for(num_tokens)
+    return tuple(int(each) + RESERVED_BLOCKS for each in np.random.default_rng(seed).permutation(count))
 
 
 def _reads(shards: Shards, theirs: tuple[int, ...], target: KVLayout, num_tokens: int) -> Reads:
