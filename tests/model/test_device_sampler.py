@@ -130,6 +130,23 @@ def test_all_tokens_banned_is_the_hosts_case() -> None:
     assert sample_on_device(logits, [nothing])[0] == sample(logits.cpu(), [nothing])[0]
 
 
+@pytest.mark.parametrize("broken", ["differs", "raises"])
+def test_a_gpu_whose_tokens_differ_is_not_trusted(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert device_sampler._agrees(DEVICE) and not caplog.records
+
+    def wrong(logits: Tensor, of: list[Draw]) -> object:
+        if broken == "raises":
+            raise RuntimeError("no kernel image")
+        tokens, logprobs = sample_on_device(logits, of)
+        return [1 - (tokens[0] or 0), *tokens[1:]], logprobs
+
+    monkeypatch.setattr(device_sampler, "sample_on_device", wrong)
+    assert not device_sampler._agrees(DEVICE)
+    assert len(caplog.records) == 1 and "sampl" in caplog.text
+
+
 def test_a_cpu_samples_on_the_host() -> None:
     assert device_sampler.sampler_on(torch.device("cpu")) is sample_finite
 
