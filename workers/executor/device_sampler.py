@@ -42,8 +42,8 @@ def sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw]], Sampl
 def _agrees(device: torch.device) -> bool:
     """Whether `sample_on_device` runs here and takes the host's tokens."""
     logits = 3 * torch.randn(10, 3000, generator=torch.Generator().manual_seed(0))
-    filters = ({}, {"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1})
-    params = [SamplingParams(temperature=0.0), *(SamplingParams(**each) for each in filters)]
+    filters = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=50), SamplingParams(min_p=0.1)]
+    params = [SamplingParams(temperature=0.0), *filters]
     draws = [Draw(each, 2**64 - 1, position) for position in range(2) for each in params]
     try:
         tokens, _ = sample_on_device(logits.to(device), draws)
