@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.digest import digest_cells, host_digests
+from kvtransfer.digest import combine, digest_cells, host_digests
 from kvtransfer.errors import DigestMismatch, TransportUnavailable
 from kvtransfer.layout import DTYPE_BYTES, KVLayout
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import Piece
-from kvtransfer.transport import Span
+from kvtransfer.transport import PullOrder, Span
 from tests.kvtransfer.peers import address_of, checked_order, open_set
 from workers.executor.kv_pool import KVPool, allocate_pool
 
@@ -102,6 +102,31 @@ async def test_a_reader_checks_on_the_device_what_arrived() -> None:
         await ours.pull(order).done
     with pytest.raises(TransportUnavailable, match="the probe block of owner/0 arrived with other bytes"):
         await ours.connect(address_of(theirs, "owner"))  # its stamp was overwritten
+    await ours.close()
+    await theirs.close()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the memory backend copies host memory")
+async def test_a_reader_converts_what_it_has_checked_on_the_device() -> None:
+    shared, wide = SharedMemory(), replace(LAYOUT, dtype="bfloat16", block_size=24)
+    owner = allocate_pool(wide, 8, torch.device("cpu"))
+    owner.blocks.normal_()
+    reader = pool_on_device(staging_bytes=3 * wide.block_bytes)  # a slot holds one block
+    theirs = open_set(owner.region, ("memory",), "owner", shared=shared)
+    ours = open_set(reader.region, ("memory",), "reader", shared=shared, place=reader.place)
+    await ours.connect(address_of(theirs, "owner"))
+    piece, blocks, tokens = Piece(0, wide.heads, wide.layers), (4, 6), 40
+    digests = combine(digest_cells(owner.region, ((4, 24), (6, 16))), wide, piece)
+    order = PullOrder("owner", blocks, (7, 3, 5), 0, tokens, ((piece, digests),), 10.0)
+    assert (await ours.pull(order).done).num_digests == 2
+    sent, arrived = (
+        torch.cat([pool.blocks[block] for block in places], dim=3)[:, :, :, :tokens]
+        for pool, places in ((owner, blocks), (reader, (7, 3, 5)))
+    )
+    assert torch.equal(arrived, sent.float())
+    owner.memory[6 * wide.block_bytes] ^= 1
+    with pytest.raises(DigestMismatch, match="the owner's block 6, "):
+        await ours.pull(order).done
     await ours.close()
     await theirs.close()
 

@@ -151,7 +151,8 @@ def _added(accumulators, words, keys, known, STRIPES: tl.constexpr):  # type: ig
     return accumulators + tl.sum(tl.reshape(products, [STRIPES, 8]), 0) + neighbors
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One kernel serves all boxes of a layout.
+@triton.jit(do_not_specialize=["pool_head", "first_head", "pool_layer", "first_layer", "pool_layers"])  # type: ignore[untyped-decorator]
 def _digest(  # type: ignore[no-untyped-def]
     memory,
     table,
