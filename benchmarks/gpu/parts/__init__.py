@@ -23,6 +23,7 @@ PARTS = (
     GPUPart("host_tier", 60, alone=False),
     GPUPart("sampling", 60, alone=False),
     GPUPart("limits", 30),
+    GPUPart("deterministic", 60),
     GPUPart("handoff", 60),
     GPUPart("decode", 90),
     GPUPart("kernels", 60),

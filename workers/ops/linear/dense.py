@@ -73,7 +73,8 @@ def _choose(weight: Tensor, bias: Tensor | None, deterministic: bool) -> tuple[i
                 return None, functools.partial(_in_tiles, reordered, bias)
             return REORDERED_ROWS, functools.partial(_reordered, reordered, bias)
     if deterministic:
-        return None, functools.partial(_row_by_row, weight, bias)
+        alike = _triton if weight.is_cuda else _row_by_row
+        return None, functools.partial(alike, weight, bias)
     return 0, functools.partial(F.linear, weight=weight, bias=bias)
 
 
@@ -91,3 +92,9 @@ def _in_tiles(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 def _row_by_row(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat([F.linear(row, weight, bias) for row in torch.split(x, 1)])
+
+
+def _triton(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    from workers.ops import triton_linear  # only where Triton is installed: torch for CUDA brings it
+
+    return triton_linear.linear(x, weight, bias)
