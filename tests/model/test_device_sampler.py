@@ -24,11 +24,20 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from workers.ops.triton_gumbel_max import TILE, _best_of_tile
-types = ["*fp32"] * 3 + ["*i64"] * 2 + ["*fp64"] * 2 + ["*i64", "i32", "constexpr"]
-source = ASTSource(_best_of_tile, dict(zip(_best_of_tile.arg_names, types)), {"TILE": TILE})
-ptx = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-assert "mul.hi.u64" in ptx and "div.rn.f32" in ptx and "div.full.f32" not in ptx
+from workers.ops.triton_sampling import _decide, _sample, _summarize
+
+def ptx(kernel, *types, **sizes):
+    signature = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(sizes)]))
+    return compile(ASTSource(kernel, signature, sizes), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+for scores in ("*fp32", "*bf16", "*fp16"):
+    ptx(_summarize, scores, "i32", "*fp32", "*i32", "i32", TILE=1024)
+    for filtered in (False, True):
+        types = [scores, "i32", "*fp32", "*i32", "*i64", "*fp64", "*fp64", "*i32", "*i64", "i32"]
+        sizes = {"TILE": 1024, "TILES": 128, "FILTERED": filtered}
+        found = ptx(_sample, *types, **sizes)
+        assert "mul.hi.u64" in found and "div.rn.f32" in found and "div.full.f32" not in found
+        ptx(_decide, *types, **sizes)
 """
 
 

@@ -135,7 +135,7 @@ def test_experts_that_are_not_grouped_stall(tmp_path: Path) -> None:
 
 def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that comes before the copy to the host, and after it only lists of numbers on the host."""
-    triton_gumbel_max = pytest.importorskip("workers.ops.triton_gumbel_max")
+    triton_sampling = pytest.importorskip("workers.ops.triton_sampling")
     rows = [
         draw(0),
         draw(1, temperature=0, banned=(3,), logprobs=2),
@@ -144,8 +144,11 @@ def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     copies: list[int] = []
 
-    def likeliest(scores: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        return scores.argmax(-1), torch.ones(len(scores), dtype=torch.bool)
+    def summarize(scores: Tensor) -> Any:
+        return triton_sampling.TileSummary(scores.float(), scores.argsort(-1))
+
+    def choose(scores: Tensor, *_: object, **__: object) -> Tensor:
+        return scores.argsort(-1).T[:3]
 
     class Copied(Exception):
         pass
@@ -154,7 +157,8 @@ def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
         copies.append(len(tensors))
         raise Copied
 
-    monkeypatch.setattr(triton_gumbel_max, "best_tokens", likeliest)
+    monkeypatch.setattr(triton_sampling, "summarize", summarize)
+    monkeypatch.setattr(triton_sampling, "choose", choose)
     logits = torch.randn(4, 300)
     tables = device_sampler._tables(rows, 300)
     moved = [torch.from_numpy(table) for table in tables.values()]
@@ -165,4 +169,4 @@ def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Copied):
             sample_on_device(logits, rows)
 
-    assert stalls_of(until_the_copy) == [] and copies == [6]
+    assert stalls_of(until_the_copy) == [] and copies == [4]

@@ -58,29 +58,29 @@ def _agrees(device: torch.device) -> bool:
 
 def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """As `sample_finite`, for logits [draws, vocab] on the device."""
-    logits = logits.float()
     tables = _tables(draws, logits.shape[-1])
     moved = dict(zip(tables, to_device(list(tables.values()), logits.device), strict=True))
-    scores = _adjusted(logits, moved)
-    tokens, decided = _choose(scores, draws, moved)
+    chosen = _choose(_adjusted(logits, moved), draws, moved)
     tops = [draw.params.logprobs for draw in draws if draw.params.logprobs is not None]
-    scored = (
-        log_probabilities(logits[moved["scored"]], tokens[moved["scored"]], max(tops)) if tops else []
-    )  # of the unchanged logits
-    finite = logits.sum(-1, dtype=torch.float32).isfinite()
-    on_host = to_host([finite, decided | ~finite, tokens, *scored])  # the only synchronization
-    finite_rows, decided_rows, chosen = (each.tolist() for each in on_host[:3])
+    scored = []
+    if tops:
+        rows = moved["scored"]
+        scored = log_probabilities(logits[rows].float(), chosen[0, rows], max(tops))
+    on_host = to_host([chosen, *scored])  # the only synchronization
+    tokens, finite, certain = on_host[0].tolist()
 
-    each_logprobs = iter(as_logprobs(on_host[3:], tops) if tops else ())
+    each_logprobs = iter(as_logprobs(on_host[1:], tops) if tops else ())
     logprobs = [next(each_logprobs) if draw.params.logprobs is not None else None for draw in draws]
-    if not all(decided_rows):
-        close = [row for row, decided in enumerate(decided_rows) if not decided]
+    close = [row for row, draw in enumerate(draws) if finite[row] and not certain[row]]
+    if close:
         again = sample(torch.stack([logits[row] for row in close]).cpu(), [draws[row] for row in close])
-        for row, chosen[row], logprobs[row] in zip(close, *again, strict=True):  # noqa: B007
-            pass
+        for row, token, found in zip(close, *again, strict=True):
+            tokens[row], logprobs[row] = token, found
+    if all(finite):
+        return tokens, logprobs
     return (
-        [token if real else None for token, real in zip(chosen, finite_rows, strict=True)],
-        [found if real else None for found, real in zip(logprobs, finite_rows, strict=True)],
+        [token if real else None for token, real in zip(tokens, finite, strict=True)],
+        [found if real else None for found, real in zip(logprobs, finite, strict=True)],
     )
 
 
@@ -88,11 +88,10 @@ def _tables(draws: Sequence[Draw], vocab_size: int) -> Tables:
     """The parameters that the device needs, by name; those of no row are left out."""
     params = [draw.params for draw in draws]
     temperatures = [max(each.temperature, MIN_TEMPERATURE) if each.temperature > 0 else 0.0 for each in params]
-    tables: Tables = {
-        "temperatures": np.array(temperatures, np.float32),
-        "seeds": np.array([draw.seed for draw in draws], np.uint64).view(np.int64),
-        "positions": np.array([draw.position for draw in draws], np.uint64).view(np.int64),
-    }
+    seeds, positions = [draw.seed for draw in draws], [draw.position for draw in draws]
+    keys = np.array([[0] * len(draws), seeds, positions], np.uint64)
+    keys[0] = np.array(temperatures).view(np.uint64)
+    tables: Tables = {"keys": keys.view(np.int64)}
     if scored := [row for row, each in enumerate(params) if each.logprobs is not None]:
         tables["scored"] = np.array(scored)
     if any(draw.seen for draw in draws):
@@ -124,7 +123,7 @@ def _adjusted(logits: Tensor, moved: Moved) -> Tensor:
     """Penalties, bias and bans, rounded as numpy rounds them on the host."""
     if moved.keys().isdisjoint({"seen", "biased", "banned"}):
         return logits
-    scores = logits.clone()
+    scores = logits.to(torch.float32, copy=True)
     if "seen" in moved:
         rows, tokens = at = tuple(moved["seen"])
         repetition, frequency, presence = moved["penalties"][rows].unbind(1)
@@ -136,56 +135,45 @@ def _adjusted(logits: Tensor, moved: Moved) -> Tensor:
         at = tuple(moved["biased"])
         scores.index_put_(at, scores[at] + moved["bias"])
     if "banned" in moved:
-        scores.index_put_(tuple(moved["banned"]), scores.new_full(moved["banned"].shape[1:], -torch.inf))
+        # The least finite number: a row with an infinity counts as broken.
+        least = scores.new_full(moved["banned"].shape[1:], torch.finfo(torch.float32).min)
+        scores.index_put_(tuple(moved["banned"]), least)
     return scores
 
 
-def _choose(scores: Tensor, draws: Sequence[Draw], moved: Moved) -> tuple[Tensor, Tensor]:
-    """A token [rows] of each row, and whether it is the host's for certain."""
-    from workers.ops.triton_gumbel_max import best_tokens  # only where Triton is installed
+def _choose(scores: Tensor, draws: Sequence[Draw], moved: Moved) -> Tensor:
+    """[3, rows] int64: each row's token, whether it is finite, and whether the token is the host's for certain."""
+    from workers.ops.triton_sampling import choose, summarize  # only where Triton is installed
 
-    greedy = [draw.params.temperature == 0 for draw in draws]
-    likeliest = scores.argmax(-1) if any(greedy) else None
-    if likeliest is not None and all(greedy):
-        return likeliest, torch.ones_like(likeliest, dtype=torch.bool)
-    largest, temperatures = scores.amax(-1), moved["temperatures"]
-    lowest, sure = _bounds(scores, largest, moved)
-    tokens, clear = best_tokens(scores, largest, temperatures, moved["seeds"], moved["positions"], lowest)
-    decided = clear & (scores.gather(1, tokens[:, None])[:, 0] >= sure)
-    if likeliest is None:
-        return tokens, decided
-    return torch.where(temperatures == 0, likeliest, tokens), decided | (temperatures == 0)
+    summary, bounds = summarize(scores), None
+    if not moved.keys().isdisjoint({"min_p", "ranked"}):
+        bounds = _bounds(scores, summary.largest.amax(-1).double(), moved)
+    return choose(scores, summary, moved["keys"], bounds, greedy=all(draw.params.temperature == 0 for draw in draws))
 
 
-def _bounds(scores: Tensor, largest: Tensor, moved: Moved) -> tuple[Tensor, Tensor]:
-    """For each row in float64: tokens with a score below the first are filtered, from the second on none is."""
-    lowest = torch.full_like(largest, -torch.inf, dtype=torch.float64)
-    sure = lowest
-    most, temperature = largest.double(), moved["temperatures"].double()
+def _bounds(scores: Tensor, most: Tensor, moved: Moved) -> Tensor:
+    """[2, rows] in float64: tokens with a score below the first are filtered, from the second on none is."""
+    temperature = moved["keys"][0].view(torch.float64)
+    bounds = torch.full((2, len(scores)), -torch.inf, dtype=torch.float64, device=scores.device)
     if "min_p" in moved:
         below = temperature * moved["min_p"].double().clamp(min=1e-300).log()  # 0 filters nothing
         margin = _margin(most + below, most, temperature)
-        lowest, sure = most + below - margin, torch.minimum(most + below + margin, most)
+        bounds = torch.stack([most + below - margin, torch.minimum(most + below + margin, most)])
     if "ranked" in moved:
         rows = moved["ranked"]
         parts = (torch.split(each, _SORTED_ROWS) for each in (rows, moved["top_k"], moved["top_p"]))
-        cuts = [
+        ranked = [
             _ranked_bounds(scores[part], most[part], temperature[part], top_k, top_p)
             for part, top_k, top_p in zip(*parts, strict=True)
         ]
-        least, safe = (torch.cat(each) for each in zip(*cuts, strict=True))
-        lowest, sure = (
-            bound.index_copy(0, rows, torch.maximum(bound[rows], own)) for bound, own in ((lowest, least), (sure, safe))
-        )
-    return lowest, sure
+        bounds.index_copy_(1, rows, torch.maximum(bounds[:, rows], torch.cat(ranked, dim=1)))
+    return bounds
 
 
-def _ranked_bounds(
-    scores: Tensor, most: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
-) -> tuple[Tensor, Tensor]:
+def _ranked_bounds(scores: Tensor, most: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The bounds by top-k and top-p together. A token that ties with the last one that they keep stays, too."""
     ranked = scores.sort(dim=-1, descending=True).values
-    mass = ((ranked - most[:, None]) / temperature[:, None]).exp_()  # in float64
+    mass = ((ranked.double() - most[:, None]) / temperature[:, None]).exp_()  # in float64
     mass.masked_fill_(torch.arange(ranked.shape[1], device=ranked.device) >= top_k[:, None], 0.0)
     mass = mass.cumsum(-1)
     wanted, last = top_p * mass[:, -1], top_k - 1
@@ -196,7 +184,7 @@ def _ranked_bounds(
         return ranked.gather(1, at[:, None])[:, 0].double()
 
     least = score_at(1 + _MASS_ROUNDING)
-    return least - _margin(least, most, temperature), score_at(1 - _MASS_ROUNDING)
+    return torch.stack([least - _margin(least, most, temperature), score_at(1 - _MASS_ROUNDING)])
 
 
 def _margin(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
