@@ -24,6 +24,7 @@ PARTS = (
     GPUPart("sampling", 60, alone=False),
     GPUPart("limits", 30),
     GPUPart("deterministic", 60),
+    GPUPart("split", 120),
     GPUPart("handoff", 60),
     GPUPart("decode", 90),
     GPUPart("kernels", 60),
