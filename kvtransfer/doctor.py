@@ -1,6 +1,6 @@
 """Facts about KV transfer on this machine, found by trials.
 
-One child process reads another's memory through NIXL, so the path is the one that UCX really chose. Knows no
+One child process reads another's memory through a backend, so the path is the one that was really taken. Knows no
 cluster and no peer; for a pair's path see `LinkReport`.
 """
 
@@ -13,58 +13,77 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvtransfer.errors import TransferError, TransportUnavailable
 from kvtransfer.host import host_identity, rdma_devices, siblings_may_share_memory
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import ShardAddress
-from kvtransfer.transport import Region
+from kvtransfer.transport import Region, Transport
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 30.0
 UNSET = "(unset)"
+LAYOUT = KVLayout("doctor", num_layers=1, num_kv_heads=1, head_dim=16, block_size=16)
+NUM_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFacts:
-    """`nixl_path`: UCX's report on a read between two processes here, or why there was none."""
+    """`nixl_path`: UCX's report on a read between two processes here, or why there was none. `cuda_ipc`: the same
+    for the first GPU; "no GPU" without one.
+    """
 
     nixl_module: str
     ucx_version: str
     nixl_path: str
     cma: str  # "allowed", or why one process may not read another's memory
+    cuda_ipc: str
     rdma_devices: tuple[str, ...]
     ucx_tls: str
     ucx_net_devices: str
 
 
-def transfer_facts() -> TransferFacts:
-    """Takes a few seconds and four short-lived processes. Blocks: call it off the event loop."""
+def transfer_facts(*, has_gpu: bool = False) -> TransferFacts:
+    """Takes a few seconds and some short-lived processes. Blocks: call it off the event loop."""
     try:
-        module, version, path = _try_nixl()
+        path, module, version = _try("nixl")
     except (TransportUnavailable, OSError, subprocess.SubprocessError) as error:
         module, version, path = "not usable", "unknown", str(error)
+    cuda_ipc = "no GPU"
+    if has_gpu:
+        try:
+            cuda_ipc, *_ = _try("cuda_ipc")
+        except (TransportUnavailable, OSError, subprocess.SubprocessError) as error:
+            cuda_ipc = str(error)
     return TransferFacts(
         nixl_module=module,
         ucx_version=version,
         nixl_path=path,
         cma=siblings_may_share_memory() or "allowed",
+        cuda_ipc=cuda_ipc,
         rdma_devices=rdma_devices(),
         ucx_tls=os.environ.get("UCX_TLS", UNSET),
         ucx_net_devices=os.environ.get("UCX_NET_DEVICES", UNSET),
     )
 
 
-def _try_nixl() -> tuple[str, str, str]:
-    """Module, UCX version and path, reported by a child process that reads another child's memory."""
+def _try(backend: str) -> list[str]:
+    """The path, NIXL's module and UCX's version, reported by a child process that reads another child's memory."""
     command = [sys.executable, "-m", "kvtransfer.doctor"]
     owner = subprocess.Popen(
-        [*command, "own"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        [*command, "own", backend],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
     )
     try:
         assert owner.stdout is not None
         address = owner.stdout.readline().strip()
         reader = subprocess.run(
-            [*command, "read", address], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT
+            [*command, "read", backend, address], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT
         )
     finally:
         owner.kill()
@@ -72,36 +91,43 @@ def _try_nixl() -> tuple[str, str, str]:
     lines = reader.stdout.splitlines()
     if len(lines) != 3:
         output = (reader.stderr or reader.stdout).strip().splitlines() or ["no output"]
-        raise TransportUnavailable(f"the trial over NIXL failed: {output[-1]}")
-    return lines[0], lines[1], lines[2]
+        raise TransportUnavailable(f"the trial over {backend} failed: {output[-1]}")
+    return lines
 
 
-def _region() -> Region:
-    layout = KVLayout("doctor", num_layers=1, num_kv_heads=1, head_dim=16, block_size=16)
-    buffer = ctypes.create_string_buffer(4 * layout.block_bytes)
-    return Region(layout, 4, ctypes.addressof(buffer), buffer)
-
-
-def _own() -> None:
+def _open(backend: str) -> Transport:
+    from kvtransfer.backends.buffers import buffer_on
+    from kvtransfer.backends.cuda_ipc import CudaIpcTransport
     from kvtransfer.backends.nixl import NixlTransport
 
-    transport = NixlTransport(_region(), identity=host_identity(), quarantine_s=1.0)
+    device = "cuda:0" if backend == "cuda_ipc" else "cpu"
+    region = Region(LAYOUT, NUM_BLOCKS, *buffer_on(device, NUM_BLOCKS * LAYOUT.block_bytes), device)
+    if backend == "cuda_ipc":
+        return CudaIpcTransport(region, identity=host_identity())
+    return NixlTransport(region, identity=host_identity(), quarantine_s=1.0)
+
+
+def _own(backend: str) -> None:
+    transport = _open(backend)
     print(transport.address().hex(), flush=True)
     sys.stdin.read()
 
 
-async def _read(address: bytes) -> None:
-    from kvtransfer.backends.nixl import NixlTransport
-    from kvtransfer.backends.nixl_agent import load_nixl
-
-    region = _region()
-    transport = NixlTransport(region, identity=host_identity(), quarantine_s=1.0)
-    shard = ShardAddress(0, region.layout, region.num_blocks, (("nixl", address),))
+async def _read(backend: str, address: bytes) -> None:
+    transport = _open(backend)
+    shard = ShardAddress(0, LAYOUT, NUM_BLOCKS, ((backend, address),))
+    copies = np.array([[0, 0, LAYOUT.block_bytes]], np.int64)
     try:
         path = await transport.connect("doctor", shard, deadline_s=PATIENCE_S / 2)
+        await transport.read("doctor", copies, deadline_s=PATIENCE_S / 2).done
     except TransferError as error:
         path = f"refused: {error}"
-    print(load_nixl().__name__.removesuffix("._api"), ucx_version(), path, sep="\n", flush=True)
+    module = ""
+    if backend == "nixl":
+        from kvtransfer.backends.nixl_agent import load_nixl
+
+        module = load_nixl().__name__.removesuffix("._api")
+    print(path, module, ucx_version(), sep="\n", flush=True)
     await transport.close()
 
 
@@ -118,10 +144,10 @@ def ucx_version() -> str:
 
 def main(arguments: list[str]) -> None:
     """One of the two processes of the trial."""
-    if arguments == ["own"]:
-        _own()
+    if arguments[0] == "own":
+        _own(arguments[1])
     else:
-        asyncio.run(_read(bytes.fromhex(arguments[1])))
+        asyncio.run(_read(arguments[1], bytes.fromhex(arguments[2])))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def doctor(as_json: bool) -> None:
     """
     from kvtransfer.doctor import transfer_facts
 
-    compute, transfer = _compute(), transfer_facts()
+    compute = _compute()
+    transfer = transfer_facts(has_gpu=bool(compute.devices))
     verdict = {"compute": _compute_verdict(compute), "transfer": _transfer_verdict(transfer, compute.cuda)}
     if as_json:
         print_json({"compute": asdict(compute), "transfer": asdict(transfer), "used": verdict})
@@ -102,6 +103,18 @@ def _compute_verdict(compute: Compute) -> str:
 
 
 def _transfer_verdict(facts: "TransferFacts", cuda: str | None) -> str:
+    if facts.cuda_ipc != "no GPU":
+        return f"{_gpu_verdict(facts)}; {_host_verdict(facts, cuda)}"
+    return _host_verdict(facts, cuda)
+
+
+def _gpu_verdict(facts: "TransferFacts") -> str:
+    if facts.cuda_ipc.startswith("CUDA IPC"):
+        return "between GPUs of this host cuda_ipc, because a trial between two processes passed"
+    return f"not cuda_ipc: {facts.cuda_ipc}"
+
+
+def _host_verdict(facts: "TransferFacts", cuda: str | None) -> str:
     from kvtransfer.backends.nixl_build import mismatch
 
     if wrong := mismatch(facts.nixl_module, cuda):

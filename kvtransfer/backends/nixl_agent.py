@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from kvtransfer.backends import ucx_report
+from kvtransfer.backends.buffers import buffer_on
 from kvtransfer.errors import PeerLost, PeerRefused, TransportUnavailable
 from kvtransfer.host import rdma_devices, read_process_memory
 from kvtransfer.ticket import HostIdentity
@@ -116,7 +117,7 @@ class NixlAgent:
         self._memory, self._device = ("DRAM", 0) if region.device == "cpu" else ("VRAM", _ordinal(region.device))
         self.lost: type[Exception] = api.nixlBind.nixlRemoteDisconnectError
         self._paths: dict[str, str] = {}
-        self._trial_address, self._trial_owner = _trial_buffer(region.device)
+        self._trial_address, self._trial_owner = buffer_on(region.device, TRIAL_BYTES)
         with ucx_report.environment():
             config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
             pause_us = FABRIC_PAUSE_US if fabrics() or region.device != "cpu" else HOST_PAUSE_US
@@ -260,17 +261,6 @@ def safe_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
     except OSError as error:
         raise TransportUnavailable(f"same host, but CMA is not allowed: {error.strerror}") from error
     return "same host"
-
-
-def _trial_buffer(device: str) -> tuple[int, object]:
-    """Address and owner."""
-    if device == "cpu":
-        buffer = np.zeros(TRIAL_BYTES, np.uint8)
-        return buffer.ctypes.data, buffer
-    import torch
-
-    memory = torch.zeros(TRIAL_BYTES, dtype=torch.uint8, device=device)
-    return memory.data_ptr(), memory
 
 
 def _over(state: str) -> bool:
