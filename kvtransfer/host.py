@@ -39,16 +39,29 @@ def host_identity() -> HostIdentity:
     return HostIdentity(boot_id=boot_id, pid_namespace=pid_namespace, pid=os.getpid())
 
 
-def started(pid: int) -> str:
-    """When a process began, in the kernel's ticks, which tells it from a later one with its pid; "" once it ends.
+class ProcessWatch:
+    """A process of this pid namespace, and never a later one with its pid. Close it."""
 
-    A process counts as ended before its memory is freed.
-    """
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" or int(fields[5]) & PF_EXITING else fields[18]
+    def __init__(self, pid: int) -> None:
+        try:
+            self._file: int | None = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+        except OSError:
+            self._file = None
+
+    def started(self) -> str:
+        """When it began, in the kernel's ticks; "" once it ends, which is before its memory is freed."""
+        if self._file is None:
+            return ""
+        try:
+            state, *fields = os.pread(self._file, 1024, 0).decode(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return ""
+        return "" if state in "ZX" or int(fields[5]) & PF_EXITING else fields[18]
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def rdma_devices() -> tuple[str, ...]:

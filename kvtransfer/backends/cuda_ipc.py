@@ -3,8 +3,9 @@
     connect ── open the handle, once for each owner ── read: copy, wait for its event ── forget: unmap
 
 One thread does all of it in order, so nothing is unmapped while a copy reads it. A copy that was launched cannot be
-cancelled: past its deadline a read settles when its event has passed. The memory of an owner that ended may be
-anyone's, so a read counts only if the owner was alive after it. An owner does nothing and notices nothing.
+cancelled: past its deadline a read settles when its event has passed. A mapping keeps the memory of an owner that
+ended allocated, so the first read that notices its end unmaps it; bytes count only if the owner runs once they are
+here. An owner does nothing and notices nothing.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ import msgspec
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, PeerRefused, TransferError, TransportUnavailable
-from kvtransfer.host import started
+from kvtransfer.host import ProcessWatch
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
 
@@ -34,7 +35,7 @@ class IpcAddress(msgspec.Struct, frozen=True):
     num_bytes: int
     device: str
     identity: HostIdentity
-    started: str  # see `kvtransfer.host.started`
+    started: str  # see `kvtransfer.host.ProcessWatch`
 
     @classmethod
     def parse(cls, data: bytes) -> "IpcAddress":
@@ -78,7 +79,11 @@ def open_driver(region: Region) -> IpcDriver:
 @dataclass(frozen=True, slots=True)
 class _Mapped:
     address: IpcAddress
+    owner: ProcessWatch
     memory: Any
+
+    def has_ended(self) -> bool:
+        return self.owner.started() != self.address.started
 
 
 class CudaIpcTransport:
@@ -165,7 +170,10 @@ class CudaIpcTransport:
         driver = open_driver(self._region)
         handle, offset = driver.export()
         identity = self._identity
-        address = IpcAddress(handle, offset, self._region.pool_bytes, driver.device, identity, started(identity.pid))
+        watch = ProcessWatch(identity.pid)
+        started = watch.started()
+        watch.close()
+        address = IpcAddress(handle, offset, self._region.pool_bytes, driver.device, identity, started)
         return driver, msgspec.msgpack.encode(address)
 
     def _run(self, pending: PendingRead, action: Callable[[], None]) -> None:
@@ -185,30 +193,35 @@ class CudaIpcTransport:
 
     def _map(self, peer: str, address: IpcAddress) -> None:
         known = self._mapped.get(peer)
-        _refuse_ended(peer, address)
-        if known and known.address == address:
+        if known and known.address == address and not known.has_ended():
             return
         self._unmap(peer)
+        owner = ProcessWatch(address.identity.pid)
         try:
+            if owner.started() != address.started:
+                raise _gone(peer)
             memory = self._driver.open(address.handle, address.offset, address.num_bytes)
-        except TransportUnavailable:
-            _refuse_ended(peer, address)
+        except BaseException:
+            owner.close()
             raise
-        self._mapped[peer] = _Mapped(address, memory)
+        self._mapped[peer] = _Mapped(address, owner, memory)
 
     def _copy(self, peer: str, copies: Copies) -> None:
         mapped = self._mapped.get(peer)
         if mapped is None:
             raise PeerLost(f"{peer} is not connected: connect to its present incarnation first")
         refuse_outside(copies, mapped.address.num_bytes, self._region.num_bytes)
-        if len(copies):
-            _refuse_ended(peer, mapped.address)
-            self._driver.copy(mapped.memory, copies)
-            _refuse_ended(peer, mapped.address)
+        if not len(copies):
+            return
+        self._driver.copy(mapped.memory, copies)
+        if mapped.has_ended():
+            self._unmap(peer)  # else its memory would stay allocated
+            raise _gone(peer)
 
     def _unmap(self, peer: str) -> None:
         mapped = self._mapped.pop(peer, None)
         if mapped:
+            mapped.owner.close()
             self._driver.unmap(mapped.memory)
 
     def _release(self) -> None:
@@ -217,6 +230,5 @@ class CudaIpcTransport:
         self._driver.close()
 
 
-def _refuse_ended(peer: str, address: IpcAddress) -> None:
-    if started(address.identity.pid) != address.started:
-        raise PeerLost(f"{peer} is gone: compute the prompt again or ask another owner")
+def _gone(peer: str) -> PeerLost:
+    return PeerLost(f"{peer} is gone: compute the prompt again or ask another owner")

@@ -1,67 +1,67 @@
-"""Copies byte ranges between two pieces of memory of one device, by torch.
+"""Copies byte ranges between addresses of one device in one launch, by a Triton kernel.
 
-Few or large ranges are copied one by one. Many small ones take longer to launch than to copy: they become rows of a
-common length, gathered into a buffer and scattered from there. Works on a CPU's memory, too.
+Launching a copy takes longer than copying 2 MiB. A program copies a part of one range; programs beyond the end of a
+shorter range do nothing, so ranges of many chunks are left to the caller. It takes addresses, since a peer's mapped
+memory is no tensor of torch. Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-import ctypes
+from typing import Any
 
 import numpy as np
-import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kvtransfer.transport import Copies
 
-FEW_RANGES = 8
-LARGE_BYTES = 8 << 20  # of a range on average: above it a second pass over the bytes takes longer than the launches
-STAGED_BYTES = 64 << 20  # of rows and their indices at once
+CHUNK_BYTES = 64 << 10  # of a range that one program copies
+THREADS = 256
 
 
-class _GpuBytes:
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(  # type: ignore[no-untyped-def]
+    target,
+    source,
+    ranges,
+    DTYPE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = ranges + 3 * tl.program_id(0).to(tl.int64)
+    length = tl.multiple_of(tl.load(row + 2) // WIDTH, VECTOR)
+    first = tl.program_id(1).to(tl.int64) * (STEP * STEPS)
+    if first < length:
+        theirs = tl.multiple_of(source.to(tl.pointer_type(DTYPE)), WIDTH * VECTOR)
+        ours = tl.multiple_of(target.to(tl.pointer_type(DTYPE)), WIDTH * VECTOR)
+        theirs += tl.multiple_of(tl.load(row) // WIDTH, VECTOR)
+        ours += tl.multiple_of(tl.load(row + 1) // WIDTH, VECTOR)
+        for number in range(tl.cdiv(tl.minimum(length - first, STEP * STEPS), STEP).to(tl.int32)):
+            at = first + number * STEP + tl.arange(0, STEP)
+            within = at < length
+            tl.store(ours + at, tl.load(theirs + at, mask=within), mask=within)
 
 
-def bytes_at(address: int, num_bytes: int, device: str) -> Tensor:
-    """The device's memory at `address` as bytes, without a copy; the caller keeps it alive. Raises `ValueError`."""
-    if device == "cpu":
-        return torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
-    memory = torch.as_tensor(_GpuBytes(address, num_bytes), device=device)
-    if memory.data_ptr() != address:
-        raise ValueError(f"the memory lies on another device than {device}")
-    return memory
+def copy_ranges(target: int, source: int, copies: Copies, table: Tensor) -> None:
+    """Queue the copies on the current stream.
+
+    `target` and `source` are addresses; `table` holds `copies` on the device. No two ranges share a target byte.
+    """
+    chunks = -(-int(copies[:, 2].max()) // CHUNK_BYTES)
+    _copy[len(copies), chunks](target, source, table, **variant(target, source, copies))
 
 
-def copy_ranges(target: Tensor, source: Tensor, copies: Copies) -> None:
-    """Queue the copies on the current stream. `target` and `source` are bytes; no two ranges share a target byte."""
-    num_bytes = copies[:, 2]
-    if len(copies) <= FEW_RANGES or num_bytes.sum() >= LARGE_BYTES * len(copies):
-        for start, stop, length in copies.tolist():
-            target[stop : stop + length].copy_(source[start : start + length], non_blocking=True)
-        return
-    unit = int(np.gcd.reduce(copies.reshape(-1)))
-    targets, sources = _rows(target, source, unit)
-    ends = np.cumsum(num_bytes // unit)  # rows up to and with each range
-    firsts = ends - num_bytes // unit
-    shifts = copies.T[:2] // unit - firsts  # [source | target, range]
-    count = STAGED_BYTES // (unit + 2 * 8)
-    for begin in range(0, int(ends[-1]), count):
-        end = min(begin + count, int(ends[-1]))
-        first, last = np.searchsorted(ends, (begin, end - 1), side="right")
-        part = slice(first, last + 1)
-        counts = np.minimum(ends[part], end) - np.maximum(firsts[part], begin)
-        rows = np.repeat(shifts[:, part], counts, axis=1) + np.arange(begin, end)
-        source_rows, target_rows = torch.from_numpy(rows).to(target.device, non_blocking=True)
-        targets.index_copy_(0, target_rows, sources.index_select(0, source_rows))
-
-
-def _rows(target: Tensor, source: Tensor, unit: int) -> list[Tensor]:
-    """Both as rows of `unit` bytes, in numbers as wide as their alignment allows."""
-    is_aligned = all(number % 8 == 0 for number in (unit, target.data_ptr(), source.data_ptr()))
-    dtype = torch.int64 if is_aligned else torch.uint8
-    return [each[: len(each) // unit * unit].view(dtype).view(-1, unit // dtype.itemsize) for each in (target, source)]
+def variant(target: int, source: int, copies: Copies) -> dict[str, Any]:
+    """The kernel's constants: numbers as wide as the alignment of all addresses and lengths allows."""
+    aligned = int(np.bitwise_or.reduce(copies, axis=None)) | target | source
+    dtype, width = (tl.int64, 8) if aligned % 16 == 0 else (tl.int32, 4) if aligned % 4 == 0 else (tl.uint8, 1)
+    step = THREADS * {8: 8, 4: 8, 1: 4}[width]
+    return {
+        "DTYPE": dtype,
+        "WIDTH": width,
+        "VECTOR": 2 if width == 8 else 1,
+        "STEP": step,
+        "STEPS": CHUNK_BYTES // (step * width),
+        "num_warps": THREADS // 32,
+    }

@@ -30,11 +30,9 @@ class PagesDriver:
     device = "shared pages"
 
     def __init__(self, region: Region) -> None:
-        from kvtransfer.backends.device_copies import bytes_at  # loads torch
-
         assert isinstance(region.owner, SharedPages)
         self._file = region.owner.file
-        self._ours = bytes_at(region.address, region.num_bytes, "cpu")
+        self._ours = region.bytes()
         self.num_mapped = 0
 
     def export(self) -> tuple[bytes, int]:
@@ -51,10 +49,9 @@ class PagesDriver:
         return mapping
 
     def copy(self, mapping: mmap.mmap, copies: Copies) -> None:
-        from kvtransfer.backends.device_copies import bytes_at, copy_ranges
-
-        pool = bytes_at(_address_of(mapping) + LEAD_BYTES, len(mapping) - LEAD_BYTES, "cpu")
-        copy_ranges(self._ours, pool, copies)
+        with memoryview(mapping) as theirs:
+            for start, to, length in copies.tolist():
+                self._ours[to : to + length] = theirs[LEAD_BYTES + start : LEAD_BYTES + start + length]
 
     def unmap(self, mapping: mmap.mmap) -> None:
         mapping.close()

@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer.backends.cuda_ipc import CudaIpcTransport, IpcAddress
 from kvtransfer.errors import PeerLost, TransferError, TransferTimeout, TransportUnavailable
-from kvtransfer.host import host_identity, started
+from kvtransfer.host import ProcessWatch
 from kvtransfer.links import TransportSet
 from kvtransfer.open import open_transports
 from kvtransfer.ticket import PeerAddress, ShardAddress
@@ -103,6 +103,8 @@ async def test_bytes_of_an_owner_that_ended_during_the_copy_do_not_count(monkeyp
     with pytest.raises(PeerLost, match="is gone"):
         await read.done
     await asyncio.wait_for(read.settled, 1)
+    driver = transport._driver
+    assert isinstance(driver, PagesDriver) and driver.num_mapped == 0, "a mapping keeps its memory allocated"
     await reader.close()
 
 
@@ -161,9 +163,12 @@ def test_a_pool_in_host_memory_is_refused_when_asked_for_and_not_mentioned_other
 
 def test_a_process_that_ended_has_no_start_even_before_its_parent_collects_it() -> None:
     child, _ = start_owner("tcp", "owner")
-    assert started(child.pid) == started(child.pid) != ""
-    assert started(host_identity().pid) != ""
+    watch = ProcessWatch(child.pid)
+    assert watch.started() == watch.started() != ""
     child.process.kill()
     assert wait([child.process.sentinel], 10)
-    assert started(child.pid) == ""
+    assert watch.started() == ""
     child.end()
+    assert watch.started() == ""
+    watch.close()
+    assert ProcessWatch(child.pid).started() == ""

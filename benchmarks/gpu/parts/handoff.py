@@ -5,9 +5,12 @@ and blocks into larger ones. On a CPU the same program runs over TCP.
 """
 
 import asyncio
+import faulthandler
 import importlib.util
 import multiprocessing as mp
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,9 +36,10 @@ from workers.executor.kv_pool import KVPool, allocate_pool
 LLAMA_8B = KVLayout("8b", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 TINY = KVLayout("tiny", num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16")
 ROUNDS, SMALL_ROUNDS = 7, 50
-DEADLINE_S = 10.0
+DEADLINE_S = 5.0
 KILL_AFTER_S = 0.05
 ANSWER_S = 20.0
+STUCK_S = 12.0
 SECRET = b"the secret of the benchmark"
 
 Shards = list[ShardAddress]
@@ -53,7 +57,7 @@ async def _measure(device: torch.device, layout: KVLayout, sizes: tuple[int, ...
     children.append(_Child(_own_checked, own, layout, max(sizes), place))
     has_nixl = any(importlib.util.find_spec(name) for name in MODULES)
     if has_nixl:
-        children.append(_Child(_own, "nixl", layout, max(sizes), place))
+        children.append(_Child(_own_nixl, layout, max(sizes), place))
     try:
         owners = [(child, child.answer()) for child in children[:3]]
         figures = await _compare(own, layout, sizes, place, owners[0][1])
@@ -83,7 +87,9 @@ async def _compare(
         transport = _open(backend, region, "reader")
         try:
             for index in theirs:
-                figures[f"{backend}_path"] = await transport.connect(f"owner/{index}", shards[index], deadline_s=10)
+                figures[f"{backend}_path"] = await transport.connect(
+                    f"owner/{index}", shards[index], deadline_s=DEADLINE_S
+                )
             for num_tokens in sizes:
                 key, reads = f"{backend}_{name}_{num_tokens}", _reads(shards, theirs, target, num_tokens)
                 memory.zero_()
@@ -152,7 +158,7 @@ async def _killed(
     region, memory = _pool(layout, layout.blocks_for(num_tokens) + 2, place)
     transport = _open(backend, region, "reader")
     for (moment, delay_s), (owner, shards) in zip((("before", 0.0), ("during", KILL_AFTER_S)), owners, strict=True):
-        await transport.connect("owner/0", shards[0], deadline_s=10)
+        await transport.connect("owner/0", shards[0], deadline_s=DEADLINE_S)
         reads = _reads(shards, (0,), layout, num_tokens)
         if not delay_s:
             await asyncio.to_thread(owner.kill)
@@ -206,6 +212,13 @@ class _Child:
         self._process.join()
 
 
+def _explain(who: str) -> None:
+    """UCX's words, and where this process waits after a while, go to the part's log."""
+    os.environ |= {"UCX_LOG_LEVEL": "info", "NIXL_LOG_LEVEL": "WARN", "UCX_PROTO_INFO": "y"}
+    faulthandler.dump_traceback_later(STUCK_S)
+    print(f"NIXL's {who} has started", file=sys.stderr, flush=True)
+
+
 def _own_checked(pipe: Connection, backend: str, layout: KVLayout, num_tokens: int, place: str) -> None:
     pool, opened = _open_set(backend, layout, num_tokens, place, "owner")
     blocks = _live_blocks(layout, num_tokens, 1)
@@ -225,8 +238,14 @@ def _open_set(backend: str, layout: KVLayout, num_tokens: int, place: str, name:
     return pool, open_transports(pool.region, (backend,), incarnation=name, secret=SECRET, host="127.0.0.1")
 
 
+def _own_nixl(pipe: Connection, *arguments: Any) -> None:
+    _explain("owner")
+    _own(pipe, "nixl", *arguments)
+
+
 def _compare_nixl(pipe: Connection, layout: KVLayout, sizes: tuple[int, ...], place: str, shards: Shards) -> None:
     """In a process of its own, which UCX may end."""
+    _explain("reader")
     try:
         pipe.send(asyncio.run(_compare("nixl", layout, sizes, place, shards)))
     except TransferError as error:
