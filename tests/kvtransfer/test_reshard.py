@@ -20,7 +20,7 @@ from tests.kvtransfer.conftest import need
 from tests.kvtransfer.gangs import NUM_BLOCKS, NUM_TOKENS, Gang, blocks_of, own_gangs, truth
 from tests.kvtransfer.grids import shards
 from tests.kvtransfer.peers import Child, open_set, start
-from workers.executor.kv_pool import KVPool, allocate_pool
+from workers.executor.kv_pool import _CONVERTED_BYTES, KVPool, allocate_pool
 from workers.ops.narrow import from_slots, to_slots
 
 MODEL = KVLayout("odd", num_layers=4, num_kv_heads=3, head_dim=5, block_size=16)
@@ -271,6 +271,18 @@ async def test_the_link_of_several_pieces_reports_its_slowest(meet: Meet) -> Non
     assert report.owner == "worker-2x1"
     assert report.latency_s > 0 and report.bytes_per_s > 0
     assert " + " not in report.transport
+
+
+@pytest.mark.parametrize("case", ["with scales, staged", "without their scales", "eight bits"])
+async def test_blocks_that_are_converted_together_are_those_converted_alone(
+    meet: Meet, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU converts several at once."""
+    monkeypatch.setitem(_CONVERTED_BYTES, "cpu", 20_000)
+    reader = await meet(*CASES[case])
+    await reader.pull(reader.order(0, 6))
+    for rank in range(len(reader.sets)):
+        assert torch.equal(reader.holds(rank).float(), reader.expected(rank).float())
 
 
 def test_numbers_beyond_a_narrow_range_become_its_largest() -> None:

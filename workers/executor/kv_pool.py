@@ -3,7 +3,7 @@
 Knows how much memory this process may take. Knows no sequence: the engine assigns the blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from workers.ops.narrow import from_slots, to_slots
 
 # Left for activations, the interpreter and the rest of the machine.
 _SPARE = 0.1
+# Bytes of staged blocks that are converted at once: a GPU hides the launches of its kernels, a CPU stays in its cache.
+_CONVERTED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,13 @@ class KVPool:
         staged = self.memory[offset : offset + layout.blocks_for(num_tokens) * layout.block_bytes]
         arrived = staged.view(getattr(torch, layout.dtype)).view(-1, *layout.shape)
         is_alike = layout.dtype == ours.dtype  # then slots move as they are
+        sources: Iterable[Tensor] = arrived
+        at_once = _CONVERTED_BYTES[self.memory.device.type] // layout.block_bytes
         spans = spans_of(layout.block_size, ours.block_size, blocks, first_token, num_tokens)
         with self.beside():
-            for source, parts in zip(arrived, spans, strict=True):
+            if not is_alike and at_once > 1:
+                sources, is_alike = _converted(arrived, self.blocks.dtype, at_once), True
+            for source, parts in zip(sources, spans, strict=True):
                 start = 0
                 for block, slot, count in parts:
                     slots = source[:, :, :, start : start + count]  # [kv_head, layer, k|v, slot, slot_size]
@@ -85,6 +91,12 @@ class KVPool:
                         slots = to_slots(from_slots(slots, torch.float32), self.blocks.dtype)
                     self.blocks[block, heads, layers, :, slot : slot + count] = slots
                     start += count
+
+
+def _converted(blocks: Tensor, dtype: torch.dtype, at_once: int) -> Iterator[Tensor]:
+    """The blocks one by one, as slots of `dtype`."""
+    for first in range(0, len(blocks), at_once):
+        yield from to_slots(from_slots(blocks[first : first + at_once], torch.float32), dtype)
 
 
 def _runs(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ computes one cell. Shorter cells, such as the first token of a small model's blo
 Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -21,7 +22,6 @@ from kvtransfer.digest import host_digests
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import Piece
 from kvtransfer.transport import Span
-from workers.ops.staging import to_device
 
 SHORT_BYTES = tl.constexpr(240)  # xxh3 hashes up to so many in other ways
 PRIME32_1 = tl.constexpr(0x9E3779B1)
@@ -46,6 +46,7 @@ _ACCUMULATORS = (
     0x27D4EB2F165667C5,
     0x9E3779B1,
 )
+_CONSTANTS = np.concatenate([np.frombuffer(_SECRET, "<i8"), np.array(_ACCUMULATORS, np.uint64).view(np.int64)])
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -56,11 +57,14 @@ def cell_digests(memory: Tensor, layout: KVLayout, box: Piece, rows: Sequence[Se
     """
     heads, layers = box.heads[1] - box.heads[0], box.layers[1] - box.layers[0]
     digests = torch.empty((len(rows), heads, layers), dtype=torch.int64, device=memory.device)
-    if rows:
-        launch(memory, to_device([table_of(layout, rows)], memory.device)[0], digests, layout, box)
-    for row, spans in enumerate(rows):
-        if 2 * layout.slot_bytes * sum(count for _, _, count in spans) <= SHORT_BYTES.value:
-            digests[row] = _on_host(memory, layout, box, spans)
+    if not rows:
+        return digests
+    table, tokens = table_of(layout, rows)
+    if memory.is_cuda:
+        table = table.pin_memory().to(memory.device, non_blocking=True)
+    launch(memory, table, digests, layout, box)
+    for row in np.flatnonzero(2 * layout.slot_bytes * tokens <= SHORT_BYTES.value).tolist():
+        digests[row] = _on_host(memory, layout, box, rows[row])
     return digests
 
 
@@ -84,17 +88,20 @@ def launch(memory: Tensor, table: Tensor, digests: Tensor, layout: KVLayout, box
     )
 
 
-def table_of(layout: KVLayout, rows: Sequence[Sequence[Span]]) -> NDArray[np.int64]:
-    """The constants, where each row's slots begin and end, and where each slot lies in the first cell of its block."""
+def table_of(layout: KVLayout, rows: Sequence[Sequence[Span]]) -> tuple[Tensor, NDArray[np.int64]]:
+    """The kernel's table, and the tokens of each row.
+
+    The table has the constants, where each row's slots begin and end, and each slot's place in its block's first cell.
+    """
     block, slot = layout.block_bytes // _unit(layout), layout.slot_bytes // _unit(layout)
-    spans = np.array([span for row in rows for span in row], np.int64).reshape(-1, 3)
-    counts = spans[:, 2]
-    before = counts.cumsum() - counts
-    nth = np.arange(counts.sum()) - np.repeat(before, counts)
-    places = np.repeat(spans[:, 0] * block + spans[:, 1] * slot, counts) + nth * slot
-    firsts = np.cumsum([0] + [sum(count for _, _, count in row) for row in rows]) + CONSTANTS.value + len(rows) + 1
-    constants = np.concatenate([np.frombuffer(_SECRET, "<i8"), np.array(_ACCUMULATORS, np.uint64).view(np.int64)])
-    return np.concatenate([constants, firsts, places])
+    flat = itertools.chain.from_iterable
+    blocks, firsts, counts = np.fromiter(flat(flat(rows)), np.int64).reshape(-1, 3).T
+    ends = counts.cumsum()
+    row_ends = ends[np.fromiter(map(len, rows), np.int64, len(rows)).cumsum() - 1]
+    places = np.repeat(blocks * block + (firsts - ends + counts) * slot, counts) + np.arange(ends[-1]) * slot
+    header = len(_CONSTANTS) + len(rows) + 1
+    table = np.concatenate([_CONSTANTS, [header], row_ends + header, places])
+    return torch.from_numpy(table), np.diff(row_ends, prepend=0)
 
 
 def _unit(layout: KVLayout) -> int:

@@ -10,7 +10,6 @@ from kvtransfer.ticket import Piece
 from kvtransfer.transport import Span
 from workers.executor.device_pool import DevicePool
 from workers.ops.completion import beside_steps_on
-from workers.ops.staging import to_device
 from workers.ops.triton_digest import launch, table_of
 
 LARGE = KVLayout("8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")  # 2 MiB blocks
@@ -53,7 +52,7 @@ def _speed(device: torch.device, num_blocks: int, layout: KVLayout) -> dict[str,
     rows: list[list[Span]] = [[(block, 0, layout.block_size)] for block in torch.randperm(num_blocks).tolist()]
 
     def kernel_s(count: int) -> float:
-        table = to_device([table_of(layout, rows[:count])], device)[0]
+        table = table_of(layout, rows[:count])[0].to(device)
         digests = torch.empty((count, *layout.shape[:2]), dtype=torch.int64, device=device)
         return seconds_of(lambda: launch(memory, table, digests, layout, whole), device)
 
