@@ -93,14 +93,13 @@ class CudaDriver:
         """Waits by spinning: a copy takes less than a millisecond, and a thread that sleeps wakes up late."""
         with torch.cuda.stream(self._stream):
             try:
-                direct = np.full(len(copies), len(copies) <= FEW_RANGES) | (copies[:, 2] >= LARGE_BYTES)
-                for start, to, length in copies[direct].tolist():
-                    stream = c_void_p(self._stream.cuda_stream)
+                alone, rest = _divided(copies)
+                stream = c_void_p(self._stream.cuda_stream)
+                for start, to, length in alone.tolist():
                     self._call(
                         "cuMemcpyAsync", c_uint64(target + to), c_uint64(source + start), c_size_t(length), stream
                     )
-                if not direct.all():
-                    rest = copies[~direct]
+                if len(rest):
                     table = torch.empty(rest.shape, dtype=torch.int64, pin_memory=True)
                     table.numpy()[:] = rest
                     copy_ranges(target, source, rest, table.to(self._device, non_blocking=True))
@@ -119,3 +118,11 @@ class CudaDriver:
             self._library.cuGetErrorString(code, byref(text))
             words = text.value.decode() if text.value else "unknown error"
             raise TransportUnavailable(f"{name} failed: {words} ({code})")
+
+
+def _divided(copies: Copies) -> tuple[Copies, Copies]:
+    """Those to be copied one by one, and those for one launch."""
+    if len(copies) <= FEW_RANGES:
+        return copies, copies[:0]
+    large = copies[:, 2] >= LARGE_BYTES
+    return (copies[large], copies[~large]) if large.any() else (copies[:0], copies)
