@@ -76,6 +76,8 @@ class EngineConfig:
     """Weight format of the linear layers on a CPU. All but `float32` are less exact, smaller and mostly faster."""
     device: str = "auto"
     """`auto`: a GPU for each rank if there are any, else the CPU; or `cpu`, `cuda:0` and so on."""
+    cuda_graphs: bool = True
+    """Decodes of a whole model on a GPU replay CUDA graphs; false: the host launches each kernel."""
     deterministic: bool = False
     """The same bits whatever else is in the batch and however a prompt is cut."""
     threads: int = 0

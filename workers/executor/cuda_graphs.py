@@ -6,7 +6,6 @@ inputs at fixed addresses; it is captured when a step first needs it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,37 +16,41 @@ from torch import Tensor
 from kvtransfer.probe import SCRATCH_BLOCK
 from workers.executor.inputs import Ints, StepArrays, StepInputs
 from workers.model.decoder import Decoder
+from workers.model.feed_forward import Experts
 from workers.ops.staging import staged, views_of
 
 LEAST_CONTEXT = 1024
-MOST_SEQUENCES = 256
 STEP = 8  # from 8 sequences on, buckets are multiples of it
 
-Work = Callable[[], Tensor]
-Capture = Callable[[Work], tuple[Tensor, Callable[[], None]]]
-"""Prepares work for repetition: its result's memory, and a call that computes it again. The work may run before."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    buffer: Tensor  # its inputs: see `staged`
-    logits: Tensor  # [sequences of the bucket, vocab]
-    replay: Callable[[], None]
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]
+"""Prepares work for repetition: returns a call that does it again, on the same memory. The work may run before."""
 
 
 class DecodeGraphs:
-    """The captured decodes of one whole model and pool. Owned by a rank; used by its compute thread only."""
+    """The captured decodes of one whole model and pool, for steps of up to `most_sequences`.
 
-    def __init__(self, model: Decoder, pool: Tensor, capture: Capture) -> None:
+    Owned by a rank; used by its compute thread only.
+    """
+
+    def __init__(self, model: Decoder, pool: Tensor, most_sequences: int, capture: Capture) -> None:
         self._model = model
         self._pool = pool
+        self._most = most_sequences
         self._capture = capture
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        rows = sequences_bucket(most_sequences)
+        self._logits = torch.empty(rows, model.config.vocab_size, dtype=model.dtype, device=pool.device)
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Work]] = {}  # by bucket: its inputs, and its replay
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of sequences of all buckets."""
+        return sorted({sequences_bucket(sequences) for sequences in range(1, self._most + 1)})
 
     def logits(self, step: StepArrays) -> Tensor | None:
         """[sequences, vocab] if the step decodes one token of each sequence, else None. Valid until the next call."""
         sequences = len(step.contexts)
-        is_decode = step.num_decodes == len(step.rows) == sequences <= MOST_SEQUENCES
+        is_decode = step.num_decodes == len(step.rows) == sequences <= self._most
         if not is_decode or step.begins is not None:
             return None
         bucket = sequences_bucket(sequences), context_bucket(step.max_context)
@@ -56,19 +59,25 @@ class DecodeGraphs:
         host = staged(arrays, pin=self._pool.is_cuda)
         graph = self._graphs.get(bucket)
         if graph is None:
-            buffer = host.to(self._pool.device)
-            logits, replay = self._capture(partial(self._compute, filled.tensors(views_of(buffer, arrays))))
-            graph = self._graphs[bucket] = _Graph(buffer, logits, replay)
-        graph.buffer.copy_(host, non_blocking=True)
-        graph.replay()
-        return graph.logits[:sequences]
+            inputs = host.to(self._pool.device)
+            replay = self._capture(partial(self._compute, filled.tensors(views_of(inputs, arrays))))
+            graph = self._graphs[bucket] = inputs, replay
+        inputs, replay = graph
+        inputs.copy_(host, non_blocking=True)
+        replay()
+        return self._logits[:sequences]
 
-    def _compute(self, inputs: StepInputs) -> Tensor:
+    def _compute(self, inputs: StepInputs) -> None:
         model = self._model
         x = model.embed(inputs.tokens)
         logits = model.logits(model.run(x, inputs.positions, inputs.rows, inputs.batch, self._pool))
         assert logits is not None, "graphs are for whole models"
-        return logits
+        self._logits[: len(logits)] = logits
+
+
+def has_graphs(model: Decoder) -> bool:
+    """Whether no layer waits for the device, which a graph cannot: experts that are not grouped do."""
+    return not any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
 
 
 def padded(step: StepArrays, sequences: int, context: int, block_size: int) -> StepArrays:
@@ -109,7 +118,7 @@ def cuda_capture() -> Capture:
     """Captures on the current device. All graphs share memory for intermediate results."""
     memory: Any = torch.cuda.graph_pool_handle()
 
-    def capture(work: Work) -> tuple[Tensor, Callable[[], None]]:
+    def capture(work: Work) -> Work:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -117,7 +126,7 @@ def cuda_capture() -> Capture:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            result = work()
-        return result, graph.replay
+            work()
+        return graph.replay
 
     return capture

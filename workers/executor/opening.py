@@ -6,6 +6,7 @@ Knows no schedule and no leader. A rank of a gang differs from a worker of one r
 import asyncio
 import logging
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from workers.config import EngineConfig, WorkerConfig
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
+from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, has_graphs
 from workers.executor.disk_cache import DiskCache, open_disk_cache
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks, host_cache_blocks
@@ -169,6 +171,8 @@ def _load_shard(
         facts = replace(facts, kv_blocks=chosen)
     kv_blocks = engine.kv_blocks or facts.kv_blocks
     pool = allocate_pool(layout, kv_blocks, device, host_blocks, config.staging_bytes)
+    if device.type == "cuda" and engine.cuda_graphs and config.parallel.world_size == 1 and has_graphs(model):
+        part = replace(part, graphs=DecodeGraphs(model, pool.blocks, engine.max_running, cuda_capture()))
     return facts, part, pool
 
 
@@ -278,14 +282,17 @@ def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
     return StepPlan(0, tuple([Chunk(name, (1,) * length, 0, blocks, draw) for name in names]))
 
 
-def warm_up(block_size: int) -> tuple[StepPlan, StepPlan]:
-    """A prompt chunk and a decode that touch every weight once, so that no request waits for page faults.
+def warm_up(block_size: int, decodes: Sequence[int] = (1,)) -> Iterator[StepPlan]:
+    """A prompt chunk and decodes that touch every weight once, so that no request waits for page faults.
 
-    They also load a GPU's digest kernel. They write their KV into preflight's scratch block, where its content does not
-    matter.
+    `decodes`: numbers of sequences, one step for each. All steps write their KV into preflight's scratch block, where
+    its content does not matter.
     """
     draw = Draw(SamplingParams(temperature=0.0), seed=0, position=WARM_UP_TOKENS)
     blocks = (SCRATCH_BLOCK,) * -(-(WARM_UP_TOKENS + 1) // block_size)
-    prompt = Chunk("warm-up/0", (1,) * WARM_UP_TOKENS, 0, blocks[: -(-WARM_UP_TOKENS // block_size)], draw)
-    decode = Chunk("warm-up/0", (1,), WARM_UP_TOKENS, blocks, structs.replace(draw, position=WARM_UP_TOKENS + 1))
-    return StepPlan(0, (prompt,)), StepPlan(0, (decode,), digest_blocks=((SCRATCH_BLOCK, block_size),))
+    prompt_blocks = blocks[: -(-WARM_UP_TOKENS // block_size)]
+    yield StepPlan(0, (Chunk("warm-up/0", (1,) * WARM_UP_TOKENS, 0, prompt_blocks, draw),))
+    next_draw = structs.replace(draw, position=WARM_UP_TOKENS + 1)
+    for sequences in decodes:
+        names = [f"warm-up/{number}" for number in range(sequences)]
+        yield StepPlan(0, tuple([Chunk(name, (1,), WARM_UP_TOKENS, blocks, next_draw) for name in names]))

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +117,11 @@ class Rank:
                 raise
 
         return await self._thread.run(step)
+
+    @property
+    def decode_sizes(self) -> Sequence[int]:
+        """Numbers of sequences whose decodes are prepared when they first run."""
+        return (1,) if self._part.graphs is None else self._part.graphs.sizes
 
     @property
     def ticks(self) -> int:

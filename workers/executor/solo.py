@@ -78,6 +78,6 @@ async def open_solo(
     assert config.parallel.world_size == 1
     facts, rank = await open_rank(config, folder, incarnation, shared)
     executor = SoloExecutor(facts, rank)
-    for plan in warm_up(config.engine.block_size):
+    for plan in warm_up(config.engine.block_size, rank.decode_sizes):
         await executor.execute(plan)
     return executor

@@ -22,6 +22,8 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import to_slots
 
 SPLIT = 256  # keys of a span
+TILE_BYTES = 32 << 10  # of rows or keys: shared memory holds several tiles
+STATE_BYTES = 256 << 20  # of the spans' states at a time
 LOG2_E = 1.4426950408889634  # weights are powers of 2
 
 
@@ -36,8 +38,8 @@ class Tile:
 
 
 INVARIANT = Tile(rows=64, keys=64, warps=4, stages=3)
-DECODE = Tile(rows=16, keys=64, warps=4, stages=3)
-CHUNK = Tile(rows=128, keys=64, warps=8, stages=3)
+DECODE = Tile(rows=16, keys=128, warps=4, stages=3)
+CHUNK = Tile(rows=128, keys=128, warps=8, stages=2)
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -80,32 +82,38 @@ def attend(
         "CAPPED": softcap != 0.0,
         "SCALED": pool.dtype == torch.int8,
         "SPLIT": SPLIT,
+        "WHOLE": not invariant,
     }
+    tile_bytes = TILE_BYTES if query.element_size() == 2 else TILE_BYTES // 4  # no tensor cores: more registers
+    most = max(16, tile_bytes // (sizes["DIM"] * query.element_size()))
     scale = scale if softcap else scale * LOG2_E
     sequences, decodes = len(batch.context_lens), batch.num_decodes
-    if decodes:
-        splits = triton.cdiv(batch.max_context, SPLIT)
-        states = query.new_empty(decodes, heads, splits, head_dim + 2, dtype=torch.float32)
+    splits = triton.cdiv(batch.max_context, SPLIT)
+    step = max(1, STATE_BYTES // (4 * heads * splits * (head_dim + 2)))  # decodes whose states fit
+    for first in range(0, decodes, step):
+        rows = slice(first, min(first + step, decodes))
+        starts, contexts, tables = batch.query_starts[first:], batch.context_lens[rows], batch.block_tables[rows]
+        states = query.new_empty(len(contexts), heads, splits, head_dim + 2, dtype=torch.float32)
         tile = INVARIANT if invariant else DECODE
-        _attend_span[(splits, kv_heads, decodes)](
-            query, query.stride(0), query.stride(1), states, pool, batch.query_starts, batch.context_lens,
-            batch.block_tables, batch.block_tables.stride(0), layer, scale, softcap, **sizes,
-            ROWS=max(tile.rows, triton.next_power_of_2(group)), KEYS=tile.keys,
+        _attend_span[(splits, kv_heads, len(contexts))](
+            query, query.stride(0), query.stride(1), states, pool, starts, contexts, tables, tables.stride(0),
+            layer, scale, softcap, **sizes,
+            ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        _merge_spans[(heads, decodes)](
-            states, output, batch.query_starts, batch.context_lens, splits, HEAD_DIM=head_dim, WINDOW=window,
+        _merge_spans[(heads, len(contexts))](
+            states, output, starts, contexts, splits, HEAD_DIM=head_dim, WINDOW=window,
             SPLIT=SPLIT, DIM=sizes["DIM"], num_warps=1,
         )  # fmt: skip
     if sequences > decodes:
         tile = INVARIANT if invariant else CHUNK
-        queries = max(1, tile.rows // group)  # of one program
+        queries = max(1, min(tile.rows, most) // group)  # of one program
         grid = (triton.cdiv(batch.max_query, queries), kv_heads, sequences - decodes)
         _attend_chunk[grid](
             query, query.stride(0), query.stride(1), output, pool, batch.query_starts[decodes:],
             batch.context_lens[decodes:], batch.block_tables[decodes:], batch.block_tables.stride(0),
-            layer, scale, softcap, **sizes, QUERIES=queries, WHOLE=not invariant,
-            ROWS=max(tile.rows, triton.next_power_of_2(group)), KEYS=tile.keys,
+            layer, scale, softcap, **sizes, QUERIES=queries,
+            ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return output
@@ -157,7 +165,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
             most, total, summed = _span(
                 queries, position, pool, table, _first_key(context - length + first, WINDOW, KEYS), end,
                 kv_head, layer, scale, softcap, LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW,
-                ROWS, KEYS, DIM, CAPPED, SCALED,
+                ROWS, KEYS, DIM, CAPPED, SCALED, WHOLE,
             )  # fmt: skip
         else:
             most = tl.full([ROWS], float("-inf"), tl.float32)
@@ -167,7 +175,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
                 span_most, span_total, span_summed = _span(
                     queries, position, pool, table, span, tl.minimum(span + SPLIT, end),
                     kv_head, layer, scale, softcap, LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW,
-                    ROWS, KEYS, DIM, CAPPED, SCALED,
+                    ROWS, KEYS, DIM, CAPPED, SCALED, WHOLE,
                 )  # fmt: skip
                 greater = tl.maximum(most, span_most)
                 base = tl.where(greater == float("-inf"), 0.0, greater)  # a row without visible keys so far
@@ -185,7 +193,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
     query, query_token_stride, query_head_stride, states, pool, query_starts, context_lens, block_tables, table_stride,
     layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr,
-    SCALED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SCALED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The state of one span, for the one query of a sequence: states [sequence, head, span, head_dim + 2]."""
     span, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -203,7 +211,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
         most, total, summed = _span(
             queries, position, pool, block_tables + sequence * table_stride, begin, tl.minimum(begin + SPLIT, context),
             kv_head, layer, scale, softcap, LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW,
-            ROWS, KEYS, DIM, CAPPED, SCALED,
+            ROWS, KEYS, DIM, CAPPED, SCALED, WHOLE,
         )  # fmt: skip
         state = (sequence.to(tl.int64) * KV_HEADS * GROUP + head) * tl.num_programs(0) + span
         to = states + state * (HEAD_DIM + 2)
@@ -261,41 +269,65 @@ def _span(  # type: ignore[no-untyped-def]
     queries, position, pool, table, begin, end, kv_head,
     layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr,
+    DIM: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The state of queries [ROWS, DIM] at `position` [ROWS] after the keys begin .. end of a sequence."""
-    dim = tl.arange(0, DIM)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, DIM], tl.float32)
-    for tile_begin in range(begin, end, KEYS):
-        key_at = tile_begin + tl.arange(0, KEYS)
-        known = key_at < end
-        block = tl.load(table + key_at // BLOCK, known, 0).to(tl.int64)
-        half = ((block * KV_HEADS + kv_head) * LAYERS + layer) * 2
-        slot = (half * BLOCK + key_at % BLOCK) * SLOT  # [KEYS]
-        readable = known[:, None] & (dim < HEAD_DIM)[None, :]
-        where = pool + slot[:, None] + dim[None, :]
-        keys = tl.load(where, readable, 0.0).to(queries.dtype)  # [KEYS, DIM]
-        values = tl.load(where + BLOCK * SLOT, readable, 0.0).to(queries.dtype)
+    masked = begin
+    if WHOLE and WINDOW == 0:  # all queries see all keys of the tiles before the first query
+        masked = begin + tl.maximum(0, tl.min(position) + 1 - begin) // KEYS * KEYS
+        for first in range(begin, masked, KEYS):
+            most, total, summed = _tile(
+                most, total, summed, queries, position, pool, table, first, end, kv_head, layer, scale, softcap,
+                LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW, KEYS, DIM, CAPPED, SCALED, MASKED=False,
+            )  # fmt: skip
+    for first in range(masked, end, KEYS):
+        most, total, summed = _tile(
+            most, total, summed, queries, position, pool, table, first, end, kv_head, layer, scale, softcap,
+            LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW, KEYS, DIM, CAPPED, SCALED, MASKED=True,
+        )  # fmt: skip
+    return most, total, summed
 
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale  # [ROWS, KEYS] in float32
-        scores = _scaled(scores, pool + slot + HEAD_DIM, known, SCALED)
-        if CAPPED:
-            scores = softcap * 1.4426950408889634 * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tile(  # type: ignore[no-untyped-def]
+    most, total, summed, queries, position, pool, table, first, end, kv_head,
+    layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr,
+    SCALED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The state after KEYS more keys, from `first` on; MASKED: some of them may be hidden from some queries."""
+    dim = tl.arange(0, DIM)
+    key_at = first + tl.arange(0, KEYS)
+    known = key_at < end
+    block = tl.load(table + key_at // BLOCK, known, 0).to(tl.int64)
+    half = ((block * KV_HEADS + kv_head) * LAYERS + layer) * 2
+    slot = (half * BLOCK + key_at % BLOCK) * SLOT  # [KEYS]
+    slot = tl.multiple_of(slot, SLOT & -SLOT)  # Triton 3.6 takes an int8 slot of 132 bytes to be aligned better
+    readable = known[:, None] & (dim < HEAD_DIM)[None, :]
+    where = pool + slot[:, None] + dim[None, :]
+    keys = tl.load(where, readable, 0.0).to(queries.dtype)  # [KEYS, DIM]
+    values = tl.load(where + BLOCK * SLOT, readable, 0.0).to(queries.dtype)
+
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale  # [ROWS, KEYS] in float32
+    scores = _scaled(scores, pool + slot + HEAD_DIM, known, SCALED)
+    if CAPPED:
+        scores = softcap * 1.4426950408889634 * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+    if MASKED:
         seen = known[None, :] & (key_at[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (key_at[None, :] > position[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        greater = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(greater == float("-inf"), 0.0, greater)  # a row without visible keys so far
-        weights = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(most - base)
-        total = total * kept + tl.sum(weights, 1)
-        weights = _scaled(weights, pool + slot + BLOCK * SLOT + HEAD_DIM, known, SCALED)
-        summed = summed * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        most = greater
-    return most, total, summed
+    greater = tl.maximum(most, tl.max(scores, 1))
+    base = tl.where(greater == float("-inf"), 0.0, greater) if MASKED else greater  # a row may have seen no key so far
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(most - base)
+    total = total * kept + tl.sum(weights, 1)
+    weights = _scaled(weights, pool + slot + BLOCK * SLOT + HEAD_DIM, known, SCALED)
+    summed = summed * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return greater, total, summed
 
 
 @triton.jit  # type: ignore[untyped-decorator]

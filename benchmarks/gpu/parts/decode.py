@@ -34,7 +34,9 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     tables = [tuple(order[row * blocks : (row + 1) * blocks]) for row in range(batches[-1])]
     variants = {"": part}
     if device.type == "cuda":
-        variants["_with_graphs"] = replace(part, graphs=DecodeGraphs(part.model, pool.blocks, cuda_capture()))
+        variants["_with_graphs"] = replace(
+            part, graphs=DecodeGraphs(part.model, pool.blocks, batches[-1], cuda_capture())
+        )
     figures: dict[str, object] = {"copy_gb_s": copy / 1e9}
     for rows in batches:
         kv_bytes = rows * context * shape.kv_numbers * dtype.itemsize
