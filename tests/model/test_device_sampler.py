@@ -24,20 +24,22 @@ COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from workers.ops.triton_filters import _bound
 from workers.ops.triton_sampling import _decide, _sample, _summarize
 
 def ptx(kernel, *types, **sizes):
     signature = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(sizes)]))
     return compile(ASTSource(kernel, signature, sizes), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
-for scores in ("*fp32", "*bf16", "*fp16"):
+for scores, filtered in ("*fp32", True), ("*bf16", False):
     ptx(_summarize, scores, "i32", "*fp32", "*i32", "i32", TILE=1024)
-    for filtered in (False, True):
-        types = [scores, "i32", "*fp32", "*i32", "*i64", "*fp64", "*fp64", "*i32", "*i64", "i32"]
-        sizes = {"TILE": 1024, "TILES": 128, "FILTERED": filtered}
-        found = ptx(_sample, *types, **sizes)
-        assert "mul.hi.u64" in found and "div.rn.f32" in found and "div.full.f32" not in found
-        ptx(_decide, *types, **sizes)
+    types = [scores, "i32", "*fp32", "*i32", "*i64", "*fp64", "*fp64", "*i32", "*i64", "i32"]
+    sizes = {"TILE": 1024, "TILES": 128, "FILTERED": filtered}
+    found = ptx(_sample, *types, **sizes)
+    assert "mul.hi.u64" in found and "div.rn.f32" in found and "div.full.f32" not in found
+    ptx(_decide, *types, **sizes)
+types = ["*bf16", "i32", "*fp32", "i32", "*i64", "*fp64", "*fp64", "i32"]
+ptx(_bound, *types, TILE=4096, TILES=128, UNUSED=16)
 """
 
 
@@ -67,7 +69,7 @@ def draws(data: st.DrawFn) -> Draw:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(draws(), min_size=1, max_size=5),
     vocab=st.sampled_from([50, 1024, 1500]),
@@ -90,6 +92,19 @@ def test_the_device_samples_what_the_host_samples(
             assert found.chosen == pytest.approx(expected.chosen, abs=1e-4)
             values = [value for _, value in expected.top]
             assert [value for _, value in found.top] == pytest.approx(values, abs=1e-4)
+
+
+@pytest.mark.parametrize("spread", [0.05, 5.0])
+def test_rows_that_are_longer_than_a_tile_are_sampled_alike(spread: float) -> None:
+    logits = random_logits(5, 20_001, spread, 3)
+    rows = [
+        draw(0),
+        draw(1, top_k=40),
+        draw(2, top_p=0.95),
+        draw(3, top_k=3000, top_p=0.5, min_p=1e-4),
+        draw(4, temperature=0),
+    ]
+    assert sample_on_device(logits, rows) == sample(logits.cpu(), rows)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_p": 1.0}])

@@ -136,6 +136,7 @@ def test_experts_that_are_not_grouped_stall(tmp_path: Path) -> None:
 def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that comes before the copy to the host, and after it only lists of numbers on the host."""
     triton_sampling = pytest.importorskip("workers.ops.triton_sampling")
+    triton_filters = pytest.importorskip("workers.ops.triton_filters")
     rows = [
         draw(0),
         draw(1, temperature=0, banned=(3,), logprobs=2),
@@ -159,6 +160,7 @@ def test_sampling_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton_sampling, "summarize", summarize)
     monkeypatch.setattr(triton_sampling, "choose", choose)
+    monkeypatch.setattr(triton_filters, "filter_bounds", lambda scores, *_: scores.T[:2])
     logits = torch.randn(4, 300)
     tables = device_sampler._tables(rows, 300)
     moved = [torch.from_numpy(table) for table in tables.values()]

@@ -1,9 +1,8 @@
 """Samples on a GPU the tokens that `sampler` samples on the host, with one synchronization for all rows.
 
-Penalties, bias, bans, argmax, Gumbel-max and log probabilities are computed on the device for all rows at once. Filters
-become bounds on a row's scores. The device's weights differ from numpy's by rounding, so there are two bounds: tokens
-from `sure` on pass the filters, those below `lowest` do not. A result that is too close, or a token between the bounds,
-goes to the host's sampler, which copies its row: about one row in ten thousand.
+Penalties, bias, bans, argmax, filters, Gumbel-max and log probabilities are computed on the device, for all rows at
+once. A result that is too close, or a token in the rounding of a filter's floor, goes to the host's sampler, which
+copies its row: about one row in ten thousand.
 """
 
 import functools
@@ -18,7 +17,7 @@ from torch import Tensor
 from workers.engine.step import Draw
 from workers.executor.gumbel_max import MIN_TEMPERATURE
 from workers.executor.logprobs import as_logprobs, log_probabilities
-from workers.executor.sampler import sample, sample_finite
+from workers.executor.sampler import filters, sample, sample_finite
 from workers.ops.staging import to_device, to_host
 from workers.request import SamplingParams, TokenLogprobs
 
@@ -27,10 +26,6 @@ logger = logging.getLogger(__name__)
 Sampled = tuple[list[int | None], list[TokenLogprobs | None]]
 Tables = dict[str, NDArray[np.number]]
 Moved = dict[str, Tensor]
-
-_ROUNDING = 1e-6  # of a weight; more than float32 exponentials of two libraries differ
-_MASS_ROUNDING = 1e-5  # of the mass of a row's likeliest tokens
-_SORTED_ROWS = 32  # at a time: bounds the memory for sorted rows
 
 
 @functools.cache
@@ -42,8 +37,8 @@ def sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw]], Sampl
 def _agrees(device: torch.device) -> bool:
     """Whether `sample_on_device` runs here and takes the host's tokens."""
     logits = 3 * torch.randn(10, 3000, generator=torch.Generator().manual_seed(0))
-    filters = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=50), SamplingParams(min_p=0.1)]
-    params = [SamplingParams(temperature=0.0), *filters]
+    sampled = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=50), SamplingParams(min_p=0.1)]
+    params = [SamplingParams(temperature=0.0), *sampled]
     draws = [Draw(each, 2**64 - 1, position) for position in range(2) for each in params]
     try:
         tokens, _ = sample_on_device(logits.to(device), draws)
@@ -117,14 +112,11 @@ def _tables(draws: Sequence[Draw], vocab_size: int) -> Tables:
         tables["bias"] = np.array([bias for _, _, bias in biased], np.float32)
     if banned := [(row, token) for row, draw in enumerate(draws) for token in draw.banned]:
         tables["banned"] = np.array(banned).T.copy()
-    filtered = [each if each.temperature > 0 else SamplingParams() for each in params]
-    if any(each.min_p > 0 for each in filtered):
-        tables["min_p"] = np.array([each.min_p for each in filtered], np.float32)
-    tops = [(each.top_k if 0 < each.top_k < vocab_size else vocab_size, each.top_p) for each in filtered]
-    if ranked := [row for row, (top_k, top_p) in enumerate(tops) if top_k < vocab_size or top_p < 1.0]:
-        tables["ranked"] = np.array(ranked)
-        tables["top_k"] = np.array([tops[row][0] for row in ranked])
-        tables["top_p"] = np.array([tops[row][1] for row in ranked])
+    if any(filters(each, vocab_size) for each in params):
+        top_k = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
+        top_p = [each.top_p for each in params]
+        min_p = np.array([each.min_p for each in params], np.float32)  # as numpy compares it
+        tables["filters"] = np.array([top_k, top_p, min_p])
     return tables
 
 
@@ -152,50 +144,9 @@ def _adjusted(logits: Tensor, moved: Moved) -> Tensor:
 
 def _choose(scores: Tensor, draws: Sequence[Draw], moved: Moved) -> Tensor:
     """[3, rows] int64: each row's token, whether it is finite, and whether the token is the host's for certain."""
-    from workers.ops.triton_sampling import choose, summarize  # only where Triton is installed
+    from workers.ops.triton_filters import filter_bounds  # only where Triton is installed
+    from workers.ops.triton_sampling import choose, summarize
 
-    summary, bounds = summarize(scores), None
-    if not moved.keys().isdisjoint({"min_p", "ranked"}):
-        bounds = _bounds(scores, summary.largest.amax(-1).double(), moved)
-    return choose(scores, summary, moved["keys"], bounds, greedy=all(draw.params.temperature == 0 for draw in draws))
-
-
-def _bounds(scores: Tensor, most: Tensor, moved: Moved) -> Tensor:
-    """[2, rows] in float64: tokens with a score below the first are filtered, from the second on none is."""
-    temperature = moved["keys"][0].view(torch.float64)
-    bounds = torch.full((2, len(scores)), -torch.inf, dtype=torch.float64, device=scores.device)
-    if "min_p" in moved:
-        below = temperature * moved["min_p"].double().clamp(min=1e-300).log()  # 0 filters nothing
-        margin = _margin(most + below, most, temperature)
-        bounds = torch.stack([most + below - margin, torch.minimum(most + below + margin, most)])
-    if "ranked" in moved:
-        rows = moved["ranked"]
-        parts = (torch.split(each, _SORTED_ROWS) for each in (rows, moved["top_k"], moved["top_p"]))
-        ranked = [
-            _ranked_bounds(scores[part], most[part], temperature[part], top_k, top_p)
-            for part, top_k, top_p in zip(*parts, strict=True)
-        ]
-        bounds.index_copy_(1, rows, torch.maximum(bounds[:, rows], torch.cat(ranked, dim=1)))
-    return bounds
-
-
-def _ranked_bounds(scores: Tensor, most: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The bounds by top-k and top-p together. A token that ties with the last one that they keep stays, too."""
-    ranked = scores.sort(dim=-1, descending=True).values
-    mass = ((ranked.double() - most[:, None]) / temperature[:, None]).exp_()  # in float64
-    mass.masked_fill_(torch.arange(ranked.shape[1], device=ranked.device) >= top_k[:, None], 0.0)
-    mass = mass.cumsum(-1)
-    wanted, last = top_p * mass[:, -1], top_k - 1
-
-    def score_at(share: float) -> Tensor:
-        at = torch.searchsorted(mass, (wanted * share)[:, None])[:, 0]
-        at = torch.where(top_p < 1.0, torch.minimum(at, last), last)
-        return ranked.gather(1, at[:, None])[:, 0].double()
-
-    least = score_at(1 + _MASS_ROUNDING)
-    return torch.stack([least - _margin(least, most, temperature), score_at(1 - _MASS_ROUNDING)])
-
-
-def _margin(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
-    """How far apart two scores are if the host's rounding may make their weights equal."""
-    return _ROUNDING * (temperature + (scores - most).abs())
+    summary, keys = summarize(scores), moved["keys"]
+    bounds = filter_bounds(scores, summary.largest, keys, moved["filters"]) if "filters" in moved else None
+    return choose(scores, summary, keys, bounds, greedy=all(draw.params.temperature == 0 for draw in draws))

@@ -103,7 +103,7 @@ def _choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
             tokens[row] = int(scores.argmax())
             continue
         floor = 0.0
-        if _filters(draw.params, len(scores)):
+        if filters(draw.params, len(scores)):
             np.copyto(scratch, scores)
             weights_of(scratch, draw.params.temperature)
             floor = _floor(scratch, draw.params)
@@ -152,7 +152,7 @@ def _adjust(scores: Row, draw: Draw) -> None:
         scores[list(draw.banned)] = -np.inf
 
 
-def _filters(params: SamplingParams, vocab_size: int) -> bool:
+def filters(params: SamplingParams, vocab_size: int) -> bool:
     return params.min_p > 0 or params.top_p < 1.0 or 0 < params.top_k < vocab_size
 
 
