@@ -33,6 +33,9 @@ TRIAL_BYTES = 64
 # Pause of the agent's progress thread between rounds, which NIXL rounds up to a millisecond. Reads over a fabric wait
 # for that thread; reads within a host do not, so there an idle agent wakes 50 times a second, not 860 times.
 FABRIC_PAUSE_US, HOST_PAUSE_US = 1000, 20_000
+# NIXL's thread has no CUDA context, and UCX crashes in it (https://github.com/ai-dynamo/nixl/issues/2102). So the agent of
+# a pool on a GPU has none, and whoever drives the agent calls `progress` this often.
+PROGRESS_S = 0.002
 
 
 class NixlAddress(msgspec.Struct, frozen=True):
@@ -88,6 +91,10 @@ def fabrics() -> tuple[str, ...]:
     return ("rdma",) if rdma else ()
 
 
+def has_progress_thread(device: str) -> bool:
+    return device == "cpu"
+
+
 @contextmanager
 def _calm_progress(bindings: Any, pause_us: int) -> Iterator[None]:
     """Agents created inside pause their progress thread for so long between rounds.
@@ -119,8 +126,10 @@ class NixlAgent:
         self._paths: dict[str, str] = {}
         self._trial_address, self._trial_owner = buffer_on(region.device, TRIAL_BYTES)
         with ucx_report.environment():
-            config = api.nixl_agent_config(enable_prog_thread=True, backends=[])
-            pause_us = FABRIC_PAUSE_US if fabrics() or region.device != "cpu" else HOST_PAUSE_US
+            has_thread = has_progress_thread(region.device)
+            self.progress_s = None if has_thread else PROGRESS_S
+            config = api.nixl_agent_config(enable_prog_thread=has_thread, backends=[])
+            pause_us = FABRIC_PAUSE_US if fabrics() else HOST_PAUSE_US
             with _calm_progress(api.nixlBind, pause_us):
                 self._agent: Any = api.nixl_agent(f"diptych-{uuid.uuid4().hex}", config)
             self._agent.create_backend("UCX", {})
@@ -209,6 +218,10 @@ class NixlAgent:
 
     def poll(self, handle: Any) -> bool:
         return _over(self._agent.check_xfer_state(handle))
+
+    def progress(self) -> None:
+        """Answer readers that connect."""
+        quietly("making progress", self._agent.get_new_notifs)
 
     def remove_peer(self, peer: NixlPeer) -> None:
         """Forget a peer that has no read in flight."""

@@ -148,8 +148,9 @@ class NixlPump:
     def _run(self) -> None:
         pause_s = POLL_MIN_S
         while not self._stopped:
+            idle_s = self._agent.progress_s if self._agent else None
             try:
-                job = self._jobs.get(timeout=pause_s if self._posted else None)
+                job = self._jobs.get(timeout=pause_s if self._posted else idle_s)
             except queue.Empty:
                 pause_s = min(2 * pause_s, POLL_MAX_S)
             else:
@@ -174,6 +175,8 @@ class NixlPump:
         self._check(posted, self._live_agent().post)
 
     def _poll(self) -> None:
+        if self._agent and self._agent.progress_s is not None:
+            self._agent.progress()
         now_s = time.monotonic()
         if any(now_s > posted.fence_s for posted in self._posted):
             self._fence()

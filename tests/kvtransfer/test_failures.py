@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
-from kvtransfer.backends import tcp_owner
+from kvtransfer.backends import nixl_agent, tcp_owner
 from kvtransfer.errors import PeerLost, TransferTimeout, TransportUnavailable
 from kvtransfer.rpc.frames import Kind, pack_header
 from kvtransfer.rpc.handshake import HANDSHAKE_BYTES, MAX_UNAUTHENTICATED
@@ -22,6 +25,8 @@ from kvtransfer.transport import Read
 from tests.kvtransfer.conftest import need
 from tests.kvtransfer.peers import (
     LARGE,
+    LAYOUT,
+    NUM_BLOCKS,
     SECRET,
     Child,
     address_of,
@@ -30,6 +35,7 @@ from tests.kvtransfer.peers import (
     make_region,
     no_descriptors_left,
     open_set,
+    own,
     read_for_ever,
     start,
     start_owner,
@@ -332,6 +338,25 @@ async def test_nothing_lands_after_settled_however_short_the_deadline(backend: s
     assert late > 0, "no deadline passed: the test proves nothing"
     child.end()
     await reader.close()
+
+
+def own_without_thread(pipe: Connection, *arguments: Any) -> None:
+    with mock.patch.object(nixl_agent, "has_progress_thread", lambda device: False):
+        own(pipe, *arguments)
+
+
+async def test_agents_without_nixls_thread_as_on_a_gpu_answer_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("nixl")
+    monkeypatch.setattr(nixl_agent, "has_progress_thread", lambda device: False)
+    child = await asyncio.to_thread(start, own_without_thread, "nixl", "owner", LAYOUT, NUM_BLOCKS)
+    peer = await asyncio.to_thread(child.receive)
+    region = make_region()
+    reader = open_set(region, ("nixl",), "reader")
+    await reader.connect(peer)
+    await reader._transports[0].read(name_of(peer), whole_blocks((2, 9)), deadline_s=5).done
+    assert block_of(region, 9) == block_bytes_of(2)
+    await reader.close()
+    child.end()
 
 
 QUIET_STORY = """

@@ -21,6 +21,7 @@ ROUNDS = 1000
 class StubAgent:
     """Its reads are over when they are asked about for the second time: once after the post, once after a pause."""
 
+    progress_s = None
     lost = ConnectionError
 
     def address(self) -> bytes:

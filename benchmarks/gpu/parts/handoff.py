@@ -215,6 +215,7 @@ class _Child:
 def _explain(who: str) -> None:
     """UCX's words, and where this process waits after a while, go to the part's log."""
     os.environ |= {"UCX_LOG_LEVEL": "info", "NIXL_LOG_LEVEL": "WARN", "UCX_PROTO_INFO": "y"}
+    faulthandler.enable()
     faulthandler.dump_traceback_later(STUCK_S)
     print(f"NIXL's {who} has started", file=sys.stderr, flush=True)
 
