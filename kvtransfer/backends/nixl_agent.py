@@ -33,7 +33,7 @@ TRIAL_BYTES = 64
 # Pause of the agent's progress thread between rounds, which NIXL rounds up to a millisecond. Reads over a fabric wait
 # for that thread; reads within a host do not, so there an idle agent wakes 50 times a second, not 860 times.
 FABRIC_PAUSE_US, HOST_PAUSE_US = 1000, 20_000
-# NIXL's thread has no CUDA context, and UCX crashes in it (https://github.com/ai-dynamo/nixl/issues/2102). So the agent of
+# NIXL's thread has no CUDA context, and UCX crashes in it (https://github.com/ai-dynamo/nixl/issues/2102). The agent of
 # a pool on a GPU has none, and whoever drives the agent calls `progress` this often.
 PROGRESS_S = 0.002
 
