@@ -26,6 +26,7 @@ PARTS = (
     GPUPart("deterministic", 60),
     GPUPart("split", 120),
     GPUPart("handoff", 60),
+    GPUPart("checked_pull", 60),
     GPUPart("decode", 90),
     GPUPart("kernels", 60),
     GPUPart("prefill", 60),
