@@ -53,8 +53,6 @@ def _agrees(device: torch.device) -> bool:
 
 def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """As `sample_finite`, for logits [draws, vocab] on the device."""
-    if all(draw.params.temperature == 0 and draw.params.logprobs is None and not draw.adjusts for draw in draws):
-        return _greedy(logits), [None] * len(draws)
     tables = _tables(draws, logits.shape[-1])
     moved = dict(zip(tables, to_device(list(tables.values()), logits.device), strict=True))
     chosen = _choose(_adjusted(logits, moved), draws, moved)
@@ -79,13 +77,6 @@ def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
         [token if real else None for token, real in zip(tokens, finite, strict=True)],
         [found if real else None for found, real in zip(logprobs, finite, strict=True)],
     )
-
-
-def _greedy(logits: Tensor) -> list[int | None]:
-    from workers.ops.triton_argmax import likeliest  # only where Triton is installed
-
-    tokens, finite = (each.tolist() for each in to_host(likeliest(logits)))
-    return [token if real else None for token, real in zip(tokens, finite, strict=True)]
 
 
 def _tables(draws: Sequence[Draw], vocab_size: int) -> Tables:

@@ -30,4 +30,5 @@ PARTS = (
     GPUPart("decode", 90),
     GPUPart("kernels", 60),
     GPUPart("prefill", 60),
+    GPUPart("peers", 90),
 )
