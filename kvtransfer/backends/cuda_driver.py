@@ -61,7 +61,7 @@ class CudaDriver:
         try:
             self._call("cuIpcGetMemHandle", byref(handle), base)
         except TransportUnavailable as error:
-            hint = "unset expandable_segments and backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
+            hint = "torch's expandable_segments and cudaMallocAsync make such memory: see PYTORCH_ALLOC_CONF"
             raise TransportUnavailable(f"the pool's memory cannot be shared: {error}; {hint}") from error
         return bytes(handle), self._region.address - base.value
 
