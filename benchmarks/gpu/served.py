@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import cast
 
 from cluster.runtime.interface import WorkerStub
@@ -19,6 +20,7 @@ from workers.request import Bundle, FailedOut, FetchedOut, Output, Request, Tick
 from workers.rpc_server import WorkerRpcServer
 
 HOST = "127.0.0.1"
+SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None  # for models: files without a disk
 OPEN_S = 90.0
 CLOSE_S = 20.0
 ANSWER_S = 30.0
@@ -71,8 +73,10 @@ async def _served(config: WorkerConfig) -> AsyncIterator[ServedWorker]:
             return RpcAddress(HOST, opened.port, config.secret.encode())
 
         stub = cast(WorkerStub, RpcStub(config.name, opened.incarnation, locate))
-        yield ServedWorker(config.name, stub, opened)
-        await stub.disconnect()
+        try:
+            yield ServedWorker(config.name, stub, opened)
+        finally:
+            await stub.disconnect()
         ours.send("close")
         left_bytes = await _received(ours, CLOSE_S, config.name)
         if left_bytes:
@@ -130,11 +134,14 @@ class TimedTokens:
     tokens: list[int] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
     report: TransferReport | None = None
+    decodes: asyncio.Event = field(default_factory=asyncio.Event)  # set from the second token on
 
     def add(self, out: TokensOut) -> None:
         assert out.first_position == len(self.tokens), f"{out} after {len(self.tokens)} tokens"
         self.tokens += out.tokens
         self.arrived_s += [time.monotonic()] * len(out.tokens)
+        if len(self.tokens) > 1:
+            self.decodes.set()
 
     @property
     def ttft_s(self) -> float:
@@ -167,10 +174,12 @@ class Caller:
             each.cancel()
         await asyncio.gather(*self._subscribing, return_exceptions=True)
 
-    async def split(self, request: Request, prefill: ServedWorker, decode: ServedWorker) -> TimedTokens:
-        """Its prompt on one worker, its tokens on another."""
+    async def split(
+        self, request: Request, prefill: ServedWorker, decode: ServedWorker, into: TimedTokens | None = None
+    ) -> TimedTokens:
+        """Its prompt on one worker, its tokens on another. `into`: where they are seen as they arrive."""
         request, outputs = self._named(request)
-        answer = TimedTokens(time.monotonic())
+        answer = into or TimedTokens(time.monotonic())
         async with asyncio.timeout(ANSWER_S):
             await decode.stub.reserve(request, ANSWER_S)
             await prefill.stub.prefill(request)
@@ -189,10 +198,10 @@ class Caller:
                         elif out.finish is not None:
                             return answer
 
-    async def alone(self, request: Request, worker: ServedWorker) -> TimedTokens:
-        """All of it on one worker."""
+    async def alone(self, request: Request, worker: ServedWorker, into: TimedTokens | None = None) -> TimedTokens:
+        """All of it on one worker. `into` as for `split`."""
         request, outputs = self._named(request)
-        answer = TimedTokens(time.monotonic())
+        answer = into or TimedTokens(time.monotonic())
         async with asyncio.timeout(ANSWER_S):
             await worker.stub.generate(request)
             while True:
@@ -202,6 +211,11 @@ class Caller:
                 answer.add(out)
                 if out.finish is not None:
                     return answer
+
+    async def cancel(self, key: str) -> None:
+        """On all workers."""
+        for each in self.workers:
+            await each.stub.cancel(key)
 
     def _named(self, request: Request) -> tuple[Request, asyncio.Queue[Output]]:
         request = replace(request, reply_to=self._name)

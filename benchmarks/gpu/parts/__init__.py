@@ -31,4 +31,5 @@ PARTS = (
     GPUPart("kernels", 60),
     GPUPart("prefill", 60),
     GPUPart("peers", 90),
+    GPUPart("gap", 120),
 )

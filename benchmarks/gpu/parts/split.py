@@ -16,19 +16,18 @@ import torch
 
 from benchmarks.gpu.llama import TINY
 from benchmarks.gpu.model_folder import LLAMA_1B, write_model
-from benchmarks.gpu.served import Caller, TimedTokens, served
+from benchmarks.gpu.served import SHARED_MEMORY, Caller, TimedTokens, served
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.request import Request, SamplingParams
 
 NEW = 48
 LENGTHS, SHARED = (5, 16, 100, 333, 700, 1500, 2049), 320  # tokens; of the first half of longer prompts
 TIMED_TOKENS, TIMED = 2048, 5
-MEMORY = Path("/dev/shm")
 
 
 def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     """Raises if a token differs with `deterministic`, if KV moves over sockets on a GPU, or if memory leaks."""
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         shape, dtype = (TINY, torch.float32) if tiny else (LLAMA_1B, torch.bfloat16)
         model = write_model(Path(folder) / "model", shape, device, dtype, 512 if tiny else 8192)
         return asyncio.run(_measured(model, device, dtype, tiny=tiny))
@@ -59,7 +58,14 @@ async def _measured(model: Path, device: torch.device, dtype: torch.dtype, *, ti
         async with Caller(*workers[2:]) as caller:
             fast = await _compared(caller, requests, on_gpu=on_gpu)
             times = await _times(caller, requests[0], 100 if tiny else TIMED_TOKENS)
+    default = replace(configs[0], name="default", transfer=TransferConfig())
+    try:
+        async with served([default]) as (worker,):
+            opens = f"opens in {worker.opened.seconds:.1f} s"
+    except (RuntimeError, TimeoutError) as error:
+        opens = f"does not open: {error}"
     return {
+        "worker_with_default_backends": opens,
         "open_s": max(each.opened.seconds for each in workers),
         "kv_path": exact.path,
         "kv_dtype": workers[0].opened.dtype,
