@@ -15,7 +15,7 @@ from torch import Tensor
 
 ROUNDING = tl.constexpr(1e-6)  # of a weight; more than float32 exponentials of two libraries differ
 MASS_ROUNDING = tl.constexpr(1e-5)  # of the mass of a row's likeliest tokens
-TILE = 16384  # tokens
+TILE = 16384  # tokens at most
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a score as float32
 
 
@@ -28,10 +28,9 @@ def filter_bounds(scores: Tensor, largest: Tensor, keys: Tensor, filters: Tensor
     rows, vocab_size = scores.shape
     tiles = largest.shape[1]
     bounds = torch.empty(2, rows, dtype=torch.float64, device=scores.device)
-    _bound[(rows,)](
-        scores, scores.stride(0), largest, tiles, keys, filters, bounds, vocab_size,
-        TILE=TILE, TILES=triton.next_power_of_2(tiles), UNUSED=_UNUSED_BITS[scores.dtype], num_warps=32,
-    )  # fmt: skip
+    sizes = {"TILE": min(TILE, triton.next_power_of_2(vocab_size)), "TILES": triton.next_power_of_2(tiles)}
+    arguments = (scores, scores.stride(0), largest, tiles, keys, filters, bounds, vocab_size)
+    _bound[(rows,)](*arguments, **sizes, UNUSED=_UNUSED_BITS[scores.dtype], num_warps=32)
     return bounds
 
 

@@ -28,13 +28,14 @@ from workers.ops.staging import to_device
 from workers.request import SamplingParams
 
 VOCAB, ROWS = 128256, (1, 8, 64, 256)  # the vocabulary of Llama 3
-COMPARED = 64  # rows at most; the host takes up to ten milliseconds for one
+COMPARED = 32  # rows at most; the host takes up to ten milliseconds for one
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0),
     "plain": SamplingParams(temperature=0.8),
     "top_p": SamplingParams(temperature=0.8, top_p=0.9),
     "top_k": SamplingParams(temperature=0.8, top_k=50),
     "min_p": SamplingParams(temperature=0.8, min_p=0.05),
+    "top_k_top_p": SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
     "penalties": SamplingParams(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
     "logprobs": SamplingParams(temperature=0.8, logprobs=5),
 }
@@ -48,8 +49,9 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     figures: dict[str, object] = {}
     close: list[int] = []
     with _asked_host(close):
-        for rows in (1, 2) if tiny else ROWS:
-            figures |= _sampling(device, rows, 300 if tiny else VOCAB)
+        for rows in (1,) if tiny else ROWS:
+            figures |= _sampling(device, rows, 300 if tiny else VOCAB, torch.bfloat16)
+        _sampling(device, 2 if tiny else 8, 300 if tiny else VOCAB, torch.float32)  # the same tokens there too
     figures["rows_left_to_the_host"] = sum(close)
     families = FAMILIES[:1] if tiny else FAMILIES
     for family in families:
@@ -58,12 +60,12 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     return figures
 
 
-def _sampling(device: torch.device, rows: int, vocab_size: int) -> dict[str, object]:
+def _sampling(device: torch.device, rows: int, vocab_size: int, dtype: torch.dtype) -> dict[str, object]:
     generator = torch.Generator(device).manual_seed(rows)
-    logits = 4 * torch.randn(rows, vocab_size, device=device, generator=generator)
+    logits = (4 * torch.randn(rows, vocab_size, device=device, generator=generator)).to(dtype)
     logits[:, vocab_size // 2] = logits.amax(-1)  # a tie at the top
     some = min(rows, COMPARED)
-    figures: dict[str, object] = {f"rows_{rows}_copy_us": _median_us(lambda: logits.cpu(), 5)}
+    figures: dict[str, object] = {f"rows_{rows}_copy_us": _median_us(lambda: logits.cpu())}
     for name, params in PARAMS.items():
         draws = [_draw(params, row) for row in range(rows)]
         tokens, waits = _waits(lambda draws=draws: sample_on_device(logits, draws), device)  # type: ignore[misc]
@@ -75,7 +77,8 @@ def _sampling(device: torch.device, rows: int, vocab_size: int) -> dict[str, obj
         assert not differ, f"{name}: rows {differ[:9]} of {some} differ from the host's tokens"
         assert waits <= 1, f"{name}: {waits} waits for the device"
         prefix = f"rows_{rows}_{name}"
-        figures[f"{prefix}_us"] = _median_us(lambda draws=draws: sample_on_device(logits, draws), 5)  # type: ignore[misc]
+        if device.type == "cuda":
+            figures[f"{prefix}_us"] = _median_us(lambda draws=draws: sample_on_device(logits, draws))  # type: ignore[misc]
         figures[f"{prefix}_host_us"] = host_us
     return figures
 
@@ -101,10 +104,10 @@ def _asked_host(close: list[int]) -> Iterator[None]:
 
 
 def _waits(call: Callable[[], Sampled], device: torch.device) -> tuple[Sampled, int]:
-    """The second call's result and how often it waited, or copied from memory that is not pinned."""
-    call()
+    """The call's result and how often it waited, or copied from memory that is not pinned."""
+    result = call()
     if device.type != "cuda":
-        return call(), 0
+        return result, 0
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -152,7 +155,7 @@ def _forward_waits(device: torch.device, family: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _median_us(call: Callable[[], object], rounds: int) -> float:
+def _median_us(call: Callable[[], object], rounds: int = 5) -> float:
     def once() -> float:
         begun = time.perf_counter()
         call()  # ends with a copy to the host
