@@ -158,7 +158,7 @@ def test_all_tokens_banned_is_the_hosts_case() -> None:
 def test_a_gpu_whose_tokens_differ_is_not_trusted(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert device_sampler._agrees(DEVICE) and not caplog.records
+    assert device_sampler._agrees(DEVICE, torch.bfloat16, 700) and not caplog.records
 
     def wrong(logits: Tensor, of: list[Draw]) -> object:
         if broken == "raises":
@@ -167,12 +167,12 @@ def test_a_gpu_whose_tokens_differ_is_not_trusted(
         return [1 - (tokens[0] or 0), *tokens[1:]], logprobs
 
     monkeypatch.setattr(device_sampler, "sample_on_device", wrong)
-    assert not device_sampler._agrees(DEVICE)
+    assert not device_sampler._agrees(DEVICE, torch.bfloat16, 700)
     assert len(caplog.records) == 1 and "sampl" in caplog.text
 
 
 def test_a_cpu_samples_on_the_host() -> None:
-    assert device_sampler.sampler_on(torch.device("cpu")) is sample_finite
+    assert device_sampler.sampler_for(torch.zeros(1, 9)) is sample_finite
 
 
 def test_the_kernel_compiles_for_a_gpu() -> None:

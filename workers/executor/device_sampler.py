@@ -28,27 +28,34 @@ Tables = dict[str, NDArray[np.number]]
 Moved = dict[str, Tensor]
 
 
+def sampler_for(logits: Tensor) -> Callable[[Tensor, Sequence[Draw]], Sampled]:
+    """The fastest sampler that works for such logits; the first call may compile."""
+    return _sampler(logits.device, logits.dtype, logits.shape[-1])
+
+
 @functools.cache
-def sampler_on(device: torch.device) -> Callable[[Tensor, Sequence[Draw]], Sampled]:
-    """The fastest sampler that works on the device; the first call may compile."""
-    return sample_on_device if device.type == "cuda" and _agrees(device) else sample_finite
+def _sampler(device: torch.device, dtype: torch.dtype, vocab_size: int) -> Callable[[Tensor, Sequence[Draw]], Sampled]:
+    # Logits with penalties are float32.
+    works = device.type == "cuda" and all(_agrees(device, each, vocab_size) for each in {dtype, torch.float32})
+    return sample_on_device if works else sample_finite
 
 
-def _agrees(device: torch.device) -> bool:
-    """Whether `sample_on_device` runs here and takes the host's tokens."""
-    logits = 3 * torch.randn(10, 3000, generator=torch.Generator().manual_seed(0))
-    sampled = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=50), SamplingParams(min_p=0.1)]
-    params = [SamplingParams(temperature=0.0), *sampled]
-    draws = [Draw(each, 2**64 - 1, position) for position in range(2) for each in params]
+def _agrees(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
+    """Whether `sample_on_device` runs here and takes the host's tokens, with filters and without."""
+    logits = (3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0))).to(dtype)
+    plain = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(temperature=0.7)]
+    filtered = [SamplingParams(top_p=0.9), SamplingParams(top_k=50), SamplingParams(min_p=0.1)]
     try:
-        tokens, _ = sample_on_device(logits.to(device), draws)
+        for params in (plain, plain + filtered):
+            draws = [Draw(each, 2**64 - 1, position) for position, each in enumerate(params)]
+            rows = logits[: len(draws)]
+            if sample_on_device(rows.to(device), draws)[0] != sample(rows, draws)[0]:
+                logger.warning("sampling gives wrong tokens on %s; tokens are sampled on the host", device)
+                return False
     except Exception as error:
         logger.warning("sampling does not work on %s: %s; tokens are sampled on the host", device, error)
         return False
-    if tokens == sample(logits, draws)[0]:
-        return True
-    logger.warning("sampling gives wrong tokens on %s; tokens are sampled on the host", device)
-    return False
+    return True
 
 
 def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
