@@ -129,7 +129,7 @@ def _forward_waits(device: torch.device, family: str) -> None:
         attention = best_attention(device, dtype, False)
         model = load_decoder(ModelFolder("tiny", path), device, dtype, attention)
     if family == "mixtral" and device.type == "cuda":
-        assert isinstance(model.layers[0].feed_forward, GroupedExperts), "experts are not grouped"
+        _experts_agree(model.layers[0].feed_forward, device)
     config = model.config
     layout = KVLayout("tiny", config.num_layers, config.num_kv_heads, config.head_dim, 16, "bfloat16")
     pool = allocate_pool(layout, 8, device)
@@ -153,6 +153,20 @@ def _forward_waits(device: torch.device, family: str) -> None:
         forward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def _experts_agree(experts: object, device: torch.device) -> None:
+    """Raises if experts are not grouped, or compute other numbers than one expert after another."""
+    assert isinstance(experts, GroupedExperts), "experts are not grouped"
+    for tokens in (1, 3, 200):
+        x = torch.randn(tokens, experts.down.shape[1], device=device, dtype=torch.bfloat16)
+        weights, chosen = experts.router(x)
+        wanted = torch.zeros(x.shape, device=device)
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up.float(), experts.down.float(), strict=True)):
+            gate, up = (x.float() @ gate_up.T).chunk(2, dim=-1)
+            share = torch.where(chosen == expert, weights, 0.0).sum(-1, keepdim=True)
+            wanted += share * ((torch.nn.functional.silu(gate) * up) @ down.T)
+        torch.testing.assert_close(experts(x).float(), wanted, rtol=3e-2, atol=3e-2)
 
 
 def _median_us(call: Callable[[], object], rounds: int = 5) -> float:
