@@ -23,16 +23,16 @@ from workers.ops.narrow import from_slots, to_slots
 
 LARGE = KVLayout("8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")  # 2 MiB blocks
 SMALL = replace(LARGE, num_layers=2, layers=(0, 2), head_dim=16)
-STAGING_BYTES = 64 << 20
 ROUNDS = 5
 
 
 def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     """Raises if other bytes arrive than those of the owner, or if a changed byte is not noticed."""
-    return asyncio.run(_measure(device, *((SMALL, 8) if tiny else (LARGE, 256))))
+    return asyncio.run(_measure(device, tiny=tiny))
 
 
-async def _measure(device: torch.device, layout: KVLayout, num_blocks: int) -> dict[str, object]:
+async def _measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
+    layout, num_blocks = (SMALL, 8) if tiny else (LARGE, 256)
     pipe, theirs = mp.get_context("spawn").Pipe()
     owner = mp.get_context("spawn").Process(target=_own, args=(theirs, str(device), layout, num_blocks), daemon=True)
     owner.start()
@@ -42,12 +42,16 @@ async def _measure(device: torch.device, layout: KVLayout, num_blocks: int) -> d
             raise TimeoutError("the owner did not start within 60 s")
         peer, order = pipe.recv()
         truth = _truth(layout, num_blocks, device)
-        for name, ours in (
-            ("same", layout),
-            ("larger_blocks", replace(layout, block_size=2 * layout.block_size)),
-            ("int8", replace(layout, dtype="int8", block_size=2 * layout.block_size)),
+        larger = replace(layout, block_size=2 * layout.block_size)
+        for name, ours, staging_mib in (
+            ("same", layout, 64),
+            ("larger_blocks", larger, 64),
+            ("larger_blocks_staged_in_512_mib", larger, 64 if tiny else 512),
+            ("int8", replace(larger, dtype="int8"), 64),
+            ("int8_staged_in_512_mib", replace(larger, dtype="int8"), 64 if tiny else 512),
         ):
-            figures |= {f"{name}_{key}": value for key, value in (await _pulled(peer, order, ours, truth)).items()}
+            reader = _Reader(ours, ours.blocks_for(order.num_tokens), device, staging_mib << 20)
+            figures |= {f"{name}_{key}": value for key, value in (await _pulled(peer, order, reader, truth)).items()}
         pipe.send("change a byte")
         pipe.recv()
         reader = _Reader(layout, num_blocks, device)
@@ -66,9 +70,9 @@ async def _measure(device: torch.device, layout: KVLayout, num_blocks: int) -> d
     return figures
 
 
-async def _pulled(peer: PeerAddress, order: PullOrder, ours: KVLayout, truth: Tensor) -> dict[str, object]:
-    """Pull all blocks into a pool of another layout; times with digests and without."""
-    reader = _Reader(ours, ours.blocks_for(order.num_tokens), truth.device)
+async def _pulled(peer: PeerAddress, order: PullOrder, reader: "_Reader", truth: Tensor) -> dict[str, object]:
+    """Pull all blocks into the reader's pool; times with digests and without."""
+    ours = reader.pool.region.layout
     try:
         report = await reader.transports.connect(peer)
         await reader.pull(order)
@@ -94,8 +98,8 @@ async def _pulled(peer: PeerAddress, order: PullOrder, ours: KVLayout, truth: Te
 class _Reader:
     """A pool whose blocks are filled from the last to the first."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-        self.pool = allocate_pool(layout, num_blocks + RESERVED_BLOCKS, device, staging_bytes=STAGING_BYTES)
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, staging_bytes: int = 0) -> None:
+        self.pool = allocate_pool(layout, num_blocks + RESERVED_BLOCKS, device, staging_bytes=staging_bytes)
         self.transports = _open(self.pool, "reader")
         self.blocks = tuple(range(RESERVED_BLOCKS + num_blocks - 1, RESERVED_BLOCKS - 1, -1))
 
