@@ -172,7 +172,7 @@ def test_a_gpu_whose_tokens_differ_is_not_trusted(
 
 
 def test_a_cpu_samples_on_the_host() -> None:
-    assert device_sampler.sampler_for(torch.zeros(1, 9)) is sample_finite
+    assert device_sampler._sampler(torch.device("cpu"), torch.float32, 9) is sample_finite
 
 
 def test_the_kernel_compiles_for_a_gpu() -> None:

@@ -28,9 +28,9 @@ Tables = dict[str, NDArray[np.number]]
 Moved = dict[str, Tensor]
 
 
-def sampler_for(logits: Tensor) -> Callable[[Tensor, Sequence[Draw]], Sampled]:
-    """The fastest sampler that works for such logits; the first call may compile."""
-    return _sampler(logits.device, logits.dtype, logits.shape[-1])
+def sample_rows(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+    """As `sample_finite`, on the logits' device if that works there; the first call may compile."""
+    return _sampler(logits.device, logits.dtype, logits.shape[-1])(logits, draws)
 
 
 @functools.cache

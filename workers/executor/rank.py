@@ -22,7 +22,7 @@ from kvtransfer.transport import PullOrder, Read
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
 from workers.executor.cuda_graphs import DecodeGraphs
-from workers.executor.device_sampler import sampler_for
+from workers.executor.device_sampler import sample_rows
 from workers.executor.disk_cache import DiskCache
 from workers.executor.inputs import step_arrays
 from workers.executor.kv_pool import KVPool
@@ -250,7 +250,7 @@ def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutput
             outputs.prompt_logprobs = _prompt_logprobs(model, hidden[len(sampled) :], plan)
     if logits is not None:
         chunks, draws = zip(*sampled, strict=True)
-        for chunk, token, logprob in zip(chunks, *sampler_for(logits)(logits, draws), strict=True):
+        for chunk, token, logprob in zip(chunks, *sample_rows(logits, draws), strict=True):
             outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
 
 

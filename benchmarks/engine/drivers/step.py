@@ -53,7 +53,7 @@ class StepParts:
     def __init__(self, config: EngineDriverConfig) -> None:
         self._times = CallTimes()
         self._times.wrap(rank, "step_arrays", "inputs")
-        self._times.wrap(rank, "sample", "sample")
+        self._times.wrap(rank, "sample_rows", "sample")
         self._real = DiptychWorker(worker_config(config))
         engine = self._real.worker.engine
         for call in ("schedule", "commit", "drain"):
