@@ -55,12 +55,11 @@ class DecodeGraphs:
             return None
         bucket = sequences_bucket(sequences), context_bucket(step.max_context)
         filled = padded(step, *bucket, self._pool.shape[4])
-        arrays = [torch.from_numpy(each) for each in filled.all]
-        host = staged(arrays, pin=self._pool.is_cuda)
+        host = staged(filled.all, pin=self._pool.is_cuda)
         graph = self._graphs.get(bucket)
         if graph is None:
             inputs = host.to(self._pool.device)
-            replay = self._capture(partial(self._compute, filled.tensors(views_of(inputs, arrays))))
+            replay = self._capture(partial(self._compute, filled.tensors(views_of(inputs, filled.all))))
             graph = self._graphs[bucket] = inputs, replay
         inputs, replay = graph
         inputs.copy_(host, non_blocking=True)

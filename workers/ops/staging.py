@@ -3,10 +3,12 @@
 Copies go through pinned memory: from other memory, each one stalls the thread. A CPU needs no copies.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,34 +18,36 @@ ALIGNMENT = 16  # bytes; for other addresses Triton compiles a kernel again
 
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on the device, without waiting for it."""
-    tensors = [torch.from_numpy(array) for array in arrays]
-    return tensors if device.type == "cpu" else packed(tensors, device)
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return views_of(staged(arrays, pin=device.type == "cuda").to(device, non_blocking=True), arrays)
 
 
-def packed(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Host tensors as views of one buffer on the device."""
-    return views_of(staged(tensors, pin=device.type == "cuda").to(device, non_blocking=True), tensors)
-
-
-def staged(tensors: Sequence[Tensor], *, pin: bool) -> Tensor:
-    """Host tensors in one buffer of bytes, which `views_of` takes apart."""
-    buffer = torch.empty(_starts(tensors)[-1], dtype=torch.uint8, pin_memory=pin)
-    for view, tensor in zip(views_of(buffer, tensors), tensors, strict=True):
-        view.copy_(tensor)
+def staged(arrays: Sequence[NDArray[Any]], *, pin: bool) -> Tensor:
+    """The arrays in one buffer of bytes on the host, which `views_of` takes apart."""
+    buffer = torch.empty(_starts(arrays)[-1], dtype=torch.uint8, pin_memory=pin)
+    there = buffer.numpy()
+    for start, array in zip(_starts(arrays), arrays, strict=False):
+        there[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
     return buffer
 
 
-def views_of(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors like these in a buffer that was made by `staged`, or in a copy of it."""
+def views_of(buffer: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """Tensors like the arrays in a buffer that was made by `staged`, or in a copy of it."""
     return [
-        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(_starts(tensors), tensors, strict=False)
+        buffer[start : start + array.nbytes].view(_dtype(array.dtype)).view(array.shape)
+        for start, array in zip(_starts(arrays), arrays, strict=False)
     ]
 
 
-def _starts(tensors: Sequence[Tensor]) -> list[int]:
+def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
     """Where each begins, and the end."""
-    return list(itertools.accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors), initial=0))
+    return list(itertools.accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in arrays), initial=0))
+
+
+@functools.cache
+def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

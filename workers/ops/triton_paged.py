@@ -82,7 +82,6 @@ def attend(
         "CAPPED": softcap != 0.0,
         "SCALED": pool.dtype == torch.int8,
         "SPLIT": SPLIT,
-        "WHOLE": not invariant,
     }
     tile_bytes = TILE_BYTES if query.element_size() == 2 else TILE_BYTES // 4  # no tensor cores: more registers
     most = max(16, tile_bytes // (sizes["DIM"] * query.element_size()))
@@ -112,7 +111,7 @@ def attend(
         _attend_chunk[grid](
             query, query.stride(0), query.stride(1), output, pool, batch.query_starts[decodes:],
             batch.context_lens[decodes:], batch.block_tables[decodes:], batch.block_tables.stride(0),
-            layer, scale, softcap, **sizes, QUERIES=queries,
+            layer, scale, softcap, **sizes, QUERIES=queries, WHOLE=not invariant,
             ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -165,7 +164,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
             most, total, summed = _span(
                 queries, position, pool, table, _first_key(context - length + first, WINDOW, KEYS), end,
                 kv_head, layer, scale, softcap, LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW,
-                ROWS, KEYS, DIM, CAPPED, SCALED, WHOLE,
+                ROWS, KEYS, DIM, CAPPED, SCALED, True,
             )  # fmt: skip
         else:
             most = tl.full([ROWS], float("-inf"), tl.float32)
@@ -175,7 +174,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
                 span_most, span_total, span_summed = _span(
                     queries, position, pool, table, span, tl.minimum(span + SPLIT, end),
                     kv_head, layer, scale, softcap, LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW,
-                    ROWS, KEYS, DIM, CAPPED, SCALED, WHOLE,
+                    ROWS, KEYS, DIM, CAPPED, SCALED, True,
                 )  # fmt: skip
                 greater = tl.maximum(most, span_most)
                 base = tl.where(greater == float("-inf"), 0.0, greater)  # a row without visible keys so far
@@ -193,7 +192,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
     query, query_token_stride, query_head_stride, states, pool, query_starts, context_lens, block_tables, table_stride,
     layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr,
-    SCALED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+    SCALED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """The state of one span, for the one query of a sequence: states [sequence, head, span, head_dim + 2]."""
     span, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -211,7 +210,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
         most, total, summed = _span(
             queries, position, pool, block_tables + sequence * table_stride, begin, tl.minimum(begin + SPLIT, context),
             kv_head, layer, scale, softcap, LAYERS, KV_HEADS, BLOCK, SLOT, HEAD_DIM, WINDOW,
-            ROWS, KEYS, DIM, CAPPED, SCALED, WHOLE,
+            ROWS, KEYS, DIM, CAPPED, SCALED, False,
         )  # fmt: skip
         state = (sequence.to(tl.int64) * KV_HEADS * GROUP + head) * tl.num_programs(0) + span
         to = states + state * (HEAD_DIM + 2)
@@ -269,15 +268,15 @@ def _span(  # type: ignore[no-untyped-def]
     queries, position, pool, table, begin, end, kv_head,
     layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
+    DIM: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr, UNMASKED: tl.constexpr,
 ):  # fmt: skip
     """The state of queries [ROWS, DIM] at `position` [ROWS] after the keys begin .. end of a sequence."""
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, DIM], tl.float32)
     masked = begin
-    if WHOLE and WINDOW == 0:  # all queries see all keys of the tiles before the first query
-        masked = begin + tl.maximum(0, tl.min(position) + 1 - begin) // KEYS * KEYS
+    if UNMASKED and WINDOW == 0:  # all queries see all keys of the tiles before the first query
+        masked = begin + tl.maximum(0, tl.minimum(tl.min(position) + 1, end) - begin) // KEYS * KEYS
         for first in range(begin, masked, KEYS):
             most, total, summed = _tile(
                 most, total, summed, queries, position, pool, table, first, end, kv_head, layer, scale, softcap,
