@@ -24,12 +24,20 @@ def check_model(spec: ClusterSpec, folder: Path) -> None:
                 f"{path}.engine.weights is gguf, but {folder} was not converted from a GGUF file; name a .gguf file as "
                 "the model, or take q8_0"
             )
-        on_gpu = pool.engine.device.startswith("cuda") or (pool.resources.gpu and pool.engine.device != "cpu")
-        if pool.engine.weights != "float32" and on_gpu:
+        if pool.engine.weights != "float32" and _on_gpu(pool):
             raise SpecError(
                 f"{path}.engine.weights is {pool.engine.weights}, which needs a CPU; on a GPU leave it out and set "
                 "engine.dtype"
             )
+
+    if len({_on_gpu(pool) for pool in spec.pools if pool.engine.dtype == "auto"}) > 1:
+        raise SpecError(
+            "pools: engine.dtype is auto, which means another dtype on a GPU than on a CPU; set it in each pool"
+        )
+
+
+def _on_gpu(pool: PoolSpec) -> bool:
+    return pool.engine.device.startswith("cuda") or bool(pool.resources.gpu and pool.engine.device != "cpu")
 
 
 def check_readers(spec: ClusterSpec) -> None:

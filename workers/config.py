@@ -20,7 +20,7 @@ CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
-    "dtype": ("float32", "bfloat16", "float16", "int8"),
+    "dtype": ("auto", "float32", "bfloat16", "float16", "int8"),
     "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
 
@@ -68,9 +68,10 @@ class EngineConfig:
     """What happens to a preempted sequence's KV. `auto`: whichever the cost model finds cheaper."""
     prefix_caching: bool = True
     """Keep blocks of finished sequences for prompts with the same beginning."""
-    dtype: str = "float32"
+    dtype: str = "auto"
     """Of the KV: `float32`, `bfloat16`, `float16`, or `int8` with a scale for each token and head. On a GPU also of the
-    weights, which are bfloat16 beside int8. Smaller: less to move, rounded.
+    weights, which are bfloat16 beside int8. Smaller: less to move, rounded. `auto`: `float32` on a CPU; on a GPU
+    `float16` for a model stored in it, else `bfloat16`.
     """
     weights: str = "float32"
     """Weight format of the linear layers on a CPU. All but `float32` are less exact, smaller and mostly faster."""

@@ -58,6 +58,8 @@ class Worker:
         transfer, facts, disk = config.transfer, executor.facts, executor.disk(self._changed)
         if not config.engine.kv_blocks:
             config = replace(config, engine=replace(config.engine, kv_blocks=facts.kv_blocks))
+        if config.engine.dtype == "auto":
+            config = replace(config, engine=replace(config.engine, dtype=facts.layout.dtype))
         self.config = config
         self.incarnation = incarnation
         self.engine = Engine(

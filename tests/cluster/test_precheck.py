@@ -46,7 +46,7 @@ def written(folder: Path, model: Path, **lines: str) -> Path:
 
 
 REFUSED = [
-    ({"engine": "dtype: bf16"}, 10, "second", "pools[1].engine: engine.dtype 'bf16' is not one of float32, bfloat16"),
+    ({"engine": "dtype: bf16"}, 10, "second", "pools[1].engine: engine.dtype 'bf16' is not one of auto, float32"),
     ({"engine": "device: gpu"}, 10, "second", "pools[1].engine: engine.device 'gpu' is not a device; write auto, cpu"),
     ({"engine": "dtyp: x"}, 10, "second", "pools[1].engine.dtyp: unknown key; did you mean 'dtype'?"),
     ({"engine": "block_size: many"}, 10, "second", "pools[1].engine.block_size: Expected int, got str"),
@@ -111,6 +111,13 @@ def test_quantised_weights_on_a_gpu_are_refused(tmp_path: Path, model: Path) -> 
     path = written(tmp_path, model, engine="weights: int8", second="resources: {gpu: 1}")
     with pytest.raises(SpecError, match=r"pools\[1\].engine.weights is int8, which needs a CPU"):
         check_model(load_spec(path), model)
+
+
+def test_pools_on_gpus_and_cpus_need_a_dtype(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(SpecError, match=r"engine.dtype is auto, .* set it in each pool"):
+        check_model(load_spec(written(tmp_path, model, second="resources: {gpu: 1}")), model)
+    both = {"engine": "dtype: bfloat16", "second": "resources: {gpu: 1}"}
+    check_model(load_spec(written(tmp_path, model, **both)), model)
 
 
 def test_gpu_checks_are_skipped_with_ray_address_or_gpus(tmp_path: Path) -> None:

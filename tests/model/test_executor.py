@@ -14,6 +14,7 @@ from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.executor import Executor
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import ModelError
+from workers.executor.opening import kv_dtype
 from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.folder import ModelFolder
 from workers.request import SamplingParams
@@ -163,7 +164,7 @@ async def test_a_pool_that_does_not_fit_says_how_many_blocks_would(tiny: ModelFo
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"device": "toaster"}, "'toaster' is not a device"), ({"dtype": "bf16"}, "'bf16' is not one of float32, bfloat")],
+    [({"device": "toaster"}, "'toaster' is not a device"), ({"dtype": "bf16"}, "'bf16' is not one of auto, float32")],
 )
 def test_bad_devices_and_dtypes_are_named_before_anything_is_loaded(change: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -224,3 +225,11 @@ async def test_a_row_without_finite_logits_samples_nothing_and_affects_no_other_
     later = Chunk("b/0", (8,), 3, (7,), Draw(GREEDY, 0, 4))  # attends to what the pool holds
     assert (await executor.execute(StepPlan(3, (well, later)))).tokens == (alone, None)
     await executor.close()
+
+
+def test_dtype_auto_is_float32_on_a_cpu_and_half_precision_on_a_gpu() -> None:
+    gpu = torch.device("cuda", 0)
+    assert [kv_dtype("auto", torch.device("cpu"), stored) for stored in ("float32", "bfloat16")] == ["float32"] * 2
+    stored = ("float32", "bfloat16", "float16")
+    assert [kv_dtype("auto", gpu, each) for each in stored] == ["bfloat16", "bfloat16", "float16"]
+    assert kv_dtype("int8", gpu, "float16") == "int8"

@@ -99,6 +99,7 @@ def _load(
 ) -> tuple[ModelFacts, ModelPart, KVPool]:
     """`engine.dtype` is the KV's dtype; weights have it too on a GPU, and `engine.weights` on a CPU."""
     shape = read_model_config(folder.path)
+    config = replace(config, engine=replace(config.engine, dtype=kv_dtype(config.engine.dtype, device, shape.dtype)))
     shard = shard_of(shape, config.parallel, rendezvous.rank if rendezvous else 0)
     store = _join_store(rendezvous)
     group, link = _meet(config, device, rendezvous, store)
@@ -263,6 +264,15 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, d
         tokenizer=tokenizer_id(folder),
         default_sampling=model.generation.over(folder.recommended).given(),
     )
+
+
+def kv_dtype(name: str, device: torch.device, stored: str) -> str:
+    """The dtype for `engine.dtype`, of a model whose weights are `stored` in another perhaps."""
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "float32"
+    return "float16" if stored == "float16" else "bfloat16"
 
 
 def choose_device(name: str, rank: int) -> torch.device:

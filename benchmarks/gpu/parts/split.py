@@ -39,7 +39,6 @@ async def _measured(model: Path, device: torch.device, dtype: torch.dtype, *, ti
         kv_blocks=0 if on_gpu else 256,
         max_batch_tokens=512 if on_gpu else 64,
         device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
         threads=1,
     )
     configs = [
