@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.random import philox_impl
 
 CLEAR = tl.constexpr(1.0 - 1e-5)  # the second-best value must be below this part of the best
-TILE = 1024  # tokens
+LEAST_TILE, TILE = 16, 1024  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,11 @@ class TileSummary:
 def summarize(scores: Tensor) -> TileSummary:
     """Of scores [rows, vocab], of any floating-point type, with dense rows."""
     rows, vocab_size = scores.shape
-    tiles = triton.cdiv(vocab_size, TILE)
+    tile = _tile(vocab_size)
+    tiles = triton.cdiv(vocab_size, tile)
     largest = torch.empty(rows, tiles, dtype=torch.float32, device=scores.device)
     tokens = torch.empty(rows, tiles, dtype=torch.int32, device=scores.device)
-    _summarize[(rows, tiles)](scores, scores.stride(0), largest, tokens, vocab_size, TILE=TILE)
+    _summarize[(rows, tiles)](scores, scores.stride(0), largest, tokens, vocab_size, TILE=tile)
     return TileSummary(largest, tokens)
 
 
@@ -52,12 +53,17 @@ def choose(
     chosen = torch.empty(3, rows, dtype=torch.int64, device=scores.device)
     values = torch.empty(2, rows, tiles, dtype=torch.float64, device=scores.device)
     tokens = torch.empty(rows, tiles, dtype=torch.int32, device=scores.device)
-    sizes = {"TILE": TILE, "TILES": triton.next_power_of_2(tiles), "FILTERED": bounds is not None}
+    sizes = {"TILE": _tile(vocab_size), "TILES": triton.next_power_of_2(tiles), "FILTERED": bounds is not None}
     arguments = (scores, scores.stride(0), summary.largest, summary.tokens, keys, bounds, values, tokens, chosen)
     if not greedy:
         _sample[(rows, tiles)](*arguments, vocab_size, **sizes)
     _decide[(rows,)](*arguments, tiles, **sizes)
     return chosen
+
+
+def _tile(vocab_size: int) -> int:
+    size: int = min(TILE, triton.next_power_of_2(vocab_size))
+    return max(LEAST_TILE, size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
