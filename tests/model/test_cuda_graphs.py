@@ -68,12 +68,12 @@ def test_buckets_hold_what_they_are_for_with_little_waste(sequences: int, contex
     assert context <= context_bucket(context) < max(LEAST_CONTEXT + 1, 2 * context)
 
 
-def test_sequences_that_fill_a_bucket_use_the_scratch_block() -> None:
+def test_sequences_that_fill_a_bucket_use_a_block_of_their_own() -> None:
     chunks = tuple(Chunk(str(row), (7,), 20, (5 + row, 9 + row), GREEDY) for row in range(3))
-    step = padded(step_arrays(StepPlan(1, chunks), 16), 4, 1024, 16)
-    assert step.slots.tolist() == [9 * 16 + 4, 10 * 16 + 4, 11 * 16 + 4, 16]
+    step = padded(step_arrays(StepPlan(1, chunks), 16), 4, 1024, 99, 16)
+    assert step.slots.tolist() == [9 * 16 + 4, 10 * 16 + 4, 11 * 16 + 4, 99 * 16]
     assert step.contexts.tolist() == [21, 21, 21, 1] and step.tables.shape == (4, 64)
-    assert step.tables[3].tolist() == [1] * 64 and step.tables[1, :2].tolist() == [6, 10]
+    assert step.tables[3].tolist() == [99] * 64 and step.tables[1, :2].tolist() == [6, 10]
 
 
 @pytest.mark.parametrize("chunks", [

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one launch replaces those of all layers, whose host time exceeds the device's.
 
 A graph computes a bucket: a number of sequences and a longest context, both rounded up, so that few graphs serve all
-steps. What fills a bucket up writes to the scratch block. A graph runs the same code as a step without graphs, on
+steps. What fills a bucket up writes to the pool's last block. A graph runs the same code as a step without graphs, on
 inputs at fixed addresses; it is captured when a step first needs it.
 """
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtransfer.probe import SCRATCH_BLOCK
 from workers.executor.inputs import Ints, StepArrays, StepInputs
 from workers.model.decoder import Decoder
 from workers.model.feed_forward import Experts
@@ -30,7 +29,7 @@ Capture = Callable[[Work], Work]
 class DecodeGraphs:
     """The captured decodes of one whole model and pool, for steps of up to `most_sequences`.
 
-    Owned by a rank; used by its compute thread only.
+    Nothing else may use the pool's last block. Owned by a rank; used by its compute thread only.
     """
 
     def __init__(self, model: Decoder, pool: Tensor, most_sequences: int, capture: Capture) -> None:
@@ -54,7 +53,7 @@ class DecodeGraphs:
         if not is_decode or step.begins is not None:
             return None
         bucket = sequences_bucket(sequences), context_bucket(step.max_context)
-        filled = padded(step, *bucket, self._pool.shape[4])
+        filled = padded(step, *bucket, len(self._pool) - 1, self._pool.shape[4])
         host = staged(filled.all, pin=self._pool.is_cuda)
         graph = self._graphs.get(bucket)
         if graph is None:
@@ -79,19 +78,19 @@ def has_graphs(model: Decoder) -> bool:
     return not any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
 
 
-def padded(step: StepArrays, sequences: int, context: int, block_size: int) -> StepArrays:
-    """The decodes of a step among `sequences`, with tables for `context` tokens; the others use the scratch block."""
+def padded(step: StepArrays, sequences: int, context: int, block: int, block_size: int) -> StepArrays:
+    """The decodes of a step among `sequences`, with tables for `context` tokens; the others use `block`."""
     more = sequences - len(step.contexts)
 
     def extended(array: Ints, value: int) -> Ints:
         return np.concatenate([array, np.full(more, value, array.dtype)])
 
-    tables = np.full((sequences, -(-context // block_size)), SCRATCH_BLOCK, np.int32)
+    tables = np.full((sequences, -(-context // block_size)), block, np.int32)
     tables[: len(step.tables), : step.tables.shape[1]] = step.tables
     return StepArrays(
         tokens=extended(step.tokens, 0),
         positions=extended(step.positions, 0),
-        slots=extended(step.slots, SCRATCH_BLOCK * block_size),
+        slots=extended(step.slots, block * block_size),
         rows=np.arange(sequences),
         starts=np.arange(sequences + 1, dtype=np.int32),
         contexts=extended(step.contexts, 1),

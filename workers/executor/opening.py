@@ -171,8 +171,9 @@ def _load_shard(
         chosen = _chosen_blocks(config, facts.context_length, part, layout, device, store, host_bytes)
         facts = replace(facts, kv_blocks=chosen)
     kv_blocks = engine.kv_blocks or facts.kv_blocks
-    pool = allocate_pool(layout, kv_blocks, device, host_blocks, config.staging_bytes)
-    if device.type == "cuda" and engine.cuda_graphs and config.parallel.world_size == 1 and has_graphs(model):
+    is_captured = device.type == "cuda" and engine.cuda_graphs and store is None and has_graphs(model)
+    pool = allocate_pool(layout, kv_blocks + is_captured, device, host_blocks, config.staging_bytes)
+    if is_captured:
         part = replace(part, graphs=DecodeGraphs(model, pool.blocks, engine.max_running, cuda_capture()))
     return facts, part, pool
 

@@ -29,7 +29,7 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     copy = copy_bytes_s(device, 1 << (16 if tiny else 32))
     blocks = -(-(context + STEPS) // SIZE)
     part = random_llama(shape, device, dtype)
-    pool = filled_pool(shape, RESERVED_BLOCKS + batches[-1] * blocks, device, dtype, SIZE)
+    pool = filled_pool(shape, RESERVED_BLOCKS + batches[-1] * blocks + 1, device, dtype, SIZE)
     order = torch.randperm(batches[-1] * blocks).add(RESERVED_BLOCKS).tolist()
     tables = [tuple(order[row * blocks : (row + 1) * blocks]) for row in range(batches[-1])]
     variants = {"": part}

@@ -101,7 +101,7 @@ def _model_is_invariant(name: str, device: str, tiny: bool) -> int:
         config = model.config
         layout = KVLayout("tiny", config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, str(dtype)[6:])
         sizes = [math.ceil((length + NEW) / BLOCK) for length in lengths]
-        pool = allocate_pool(layout, 2 + 2 * sum(sizes), where)
+        pool = allocate_pool(layout, 3 + 2 * sum(sizes), where)
         free = rng.sample(range(2, 2 + 2 * sum(sizes)), 2 * sum(sizes))
         first, second = ([tuple(free.pop() for _ in range(size)) for size in sizes] for _ in range(2))
         alone = [

@@ -112,7 +112,8 @@ def _ours(
 ) -> dict[str, float]:
     model = random_llama(shape, device, dtype).model
     blocks = -(-(context + 1) // SIZE)
-    pool = filled_pool(shape, RESERVED_BLOCKS + max(batches[-1] * blocks, lengths[-1] // SIZE), device, dtype, SIZE)
+    most = max(batches[-1] * blocks, lengths[-1] // SIZE)
+    pool = filled_pool(shape, RESERVED_BLOCKS + most + 1, device, dtype, SIZE)
     graphs = DecodeGraphs(model, pool.blocks, batches[-1], cuda_capture()) if device.type == "cuda" else None
     part = ModelPart(model, graphs=graphs)
     seconds = {}
