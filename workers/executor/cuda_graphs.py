@@ -113,17 +113,19 @@ def context_bucket(context: int) -> int:
 
 
 def cuda_capture() -> Capture:
-    """Captures on the current device. All graphs share memory for intermediate results."""
+    """Captures on the current device. All graphs share memory for intermediate results, and one workspace of cuBLAS,
+    which keeps 32 MiB for each stream.
+    """
     memory: Any = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(work: Work) -> Work:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work()  # compiles kernels and creates handles, which a capture must not
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 

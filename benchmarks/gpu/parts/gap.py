@@ -71,7 +71,7 @@ async def _measured(model: Path, device: torch.device, dtype: str, vocab: int, *
         for name, tokens in budgets.items()
     ]
     figures: dict[str, object] = {"prompt_tokens": load.prompt_tokens, "streams": load.streams}
-    async with served(configs) as workers, Caller(*workers) as caller:
+    async with served(configs, {}) as workers, Caller(*workers) as caller:
         prefill, decode, *chunked = workers
         figures["open_s"] = max(each.opened.seconds for each in workers)
         ask: Ask = partial(caller.split, prefill=prefill, decode=decode)

@@ -49,7 +49,8 @@ async def _measured(model: Path, device: torch.device, dtype: torch.dtype, *, ti
     transfer = TransferConfig(backends=("cuda_ipc", "tcp") if on_gpu else ("nixl", "tcp"))
     configs = [replace(each, transfer=transfer, memory_part=1 / len(configs)) for each in configs]  # of one device
     requests = _requests(TINY.vocab if tiny else LLAMA_1B.vocab, 10 if tiny else 1)
-    async with served(configs) as workers:
+    left: dict[str, int] = {}
+    async with served(configs, left) as workers:
         async with Caller(*workers[:2]) as caller:
             exact = await _compared(caller, requests, on_gpu=on_gpu)
         if exact.equal_tokens != exact.tokens:
@@ -57,14 +58,7 @@ async def _measured(model: Path, device: torch.device, dtype: torch.dtype, *, ti
         async with Caller(*workers[2:]) as caller:
             fast = await _compared(caller, requests, on_gpu=on_gpu)
             times = await _times(caller, requests[0], 100 if tiny else TIMED_TOKENS)
-    default = replace(configs[0], name="default", transfer=TransferConfig())
-    try:
-        async with served([default]) as (worker,):
-            opens = f"opens in {worker.opened.seconds:.1f} s"
-    except (RuntimeError, TimeoutError) as error:
-        opens = f"does not open: {error}"
-    return {
-        "worker_with_default_backends": opens,
+    figures: dict[str, object] = {
         "open_s": max(each.opened.seconds for each in workers),
         "kv_path": exact.path,
         "kv_dtype": workers[0].opened.dtype,
@@ -76,6 +70,9 @@ async def _measured(model: Path, device: torch.device, dtype: torch.dtype, *, ti
         "digests_compared": exact.digests,
         **times,
     }
+    if any(left.values()):
+        raise AssertionError(f"closed workers hold bytes of the device: {left}; otherwise all is well: {figures}")
+    return figures
 
 
 @dataclass(frozen=True, slots=True)
