@@ -168,7 +168,11 @@ class CudaIpcTransport:
 
     def _open(self) -> tuple[IpcDriver, bytes]:
         driver = open_driver(self._region)
-        handle, offset = driver.export()
+        try:
+            handle, offset = driver.export()
+        except BaseException:
+            driver.close()
+            raise
         identity = self._identity
         watch = ProcessWatch(identity.pid)
         started = watch.started()

@@ -172,3 +172,16 @@ def test_a_process_that_ended_has_no_start_even_before_its_parent_collects_it() 
     assert watch.started() == ""
     watch.close()
     assert ProcessWatch(child.pid).started() == ""
+
+
+def test_memory_that_cannot_be_shared_is_refused_and_its_driver_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[PagesDriver] = []
+
+    def export(driver: PagesDriver) -> tuple[bytes, int]:
+        raise TransportUnavailable("the pool's memory cannot be shared")
+
+    monkeypatch.setattr(PagesDriver, "export", export)
+    monkeypatch.setattr(PagesDriver, "close", closed.append)
+    with pytest.raises(TransportUnavailable, match="cannot be shared"):
+        opened_reader()
+    assert len(closed) == 1
