@@ -181,7 +181,7 @@ def test_memory_that_cannot_be_shared_is_refused_and_its_driver_closed(monkeypat
         raise TransportUnavailable("the pool's memory cannot be shared")
 
     monkeypatch.setattr(PagesDriver, "export", export)
-    monkeypatch.setattr(PagesDriver, "close", closed.append)
+    monkeypatch.setattr(PagesDriver, "close", lambda driver: closed.append(driver))
     with pytest.raises(TransportUnavailable, match="cannot be shared"):
         opened_reader()
     assert len(closed) == 1
