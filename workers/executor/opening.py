@@ -98,6 +98,8 @@ def _load(
     config: WorkerConfig, folder: ModelFolder, device: torch.device, rendezvous: Rendezvous | None
 ) -> tuple[ModelFacts, ModelPart, KVPool]:
     """`engine.dtype` is the KV's dtype; weights have it too on a GPU, and `engine.weights` on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread: Triton's kernels run on the current device
     shape = read_model_config(folder.path)
     config = replace(config, engine=replace(config.engine, dtype=kv_dtype(config.engine.dtype, device, shape.dtype)))
     shard = shard_of(shape, config.parallel, rendezvous.rank if rendezvous else 0)
@@ -281,7 +283,7 @@ def choose_device(name: str, rank: int) -> torch.device:
     if name == "auto":
         visible = torch.cuda.device_count()
         return torch.device("cuda", rank % visible) if visible else torch.device("cpu")
-    return torch.device(name)
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
 
 
 def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
