@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,18 +15,13 @@ import pytest
 import yaml
 
 from diptych.client import AsyncClient
+from tests.ports import free_port
 from tests.ray.served import ROOT, laptop
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model, pytest.mark.timeout(600)]
 
 RAY = [str(Path(sys.executable).with_name("ray"))]
 AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment() -> dict[str, str]:

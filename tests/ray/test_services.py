@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -22,6 +21,7 @@ from diptych.errors import DiptychError
 from diptych.retry import Retry
 from diptych.view import ClusterView, WorkerState
 from tests.model.tiny import write_tiny_llama
+from tests.ports import free_port
 from tests.ray.served import ROOT, Served, at_rest, laptop, listens, served, services, until, worker
 
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.timeout(400)]
@@ -34,9 +34,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     """A tiny model: the tests are about restarts, and that streams continue with the same tokens."""
     folder = Path(tmp_path_factory.mktemp("services"))
     document = laptop(model=str(write_tiny_llama(folder / "tiny")))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        document["gateway"]["http_port"] = free.getsockname()[1]
+    document["gateway"]["http_port"] = free_port()
     async with served(document, folder, RAY_metrics_report_interval_ms="1000") as subject:
         yield subject
 

@@ -7,7 +7,6 @@ and no service started.
 import asyncio
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -21,13 +20,14 @@ import httpx2
 import pytest
 import yaml
 
+from tests.ports import free_port
 from workers.model.content import cache_folder
 
 PACKAGE = "prometheus"
 PROGRAMS = ("prometheus", "promtool")
 REQUIRED = "DIPTYCH_PROMETHEUS"
 CALL_TIMEOUT_S, START_S, STOP_S = 60.0, 30.0, 10.0
-SCRAPE = "500ms"  # and its limit: on a busy machine one may fail
+SCRAPE = "500ms"  # and its limit: on a busy machine one may failfrom tests.ports import free_port
 
 
 def program(name: str) -> str:
@@ -119,9 +119,7 @@ async def prometheus(
         ],
     }
     config.write_text(yaml.safe_dump(document))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     options = f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"
     command = "sh", "-c", 'exec "$0" "$@" 2>log', path, *options, "--log.level=warn"
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, cwd=folder)
