@@ -75,8 +75,11 @@ def run_part(part: GPUPart, device: str, *, tiny: bool, limit_s: float) -> PartO
         figures_file, log_file = Path(folder) / "figures.json", Path(folder) / "log"
         command = [sys.executable, "-m", "benchmarks.gpu.run_part", part.name, device, str(figures_file)]
         command += ["--tiny"] if tiny else []
+        environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
         with log_file.open("w") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:

@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_every_part_passes_on_a_cpu_and_is_recorded(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -30,8 +31,8 @@ def test_every_part_passes_on_a_cpu_and_is_recorded(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:]
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert {part["name"] for part in record["parts"]} == {part.name for part in PARTS}

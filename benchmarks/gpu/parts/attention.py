@@ -65,6 +65,9 @@ def _compare(shape: tuple[int, int, int], device_name: str) -> tuple[list[tuple[
             raise AssertionError(f"{what}: error {error:.2g}")
         if is_tiny:  # the interpreter's products depend on a row's place
             continue
+        found = TRITON_INVARIANT.attend(query, ours, *arguments)
+        if not torch.allclose(found.float(), wanted, 2e-2, 2e-2):
+            raise AssertionError(f"{what}: the invariant variant is wrong")
         row = 0
         for table, length, context in zip(tables, lengths, contexts, strict=True):
             for nth in {0, length // 2, length - 1}:
