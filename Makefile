@@ -66,11 +66,7 @@ bench: $(READY)
 bench-engine: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks engine step --out bench-results
 
-$(VENV)/.# Checks and measures everything that a GPU must prove, in ten minutes at most. ARGS="--tiny --device cpu": here.
-gpu: $(READY)
-	@$(BIN)/python -m benchmarks.gpu $(ARGS)
-
-bench: $(READY)
+$(VENV)/.bench: $(READY)
 	@$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[bench]'
 	@touch $@
 
