@@ -1,0 +1,63 @@
+"""Attention and fused operations compile for an H200, which needs no GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from workers.ops import triton_fused, triton_paged
+from workers.ops.triton_paged import CHUNK, DECODE, INVARIANT, SPLIT
+
+POINTERS = {"query", "output", "states", "pool", "query_starts", "context_lens", "block_tables"}
+STRIDES = {"query_token_stride", "query_head_stride"}
+
+def ptx(kernel, tile, kinds, sizes, aligned):
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in sizes else kinds.get(name, "i32") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in names if name in aligned}
+    source = ASTSource(kernel, signature, {name: sizes[name] for name in names if name in sizes}, attributes)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+for pool, slot in (("*bf16", 128), ("*i8", 132)):
+    kinds = {"query": "*bf16", "output": "*bf16", "pool": pool, "states": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    kinds |= dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
+    sizes = {"LAYERS": 32, "KV_HEADS": 8, "BLOCK": 16, "SLOT": slot, "HEAD_DIM": 128, "WINDOW": 0, "GROUP": 4,
+             "DIM": 128, "CAPPED": False, "SCALED": pool == "*i8", "SPLIT": SPLIT}
+    for kernel, tile, whole in (
+        (triton_paged._attend_span, DECODE, True), (triton_paged._attend_chunk, CHUNK, True),
+        (triton_paged._attend_span, INVARIANT, False), (triton_paged._attend_chunk, INVARIANT, False),
+    ):
+        own = sizes | {"ROWS": tile.rows, "KEYS": tile.keys, "QUERIES": tile.rows // 4, "WHOLE": whole}
+        own = {name: value for name, value in own.items() if name in kernel.arg_names}
+        found = ptx(kernel, tile, kinds, own, POINTERS | STRIDES)
+        copies = re.findall(r"cp[.]async[.]c[ag][.]shared[.]global [^;]*, (0x[0-9a-f]+)", found)
+        widths = {int(width, 16) for width in copies}
+        assert 16 in widths if pool == "*bf16" else widths <= {4}, (kernel.__name__, pool, widths)
+        assert "wgmma" in found or tile is DECODE
+    own = {name: sizes[name] for name in ("HEAD_DIM", "WINDOW", "SPLIT", "DIM")}
+    ptx(triton_paged._merge_spans, DECODE, kinds, own, POINTERS)
+
+kinds = dict.fromkeys(("x", "delta", "weight", "total", "y", "gate_up", "cos", "sin"), "*bf16") | {"eps": "fp32"}
+for added in (True, False):
+    ptx(triton_fused._rms_norm, DECODE, kinds, {"SIZE": 4096, "ADDED": added, "WEIGHTED": True}, ())
+for gelu in (True, False):
+    ptx(triton_fused._gated, DECODE, kinds, {"COLUMNS": 1024, "GELU": gelu}, ())
+ptx(triton_fused._rotate, DECODE, kinds, {"HEAD_DIM": 128, "HALF": 64, "HEADS": 64, "DIM": 64, "REST": 1}, ())
+"""
+
+
+@pytest.mark.full
+def test_attention_and_fused_operations_compile_for_a_gpu() -> None:
+    """Int8 slots begin at any multiple of 4 bytes: a wider load would fail on the device."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=250)
+    assert made.returncode == 0, made.stderr[-3000:]
