@@ -84,6 +84,7 @@ for aligned, wide in ((16, "global.v2.b64"), (4, "global.b32"), (1, "global.b8")
 """
 
 
+@pytest.mark.full
 def test_the_kernel_compiles_for_a_gpu_with_wide_loads_and_stores() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     made = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120)

@@ -101,6 +101,7 @@ def test_a_tiny_vocabulary_is_sampled_alike(vocab: int) -> None:
     assert sample_on_device(logits, rows) == sample(logits.cpu(), rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spread", [0.05, 5.0])
 def test_rows_that_are_longer_than_a_tile_are_sampled_alike(spread: float) -> None:
     logits = random_logits(5, 20_001, spread, 3)
@@ -114,6 +115,7 @@ def test_rows_that_are_longer_than_a_tile_are_sampled_alike(spread: float) -> No
     assert sample_on_device(logits, rows) == sample(logits.cpu(), rows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_p": 1.0}])
 @pytest.mark.parametrize("mate", [{}, {"min_p": 0.05, "top_p": 0.5, "top_k": 9}])
 def test_the_host_is_rarely_asked(
@@ -182,6 +184,7 @@ def test_a_cpu_samples_on_the_host() -> None:
     assert device_sampler._sampler(torch.device("cpu"), torch.float32, 9) is sample_finite
 
 
+@pytest.mark.full
 def test_the_kernel_compiles_for_a_gpu() -> None:
     subprocess.run(
         [sys.executable, "-c", COMPILE], check=True, env={**os.environ, "TRITON_INTERPRET": "0"}, timeout=300

@@ -146,6 +146,7 @@ for unit, words, slot in ((8, "*i64", 32), (4, "*i32", 33), (2, "*i16", 5), (1, 
 """
 
 
+@pytest.mark.full
 def test_the_kernel_compiles_for_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     made = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120)

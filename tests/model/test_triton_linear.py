@@ -33,6 +33,7 @@ def test_it_equals_torch(rows: int, size: int, out: int, biased: bool, dtype: to
     torch.testing.assert_close(y.double(), wanted, rtol=bound, atol=bound * size**0.5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [40, 600])
 def test_a_row_has_the_same_bits_in_any_batch(size: int, dtype: torch.dtype) -> None:
