@@ -234,6 +234,7 @@ class StuckAgent:
     """A fake NIXL agent whose reads never end."""
 
     lost = ConnectionError
+    progress_s = None
     made = 0
     destroyed = 0
 
@@ -268,13 +269,16 @@ async def test_a_read_that_never_ends_is_fenced_by_a_new_agent() -> None:
     pump = NixlPump(StuckAgent, 100, quarantine_s=0.3)  # type: ignore[arg-type]
     pump.submit(pump.start).result()
     pump._peers["owner"] = SimpleNamespace(address=SimpleNamespace(num_bytes=100))  # type: ignore[assignment]
-    pending = PendingRead("owner", whole_blocks((0, 0), size=10), 0.2, pump.abandon)
+    pending = PendingRead("owner", whole_blocks((0, 0), size=10), 0.5, pump.abandon)
     read: Read = pending.read
-    pump.submit(lambda: pump.read(pending))
+    order: list[str] = []
+    read.done.add_done_callback(lambda _: order.append("done"))
+    read.settled.add_done_callback(lambda _: order.append("settled"))
+    await asyncio.wrap_future(pump.submit(lambda: pump.read(pending)))
     with pytest.raises(TransferTimeout):
         await read.done
-    assert not read.settled.done(), "bytes may still land"
-    await asyncio.wait_for(read.settled, 2)
+    await asyncio.wait_for(read.settled, 10)
+    assert order == ["done", "settled"], "bytes may still land after the deadline"
     await asyncio.wait_for(asyncio.wrap_future(pump.submit(lambda: None)), 1)  # the thread goes on
     assert (StuckAgent.made, StuckAgent.destroyed, pump._peers) == (2, 1, {})
     assert pump.address == b"agent 2"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvtransfer.backends import nixl_agent
 from kvtransfer.backends.nixl_agent import FRAME_VERSION, NixlAddress, safe_route
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.host import host_identity
@@ -16,8 +17,9 @@ def owner(device: str, identity: HostIdentity | None = None, fabrics: tuple[str,
 
 @pytest.fixture(autouse=True)
 def no_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtransfer.backends.nixl_agent.rdma_devices", tuple)
-    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(nixl_agent, "rdma_devices", tuple)
+    for name in ("UCX_TLS", "UCX_MODULES"):  # loading NIXL sets the second
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_gpus_of_one_host_are_read_over_cuda_ipc() -> None:
@@ -28,7 +30,7 @@ def test_gpus_of_two_hosts_need_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = replace(host_identity(), boot_id="another")
     with pytest.raises(TransportUnavailable, match="another host"):
         safe_route(host_identity(), "cuda:0", owner("cuda:0", elsewhere, fabrics=("rdma",)))
-    monkeypatch.setattr("kvtransfer.backends.nixl_agent.rdma_devices", lambda: ("mlx5_0",))
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: ("mlx5_0",))
     assert safe_route(host_identity(), "cuda:0", owner("cuda:0", elsewhere, fabrics=("rdma",))) == "rdma on both sides"
 
 
