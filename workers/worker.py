@@ -24,6 +24,7 @@ from diptych.shapes import Shape, Timings
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
+from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
 from workers.engine.pump import Pump
@@ -55,7 +56,7 @@ class Worker:
     """Its engine runs as soon as it is constructed. Owned by a `WorkerServer`; uses one event loop."""
 
     def __init__(self, config: WorkerConfig, incarnation: str, executor: Executor, *, heartbeat_s: float) -> None:
-        transfer, facts, disk = config.transfer, executor.facts, executor.disk(self._changed)
+        transfer, facts, stores = config.transfer, executor.facts, executor.stores(self._changed)
         if not config.engine.kv_blocks:
             config = replace(config, engine=replace(config.engine, kv_blocks=facts.kv_blocks))
         if config.engine.dtype == "auto":
@@ -76,9 +77,9 @@ class Worker:
             cost=config.cost,
             host_cache_blocks=facts.host_cache_blocks,
             most_pinned=config.cache.pins // facts.layout.block_bytes,
-            disk=disk,
+            stores=stores,
         )
-        self._disk_byte_s = disk.read_byte_s if disk is not None else 0.0
+        self._disk_byte_s = next((each.read_byte_s for each in stores if each.tier is Tier.DISK), 0.0)
         self._executor = executor
         self._heartbeat_s = heartbeat_s
         self._host = host_identity()

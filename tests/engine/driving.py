@@ -6,10 +6,11 @@ its schedule and its commit.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from workers.config import EngineConfig
 from workers.costs import CostModel
-from workers.engine.disk_tier import Disk
+from workers.engine.block_store import BlockStore
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.step import ELSEWHERE, Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
@@ -26,7 +27,7 @@ def engine(
     prefix_tokens: int = 1,
     host_cache_blocks: int = 0,
     most_pinned: int = 0,
-    disk: Disk | None = None,
+    stores: Sequence[BlockStore] = (),
     context_length: int = 128,
     **config: object,
 ) -> Engine:
@@ -44,7 +45,7 @@ def engine(
         prefix_tokens=prefix_tokens,
         host_cache_blocks=host_cache_blocks,
         most_pinned=most_pinned,
-        disk=disk,
+        stores=stores,
     )
 
 

@@ -10,7 +10,7 @@ into it. A block is free once all of them release it. Knows ids and counts; know
 
 import heapq
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -96,10 +96,11 @@ class BlockPool:
         self._prefixes: dict[int, int] = {}  # named block -> cache log name of the prefix that ends there
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
         self._transfers: list[tuple[int, ...]] = []  # into which bytes may still land
-        self.sought_tokens = self.found_tokens = self.host_tokens = self.disk_tokens = 0
+        self.sought_tokens = self.found_tokens = self.host_tokens = 0
+        self.store_tokens: Counter[Tier] = Counter()
         self.log = CacheLog(block_size)
         self.host = HostCache(host_blocks, first_host, self.log, most_pinned)
-        self.forget_on_disk: Callable[[Sequence[bytes]], object] = len  # set by an Engine with a disk
+        self.forget_in_stores: Callable[[Sequence[bytes]], object] = len  # set by an Engine with stores
 
     @property
     def num_free(self) -> int:
@@ -109,15 +110,19 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    def looked_up(self, sought_tokens: int, found_tokens: int, host_tokens: int = 0, disk_tokens: int = 0) -> None:
-        """Count the tokens of an admitted sequence, those of them that were cached, and those of these in other tiers.
+    def looked_up(
+        self, sought_tokens: int, found_tokens: int, restored_tokens: int = 0, read: Iterable[Tier] = ()
+    ) -> None:
+        """Count the tokens of an admitted sequence, those that were cached, and those of these not on the device.
 
-        What was read from the disk for this sequence counts there, and not on the host.
+        `read`: from where blocks of these were read for this sequence. They count there, and not on the host.
         """
         self.sought_tokens += sought_tokens
         self.found_tokens += found_tokens
-        self.host_tokens += host_tokens
-        self.disk_tokens += disk_tokens
+        self.host_tokens += restored_tokens
+        for tier in read:
+            self.store_tokens[tier] += self.block_size
+            self.host_tokens -= self.block_size
 
     def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
         """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.
@@ -248,7 +253,7 @@ class BlockPool:
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Remove these hashes from all tiers, because their content is in doubt; owners keep the blocks."""
         self.host.forget(hashes)
-        self.forget_on_disk(hashes)
+        self.forget_in_stores(hashes)
         for name in hashes:
             block = self._blocks.get(name)
             if block is None:

@@ -15,8 +15,8 @@ from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
+from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, prefix_hashes
-from workers.engine.disk_tier import Disk, DiskTier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
@@ -26,6 +26,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.slo import slot_refusal
 from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
+from workers.engine.store_tiers import StoreTiers
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import MIXED_KV, FailedOut, HeadOut, Request, Reservation, TokenLogprobs, TokensOut, check_prompt
 from workers.stats import NO_PULLS, Pulls, TierStats, WorkerStats
@@ -48,7 +49,7 @@ class Engine:
 
     `cost` is the initial estimate of step times. A swap moves `block_bytes` for each block. `depth` is the number of
     plans that the executor runs at once; the scheduler spreads work over that many. `host_cache_blocks` of host memory
-    keep what the device evicts, up to `most_pinned` of them what is pinned; `disk` keeps what they get.
+    keep what the device evicts, up to `most_pinned` of them what is pinned; `stores` keep what they get.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Engine:
         depth: int = 1,
         host_cache_blocks: int = 0,
         most_pinned: int = 0,
-        disk: Disk | None = None,
+        stores: Items[BlockStore] = (),
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
         self.pool = BlockPool(
@@ -95,9 +96,8 @@ class Engine:
             config, self.pool, self.leases, self._estimate, block_bytes=block_bytes, depth=depth
         )
         self._kv = self._scheduler.kv
-        self._disk = None if disk is None else DiskTier(disk, self.pool, self._estimate, block_bytes)
-        if disk is not None:
-            self.pool.forget_on_disk = disk.forget
+        self._stores = StoreTiers(stores, self.pool, self._estimate, block_bytes)
+        self.pool.forget_in_stores = self._stores.forget
         self._sequences: dict[str, Sequence] = {}
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
@@ -131,8 +131,8 @@ class Engine:
             self.pool.host.pins.renew(sequence.hashes, now_s)
         if borrows:
             self._kv.moves.add(sequence)
-        elif self._disk is not None:
-            self._disk.prefetch(sequence)
+        else:
+            self._stores.prefetch(sequence)
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
         """`wanted` and `grant` in one call. Raises `InvalidRequest` or `Overloaded`."""
@@ -369,7 +369,7 @@ class Engine:
         assert plan.number == self._steps + 1 - self._scheduler.num_in_flight, f"step {plan.number} is not the oldest"
         self._learn(plan, result.seconds)
         touched = self._scheduler.land()
-        self._save(self._kv.tier.take_saved())
+        self._stores.save(self._kv.tier.take_saved())
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self.pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
@@ -410,10 +410,6 @@ class Engine:
         if plan.chunks:
             self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
             self._estimate.learn(plan, seconds)
-
-    def _save(self, saved: Items[tuple[bytes, int]]) -> None:
-        if self._disk is not None:
-            self._disk.save(saved)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         sequence.tokens.append(token)
@@ -562,8 +558,7 @@ class Engine:
     def _tiers(self) -> tuple[TierStats, ...]:
         if not self.pool.host.num_blocks:
             return ()
-        host = self._kv.tier.stats()
-        return (host,) if self._disk is None else (host, self._disk.stats())
+        return (self._kv.tier.stats(), *self._stores.stats())
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""

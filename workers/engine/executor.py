@@ -12,7 +12,7 @@ from msgspec import Struct
 from kvtransfer.layout import KVLayout
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
-from workers.engine.disk_tier import Disk
+from workers.engine.block_store import BlockStore
 from workers.engine.step import RemoteKV, StepPlan, StepResult
 
 
@@ -71,8 +71,8 @@ class Executor(Protocol):
         """Run one plan, in the order of the calls. Not cancellable: a started step runs to its end."""
         ...
 
-    def disk(self, changed: Callable[[], None]) -> Disk | None:
-        """Where the host cache's blocks are kept, if anywhere. `changed` is called when reads have ended."""
+    def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
+        """Where the host cache's blocks are kept, fastest first. `changed`: to be called when reads have ended."""
         ...
 
     def shards(self) -> tuple[ShardAddress, ...]:

@@ -98,9 +98,9 @@ class KVCacheManager:
                 if not tail and not sequence.borrows:
                     self.tier.restore(sequence, moves)
                 found = sequence.cached_tokens
-                from_disk = size * sum([computed <= index * size < found for index in sequence.from_disk])
-                sequence.from_disk = ()
-                self._pool.looked_up(len(sequence.tokens), found, found - computed - from_disk, from_disk)
+                read = [tier for index, tier in sequence.from_stores.items() if computed <= index * size < found]
+                sequence.from_stores.clear()
+                self._pool.looked_up(len(sequence.tokens), found, found - computed, read)
                 return True
             self._pool.free(shared)
         return False

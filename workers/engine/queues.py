@@ -51,7 +51,7 @@ class Queues:
     def next(self, now_s: float) -> Sequence | None:
         """The next sequence, if a slot is free: preempted ones first, then by the configured order.
 
-        A prompt is skipped while its prefix is read from a disk, and while its sibling is computing the same tokens,
+        A prompt is skipped while its prefix is read from a store, and while its sibling is computing the same tokens,
         which it will share.
         """
         if len(self.running) >= self._config.max_running:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from workers.engine.blocks import Cached
+from workers.engine.cache_log import Tier
 from workers.engine.step import Chunk, Draw, RemoteKV
 from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
 
@@ -88,8 +89,8 @@ class Sequence:
     moves_from: int = 0  # computed tokens from which on it moves blocks again, after no lender took them
     number: int = 0  # of the prompt in the engine's order of arrival
     was_preempted: bool = False
-    is_prefetching: bool = False  # blocks of its prefix are being read from a disk
-    from_disk: tuple[int, ...] = ()  # places of those that have arrived
+    is_prefetching: bool = False  # blocks of its prefix are being read from stores
+    from_stores: dict[int, Tier] = field(default_factory=dict)  # places of those that have arrived
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     hashes: list[bytes] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as computed

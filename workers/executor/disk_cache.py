@@ -1,7 +1,8 @@
-"""The disk of a prefix cache: adapts a KV store, and the host blocks of a rank, to the engine's `Disk` port."""
+"""The disk of a prefix cache: adapts a KV store, and the host blocks of a rank, to the engine's `BlockStore` port."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from workers.config import WorkerConfig
+from workers.engine.cache_log import Tier
 from workers.executor.kv_pool import KVPool
 from workers.kv_store.kv_store import KVStore, open_kv_store
 from workers.kv_store.slot_format import fingerprint
@@ -19,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class DiskCache:
-    """Owned by a rank, which closes it. Used on one event loop. `changed` is called when reads have ended."""
+    """Owned by a rank, which closes it. Used on one event loop. `changed` is called when a read has ended."""
+
+    tier = Tier.DISK
 
     def __init__(self, store: KVStore, pool: KVPool) -> None:
         self.store = store
@@ -29,30 +33,26 @@ class DiskCache:
         self._reading: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def match(self, names: Sequence[bytes]) -> int:
-        return self.store.match(names)
-
     def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
         self.store.gone = gone
         return self.store.found_prefixes
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[], None]) -> None:
-        self.store.write(name, self._host[block].data, prefix).add_done_callback(lambda _: done())
+    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        found(self.store.match(names))
 
-    def read(
-        self, names: Sequence[bytes], blocks: Sequence[int], timeout_s: float, done: Callable[[Sequence[bool]], None]
-    ) -> None:
-        reading = asyncio.ensure_future(self._read(names, blocks, timeout_s, done))
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        written = self.store.write(name, self._host[block].data, prefix)
+        written.add_done_callback(lambda _: done(self.store.match([name]) == 1))  # it may be gone already
+
+    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        reading = asyncio.ensure_future(self._read(name, block, timeout_s, done))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
 
-    async def _read(
-        self, names: Sequence[bytes], blocks: Sequence[int], timeout_s: float, done: Callable[[Sequence[bool]], None]
-    ) -> None:
-        reads = (
-            self.store.read(name, self._host[block].data, timeout_s) for name, block in zip(names, blocks, strict=True)
-        )
-        done(await asyncio.gather(*reads))
+    async def _read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        begun_s = time.monotonic()
+        arrived = await self.store.read(name, self._host[block].data, timeout_s)
+        done(arrived, time.monotonic() - begun_s)
         if not self._closed:
             self.changed()
 

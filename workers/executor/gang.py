@@ -29,7 +29,7 @@ from kvtransfer.rpc.listener import RpcListener
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
 from workers.config import WorkerConfig
-from workers.engine.disk_tier import Disk
+from workers.engine.block_store import BlockStore
 from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError, RankLost, WorkerError
@@ -113,9 +113,9 @@ class GangExecutor:
     def ticks(self) -> int:
         return self._own.ticks + sum(other.ticks for other in self._others)
 
-    def disk(self, changed: Callable[[], None]) -> Disk | None:
+    def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
         """None: its ranks would need a file each, and one answer."""
-        return None
+        return ()
 
     def shards(self) -> tuple[ShardAddress, ...]:
         others = (other.shard for other in self._others)

@@ -23,7 +23,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
 from workers.config import WorkerConfig
 from workers.costs import CostModel
-from workers.engine.disk_tier import Disk
+from workers.engine.block_store import BlockStore
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
@@ -192,9 +192,9 @@ class ModelledExecutor:
         """Always grows: arithmetic does not hang."""
         return time.monotonic_ns()
 
-    def disk(self, changed: Callable[[], None]) -> Disk | None:
+    def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
         """None: there is no KV."""
-        return None
+        return ()
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._transports.shard(),)

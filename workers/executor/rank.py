@@ -130,11 +130,12 @@ class Rank:
             return time.monotonic_ns()
         return self._part.model.ticks
 
-    def disk(self, changed: Callable[[], None]) -> DiskCache | None:
+    def stores(self, changed: Callable[[], None]) -> tuple[DiskCache, ...]:
         """As in the `Executor` port."""
-        if self._disk is not None:
-            self._disk.changed = changed
-        return self._disk
+        if self._disk is None:
+            return ()
+        self._disk.changed = changed
+        return (self._disk,)
 
     def shard(self) -> ShardAddress:
         return self._transports.shard()

@@ -7,7 +7,7 @@ from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
-from workers.engine.disk_tier import Disk
+from workers.engine.block_store import BlockStore
 from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.executor.opening import open_rank, warm_up
@@ -41,8 +41,8 @@ class SoloExecutor:
     def ticks(self) -> int:
         return self._rank.ticks
 
-    def disk(self, changed: Callable[[], None]) -> Disk | None:
-        return self._rank.disk(changed)
+    def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
+        return self._rank.stores(changed)
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._rank.shard(),)

@@ -12,10 +12,10 @@ from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.cache_log import CacheLog, Tier
-from workers.engine.disk_tier import MOST_WAIT_S, DiskTier
 from workers.engine.engine import Engine
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_cache import HostCache
+from workers.engine.store_tiers import MOST_WAIT_S, StoreTiers
 from workers.stats import TierStats
 
 CHEAP = LinearCost(swap_byte_s=0.0)
@@ -32,15 +32,16 @@ class RecordedDisk(Device):
         self.pending: list[Callable[[bool], None]] = []
         self.read_byte_s = 1e-9
         self.prefixes: dict[bytes, int] = {}  # of what is stored
+        self.tier = Tier.DISK
 
     def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
         self.gone = gone
         return dict(self.prefixes)
 
-    def match(self, names: Sequence[bytes]) -> int:
-        return next((place for place, name in enumerate(names) if name not in self.stored), len(names))
+    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        found(next((place for place, name in enumerate(names) if name not in self.stored), len(names)))
 
-    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[], None]) -> None:
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         content = self._content(block)
 
         def end(good: bool) -> None:
@@ -49,24 +50,20 @@ class RecordedDisk(Device):
                 self.stored[name] = content
                 if prefix is not None:
                     self.prefixes[name] = prefix
-            done()
+            done(name in self.stored)
 
         self.pending.append(end)
 
-    def read(
-        self, names: Sequence[bytes], blocks: Sequence[int], timeout_s: float, done: Callable[[Sequence[bool]], None]
-    ) -> None:
+    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         self.waits_s.append(timeout_s)
-        for block in blocks:
-            self._put(block, [GARBAGE] * self._size)
+        self._put(block, [GARBAGE] * self._size)
 
         def end(good: bool) -> None:
-            arrived = [good and name in self.stored for name in names]
-            for name, block, has_arrived in zip(names, blocks, arrived, strict=True):
-                assert self._content(block) == [GARBAGE] * self._size, "the block was used while it was read"
-                if has_arrived:
-                    self._put(block, self.stored[name])
-            done(arrived)
+            assert self._content(block) == [GARBAGE] * self._size, "the block was used while it was read"
+            arrived = good and name in self.stored
+            if arrived:
+                self._put(block, self.stored[name])
+            done(arrived, 0.001)
 
         self.pending.append(end)
 
@@ -82,6 +79,10 @@ class RecordedDisk(Device):
     def run(self, place: int = 0, *, good: bool = True) -> None:
         self.pending.pop(place)(good)
 
+    def run_all(self, *, good: bool = True) -> None:
+        while self.pending:
+            self.run(good=good)
+
     def _content(self, block: int) -> list[int | None]:
         return [self._host.get((block, slot)) for slot in range(self._size)]
 
@@ -94,7 +95,7 @@ class RecordedDisk(Device):
 
 def small(disk: RecordedDisk, cost: CostModel = CHEAP, host: int = 12) -> Engine:
     """Sixteen blocks of four tokens on the device, twelve in host memory."""
-    return engine(kv_blocks=18, host_cache_blocks=host, cost=cost, block_bytes=1000, disk=disk)
+    return engine(kv_blocks=18, host_cache_blocks=host, cost=cost, block_bytes=1000, stores=[disk])
 
 
 def prompt(first: int, length: int = 40) -> tuple[int, ...]:
@@ -117,7 +118,7 @@ def test_a_prefix_comes_back_from_the_disk_through_host_memory() -> None:
     subject = filled(disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=3)), 0.0, hold=False)
     assert step(subject, 0.0, disk)[0] is None, "it waits"
-    disk.run()
+    disk.run_all()
     plan, emitted = step(subject, 0.0, disk)
     assert plan is not None and len(plan.swap_in) == 6, "half of the host cache at most"
     assert plan.chunks[0].first_position == 24
@@ -134,7 +135,7 @@ def test_a_prompt_whose_blocks_do_not_arrive_is_computed() -> None:
     disk = RecordedDisk()
     subject = filled(disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
-    disk.run(good=False)
+    disk.run_all(good=False)
     plan, _ = step(subject, 0.0, disk)
     assert plan is not None and not plan.swap_in and plan.chunks[0].first_position == 0
 
@@ -146,7 +147,7 @@ def test_other_prompts_do_not_wait_for_the_disk() -> None:
     subject.add(disk.know(request("new", prompt(900, 8), max_tokens=1)), 0.0, hold=False)
     plan, _ = step(subject, 0.0, disk)
     assert plan is not None and [chunk.key for chunk in plan.chunks] == ["new/0"]
-    disk.run()
+    disk.run_all()
 
 
 def test_a_prompt_waits_no_longer_than_computing_takes() -> None:
@@ -154,13 +155,13 @@ def test_a_prompt_waits_no_longer_than_computing_takes() -> None:
     subject = filled(disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
     cost = subject._estimate.cost
-    assert disk.waits_s == [cost.prefill_seconds(40) - cost.prefill_seconds(16, 24)]
+    assert disk.waits_s == 6 * [cost.prefill_seconds(40) - cost.prefill_seconds(16, 24)]
     assert 0 < disk.waits_s[0] < MOST_WAIT_S
     disk.run()
     slow = RecordedDisk()
     subject = filled(slow, LinearCost(prefill_token_s=10.0, swap_byte_s=0.0))
     subject.add(slow.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
-    assert slow.waits_s == [MOST_WAIT_S]
+    assert slow.waits_s == 6 * [MOST_WAIT_S]
 
 
 def test_nothing_is_read_that_is_cheaper_to_compute_or_must_be_computed() -> None:
@@ -187,7 +188,7 @@ def test_a_block_that_is_forgotten_while_it_is_read_is_not_used() -> None:
     subject = filled(disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
     subject.pool.clear_cache()
-    disk.run()
+    disk.run_all()
     subject.check()
     plan, _ = step(subject, 0.0, disk)
     assert plan is not None and not plan.swap_in and not len(subject.pool.host)
@@ -198,8 +199,8 @@ def test_siblings_wait_for_one_read() -> None:
     subject = filled(disk)
     for name in ("g#0", "g#1"):
         subject.add(disk.know(request(name, prompt(100), max_tokens=1, group="g")), 0.0, hold=False)
-    assert step(subject, 0.0, disk)[0] is None and len(disk.waits_s) == 1
-    disk.run()
+    assert step(subject, 0.0, disk)[0] is None and len(disk.waits_s) == 6
+    disk.run_all()
     plan, _ = step(subject, 0.0, disk)
     assert plan is not None and len(plan.swap_in) == 6
     run_to_end(subject, 0.0, disk)
@@ -228,7 +229,7 @@ def test_a_read_takes_no_block_that_a_step_in_flight_uses() -> None:
     disk = RecordedDisk()
     subject = filled(disk, host=20)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
-    disk.run()
+    disk.run_all()
     plan = subject.schedule(0.0)
     assert plan is not None and plan.swap_in and plan.swap_out
     subject.add(disk.know(request("next", prompt(200), max_tokens=1)), 0.0, hold=False)
@@ -237,8 +238,7 @@ def test_a_read_takes_no_block_that_a_step_in_flight_uses() -> None:
     assert loading and not loading & used
     disk.execute(plan)  # attends to what it restores
     subject.commit(plan, result(plan), 0.0)
-    while disk.pending:
-        disk.run()
+    disk.run_all()
     run_to_end(subject, 0.0, disk)
 
 
@@ -255,7 +255,7 @@ def test_the_log_has_what_can_be_read_from_the_disk_and_nothing_else() -> None:
     disk = RecordedDisk()
     disk.stored, disk.prefixes = {b"old": [1]}, {b"old": 5}
     pool = BlockPool(4, 4, host_blocks=3)
-    tier = DiskTier(disk, pool, StepEstimate(CHEAP), 1000)
+    tier = StoreTiers([disk], pool, StepEstimate(CHEAP), 1000)
     blocks = [pool.host.save(name, prefix, ()) for name, prefix in ((b"a", 6), (b"b", None), (b"c", 7))]
     tier.save([(name, block) for name, block in zip((b"a", b"b", b"c"), blocks, strict=True) if block is not None])
     assert pool.log.names(Tier.DISK) == {5}, "what is still being written is not there"
@@ -265,7 +265,7 @@ def test_the_log_has_what_can_be_read_from_the_disk_and_nothing_else() -> None:
     assert pool.log.names(Tier.DISK) == {5, 6} and disk.prefixes == {b"old": 5, b"a": 6}
     pool.host.clear()
     assert pool.log.names(Tier.DISK) == {5, 6}
-    pool.forget_on_disk = disk.forget
+    pool.forget_in_stores = tier.forget
     pool.forget([b"old", b"a", b"b"])
     assert not pool.log.names(Tier.DISK)
 
@@ -294,7 +294,7 @@ class DiskMachine(HostMachine):
             depth=depth,
             cost=LinearCost(step_s=0.01, swap_byte_s=0.0002),
             block_bytes=10,
-            disk=self.device,
+            stores=[self.device],
         )
         self.engine.leases._digest = digest
         for first in (1, 2, *range(20, 120, 20)):  # what an earlier process has left there

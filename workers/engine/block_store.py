@@ -1,0 +1,62 @@
+"""The port between the engine and what keeps KV blocks behind host memory: a disk, or a store that workers share.
+
+A worker may have several. Each block is read from the first of them that has it; all of them get every block that a
+step has saved in host memory. All methods are called from one event loop.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from workers.engine.cache_log import Tier
+from workers.stats import TierStats
+
+
+class BlockStore(Protocol):
+    """KV blocks by their content hash. No call blocks or raises; whatever fails, is late or differs is a miss.
+
+    What an implementer must do:
+
+    - Call each `found` and `done` exactly once, in time: a block of host memory, or a prompt, waits for it. `found` may
+      be called during `find`, `done` only after `read` and `write` have returned. Also when the store closes.
+    - Touch a host block only between a call and its `done`. A block that did not arrive is as it was before `read`.
+    - Compare what it read with a digest. A block whose content differs from what was written must not arrive.
+    - Call `changed`, as given to `Executor.stores`, after each `found` and `done` of a `read`, so that prompts go on.
+    - Bound what waits inside of it; drop writes beyond that, and answer reads beyond that with a miss.
+
+    `tier`: its name in the cache log and in the statistics; one store for each. `read_byte_s`: about how many seconds
+    it takes to read a byte, of several blocks at once; the engine goes on from there with the times that `done` tells.
+    """
+
+    tier: Tier
+    read_byte_s: float
+
+    def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
+        """The prefix names of what is known to be there, by content hash; the caller's. Empty if it takes a round trip.
+
+        From now on `gone` is told each content hash that can no longer be read, as far as this worker knows.
+        """
+        ...
+
+    def find(self, names: Items[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        """Tell how many of the first names can be read: a hint, since reads of them may still miss. 0 if it is late."""
+        ...
+
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        """Store this host block, which stays as it is until `done`. `prefix`: the cache log's name for it.
+
+        `done` is told whether it is there and has not been reported as gone.
+        """
+        ...
+
+    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        """Read into this host block. `done` is told whether it has arrived, and the seconds since the call."""
+        ...
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        """The content of these is in doubt: they must not arrive any more."""
+        ...
+
+    def stats(self) -> TierStats:
+        """Without `hit_tokens`. Named like `tier`."""
+        ...
