@@ -82,7 +82,7 @@ class Town:
             first = move.first * BLOCK
             tokens = self.device.tokens(move.key)[first : first + move.count * BLOCK]
             self.device.lenders[name][1].fill(blocks, tuple(tokens))
-            lender.loans.filled(loan, arrived=True)
+            lender.loans.filled(loan, 0.0, arrived=True)
             if not self.borrower.moved(move, RemoteKV(name, loan, held + move.count)):
                 lender.loans.repay(loan)
             self.num_moves += 1
@@ -228,7 +228,7 @@ def test_a_lender_keeps_a_share_of_its_pool() -> None:
 def test_a_loan_that_nobody_uses_expires() -> None:
     loans, pool = book()
     number, _ = loans.take(8, 0.0)
-    loans.filled(number, arrived=True)
+    loans.filled(number, 0.0, arrived=True)
     loans.ready(number, 8, 6.0)
     loans.expire(15.9)
     loans.renew([number, 99], 15.9)
@@ -240,29 +240,43 @@ def test_a_loan_that_nobody_uses_expires() -> None:
         loans.ready(number, 8, 26.0)
 
 
+def test_a_loan_does_not_expire_while_its_blocks_are_read() -> None:
+    """The borrower cannot renew it: it learns of its number afterwards."""
+    loans, pool = book()
+    number, _ = loans.take(8, 0.0)
+    loans.expire(25.0)
+    loans.filled(number, 25.0, arrived=True)
+    loans.expire(34.9)
+    assert len(loans.ready(number, 8, 34.9)) == 8
+    loans.take(8, 35.0, number, 8)
+    loans.filled(number, 60.0, arrived=False)
+    loans.expire(60.0)
+    assert pool.num_free == 40
+
+
 def test_blocks_whose_kv_did_not_arrive_are_not_lent() -> None:
     loans, pool = book()
     number, first = loans.take(8, 0.0)
     with pytest.raises(LeaseLost, match="has 0 blocks, not 8"):
         loans.ready(number, 8, 0.0)
-    loans.filled(number, arrived=True)
+    loans.filled(number, 0.0, arrived=True)
     _, more = loans.take(8, 0.0, number, 8)
     with pytest.raises(LoanRefused, match="extended already"):
         loans.take(8, 0.0, number, 8)
-    loans.filled(number, arrived=False)
+    loans.filled(number, 0.0, arrived=False)
     assert loans.ready(number, 8, 0.0) == first and pool.num_free == 32
     assert not set(first) & set(more)
     other, _ = loans.take(8, 0.0)
-    loans.filled(other, arrived=False)
+    loans.filled(other, 0.0, arrived=False)
     assert len(loans) == 1
 
 
 def test_blocks_that_the_borrower_gave_up_are_taken_back_when_it_borrows_more() -> None:
     loans, pool = book()
     number, first = loans.take(8, 0.0)
-    loans.filled(number, arrived=True)
+    loans.filled(number, 0.0, arrived=True)
     loans.take(8, 0.0, number, 8)
-    loans.filled(number, arrived=True)  # but the borrower heard nothing of it
+    loans.filled(number, 0.0, arrived=True)  # but the borrower heard nothing of it
     _, second = loans.take(4, 0.0, number, 8)
-    loans.filled(number, arrived=True)
+    loans.filled(number, 0.0, arrived=True)
     assert loans.ready(number, 12, 0.0) == (*first, *second) and pool.num_free == 28

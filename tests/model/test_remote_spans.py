@@ -15,7 +15,7 @@ from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, Attention
 from workers.ops.narrow import to_slots
 from workers.ops.native.library import library
-from workers.ops.span import SPAN
+from workers.ops.span import SPAN, KeySpan
 
 BLOCKS, BLOCK_SIZE = 160, 16
 PER_SPAN = SPAN // BLOCK_SIZE
@@ -82,10 +82,8 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
             lent = [moved[block] for block in blocks]
             there[lent] = here[blocks]
             ours[blocks] = nothing
-            state = backend.attend_span(
-                *(query[rows], there, layer, torch.tensor(lent, dtype=torch.int32), num_spans * SPAN),
-                *(position - first, state, scale, case.window, case.softcap),
-            )
+            span = KeySpan(torch.tensor(lent, dtype=torch.int32), num_spans * SPAN, position - first, state)
+            state = backend.attend_span(query[rows], there, layer, span, scale, case.window, case.softcap)
             first += num_spans * SPAN
         if state is not None:
             states[rows] = state
@@ -127,12 +125,13 @@ def test_torch_attention_continues_from_a_state(case: Case) -> None:
 def test_keys_outside_of_the_window_leave_the_state_as_it_is(backend: Attention) -> None:
     query, pool = torch.randn(3, 2, 8), torch.randn(8, 1, 1, 2, 16, 8)
     table = torch.arange(8, dtype=torch.int32)
-    span = (query, pool, 0, table, SPAN, SPAN + 10)
-    neutral = backend.attend_span(*span, None, 0.3, 10, 0.0)
+    span = KeySpan(table, SPAN, SPAN + 10)
+    neutral = backend.attend_span(query, pool, 0, span, 0.3, 10, 0.0)
     assert neutral[..., 0].eq(-torch.inf).all() and neutral[..., 1:].eq(0).all()
     before = torch.rand(3, 2, 10)
-    assert torch.equal(backend.attend_span(*span, before, 0.3, 10, 0.0), before)
-    assert not torch.equal(backend.attend_span(*span, before, 0.3, 12, 0.0), before)
+    after = dataclasses.replace(span, state=before)
+    assert torch.equal(backend.attend_span(query, pool, 0, after, 0.3, 10, 0.0), before)
+    assert not torch.equal(backend.attend_span(query, pool, 0, after, 0.3, 12, 0.0), before)
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")

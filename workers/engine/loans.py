@@ -74,11 +74,11 @@ class LoanBook:
         loan.blocks += blocks
         return loan.number, tuple(blocks)
 
-    def filled(self, number: int, *, arrived: bool) -> None:
+    def filled(self, number: int, now_s: float, *, arrived: bool) -> None:
         """The blocks of the last `take` have their KV, or will not get it. Raises `LeaseLost`."""
         loan = self._known(number)
         if arrived:
-            loan.num_ready = len(loan.blocks)
+            loan.num_ready, loan.deadline_s = len(loan.blocks), now_s + self._ttl_s
             return
         self._pool.free(loan.blocks[loan.num_ready :])
         del loan.blocks[loan.num_ready :]
@@ -105,8 +105,8 @@ class LoanBook:
             self._pool.free(loan.blocks)
 
     def expire(self, now_s: float) -> None:
-        """End every loan whose borrower was silent until its deadline."""
-        for loan in [each for each in self if each.deadline_s <= now_s]:
+        """End every loan whose borrower was silent until its deadline. Not one that is being filled."""
+        for loan in [each for each in self if each.deadline_s <= now_s and each.num_ready == len(each.blocks)]:
             self.repay(loan.number)
             self.expired += 1
 

@@ -24,7 +24,7 @@ from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import RemoteKV, StepPlan
 from workers.model.decoder import Decoder
 from workers.model.description import ModelConfig
-from workers.ops.span import SPAN
+from workers.ops.span import SPAN, KeySpan
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ MAX_QUERY_BYTES = 4 << 20  # of one call; longer queries take several
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _Part:
     """KV of the positions [first, end) of a sequence."""
 
     kv: RemoteKV
@@ -49,7 +49,7 @@ class _Run:
     index: int  # of the chunk
     tokens: slice
     position: int  # of the first token
-    spans: tuple[_Span, ...]
+    spans: tuple[_Part, ...]
 
 
 class RemoteStates:
@@ -71,7 +71,7 @@ class RemoteStates:
             start = tokens.stop
             if chunk.remote:
                 ends = itertools.accumulate((each.num_blocks * block_size for each in chunk.remote), initial=0)
-                spans = (_Span(kv, *at) for kv, at in zip(chunk.remote, itertools.pairwise(ends), strict=True))
+                spans = (_Part(kv, *at) for kv, at in zip(chunk.remote, itertools.pairwise(ends), strict=True))
                 self._runs.append(_Run(index, tokens, chunk.first_position, tuple(spans)))
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class RemoteStates:
         pieces = [(run.position + at, rows[at : at + step].tobytes()) for at in range(0, len(rows), step)]
         return self._ask(layer, spans, pieces, query.shape[2])
 
-    async def _ask(self, layer: int, spans: list[_Span], pieces: list[tuple[int, bytes]], head_dim: int) -> bytes:
+    async def _ask(self, layer: int, spans: list[_Part], pieces: list[tuple[int, bytes]], head_dim: int) -> bytes:
         """The states of one chunk. Raises `TransferError`."""
         states: list[bytes] = []
         for position, query in pieces:
@@ -168,14 +168,12 @@ class Lender:
             array = np.frombuffer(bytearray(numbers), np.float32)
             return torch.from_numpy(array).view(-1, heads, width).to(pool.device)
 
+        table = torch.tensor(blocks, dtype=torch.int32, device=pool.device)
         state = self._model.attention.attend_span(
             tensor(query.query, head_dim),
             pool,
             query.layer,
-            torch.tensor(blocks, dtype=torch.int32, device=pool.device),
-            num_keys,
-            position,
-            tensor(query.state, head_dim + 2) if query.state else None,
+            KeySpan(table, num_keys, position, tensor(query.state, head_dim + 2) if query.state else None),
             config.attention_scale,
             config.layers[query.layer].window,
             config.attention_softcap,

@@ -20,6 +20,7 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import compute_dtype, to_slots
 from workers.ops.native import attention as native
 from workers.ops.native.library import SWITCH, library
+from workers.ops.span import KeySpan
 
 logger = logging.getLogger(__name__)
 
@@ -38,23 +39,11 @@ class Attend(Protocol):
 
 class AttendSpan(Protocol):
     def __call__(
-        self,
-        query: Tensor,
-        pool: Tensor,
-        layer: int,
-        table: Tensor,
-        num_keys: int,
-        position: int,
-        state: Tensor | None,
-        scale: float,
-        window: int,
-        softcap: float,
+        self, query: Tensor, pool: Tensor, layer: int, span: KeySpan, scale: float, window: int, softcap: float
     ) -> Tensor:
-        """The state [tokens, heads, head_dim + 2] after a span of keys, for queries whose own KV is elsewhere.
+        """The state [tokens, heads, head_dim + 2] after a span (see `span`).
 
-        See `span`. The query [tokens, heads, head_dim] and `state` are float32 and dense; None: no keys come before.
-        `table` [blocks] int32 has the blocks of `num_keys` keys, a multiple of SPAN. `position` of the first query
-        counts from the first key, and is not below `num_keys`. The rest is as in `Attend`.
+        The query [tokens, heads, head_dim] is float32 and dense. The rest is as in `Attend`.
         """
 
 
@@ -89,8 +78,8 @@ def _continued(attend: Attend) -> Attend:
         for (start, stop), begin, context, table in zip(runs, begins, contexts, batch.block_tables, strict=True):
             if begin:
                 run, num_keys = slice(start, stop), context - begin
-                own = (layer, table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start))
-                state = states.attend_span(query[run], pool, *own, batch.states[run], scale, window, softcap)
+                own = KeySpan(table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start), batch.states[run])
+                state = states.attend_span(query[run], pool, layer, own, scale, window, softcap)
                 output[run] = state[..., 2:] / state[..., 1:2]
         return output
 

@@ -7,23 +7,16 @@ import torch
 from torch import Tensor
 
 from workers.ops.sdpa import gather
+from workers.ops.span import KeySpan
 
 KEYS = 1024  # at a time: bounds the memory for scores
 
 
 def attend_span(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    table: Tensor,
-    num_keys: int,
-    position: int,
-    state: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
+    query: Tensor, pool: Tensor, layer: int, span: KeySpan, scale: float, window: int, softcap: float
 ) -> Tensor:
     """See `attention.AttendSpan`; the queries may also be among the keys."""
+    table, num_keys, position, state = span.table, span.num_keys, span.position, span.state
     tokens, heads, head_dim = query.shape
     block_size, kv_heads = pool.shape[4], pool.shape[1]
     folded = (tokens, kv_heads, heads // kv_heads, -1)

@@ -50,7 +50,7 @@ class KVLender:
             await self._fetcher.pull(ticket, blocks, 0)
             arrived = True
         finally:
-            self._loans.filled(number, arrived=arrived)
+            self._loans.filled(number, _now_s(), arrived=arrived)
             self._changed()
         return number
 

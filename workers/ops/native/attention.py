@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.native.library import kernel, pointer
-from workers.ops.span import SPAN
+from workers.ops.span import SPAN, KeySpan
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
@@ -75,21 +75,12 @@ def attend(
 
 
 def attend_span(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    table: Tensor,
-    num_keys: int,
-    position: int,
-    state: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
+    query: Tensor, pool: Tensor, layer: int, span: KeySpan, scale: float, window: int, softcap: float
 ) -> Tensor:
     """See `workers.ops.attention.AttendSpan`."""
     _, kv_heads, layers, _, block_size, _ = _shape(pool)
     tokens, heads, head_dim = query.shape
-    assert num_keys % SPAN == 0 and num_keys <= position
+    assert span.num_keys % SPAN == 0 and span.num_keys <= span.position
     output = torch.empty(tokens, heads, head_dim + 2)
     kernel("attend_span")(
         pointer(query),
@@ -105,13 +96,13 @@ def attend_span(
         block_size,
         head_dim,
         tokens,
-        position,
-        pointer(table),
-        num_keys,
+        span.position,
+        pointer(span.table),
+        span.num_keys,
         scale,
         window,
         softcap,
-        None if state is None else pointer(state),
+        None if span.state is None else pointer(span.state),
     )
     return output
 
