@@ -20,6 +20,7 @@ from benchmarks import (
     overhead,
     peer,
     peers_frontend,
+    prefix_index,
     routing,
     simulator,
     startup,
@@ -69,6 +70,7 @@ PARTS = {
     "gang-bubble": Measurement(bubble.measure, bubble.ROUNDS),
     "control_plane": Measurement(control_plane.measure, control_plane.ROUNDS),
     "routing": Measurement(routing.measure, routing.ROUNDS),
+    "prefix-index": Measurement(prefix_index.measure, prefix_index.ROUNDS),
     "simulator": Measurement(simulator.measure, simulator.ROUNDS),
 }
 INSTALLS = {"peer-install": PEERS, "peers-frontend-install": FRONTENDS}

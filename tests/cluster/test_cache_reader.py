@@ -34,6 +34,7 @@ class Source:
         self.calls: list[float] = []
         self.under_way = 0
         self.trouble: list[str] = []  # of the next calls
+        self.answers: list[KVEvents] = []  # so far
         self.closed = False
 
     async def cache_since(self, last: int, reach: int) -> KVEvents:
@@ -49,8 +50,11 @@ class Source:
         trouble = self.trouble.pop() if self.trouble else ""
         if self.closed:
             raise WorkerClosed("gone")
+        self.answers.append(news)
         if trouble == "lost":
             raise WorkerGone("the answer was lost")
+        if trouble == "repeated" or trouble == "late":  # the last answer again, or the one before
+            return self.answers[-2 if trouble == "repeated" else -3 :][0]
         return KVEvents(last + 1, news.last, news.reach, news.grain) if trouble == "gap" else news
 
 
@@ -62,6 +66,11 @@ class Gateway:
         self.life = 0
         self.reader: CacheReader | None = None
         self.meet()
+
+    def restart(self) -> None:
+        """The gateway: it knows nothing."""
+        self.index = PrefixIndex()
+        self.dial()
 
     def meet(self) -> None:
         """The worker, restarted; or, of a line that was lost, the same one again."""
@@ -87,8 +96,8 @@ class Gateway:
 steps = st.one_of(
     st.tuples(st.just("add"), st.sampled_from(list(Tier)), st.lists(st.integers(0, 8), max_size=6)),
     st.tuples(st.just("remove"), st.sampled_from(list(Tier)), st.lists(st.integers(0, 8), max_size=6)),
-    st.tuples(st.just("trouble"), st.sampled_from(["lost", "gap"])),
-    st.tuples(st.sampled_from(["hear", "hear", "restart", "redial"])),
+    st.tuples(st.just("trouble"), st.sampled_from(["lost", "gap", "repeated", "late"])),
+    st.tuples(st.sampled_from(["hear", "hear", "restart", "redial", "new gateway"])),
     st.tuples(st.just("wait"), st.sampled_from([0.005, 0.015, 0.1, 0.4])),
 )
 
@@ -107,6 +116,8 @@ async def follow(received: list[tuple]) -> None:
             await asyncio.sleep(how[0])
         elif what == "redial":
             subject.dial()
+        elif what == "new gateway":
+            subject.restart()
         else:
             subject.source.closed = True
             subject.meet()

@@ -103,6 +103,20 @@ def test_a_reply_is_bounded_and_the_next_one_continues() -> None:
     assert reader.catch_up(log, 4096) == 3 and len(reader.names[Tier.DEVICE]) == 10_000
 
 
+def test_endless_changes_take_bounded_memory_and_old_names_stay() -> None:
+    log, reader = CacheLog(16, most_removed=100), Reader()
+    for name in range(50):
+        log.add(Tier.DISK, name)
+    for name in range(50, 20_000):
+        log.add(Tier.HOST, name)
+        log.remove(Tier.HOST, name - 10)
+        assert len(log._added) <= 2 * (2 * 60 + 100)
+        if name % 7 == 0:
+            reader.take(log.since(reader.last, reader.reach, 5))
+    reader.catch_up(log, 5)
+    assert reader.names[Tier.DISK] == set(range(50)) and reader.names[Tier.HOST] == set(range(19_990, 20_000))
+
+
 def test_a_reader_that_is_too_far_behind_gets_everything() -> None:
     log, reader = CacheLog(16, most_removed=10), Reader()
     for name in range(20):

@@ -214,3 +214,16 @@ def test_endless_changes_of_a_worker_take_bounded_memory() -> None:
         index.take("a", "1", news(list(range(first, first + 100)), list(range(first - 500, first - 400))))
     assert len(index._device.holders) == 500
     assert max(len(names) for names in index._device._names.values()) < 3000
+
+
+def test_a_full_index_knows_no_further_names_until_others_are_gone() -> None:
+    index = PrefixIndex(grain=1, most_names=3)
+    index.take("a", "1", news([1, 2, 3]))
+    index.take("b", "1", news([1, 4]))
+    assert index.matches([1]) == {"a": Match(1), "b": Match(1)} and index.matches([4]) == {}
+    index.take("a", "1", news([5], removed=[3]))
+    assert index.matches([5]) == {"a": Match(1)}
+    index.take("b", "1", news([], removed=[4]))
+    index.forget("a")
+    index.take("b", "1", news([6, 7]))
+    assert index.matches([7]) == {"b": Match(1)} and len(index._device.holders) == 3

@@ -1,20 +1,23 @@
 """A numbered log of names added to and removed from a worker's prefix cache, for routers.
 
-Pure and bounded: there are at most as many names as blocks, and a limited number of removals is remembered. How
-prefixes are named: `workers.kv_events`.
+Pure and bounded: there are at most as many names as blocks, at most as many additions that are no longer true, and a
+limited number of removals is remembered. How prefixes are named: `workers.kv_events`.
 
     log     ── 1 2 3 ... ──>          every name that is added or removed gets a number
     reader  ── since(last, reach) ──> what changed; or everything, if too many removals were forgotten
 """
 
 import math
+from array import array
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum
 from itertools import takewhile
 
 from workers.kv_events import GRAIN, KVEvents, NameChanges
 
-MOST_NAMES = 4096  # added, and removed, in one reply: the reader asks again for more
+MOST_NAMES = 4096  # additions, and removals, that one reply covers: the reader asks again for more
 
 
 class Tier(Enum):
@@ -24,28 +27,51 @@ class Tier(Enum):
     HOST = "host"
     DISK = "disk"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
+
+TIERS = tuple(Tier)
+_PLACES = {tier: place for place, tier in enumerate(TIERS)}
+
 
 class CacheLog:
-    """Owned by a BlockPool of this block size. Numbers count events from 1; `number` is the newest."""
+    """Owned by a BlockPool of this block size. Numbers count events from 1; `number` is the newest.
+
+    `most_removed`: how many removals are remembered.
+    """
 
     def __init__(self, block_size: int, most_removed: int = MOST_NAMES) -> None:
         self.number = 0
         self.grain = math.lcm(GRAIN, block_size)
-        self._there: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}  # name -> its event, oldest first
+        self._there: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}  # name -> its event
+        self._num_there = 0
+        self._slack = most_removed
+        self._added = _Additions()
         self._removed: deque[tuple[int, Tier, int]] = deque(maxlen=most_removed)  # (event, tier, name)
         self._forgotten = 0  # the newest removal that `_removed` has lost
 
     def add(self, tier: Tier, name: int) -> None:
         """The name is now cached there."""
-        self.number += 1
         there = self._there[tier]
-        there.pop(name, None)
-        there[name] = self.number
+        self._num_there += name not in there
+        self.number = there[name] = self.number + 1
+        self._added.append(self.number, tier, name)
+        if len(self._added) > 2 * self._num_there + self._slack:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Drop the two oldest additions; those that are still true are logged again."""
+        for _ in range(2):
+            number, tier, name = self._added.popleft()
+            if self._there[tier].get(name) == number:
+                self.number = self._there[tier][name] = self.number + 1
+                self._added.append(self.number, tier, name)
 
     def remove(self, tier: Tier, name: int) -> None:
         """The name is no longer cached there; ignored if it was not."""
         if self._there[tier].pop(name, None) is None:
             return
+        self._num_there -= 1
         self.number += 1
         if len(self._removed) == self._removed.maxlen:
             self._forgotten = self._removed[0][0]
@@ -60,21 +86,55 @@ class CacheLog:
         whole = not last or not reach <= last <= self.number or last < self._forgotten
         if whole:
             last = reach = 0
-        added = {tier: self._newer(tier, reach) for tier in Tier}
-        events = sorted(number for each in added.values() for number, _ in each)
-        end = self.number if len(events) <= most else events[most - 1]
+        added: dict[Tier, list[int]] = {tier: [] for tier in Tier}
+        end = reach
+        for number, tier, name in self._added.after(reach, most):
+            end = number
+            if self._there[tier].get(name) == number:
+                added[tier].append(name)
+        if end >= self._added.newest:
+            end = self.number
         removed = [] if whole else list(takewhile(lambda each: each[0] > last, reversed(self._removed)))
-        changes = {
-            tier: NameChanges(
-                tuple(name for number, name in added[tier] if number <= end),
-                tuple(dict.fromkeys(name for _, where, name in removed if where is tier)),
-            )
-            for tier in Tier
-        }
-        tiers = (changes[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
-        return KVEvents(last, self.number, end, self.grain, whole, *tiers)
+        changes = (
+            NameChanges(tuple(added[tier]), tuple(dict.fromkeys(name for _, where, name in removed if where is tier)))
+            for tier in TIERS
+        )
+        return KVEvents(last, self.number, end, self.grain, whole, *changes)
 
-    def _newer(self, tier: Tier, reach: int) -> list[tuple[int, int]]:
-        """(event, name) of the names added after event `reach` that are still cached."""
-        newest_first = takewhile(lambda item: item[1] > reach, reversed(self._there[tier].items()))
-        return [(number, name) for name, number in newest_first]
+
+class _Additions:
+    """The additions by number, oldest first, those included that are no longer true."""
+
+    def __init__(self) -> None:
+        self._numbers = array("Q")
+        self._places = bytearray()  # of tiers
+        self._names = array("Q")
+        self._begin = 0  # what is before it was dropped
+
+    def __len__(self) -> int:
+        return len(self._numbers) - self._begin
+
+    @property
+    def newest(self) -> int:
+        return self._numbers[-1] if self._numbers else 0
+
+    def append(self, number: int, tier: Tier, name: int) -> None:
+        self._numbers.append(number)
+        self._places.append(_PLACES[tier])
+        self._names.append(name)
+
+    def popleft(self) -> tuple[int, Tier, int]:
+        place = self._begin
+        oldest = self._numbers[place], TIERS[self._places[place]], self._names[place]
+        self._begin += 1
+        if self._begin > len(self):
+            for each in (self._numbers, self._places, self._names):
+                del each[: self._begin]
+            self._begin = 0
+        return oldest
+
+    def after(self, number: int, most: int) -> Iterator[tuple[int, Tier, int]]:
+        """The next `most` after this event."""
+        begin = bisect_right(self._numbers, number, self._begin)
+        part = slice(begin, begin + most)
+        return zip(self._numbers[part], map(TIERS.__getitem__, self._places[part]), self._names[part], strict=True)

@@ -4,7 +4,8 @@
     holders         {a b} {a b} {a}  {}     of each name, as one integer with a bit for each worker
     matches         {a: 384, b: 256}
 
-A lookup walks the chain once for all workers whose names have the same spacing. Pure: time is an argument.
+A lookup walks the chain once for all workers whose names have the same spacing. A worker's names are as many as its
+blocks; all of them together at most `MOST_NAMES` in a tier. Pure: time is an argument.
 """
 
 from array import array
@@ -20,6 +21,7 @@ __all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
 
 EXPECT_S = 1.0  # longer than cache events take to arrive
 _FEW = 12  # set bits up to which finding them one by one is faster
+MOST_NAMES = 1 << 24  # of each tier: 134 million blocks of 16 tokens, 1.6 GiB
 _MAX_SHAPES = 1 << 16
 _MAX_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
@@ -83,8 +85,9 @@ class _Holders(dict[int, Bits]):
 class _TierIndex:
     """One cache tier: the holders of each name, and the names each worker may hold, for when it goes away."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_names: int) -> None:
         self.holders = _Holders()
+        self._most_names = most_names
         self._names: dict[Bits, array[int]] = {}
         self._least: dict[Bits, int] = {}  # number of names below which compaction does not pay
 
@@ -93,10 +96,13 @@ class _TierIndex:
             self.holders.discard(name, bit)
         if not changes.added:
             return
+        added = changes.added
+        if len(self.holders) + len(added) > self._most_names:  # the index is full: what is new is not known
+            added = tuple(name for name in added if name in self.holders)
         names = self._names.setdefault(bit, array("Q"))
-        for name in changes.added:
+        for name in added:
             self.holders.add(name, bit)
-        names.extend(changes.added)
+        names.extend(added)
         if len(names) > self._least.get(bit, 1024):
             there = [name for name in dict.fromkeys(names) if self.holders.get(name, 0) & bit]
             self._names[bit] = array("Q", there)
@@ -115,12 +121,12 @@ class PrefixIndex:
     once it is computed or abandoned. It then counts for another `expect_s`, until the worker's events have arrived.
     """
 
-    def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S) -> None:
+    def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S, most_names: int = MOST_NAMES) -> None:
         self.grain = grain
         self._expect_s = expect_s
-        self._device = _TierIndex()
-        self._host = _TierIndex()
-        self._disk = _TierIndex()
+        self._device = _TierIndex(most_names)
+        self._host = _TierIndex(most_names)
+        self._disk = _TierIndex(most_names)
         self._slots: dict[str, int] = {}  # worker -> its bit's number
         self.membership_version = 0  # grows when a worker comes, restarts or goes
         self._incarnations: dict[str, str] = {}  # worker -> the incarnation whose cache this is
