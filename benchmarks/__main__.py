@@ -13,6 +13,7 @@ import click
 from benchmarks import (
     borrowed,
     capacity,
+    chats,
     frontend,
     handoff,
     kv_dtypes,
@@ -56,6 +57,7 @@ PARTS = {
     "borrowed": Measurement(borrowed.measure, borrowed.ROUNDS),
     "turns": Measurement(turns.measure, turns.ROUNDS),
     "turns-host": Measurement(turns.measure_host, turns.ROUNDS),
+    "chats": Measurement(chats.measure, chats.ROUNDS),
     "overhead": Measurement(overhead.measure, overhead.ROUNDS),
     "frontend": Measurement(frontend.measure, frontend.ROUNDS),
     "capacity": Measurement(capacity.measure, capacity.ROUNDS),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import handoff, kv_dtypes, overhead, peer, startup, transfer, turns
+from benchmarks import chats, handoff, kv_dtypes, overhead, peer, startup, transfer, turns
 from benchmarks.environments import VLLM
 from benchmarks.figures import Figure, Spread
 from benchmarks.hosted import mixed_spec, refuse_foreign_ray, split_spec
@@ -83,6 +83,17 @@ def test_a_turn_finds_the_last_one_and_is_sooner(cached: int, ttft_s: float, met
     }
     assert [claim.met for claim in turns.claims(samples)] == met
     assert cells(turns.figures(samples), "turn 2, 560 tokens", "TTFT reuse") == [Spread(ttft_s, ttft_s, ttft_s, 2)]
+
+
+@pytest.mark.parametrize(
+    ("cached", "ttft_s", "met"), [(1024, 0.3, [True] * 6), (1015, 0.4, [False, False, True, True, True, True])]
+)
+def test_a_chat_finds_its_history_in_each_tier(cached: int, ttft_s: float, met: list[bool]) -> None:
+    samples = {name: [turns.TurnSample(0.1, 1056, 1024)] * 3 for name in chats.SYSTEMS}
+    samples[chats.COMPUTE] = [turns.TurnSample(1.0, 1056, 0)] * 3
+    samples["host"] = [turns.TurnSample(ttft_s, 1056, cached)] * 3
+    assert [claim.met for claim in chats.claims(samples)] == met
+    assert cells(chats.figures(samples), "host", "p50 / compute") == [Spread(ttft_s, ttft_s, ttft_s, 1)]
 
 
 def peer_samples(ours: float, unpinned: float, pinned: float) -> peer.Samples:
