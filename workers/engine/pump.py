@@ -79,6 +79,7 @@ class Pump:
                 step.cancel()
 
     def _fill(self) -> None:
+        """Start steps, then deliver what the last one computed: the device need not wait while it is sent."""
         while not self._closing and len(self._in_flight) < self._executor.depth:
             try:
                 plan = self._engine.schedule(self._now_s())
@@ -106,7 +107,6 @@ class Pump:
             self._engine.commit(plan, result, self._now_s())
             self._failures = 0
             self._good_steps += 1
-        self._deliver(self._engine.drain())
 
     async def _oldest(self) -> tuple[StepPlan, StepResult | Exception]:
         """Wait for the oldest plan; returns it with its result or error."""
