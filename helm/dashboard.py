@@ -193,7 +193,19 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                 ),
                 stacked=True,
-                description="Tokens found per second on the device, in host memory and on the disk.",
+                description="Tokens found per second on the device, in host memory, on the disk and at other workers.",
+            ),
+            Panel(
+                "Time saved by the prefix cache",
+                "short",
+                (
+                    (
+                        "{{tier}}",
+                        f"sum by (tier) (max by (worker, tier) ({rate('diptych_worker_cache_saved_seconds_total')}))",
+                    ),
+                ),
+                stacked=True,
+                description="Seconds of prefill per second that cached tokens saved, less the time to load them.",
             ),
             Panel("Step time", "s", (("{{worker}}", by_worker("diptych_worker_step_seconds")),)),
             Panel("Preemptions", "ops", (("{{worker}}", worker_rate("preemptions")),)),

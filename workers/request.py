@@ -206,6 +206,7 @@ class TokensOut(Struct, frozen=True, gc=False, tag=True):
     prefilled: bool = False
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token on; with the first output token
+    cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens); with the first output token
 
 
 class TicketOut(Struct, frozen=True, gc=False, tag=True):
@@ -221,6 +222,7 @@ class HeadOut(Struct, frozen=True, gc=False, tag=True):
     key: str
     timing: SequenceTiming
     cached_tokens: int = 0
+    cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens)
 
 
 class FetchedOut(Struct, frozen=True, gc=False, tag=True):

@@ -53,8 +53,10 @@ def status_command(endpoint: str, access: Access, as_json: bool) -> None:
         workers = {}
         for worker in view.workers:
             stats = worker.stats
-            device = {"blocks": stats.cached_blocks, "hit_tokens": stats.device_hit_tokens}
-            workers[worker.name] = {"device": device, "tiers": msgspec.to_builtins(stats.tiers)}
+            names = "hit_tokens", "saved_s", "lent_tokens"
+            device, fetched = ({name: getattr(each, name) for name in names} for each in stats.sources[:2])
+            device = {"blocks": stats.cached_blocks} | device
+            workers[worker.name] = {"device": device, "fetched": fetched, "tiers": msgspec.to_builtins(stats.tiers)}
         return print_json(workers)
     screen = console()
     screen.print(tiers_table(view))

@@ -1,6 +1,8 @@
 """Prints the tiers of workers' prefix caches: a table, one line per pool, and what is wrong. Opens no connection."""
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from cluster.cli.screen import plain_table, size
@@ -15,37 +17,43 @@ def has_tiers(view: ClusterView) -> bool:
 
 
 def tiers_table(view: ClusterView) -> "Table":
-    """A row for each tier of a worker. Counts are since the worker's start."""
+    """A row for each tier of a worker, and for what it fetched from others. Counts are since the worker's start."""
     from rich.markup import escape
 
     places, counts = ("worker", "tier", ">blocks", ">of", ">pinned", ">capacity"), (">dropped", ">late", ">failed")
-    table = plain_table(*places, ">hits", ">read", ">written", *counts, "detail")
+    table = plain_table(*places, ">hits", ">saved", ">lent", ">read", ">written", *counts, "detail")
     for worker in view.workers:
-        stats = worker.stats
-        device = f"{stats.cached_blocks}", f"{stats.total_blocks}", "", "", f"{stats.device_hit_tokens} tok"
-        table.add_row(worker.name, "device", *device)
-        for tier in stats.tiers:
-            moved = size(tier.capacity_blocks * tier.block_bytes), f"{tier.hit_tokens} tok"
+        device, fetched, *tiers = worker.stats.sources
+        table.add_row(worker.name, device.name, f"{device.blocks}", f"{device.capacity_blocks}", "", "", *_hits(device))
+        if fetched.hit_tokens:
+            table.add_row("", fetched.name, *[""] * 4, *_hits(fetched))
+        for tier in tiers:
             amounts = size(tier.read_bytes), size(tier.written_bytes)
             failed = map(str, (tier.dropped_blocks, tier.late, tier.failures))
             blocks = str(tier.blocks), str(tier.capacity_blocks), str(tier.pinned_blocks or "")
-            table.add_row("", tier.name, *blocks, *moved, *amounts, *failed, escape(tier.trouble))
+            capacity = size(tier.capacity_blocks * tier.block_bytes)
+            table.add_row("", tier.name, *blocks, capacity, *_hits(tier), *amounts, *failed, escape(tier.trouble))
     return table
+
+
+def _hits(tier: TierStats) -> tuple[str, str, str]:
+    return f"{tier.hit_tokens} tok", f"{tier.saved_s:.1f} s", f"{tier.lent_tokens} tok" if tier.lent_tokens else ""
 
 
 def tier_lines(view: ClusterView) -> Iterator[str]:
     """One line for each pool whose workers have tiers behind the device."""
     for pool in dict.fromkeys(worker.pool for worker in view.workers if worker.stats.tiers):
         members = [worker for worker in view.workers if worker.pool == pool]
-        hits = {"device": sum(worker.stats.device_hit_tokens for worker in members)}
-        blocks = []
+        hits, saved_s, blocks = Counter[str](), 0.0, []
+        for source in chain.from_iterable(worker.stats.sources for worker in members):
+            hits[source.name] += source.hit_tokens
+            saved_s += source.saved_s
         for name in dict.fromkeys(tier.name for _, tier in _tiers(members)):
             of = [tier for _, tier in _tiers(members) if tier.name == name]
-            hits[name] = sum(tier.hit_tokens for tier in of)
             held, most = sum(tier.blocks for tier in of), sum(tier.capacity_blocks for tier in of)
             blocks.append(f"{name} {held}/{most} blocks")
-        found = ", ".join(f"{name} {count}" for name, count in hits.items())
-        yield f"{pool} cache: {', '.join(blocks)}; tokens found: {found}"
+        found = ", ".join(f"{name} {count}" for name, count in hits.items() if count or name != "fetched")
+        yield f"{pool} cache: {', '.join(blocks)}; tokens found: {found}; saved {saved_s:.1f} s"
 
 
 def tier_troubles(view: ClusterView) -> Iterator[str]:

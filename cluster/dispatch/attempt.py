@@ -106,6 +106,7 @@ class Attempt:
         self.phase = Phase.QUEUEING
         self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
+        self.cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens)
         self.decode_workers = [decode.name]  # the last one is the current one
         self.switching = asyncio.Lock()  # held while the decode changes workers; delays messages
         self.migration: asyncio.Task[bool] | None = None
@@ -127,6 +128,7 @@ class Attempt:
         self._watch.lap("reserve")
         if self._cut_tokens:
             self.cached_tokens = reservation.cached_tokens
+            self.cached_from = (("device", self.cached_tokens),) if self.cached_tokens else ()
 
     async def run(self) -> FinishReason:
         """Run to the last token, after `reserve` where there are two workers."""
@@ -217,7 +219,7 @@ class Attempt:
 
     def _on_head(self, output: HeadOut) -> None:
         """A cut prompt's head is computed."""
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self._cached(output)
         self._head = output.timing
         if self.transfers:
             self._prefill.done()
@@ -247,7 +249,7 @@ class Attempt:
         while True:
             output = await self._receive(HeadOut, TokensOut)
             if isinstance(output, HeadOut):  # of a cut prompt; the first token came earlier
-                self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+                self._cached(output)
                 self._prefill.done()
                 continue
             self._emit(output)
@@ -344,11 +346,15 @@ class Attempt:
 
     def _emit_first(self, output: TokensOut, phase: Phase) -> None:
         """Emit the attempt's first token, and enter `phase`."""
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self._cached(output)
         self._lap_prompt(output.timing)
         self._watch.first_token()
         self.phase, self._latest = phase, None
         self._on_tokens(output)
+
+    def _cached(self, output: HeadOut | TokensOut) -> None:
+        if output.cached_tokens > self.cached_tokens:
+            self.cached_tokens, self.cached_from = output.cached_tokens, output.cached_from
 
     def _emit(self, output: TokensOut) -> None:
         self._latest = output.timing

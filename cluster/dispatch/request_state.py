@@ -48,6 +48,7 @@ class RequestState:
     # Of finished attempts:
     transfers: list[TransferReport] = field(default_factory=list)
     cached_tokens: int = 0
+    cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens)
     decode_workers: tuple[str, ...] = ()
 
     @property
@@ -81,7 +82,8 @@ class RequestState:
         self.phase, self.attempt = attempt.phase, None
         self.decode_workers = tuple(attempt.decode_workers)
         self.transfers += attempt.transfers
-        self.cached_tokens = max(self.cached_tokens, attempt.cached_tokens)
+        if attempt.cached_tokens > self.cached_tokens:
+            self.cached_tokens, self.cached_from = attempt.cached_tokens, attempt.cached_from
 
     def completed(self, finish: FinishReason) -> Completed:
         return Completed(
@@ -119,4 +121,5 @@ class RequestState:
             moves=tuple(self.moves),
             transfer_bytes=sum(report.num_bytes for report in transfers),
             transfer_ns=round(1e9 * sum(report.elapsed_s for report in transfers)),
+            cached_from=self.cached_from if attempt is None else attempt.cached_from,
         )

@@ -138,6 +138,7 @@ def _attributes(
         "diptych.outcome": trace.outcome,
         "diptych.slo_class": trace.class_name,
         "diptych.cached_tokens": trace.cached_tokens,
+        **{f"diptych.cached_{source}_tokens": count for source, count in trace.cached_from},
         "diptych.attempts": trace.attempts,
         "diptych.prefill_worker": trace.prefill_worker,
         "diptych.decode_worker": trace.decode_worker,

@@ -10,7 +10,8 @@ class RequestTrace:
     """One request. Times are nanoseconds of the gateway's clock.
 
     After the ledger come `open_ns` in `phase`, up to the request's end, or to now while `outcome` is empty. `moves`:
-    times and target workers of its decode's migrations.
+    times and target workers of its decode's migrations. `cached_from`: the source of cached tokens (the device,
+    "fetched" from another worker, or another tier) and their number.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class RequestTrace:
     moves: tuple[tuple[int, str], ...] = ()
     transfer_bytes: int = 0
     transfer_ns: int = 0
+    cached_from: tuple[tuple[str, int], ...] = ()
 
     @property
     def end_ns(self) -> int:

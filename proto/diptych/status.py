@@ -141,6 +141,7 @@ TRACE = Codec(
     arrived_ns=("arrived_unix_ns", SAME),
     ledger=("ledger", LEDGER),
     moves=("moves", MOVES),
+    cached_from=("cached_from", COUNTS),
 )
 EVENT = Codec(ClusterEvent, admin_pb2.ClusterEvent, at_ns=("unix_ns", SAME))
 LOAD = Codec(Load, admin_pb2.Load, at_ns=("unix_ns", SAME))

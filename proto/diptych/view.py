@@ -79,7 +79,8 @@ NO_PULLS = Pulls()
 class TierStats(Struct, frozen=True, gc=False):
     """A tier of a worker's prefix cache behind its device, since the worker started. `name`: host or disk.
 
-    `hit_tokens`: of prompts. `dropped_blocks`: it should have got them, but saving was not worth it or it was too busy.
+    `hit_tokens`: of prompts. `saved_s`: of computing these, less loading them. `lent_tokens`: that other workers
+    fetched from here. `dropped_blocks`: it should have got them, but saving was not worth it or it was too busy.
     `late`: reads and writes past their deadline. `failures`: those that failed, and reads of other bytes. `problem`:
     why it is no longer read or written.
     """
@@ -96,6 +97,8 @@ class TierStats(Struct, frozen=True, gc=False):
     failures: int = 0
     problem: str = ""
     pinned_blocks: int = 0
+    saved_s: float = 0.0
+    lent_tokens: int = 0
 
     @property
     def trouble(self) -> str:
@@ -135,6 +138,10 @@ class WorkerStats(Struct, frozen=True, gc=False):
     found_tokens: int = 0  # those of them that were cached, in any tier
     tiers: tuple[TierStats, ...] = ()  # behind the device
     pulls: Pulls = NO_PULLS
+    fetched_tokens: int = 0  # of the found tokens, those that were fetched from other workers
+    fetched_saved_s: float = 0.0  # as `TierStats.saved_s`, of these
+    device_saved_s: float = 0.0  # the same, of what was on the device
+    device_lent_tokens: int = 0  # as `TierStats.lent_tokens`, from the device
     non_finite: int = 0  # requests that ended because their logits were NaN or infinite
 
     @property
@@ -144,7 +151,21 @@ class WorkerStats(Struct, frozen=True, gc=False):
     @property
     def device_hit_tokens(self) -> int:
         """Those of the found tokens that were on the device."""
-        return self.found_tokens - sum([tier.hit_tokens for tier in self.tiers])
+        return self.found_tokens - self.fetched_tokens - sum([tier.hit_tokens for tier in self.tiers])
+
+    @property
+    def sources(self) -> tuple[TierStats, ...]:
+        """Where prompts found cached tokens: the device, other workers ("fetched"), and the tiers behind the device."""
+        device = TierStats(
+            "device",
+            self.cached_blocks,
+            self.total_blocks,
+            hit_tokens=self.device_hit_tokens,
+            saved_s=self.device_saved_s,
+            lent_tokens=self.device_lent_tokens,
+        )
+        fetched = TierStats("fetched", hit_tokens=self.fetched_tokens, saved_s=self.fetched_saved_s)
+        return device, fetched, *self.tiers
 
 
 @dataclass(frozen=True, slots=True)

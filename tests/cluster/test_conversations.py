@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from cluster.observe.ledger import now_ns
 from cluster.policy.routing.prefix_index import chain
 from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import ClusterSpec
@@ -92,6 +93,11 @@ async def test_a_turn_finds_the_last_answer_wherever_it_is_prefilled(
         tokens, cached_tokens = await two_turns(subject, lambda: keep_away_from(subject, other))
         assert tokens == colocated
         assert cached_tokens >= TOTAL - BLOCK
+        (trace,) = [each for each in subject.dispatcher.window(0, now_ns()).traces if each.request_id == "second"]
+        sources = dict(trace.cached_from)
+        assert sum(sources.values()) == cached_tokens and sources["fetched"] >= ANSWER - BLOCK
+        assert ("device" in sources) == (other == "prefill-1"), "the prompt of the first turn"
+        assert subject.workers["decode-0"]._stats().device_lent_tokens >= ANSWER - BLOCK
         assert subject.workers["prefill-0" if other == "prefill-1" else "prefill-1"]._stats().pulls.arrived == 1
         await subject.settle()
 

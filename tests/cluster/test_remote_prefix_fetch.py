@@ -92,7 +92,8 @@ async def test_an_answer_is_fetched_from_the_gang_that_generated_it(
         assert await taker.fetch_prefix(turn, ticket, 30.0) == 72
         (tokens,) = await colocated(taker, [replace(turn, id="again")])
         assert tokens == expected
-        assert taker.engine.pool.found_tokens == 72, "whole blocks of 8 or 12 tokens"
+        assert taker.engine.pool.hits.tokens == {"fetched": 72}, "whole blocks of 8 or 12 tokens"
+        assert holder.engine.leases.lent_tokens.total() == 72
         for worker in workers:
             await worker.check()
             assert worker.engine.stats().free_blocks == worker.engine.stats().total_blocks

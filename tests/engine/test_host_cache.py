@@ -28,7 +28,7 @@ from workers.engine.engine import Engine, EngineOutput
 from workers.engine.host_cache import HostCache
 from workers.engine.sequence import Lease
 from workers.errors import InvalidRequest, Overloaded
-from workers.request import Request
+from workers.request import Request, TokensOut
 
 CHEAP = LinearCost(swap_byte_s=0.0)
 DEAR = LinearCost(swap_byte_s=1.0)
@@ -69,6 +69,8 @@ def test_a_prefix_that_was_evicted_comes_back_from_the_host() -> None:
     (tier,) = stats.tiers
     assert (stats.sought_tokens, stats.found_tokens, stats.device_hit_tokens, tier.hit_tokens) == (160, 36, 0, 36)
     assert (tier.read_bytes, tier.written_bytes, tier.dropped_blocks) == (9000, 30_000, 0)
+    assert tier.saved_s > 0.0 == stats.device_saved_s
+    assert [each.cached_from for each in emitted if isinstance(each, TokensOut)] == [(("host", 36),), (), ()]
 
 
 @pytest.mark.parametrize(("cost", "host"), [(DEAR, 32), (CHEAP, 0)])

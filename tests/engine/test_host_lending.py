@@ -52,6 +52,7 @@ def test_an_idle_owner_restores_what_a_reader_lacks_and_digests_it(digest: bool)
         assert mark.cells == (tuple(digest_of(block, 4) for block in lease.blocks),)
     subject.leases.release(lease.key, lease.epoch)
     assert is_idle(subject)
+    assert subject.stats().tiers[0].lent_tokens == 32 and not subject.stats().device_lent_tokens
     computed, cached, _ = answer(subject, device, request("again", TURN, max_tokens=1))
     assert (computed, cached) == (4, 36) and subject.stats().tiers[0].hit_tokens == 4, "the others are cached again"
 

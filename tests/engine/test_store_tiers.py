@@ -16,6 +16,7 @@ from workers.engine.engine import Engine
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_cache import HostCache
 from workers.engine.store_tiers import MOST_WAIT_S, StoreTiers
+from workers.request import TokensOut
 from workers.stats import TierStats
 
 CHEAP = LinearCost(swap_byte_s=0.0)
@@ -128,7 +129,8 @@ def test_a_prefix_comes_back_from_the_disk_through_host_memory() -> None:
     stats = subject.stats()
     host, on_disk = stats.tiers
     assert (stats.found_tokens, stats.device_hit_tokens, host.hit_tokens, on_disk.hit_tokens) == (24, 0, 0, 24)
-    assert on_disk.blocks == len(disk.stored)
+    assert on_disk.blocks == len(disk.stored) and on_disk.saved_s > 0.0
+    assert [each.cached_from for each in emitted if isinstance(each, TokensOut)] == [(("disk", 24),), (), ()]
 
 
 def test_a_prompt_whose_blocks_do_not_arrive_is_computed() -> None:

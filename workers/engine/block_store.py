@@ -58,5 +58,5 @@ class BlockStore(Protocol):
         ...
 
     def stats(self) -> TierStats:
-        """Without `hit_tokens`. Named like `tier`."""
+        """Without `hit_tokens` and `saved_s`. Named like `tier`."""
         ...

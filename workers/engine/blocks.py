@@ -10,12 +10,13 @@ into it. A block is free once all of them release it. Knows ids and counts; know
 
 import heapq
 import struct
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
+from workers.engine.cache_hits import CacheHits
 from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.host_cache import HostCache
 from workers.engine.step import ELSEWHERE
@@ -96,8 +97,8 @@ class BlockPool:
         self._prefixes: dict[int, int] = {}  # named block -> cache log name of the prefix that ends there
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
         self._transfers: list[tuple[int, ...]] = []  # into which bytes may still land
-        self.sought_tokens = self.found_tokens = self.host_tokens = 0
-        self.store_tokens: Counter[Tier] = Counter()
+        self._fetched: set[int] = set()  # named blocks from another worker that no prompt has used yet
+        self.hits = CacheHits()
         self.log = CacheLog(block_size)
         self.host = HostCache(host_blocks, first_host, self.log, most_pinned)
         self.forget_in_stores: Callable[[Sequence[bytes]], object] = len  # set by an Engine with stores
@@ -110,19 +111,11 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._cached)
 
-    def looked_up(
-        self, sought_tokens: int, found_tokens: int, restored_tokens: int = 0, read: Iterable[Tier] = ()
-    ) -> None:
-        """Count the tokens of an admitted sequence, those that were cached, and those of these not on the device.
-
-        `read`: from where blocks of these were read for this sequence. They count there, and not on the host.
-        """
-        self.sought_tokens += sought_tokens
-        self.found_tokens += found_tokens
-        self.host_tokens += restored_tokens
-        for tier in read:
-            self.store_tokens[tier] += self.block_size
-            self.host_tokens -= self.block_size
+    def use_fetched(self, blocks: Sequence[int]) -> int:
+        """How many of these came from another worker, and are used for the first time."""
+        first = self._fetched.intersection(blocks)
+        self._fetched -= first
+        return len(first)
 
     def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
         """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.
@@ -196,11 +189,11 @@ class BlockPool:
         """Length of the longest known prefix, in blocks."""
         return next((place for place, name in enumerate(hashes) if name not in self._blocks), len(hashes))
 
-    def name(self, block: int, content: bytes, prefix: int | None = None) -> None:
+    def name(self, block: int, content: bytes, prefix: int | None = None, *, fetched: bool = False) -> None:
         """A held block is computed and has this `content` hash. The first block with a hash keeps it.
 
         A tail block that has been filled since gets its new hash instead. `prefix`: the cache log's name of the prefix
-        that ends with this block, if it has one.
+        that ends with this block, if it has one. `fetched`: another worker has computed it.
         """
         assert self._references[block] > 0, f"block {block} is named but not held"
         if not self._prefix_caching or content in self._blocks:
@@ -209,6 +202,8 @@ class BlockPool:
             self._forget(block)
         self._blocks[content] = block
         self._names[block] = content
+        if fetched:
+            self._fetched.add(block)
         self.host.on_device(content)
         if prefix is not None:
             self._prefixes[block] = prefix
@@ -280,6 +275,7 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         del self._blocks[self._names.pop(block)]
         self.digests.pop(block, None)
+        self._fetched.discard(block)
         prefix = self._prefixes.pop(block, None)
         if prefix is not None:
             self.log.remove(Tier.DEVICE, prefix)

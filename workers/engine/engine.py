@@ -13,10 +13,13 @@ import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
+from msgspec import structs
+
 from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
@@ -395,7 +398,8 @@ class Engine:
                 if token is not None:
                     self._append(sequence, token, logprobs, now_s)
                 elif sequence.cut_tokens == sequence.num_computed:
-                    self._outputs.append(HeadOut(sequence.key, sequence.timing(now_s), sequence.cached_tokens))
+                    cached = sequence.cached_tokens, sequence.cached_from
+                    self._outputs.append(HeadOut(sequence.key, sequence.timing(now_s), *cached))
                     self._end_held(sequence)
             except Exception as error:
                 self._blame(sequence, error)
@@ -425,6 +429,7 @@ class Engine:
                 finish=finish,
                 prefilled=first,
                 cached_tokens=sequence.cached_tokens,
+                cached_from=sequence.cached_from if first else (),
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
             )
         )
@@ -522,6 +527,7 @@ class Engine:
 
     def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS) -> WorkerStats:
         queued_tokens = num_reserved = 0
+        hits = self.pool.hits
         for each in self._sequences.values():
             if each.state is State.RESERVED:
                 num_reserved += 1
@@ -548,8 +554,12 @@ class Engine:
             expired_loans=self.loans.expired,
             bubble_share=bubble_share,
             cache_number=self.pool.log.number,
-            sought_tokens=self.pool.sought_tokens,
-            found_tokens=self.pool.found_tokens,
+            sought_tokens=hits.sought_tokens,
+            found_tokens=hits.tokens.total(),
+            fetched_tokens=hits.tokens[FETCHED],
+            fetched_saved_s=hits.saved_s[FETCHED],
+            device_saved_s=hits.saved_s[DEVICE],
+            device_lent_tokens=self.leases.lent_tokens[DEVICE],
             tiers=self._tiers(),
             non_finite=self._non_finite,
             pulls=pulls,
@@ -558,7 +568,8 @@ class Engine:
     def _tiers(self) -> tuple[TierStats, ...]:
         if not self.pool.host.num_blocks:
             return ()
-        return (self._kv.tier.stats(), *self._stores.stats())
+        host = structs.replace(self._kv.tier.stats(), lent_tokens=self.leases.lent_tokens[HOST])
+        return host, *self._stores.stats()
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""

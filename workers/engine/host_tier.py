@@ -7,6 +7,7 @@ migration or block hash exposes them before.
 from dataclasses import dataclass, field
 
 from workers.engine.blocks import BlockPool, Cached
+from workers.engine.cache_hits import HOST
 from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence
 from workers.stats import TierStats
@@ -66,7 +67,8 @@ class HostTier:
             blocks=len(host),
             capacity_blocks=host.num_blocks,
             block_bytes=size,
-            hit_tokens=self._pool.host_tokens,
+            hit_tokens=self._pool.hits.tokens[HOST],
+            saved_s=self._pool.hits.saved_s[HOST],
             pinned_blocks=host.num_pinned,
             read_bytes=self._num_restored * size,
             written_bytes=self._num_saved * size,

@@ -7,11 +7,13 @@ Pure.
 Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
+from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves, HostTier
 from workers.engine.loans import Moves
@@ -97,13 +99,23 @@ class KVCacheManager:
                 sequence.num_named = computed // size
                 if not tail and not sequence.borrows:
                     self.tier.restore(sequence, moves)
-                found = sequence.cached_tokens
-                read = [tier for index, tier in sequence.from_stores.items() if computed <= index * size < found]
-                sequence.from_stores.clear()
-                self._pool.looked_up(len(sequence.tokens), found, found - computed, read)
+                self._count(sequence, shared, computed)
                 return True
             self._pool.free(shared)
         return False
+
+    def _count(self, sequence: Sequence, shared: list[int], on_device: int) -> None:
+        """Count what was found, by source, and what this saves."""
+        size, found, hits = self._pool.block_size, sequence.cached_tokens, self._pool.hits
+        fetched = size * self._pool.use_fetched(shared)
+        read = Counter(tier.value for index, tier in sequence.from_stores.items() if on_device <= index * size < found)
+        sequence.from_stores.clear()
+        counts = {DEVICE: on_device - fetched, FETCHED: fetched, HOST: found - on_device - size * read.total()}
+        counts |= {tier: size * count for tier, count in read.items()}
+        sequence.cached_from = tuple([each for each in counts.items() if each[1]])
+        hits.looked_up(len(sequence.tokens), sequence.cached_from)
+        if found:
+            hits.save(len(sequence.tokens), sequence.cached_from, self._estimate.cost, self._block_bytes / size)
 
     def _known(self, sequence: Sequence, *, share_tail: bool) -> tuple[list[int], int]:
         """Blocks that hold the KV of the sequence's first tokens already, and how many tokens that are.
@@ -135,7 +147,7 @@ class KVCacheManager:
         sequence.blocks = shared + self._pool.allocate(num_blocks)
         sequence.num_named = len(shared)
         sequence.cached_tokens = len(shared) * self._pool.block_size
-        self._pool.looked_up(len(sequence.tokens), sequence.cached_tokens)
+        self._pool.hits.looked_up(len(sequence.tokens), ((DEVICE, sequence.cached_tokens),))
         return True
 
     def swap_in(self, sequence: Sequence, moves: BlockMoves) -> bool:

@@ -4,12 +4,14 @@ Another hold of the same key gets a higher epoch, which fences off every reader 
 argument.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvtransfer.errors import LeaseLost
 from workers.engine.blocks import BlockPool, Cached
+from workers.engine.cache_hits import DEVICE, HOST
 from workers.engine.host_tier import BlockMoves
 from workers.engine.sequence import Lease, Sequence
 
@@ -34,6 +36,7 @@ class LeaseBook:
 
     def __init__(self, pool: BlockPool, ttl_s: float, *, digest: bool) -> None:
         self.expired = 0
+        self.lent_tokens = Counter[str]()  # of cached prefixes that readers took, by tier
         self._pool = pool
         self._ttl_s = ttl_s
         self._digest = digest
@@ -58,7 +61,15 @@ class LeaseBook:
         self._advance_known(lease, sequence.num_computed)
         return lease
 
-    def offer(self, key: str, blocks: list[int], now_s: float, restores: Mapping[int, Cached] | None = None) -> Lease:
+    def offer(
+        self,
+        key: str,
+        blocks: list[int],
+        now_s: float,
+        restores: Mapping[int, Cached] | None = None,
+        *,
+        lends: bool = False,
+    ) -> Lease:
         """Hold computed, full blocks for a reader, taking over their references: of the cache or a running sequence.
 
         `restores`: those that must be restored first, from these blocks of the host cache. The watermark stops before
@@ -68,7 +79,9 @@ class LeaseBook:
         self.drop(key)
         self._epoch += 1
         num_tokens = len(blocks) * self._pool.block_size
-        lease = Lease(key, self._epoch, tuple(blocks), num_tokens, self._ttl_s, now_s + self._ttl_s, offered=True)
+        lease = Lease(
+            key, self._epoch, tuple(blocks), num_tokens, self._ttl_s, now_s + self._ttl_s, offered=True, lends=lends
+        )
         lease.restores.update(restores or {})
         lease.num_restored = len(lease.restores)
         for kept in lease.restores.values():
@@ -183,8 +196,8 @@ class LeaseBook:
         lease = self._valid(key, epoch)
         lease.deadline_s = now_s + lease.ttl_s
         if lease.offered and not lease.is_read:
-            lease.is_read = True
-            lease.digests += [()] * (min(have, len(lease.blocks)) - len(lease.digests))  # it will not ask for these
+            lease.is_read, lease.num_had = True, min(have, len(lease.blocks))
+            lease.digests += [()] * (lease.num_had - len(lease.digests))  # it will not ask for these
             self._advance_known(lease, lease.num_tokens)
             lease.finished = len(lease.digests) == len(lease.blocks)
         fresh = lease.digests[have:]
@@ -193,7 +206,12 @@ class LeaseBook:
 
     def release(self, key: str, epoch: int) -> None:
         """The reader is done; success proves that the lease was valid until now. Raises `LeaseLost`."""
-        self._valid(key, epoch)
+        lease = self._valid(key, epoch)
+        if lease.lends:
+            taken = len(lease.blocks) - lease.num_had
+            from_host = min(taken, lease.num_restored)
+            self.lent_tokens[HOST] += from_host * self._pool.block_size
+            self.lent_tokens[DEVICE] += (taken - from_host) * self._pool.block_size
         self.drop(key)
 
     def drop(self, key: str) -> bool:

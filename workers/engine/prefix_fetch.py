@@ -47,7 +47,7 @@ class PrefixFetches:
         blocks = self._pool.match(hashes)
         restores = self._restores(hashes[len(blocks) :])
         blocks += restores
-        return self._leases.offer(key, blocks, now_s, restores) if blocks else None
+        return self._leases.offer(key, blocks, now_s, restores, lends=True) if blocks else None
 
     def _restores(self, hashes: Sequence[bytes]) -> dict[int, Cached]:
         """Free blocks, and the host blocks to restore them from, for the first of these that are in host memory."""
@@ -86,5 +86,5 @@ class PrefixFetches:
         if arrived:
             for index in range(fetch.num_shared, len(fetch.hashes)):
                 prefix = name_of_block(fetch.names, index, self._pool.block_size)
-                self._pool.name(fetch.blocks[index], fetch.hashes[index], prefix)
+                self._pool.name(fetch.blocks[index], fetch.hashes[index], prefix, fetched=True)
         self._pool.free(fetch.blocks)

@@ -99,6 +99,7 @@ class Sequence:
     last_step: int = 0  # the newest step that computes some of it
     doomed: bool = False  # aborted while in flight: ends when its last step does
     cached_tokens: int = 0
+    cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens); see `CacheHits`
     fetched: bool = False
     goes_on: bool = False  # starts when its KV has arrived, without a `decode` call
     decode_called_s: float | None = None
@@ -244,3 +245,5 @@ class Lease:
     first_step: int = 0  # the first step that restores or digests blocks of an offer
     restores: dict[int, Cached] = field(default_factory=dict)  # block -> the host block, held, to restore it from
     num_restored: int = 0  # blocks of an offer that were allocated to be restored
+    lends: bool = False  # a cached prefix
+    num_had: int = 0  # blocks of an offer that its reader has

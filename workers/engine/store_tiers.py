@@ -29,6 +29,7 @@ class StoreTier:
     def __init__(self, store: BlockStore, pool: BlockPool) -> None:
         self.store = store
         self._pool = pool
+        pool.hits.read_byte_s[store.tier.value] = store.read_byte_s
         self._prefixes = store.watch(self._gone)
         for prefix in self._prefixes.values():
             pool.log.add(store.tier, prefix)
@@ -51,7 +52,8 @@ class StoreTier:
             self._pool.log.remove(self.store.tier, prefix)
 
     def stats(self) -> TierStats:
-        return structs.replace(self.store.stats(), hit_tokens=self._pool.store_tokens[self.store.tier])
+        hits, name = self._pool.hits, self.store.tier.value
+        return structs.replace(self.store.stats(), hit_tokens=hits.tokens[name], saved_s=hits.saved_s[name])
 
 
 class StoreTiers:

@@ -46,6 +46,11 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 )
 
 TierValue = Callable[[TierStats], float]
+SOURCE_COUNTERS: tuple[tuple[str, str, TierValue], ...] = (
+    ("hit_tokens", "Of the found tokens, those of each tier; fetched: from others.", lambda tier: tier.hit_tokens),
+    ("saved_seconds", "Time to compute these, less the time to load them.", lambda tier: tier.saved_s),
+    ("lent_tokens", "Tokens that other workers fetched from the tier.", lambda tier: tier.lent_tokens),
+)
 TIER_GAUGES: tuple[tuple[str, str, TierValue], ...] = (
     ("blocks", "Blocks that the tier holds.", lambda tier: tier.blocks),
     ("capacity_blocks", "Blocks that it has room for.", lambda tier: tier.capacity_blocks),
@@ -91,11 +96,12 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
 
 def _tier_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metric]:
     labels = (*LABELS, "tier")
-    tiers = [((gateway, worker.name, worker.pool, tier.name), tier) for worker in live for tier in worker.stats.tiers]
-    hits = [((gateway, worker.name, worker.pool, "device"), worker.stats.device_hit_tokens) for worker in live]
-    hits += [(values, tier.hit_tokens) for values, tier in tiers]
-    text = "Of the found tokens, those of each tier."
-    yield counter("diptych_worker_cache_hit_tokens", text, labels, hits)
+
+    named = [((gateway, worker.name, worker.pool), worker.stats) for worker in live]
+    sources = [((*values, source.name), source) for values, stats in named for source in stats.sources]
+    tiers = [((*values, tier.name), tier) for values, stats in named for tier in stats.tiers]
+    for name, text, value in SOURCE_COUNTERS:
+        yield counter(f"diptych_worker_cache_{name}", text, labels, [(values, value(each)) for values, each in sources])
     if not tiers:
         return
     for name, text, value in TIER_GAUGES:

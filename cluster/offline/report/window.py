@@ -85,6 +85,7 @@ def _request(number: int, trace: RequestTrace) -> Iterator[Event]:
         "class": trace.class_name,
         "prompt_tokens": trace.prompt_tokens,
         "cached_tokens": trace.cached_tokens,
+        **{f"cached_{source}_tokens": count for source, count in trace.cached_from},
         "output_tokens": trace.output_tokens,
         "attempts": trace.attempts,
         "prefill_worker": trace.prefill_worker,

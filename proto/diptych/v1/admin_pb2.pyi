@@ -160,7 +160,7 @@ class TracePage(_message.Message):
     def __init__(self, gateway: _Optional[str] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[Load, _Mapping]]] = ..., complete_from_unix_ns: _Optional[int] = ...) -> None: ...
 
 class RequestTrace(_message.Message):
-    __slots__ = ("request_id", "class_name", "outcome", "detail", "arrived_unix_ns", "ledger", "phase", "open_ns", "prompt_tokens", "cached_tokens", "output_tokens", "attempts", "prefill_worker", "decode_worker", "moves", "transfer_bytes", "transfer_ns")
+    __slots__ = ("request_id", "class_name", "outcome", "detail", "arrived_unix_ns", "ledger", "phase", "open_ns", "prompt_tokens", "cached_tokens", "output_tokens", "attempts", "prefill_worker", "decode_worker", "moves", "transfer_bytes", "transfer_ns", "cached_from")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,7 @@ class RequestTrace(_message.Message):
     MOVES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FROM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     class_name: str
     outcome: str
@@ -195,7 +196,8 @@ class RequestTrace(_message.Message):
     moves: _containers.RepeatedCompositeFieldContainer[Move]
     transfer_bytes: int
     transfer_ns: int
-    def __init__(self, request_id: _Optional[str] = ..., class_name: _Optional[str] = ..., outcome: _Optional[str] = ..., detail: _Optional[str] = ..., arrived_unix_ns: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.LatencyLedger, _Mapping]] = ..., phase: _Optional[str] = ..., open_ns: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ..., transfer_bytes: _Optional[int] = ..., transfer_ns: _Optional[int] = ...) -> None: ...
+    cached_from: _containers.RepeatedCompositeFieldContainer[Count]
+    def __init__(self, request_id: _Optional[str] = ..., class_name: _Optional[str] = ..., outcome: _Optional[str] = ..., detail: _Optional[str] = ..., arrived_unix_ns: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.LatencyLedger, _Mapping]] = ..., phase: _Optional[str] = ..., open_ns: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ..., transfer_bytes: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., cached_from: _Optional[_Iterable[_Union[Count, _Mapping]]] = ...) -> None: ...
 
 class Move(_message.Message):
     __slots__ = ("unix_ns", "worker")
@@ -496,7 +498,7 @@ class ScalePoolResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share", "tiers", "sought_tokens", "found_tokens")
+    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share", "tiers", "sought_tokens", "found_tokens", "fetched_tokens", "fetched_saved_s", "device_saved_s", "device_lent_tokens")
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -516,6 +518,10 @@ class WorkerStats(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     SOUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queued_tokens: int
     waiting: int
     running: int
@@ -535,10 +541,14 @@ class WorkerStats(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
     sought_tokens: int
     found_tokens: int
-    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ...) -> None: ...
+    fetched_tokens: int
+    fetched_saved_s: float
+    device_saved_s: float
+    device_lent_tokens: int
+    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., fetched_saved_s: _Optional[float] = ..., device_saved_s: _Optional[float] = ..., device_lent_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheTier(_message.Message):
-    __slots__ = ("name", "blocks", "capacity_blocks", "block_bytes", "hit_tokens", "read_bytes", "written_bytes", "dropped_blocks", "late", "failures", "problem", "pinned_blocks")
+    __slots__ = ("name", "blocks", "capacity_blocks", "block_bytes", "hit_tokens", "read_bytes", "written_bytes", "dropped_blocks", "late", "failures", "problem", "pinned_blocks", "saved_s", "lent_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -551,6 +561,8 @@ class CacheTier(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_S_FIELD_NUMBER: _ClassVar[int]
+    LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     blocks: int
     capacity_blocks: int
@@ -563,7 +575,9 @@ class CacheTier(_message.Message):
     failures: int
     problem: str
     pinned_blocks: int
-    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., late: _Optional[int] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
+    saved_s: float
+    lent_tokens: int
+    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., late: _Optional[int] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ..., pinned_blocks: _Optional[int] = ..., saved_s: _Optional[float] = ..., lent_tokens: _Optional[int] = ...) -> None: ...
 
 class UnlinkedPair(_message.Message):
     __slots__ = ("owner", "reader")

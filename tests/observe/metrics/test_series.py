@@ -172,19 +172,21 @@ def test_vllm_metrics_are_exported_only_if_configured() -> None:
         parse_spec(pools | {"metrics": {"compat": "sglang"}})
 
 
-TIER = TierStats("disk", 24, 25, 26, 27, 28, 29, 30, 31, 32, "", 33)
+TIER = TierStats("disk", 24, 25, 26, 27, 28, 29, 30, 31, 32, "", 33, 37.5, 38)
 STATS = WorkerStats(
     queued_tokens=1, waiting=2, running=3, reserved=4, leases=5, free_blocks=60, cached_blocks=7, quarantined_blocks=8,
     total_blocks=100, steps=10, step_s=0.5, preemptions=11, expired_leases=12, bubble_share=0.25, sought_tokens=13,
     found_tokens=62, tiers=(TIER,), pulls=Pulls(15, 16, 17, 18, 19, 20.5), non_finite=23,
     lent_blocks=34, borrowed_blocks=35, expired_loans=36,
+    fetched_tokens=5, fetched_saved_s=1.5, device_saved_s=0.5, device_lent_tokens=6,
 )  # fmt: skip
 TOLD = {
     "running_requests": 3, "waiting_requests": 2, "reserved_requests": 4, "queued_tokens": 1, "kv_blocks": 100,
     "kv_used_blocks": 40, "kv_cached_blocks": 7, "kv_quarantined_blocks": 8, "leases": 5, "step_seconds": 0.5,
     "bubble_ratio": 0.25, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
     "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 62,
-    "cache_hit_tokens_total": 62, "cache_blocks": 24, "cache_capacity_blocks": 25, "cache_healthy": 1,
+    "cache_hit_tokens_total": 62, "cache_saved_seconds_total": 39.5, "cache_lent_tokens_total": 44,
+    "cache_blocks": 24, "cache_capacity_blocks": 25, "cache_healthy": 1,
     "cache_pinned_blocks": 33,
     "cache_read_bytes_total": 28, "cache_written_bytes_total": 29, "cache_dropped_blocks_total": 30,
     "cache_late_total": 31, "cache_failures_total": 32,
@@ -205,8 +207,8 @@ def test_live_workers_export_statistics_and_dead_ones_role_and_failures() -> Non
     there = {sample.name for family in families(text) for sample in family.samples}
     found = {name for name in there if name.startswith("diptych_worker_")}
     assert {name.removeprefix("diptych_worker_"): value(text, name) for name in found} == TOLD
-    hits = [value(text, "diptych_worker_cache_hit_tokens_total", tier=tier) for tier in ("device", "disk")]
-    assert hits == [35, 27]
+    hits = [value(text, "diptych_worker_cache_hit_tokens_total", tier=tier) for tier in ("device", "fetched", "disk")]
+    assert hits == [30, 5, 27]
     assert value(text, "diptych_workers", role="decode", state="ready") == 1
     assert value(text, "diptych_workers", role="decode", state="dead") == 1
     assert (value(text, "diptych_pool_workers"), value(text, "diptych_pool_wanted_workers")) == (1, 3)
