@@ -13,8 +13,8 @@ from pathlib import Path
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
 from kvtransfer.layout import KVLayout
 from workers.kv_store.kv_store import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS, KVStore
-from workers.kv_store.slab import Slab, aligned_buffer
-from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, fingerprint, slot_bytes
+from workers.kv_store.slab import SLAB_FILES, Slab, aligned_buffer
+from workers.kv_store.slot_format import NAME_BYTES, fingerprint
 from workers.kv_store.slot_index import SlotIndex
 
 LAYOUT = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16)  # SmolLM2-135M: 720 KiB
@@ -31,7 +31,7 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     """In the system's folder for temporary files (TMPDIR). Raises `KVStoreError`."""
     num_slots = QUICK_SLOTS if quick else NUM_SLOTS
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
-        slab = Slab(Path(folder), PAGE_BYTES + num_slots * slot_bytes(LAYOUT.block_bytes), LAYOUT.block_bytes)
+        slab = Slab(Path(folder) / SLAB_FILES[0], num_slots, LAYOUT.block_bytes)
         mode = "direct" if slab.is_direct else "buffered"
         io = asyncio.run(_io(slab, rounds, progress))
     index = _index(QUICK_NAMES if quick else NUM_NAMES, rounds)

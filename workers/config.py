@@ -142,12 +142,12 @@ NO_BYTES = ByteSize()
 
 @dataclass(frozen=True, slots=True)
 class DiskCacheConfig:
-    """A file on a local disk for what the host cache gets. It survives restarts."""
+    """A local disk for what the host cache gets. It survives restarts, and the workers of a host share it."""
 
     path: str
-    """Folder. Each worker has a folder of its name there. Keep it as private as prompts: it holds KV."""
+    """Folder that the workers of a host share. Keep it as private as prompts: it holds KV."""
     size: ByteSize
-    """Size of each worker's file, allocated at its start."""
+    """Of each worker's files, allocated at its start."""
 
     def __post_init__(self) -> None:
         if not self.path.startswith("/"):
@@ -163,7 +163,7 @@ class CacheConfig:
     host: ByteSize = NO_BYTES
     """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none."""
     disk: DiskCacheConfig | None = None
-    """A file on a local disk, for workers of one rank with `host`."""
+    """On a local disk, for workers of one rank with `host`."""
     pins: ByteSize = NO_BYTES
     """The part of `host` that `diptych cache warm --pin` may fill with prompts, at most half. 0: nothing is pinned."""
 

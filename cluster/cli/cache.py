@@ -162,7 +162,7 @@ def _tell(prompt: str, workers: "Iterable[CachedPrompt]", what: str) -> None:
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Compare the digests of all blocks in the file of a worker that is stopped. PATH: cache.disk.path, or below it.
+    """Compare the digests of all blocks on a disk. PATH: cache.disk.path, or a file there. Workers may be running.
 
     Exits with 1 if a block is corrupt. A worker ignores slots that are torn or foreign, and a corrupt one is a miss.
 

@@ -35,8 +35,8 @@ class RecordedDisk(Device):
         self.prefixes: dict[bytes, int] = {}  # of what is stored
         self.tier = Tier.DISK
 
-    def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
-        self.gone = gone
+    def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
+        self.added, self.gone = added, gone
         return dict(self.prefixes)
 
     def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workers.kv_store.kv_store import KVStore
-from workers.kv_store.slab import Slab
-from workers.kv_store.slot_format import PAGE_BYTES, slot_bytes
+from workers.kv_store.slab import SLAB_FILES, Slab
+from workers.kv_store.slot_format import PAGE_BYTES, encode_title, slot_bytes
 
 BLOCK_BYTES = 5000  # not a whole number of pages
 SLOT_BYTES = slot_bytes(BLOCK_BYTES)
 FINGERPRINT = bytes(range(32))
+FILE = SLAB_FILES[0]
 WAIT_S = 30.0  # for what takes milliseconds
 
 
@@ -30,10 +31,10 @@ def file_bytes(num_slots: int) -> int:
 class FaultySlab(Slab):
     """`on_read` and `on_write` replace the system calls once the slab is open; they may call `really`."""
 
-    def __init__(self, folder: Path, num_slots: int) -> None:
+    def __init__(self, folder: Path, num_slots: int, fingerprint: bytes = FINGERPRINT, file: str = FILE) -> None:
         self.on_read: Callable[[memoryview, int], int] | None = None
         self.on_write: Callable[[memoryview, int], int] | None = None
-        super().__init__(folder, file_bytes(num_slots), BLOCK_BYTES)
+        super().__init__(folder / file, num_slots, BLOCK_BYTES, encode_title(fingerprint, BLOCK_BYTES))
 
     def _pread(self, buffer: memoryview, offset: int) -> int:
         return self.on_read(buffer, offset) if self.on_read else super()._pread(buffer, offset)
@@ -64,13 +65,14 @@ class Hang:
 
 
 class Opened:
-    """A store, its slab, and the names it said are gone."""
+    """A store, its slab, and what it said was found and is gone."""
 
-    def __init__(self, folder: Path, num_slots: int = 4, fingerprint: bytes = FINGERPRINT) -> None:
+    def __init__(self, folder: Path, num_slots: int = 4, fingerprint: bytes = FINGERPRINT, file: str = FILE) -> None:
         self.gone: list[bytes] = []
-        self.slab = FaultySlab(folder, num_slots)
+        self.found: dict[bytes, int] = {}
+        self.slab = FaultySlab(folder, num_slots, fingerprint, file)
         self.store = KVStore(self.slab, fingerprint)
-        self.store.gone = self.gone.append
+        self.store.watch(self.found.__setitem__, self.gone.append)
 
     async def put(self, *numbers: int) -> list[bool]:
         return [await self.store.write(name_of(number), memoryview(block_of(number))) for number in numbers]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv_store.slabs import BLOCK_BYTES, WAIT_S, Hang, Opened, block_of, name_of
+from tests.kv_store.slabs import BLOCK_BYTES, FILE, WAIT_S, Hang, Opened, block_of, name_of
 from workers.kv_store import kv_store
-from workers.kv_store.kv_store import MOST_IO_FAILURES, MOST_WRITES, READ_THREADS, WRITE_THREADS
-from workers.kv_store.slab import FILE
+from workers.kv_store.device_health import MOST_IO_FAILURES
+from workers.kv_store.kv_store import MOST_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.slot_format import PAGE_BYTES
 
 LATE_S = 0.05
@@ -280,7 +280,7 @@ async def test_a_flipped_bit_is_a_miss(opened: Opened, tmp_path: Path, place: in
     await opened.put(1, 2)
     slot = opened.store._index.slot_of(name_of(1))
     assert slot is not None
-    corrupt(tmp_path, opened.slab._offset(slot) + place)
+    corrupt(tmp_path, opened.slab.offset(slot) + place)
     assert [await opened.get(1), await opened.get(2)] == [None, block_of(2)]
     assert opened.store.stats().corrupt == 1 and opened.gone == [name_of(1)]
     assert await opened.put(1) == [True] and await opened.get(1) == block_of(1), "computed and stored again"
@@ -290,7 +290,7 @@ async def test_right_bytes_under_a_wrong_name_are_a_miss(opened: Opened) -> None
     """A device that reads another place than it was told: an intact slot, of another block."""
     await opened.put(1, 2)
     slots = [opened.store._index.slot_of(name_of(number)) for number in (1, 2)]
-    first, second = (opened.slab._offset(slot) for slot in slots if slot is not None)
+    first, second = (opened.slab.offset(slot) for slot in slots if slot is not None)
     opened.slab.on_read = lambda buffer, offset: opened.slab.really_read(buffer, second if offset == first else offset)
     assert [await opened.get(1), await opened.get(2)] == [None, block_of(2)]
     assert opened.store.stats().corrupt == 1

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvtransfer.layout import KVLayout
 from tests.kv_store.slabs import (
     BLOCK_BYTES,
+    FILE,
     FINGERPRINT,
     SLOT_BYTES,
     WAIT_S,
@@ -27,18 +28,17 @@ from tests.kv_store.slabs import (
     file_bytes,
     name_of,
 )
-from workers.errors import KVStoreError
 from workers.kv_store import slot_format
-from workers.kv_store.kv_store import open_kv_store
-from workers.kv_store.slab import FILE
+from workers.kv_store.kv_store import open_kv_store, store_bytes
+from workers.kv_store.slab import SLAB_FILES
 from workers.kv_store.slot_format import PAGE_BYTES, decode_header, encode_header, fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-async def restarted(folder: Path, num_slots: int, numbers: Iterable[int], **how: bytes) -> set[int]:
+async def restarted(folder: Path, num_slots: int, numbers: Iterable[int], fingerprint: bytes = FINGERPRINT) -> set[int]:
     """Open the folder; returns which blocks can be read, and these must be right. Then write to every slot."""
-    opened = Opened(folder, num_slots, **how)
+    opened = Opened(folder, num_slots, fingerprint)
     claimed = {number for number in numbers if name_of(number) in opened.store.names}
     found = set()
     for number in numbers:
@@ -48,7 +48,7 @@ async def restarted(folder: Path, num_slots: int, numbers: Iterable[int], **how:
             found.add(number)
     assert found <= claimed
     await opened.close()  # damaged slots are erased by now; before, a write might have found no slot
-    opened = Opened(folder, num_slots, **how)
+    opened = Opened(folder, num_slots, fingerprint)
     fresh = range(1000, 1000 + num_slots)
     assert all(await opened.put(*fresh)), "damaged slots are used again"
     assert [await opened.get(number) for number in fresh] == [block_of(number) for number in fresh]
@@ -260,18 +260,21 @@ async def test_kill_9_at_any_time_keeps_what_was_stored(tmp_path: Path) -> None:
     assert len(found) >= 7 and min(found) > stored[-1] - 8
 
 
-async def test_a_store_opens_in_the_folder_of_a_live_worker_only_after_its_death(tmp_path: Path) -> None:
+async def test_the_slab_of_a_live_worker_is_taken_only_after_its_death(tmp_path: Path) -> None:
     child = writer(tmp_path, stop_at=3, part=0)
     assert child.stdout is not None
+    size = store_bytes(8, BLOCK_BYTES)
     try:
         while (await asyncio.wait_for(asyncio.to_thread(child.stdout.readline), WAIT_S)).strip() != "torn":
             pass
-        with pytest.raises(KVStoreError, match="of another worker"):
-            open_kv_store(tmp_path, file_bytes(8), BLOCK_BYTES, FINGERPRINT)
+        store = open_kv_store(tmp_path, size, BLOCK_BYTES, FINGERPRINT)
+        assert store.path.name == SLAB_FILES[1] and not store.names
+        assert store.match([name_of(0), name_of(1), name_of(2)]) == 2, "the third one is being written"
+        await store.close()
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-    store = open_kv_store(tmp_path, file_bytes(8), BLOCK_BYTES, FINGERPRINT)
-    assert len(store.names) == 2
+    store = open_kv_store(tmp_path, size, BLOCK_BYTES, FINGERPRINT)
+    assert store.path.name == SLAB_FILES[0] and store.names == (name_of(0), name_of(1))
     await store.close()

@@ -1,22 +1,23 @@
 """`diptych cache verify`: what a file of cached KV holds, without a worker."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import main
-from tests.kv_store.slabs import BLOCK_BYTES, FINGERPRINT, SLOT_BYTES, block_of, file_bytes, name_of
-from workers.kv_store.kv_store import KVStore, open_kv_store
-from workers.kv_store.slab import FILE
+from tests.kv_store.slabs import BLOCK_BYTES, FILE, FINGERPRINT, SLOT_BYTES, block_of, name_of
+from workers.kv_store.kv_store import KVStore, open_kv_store, store_bytes
 from workers.kv_store.slot_format import PAGE_BYTES
+from workers.kv_store.verify import AGAIN_S
 
 OTHER = bytes(reversed(FINGERPRINT))
 
 
 def opened(folder: Path, fingerprint: bytes = FINGERPRINT) -> KVStore:
-    return open_kv_store(folder, file_bytes(6), BLOCK_BYTES, fingerprint)
+    return open_kv_store(folder, store_bytes(6, BLOCK_BYTES), BLOCK_BYTES, fingerprint)
 
 
 async def filled(folder: Path, *numbers: int, fingerprint: bytes = FINGERPRINT) -> Path:
@@ -56,34 +57,38 @@ async def test_each_slot_is_in_one_state_and_corruption_is_an_error(tmp_path: Pa
     assert file.read_bytes() == data, "nothing was changed"
 
 
-async def test_the_folder_of_all_workers_has_a_report_for_each(tmp_path: Path) -> None:
-    for number in (0, 1):
-        folder = tmp_path / f"prefill-{number}"
-        folder.mkdir()
-        await filled(folder, *range(number + 1))
+async def test_a_path_has_a_report_for_each_slab_also_while_workers_use_them(tmp_path: Path) -> None:
+    stores = [opened(tmp_path) for _ in range(2)]
+    assert await stores[1].write(name_of(1), memoryview(block_of(1)))
     result = verify(str(tmp_path))
     assert result.exit_code == 0
-    rows = [line.split() for line in result.stdout.splitlines() if FILE in line]
-    assert [row[1:] for row in rows] == [[str(BLOCK_BYTES), "6", str(n), str(6 - n), "0", "0", "0"] for n in (1, 2)]
+    rows = [line.split() for line in result.stdout.splitlines() if ".slab" in line]
+    assert [row[1:] for row in rows] == [[str(BLOCK_BYTES), "6", str(n), str(6 - n), "0", "0", "0"] for n in (0, 1)]
+    assert await stores[1].write(name_of(2), memoryview(block_of(2))), "it goes on"
+    for store in stores:
+        await store.close()
+
+
+async def test_a_slot_that_is_being_written_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = await filled(tmp_path, 1)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: 3 * PAGE_BYTES] + bytes(PAGE_BYTES) + whole[4 * PAGE_BYTES :])
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        file.write_bytes(whole)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert counts(verify(str(file), "--json")) == [{"good": 1, "free": 5}] and slept == [AGAIN_S]
 
 
 async def test_what_cannot_be_verified_is_one_line(tmp_path: Path) -> None:
-    assert "has no blocks.slab; give the path of cache.disk" in verify(str(tmp_path)).stderr
-    store = opened(tmp_path)
-    assert "is in use by a worker; stop it first" in verify(str(tmp_path)).stderr
-    await store.close()
+    assert "has no blocks-0.slab; give the path of cache.disk" in verify(str(tmp_path)).stderr
     for content in (b"", b"x" * PAGE_BYTES):
         (tmp_path / FILE).write_bytes(content)
         result = verify(str(tmp_path))
         assert result.exit_code == 1 and "is no file of cached KV of this version" in result.stderr
-
-
-async def test_a_worker_can_open_a_file_again_that_was_verified(tmp_path: Path) -> None:
-    await filled(tmp_path, 1)
-    assert verify(str(tmp_path)).exit_code == 0
-    store = opened(tmp_path)
-    assert store.names == (name_of(1),)
-    await store.close()
 
 
 @pytest.mark.parametrize("command", ["cache", "cache status", "cache warm", "cache drop", "cache verify"])

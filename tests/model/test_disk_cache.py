@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.open import SharedMemory
+from tests.kv_store.slabs import FILE
 from tests.model.test_host_tier import PROMPTS
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
@@ -17,8 +18,8 @@ from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
 from workers.executor.solo import open_solo
 from workers.kv_events import chain
-from workers.kv_store.kv_store import MOST_IO_FAILURES
-from workers.kv_store.slab import FILE, Slab
+from workers.kv_store.device_health import MOST_IO_FAILURES
+from workers.kv_store.slab import Slab
 from workers.model.folder import ModelFolder
 from workers.request import Bundle, Request, SamplingParams, TokensOut
 from workers.worker import Worker
@@ -118,7 +119,7 @@ async def test_prefixes_from_the_disk_give_the_tokens_of_computed_ones(
 
 async def test_a_damaged_disk_changes_no_token(tiny: ModelFolder, tmp_path: Path) -> None:
     expected, _, _ = await answers(tiny, config(tmp_path), range(10))
-    file = tmp_path / "w" / FILE
+    file = tmp_path / FILE
     data = bytearray(file.read_bytes())
     data[4096 + 4096 :: 4096] = bytes(len(data[4096 + 4096 :: 4096]))  # the first byte of most pages
     file.write_bytes(data)
@@ -149,7 +150,7 @@ async def test_other_weights_find_nothing(tiny: ModelFolder, tmp_path: Path) -> 
 
 
 async def test_a_worker_without_its_folder_does_not_start_and_says_why(tiny: ModelFolder, tmp_path: Path) -> None:
-    with pytest.raises(KVStoreError, match=r"missing/w is no folder; create it"):
+    with pytest.raises(KVStoreError, match=r"missing is no folder; create it"):
         await open_solo(config(tmp_path / "missing"), tiny, "w-1", SharedMemory())
 
 
@@ -180,3 +181,36 @@ async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: 
         listening.cancel()
         await worker.close()
     assert logged[0] and logged[0] <= {name for prompt in prompts for name in chain(prompt)}
+
+
+async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(tiny: ModelFolder, tmp_path: Path) -> None:
+    """The other one runs at first, and has ended later. Each prompt has one name: its first 128 tokens."""
+    made = config(tmp_path, kv_blocks=42)
+    made = replace(made, cache=CacheConfig(ByteSize(64 * BLOCK_BYTES), made.cache.disk))
+    prompts = [tuple(3 + (7 * position + 31 * number) % 200 for position in range(150)) for number in range(6)]
+    clients, executors, listening = [], [], []
+    for name in ("a", "b"):
+        executors.append(await open_solo(replace(made, name=name), tiny, f"{name}-1", SharedMemory()))
+        worker = await Worker.open(replace(made, name=name), f"{name}-1", executors[-1], heartbeat_s=0.25)
+        clients.append(Client(worker))
+        listening.append(asyncio.ensure_future(worker.subscribe("t", clients[-1].take)))
+    await asyncio.sleep(0)
+    answered = [await clients[0].answer(number, prompt) for number, prompt in enumerate(prompts)]
+    logs = [client.worker.engine.pool.log for client in clients]
+    async with asyncio.timeout(WAIT_S):
+        while not logs[0].names(Tier.DISK) or logs[1].names(Tier.DISK) != logs[0].names(Tier.DISK):
+            await asyncio.sleep(0.01)
+    names = logs[0].names(Tier.DISK)
+    assert names <= {name for prompt in prompts for name in chain(prompt)}
+    on_disk = [number for number, prompt in enumerate(prompts) if set(chain(prompt)) <= names]
+    del on_disk[-1]  # perhaps its tail alone: the device evicts that first
+    for number in on_disk:
+        if number == on_disk[-1]:  # what has ended is read too
+            listening[0].cancel()
+            await clients[0].worker.close()
+        tokens, cached = await clients[1].answer(number, prompts[number])
+        assert tokens == answered[number][0] and cached >= 128
+    disk = executors[1]._rank._disk
+    assert disk is not None and disk.store.stats().peer_reads >= 16 * len(on_disk) > 16
+    listening[1].cancel()
+    await clients[1].worker.close()

@@ -31,10 +31,11 @@ class BlockStore(Protocol):
     tier: Tier
     read_byte_s: float
 
-    def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
+    def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         """The prefix names of what is known to be there, by content hash; the caller's. Empty if it takes a round trip.
 
-        From now on `gone` is told each content hash that can no longer be read, as far as this worker knows.
+        From now on `added` is told the content hash and the prefix name of what other workers have stored, and `gone`
+        each content hash that can no longer be read, as far as this worker knows.
         """
         ...
 

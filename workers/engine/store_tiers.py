@@ -30,7 +30,7 @@ class StoreTier:
         self.store = store
         self._pool = pool
         pool.hits.read_byte_s[store.tier.value] = store.read_byte_s
-        self._prefixes = store.watch(self._gone)
+        self._prefixes = store.watch(self._added, self._gone)
         for prefix in self._prefixes.values():
             pool.log.add(store.tier, prefix)
 
@@ -43,8 +43,11 @@ class StoreTier:
     def _written(self, name: bytes, prefix: int | None, block: int, is_there: bool) -> None:
         self._pool.host.release(block)
         if prefix is not None and is_there:
-            self._prefixes[name] = prefix
-            self._pool.log.add(self.store.tier, prefix)
+            self._added(name, prefix)
+
+    def _added(self, name: bytes, prefix: int) -> None:
+        self._prefixes[name] = prefix
+        self._pool.log.add(self.store.tier, prefix)
 
     def _gone(self, name: bytes) -> None:
         prefix = self._prefixes.pop(name, None)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,8 +32,8 @@ class DiskCache:
         self._reading: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def watch(self, gone: Callable[[bytes], None]) -> dict[bytes, int]:
-        self.store.gone = gone
+    def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
+        self.store.watch(added, gone)
         return self.store.found_prefixes
 
     def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
@@ -61,7 +60,11 @@ class DiskCache:
 
     def stats(self) -> TierStats:
         found, size = self.store.stats(), self._host.shape[1]
-        stopped = ("reads stopped", found.stopped_reads), ("writes stopped", found.stopped_writes)
+        stopped = (
+            ("reads stopped", found.stopped_reads),
+            ("writes stopped", found.stopped_writes),
+            ("a peer's slab", found.stopped_peers),
+        )
         return TierStats(
             "disk",
             blocks=found.num_stored,
@@ -83,23 +86,20 @@ class DiskCache:
 
 
 def open_disk_cache(config: WorkerConfig, pool: KVPool) -> DiskCache | None:
-    """None if the configuration has none. Each worker has a folder of its name in `cache.disk.path`. Blocks.
+    """None if the configuration has none. The workers of a host share `cache.disk.path`. Blocks.
 
     Raises `KVStoreError`.
     """
     disk = config.cache.disk
     if disk is None:
         return None
-    folder = Path(disk.path) / config.name
-    with suppress(OSError):  # the store says what is wrong
-        folder.mkdir(exist_ok=True)
     device = pool.blocks.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     layout = pool.region.layout
     computed_by = fingerprint(layout, version("diptych"), torch.__version__, kind, str(config.engine.deterministic))
-    store = open_kv_store(folder, disk.size, layout.block_bytes, computed_by)
+    store = open_kv_store(Path(disk.path), disk.size, layout.block_bytes, computed_by)
     stats = store.stats()
     how = "direct" if stats.is_direct else "buffered"
-    found = f"{stats.num_stored} of {stats.num_slots} blocks found in {folder}"
+    found = f"{stats.num_stored} of {stats.num_slots} blocks found in {store.path}"
     logger.info("%s: %s, %s I/O, read at %.0f MB/s", config.name, found, how, 1e-6 / store.read_byte_s)
     return DiskCache(store, pool)

@@ -1,10 +1,12 @@
 """KV blocks on a disk: reads and writes beside the event loop, on threads. Whatever goes wrong is a miss.
 
-    write   reserve a slot (the block it held is gone) -> queue -> thread: copy, digest, write -> publish
+    write   reserve a slot (the block it held is gone) -> queue -> thread: copy, digest, write, tell peers -> publish
     read    pin the slot -> queue -> thread: read, compare name and digest, copy -> unpin
+            or of a peer's slab, whose owner may reuse the slot: then another name or digest is read
 
-A full queue drops writes. A device that fails or hangs several times in a row is no longer used until the store is
-opened again. Knows no sequence and no tensor.
+Workers share a path. Each writes to its own slab and reads all of its fingerprint. A full queue drops writes. A device
+that fails or hangs several times in a row is no longer used until the store is opened again. Knows no sequence and no
+tensor.
 """
 
 import asyncio
@@ -17,8 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from workers.errors import KVStoreError
+from workers.kv_store.device_health import DeviceHealth
 from workers.kv_store.io_threads import BlockCopy, IOThreads
-from workers.kv_store.slab import Slab
+from workers.kv_store.peer_slabs import PeerSlab, PeerSlabs
+from workers.kv_store.shared_index import SharedIndex, SlotContent, index_bytes, index_path
+from workers.kv_store.slab import Slab, open_slab, slab_bytes
 from workers.kv_store.slot_format import (
     NAME_BYTES,
     PAGE_BYTES,
@@ -36,7 +41,6 @@ WRITE_THREADS = 2
 MOST_READS = 256  # that wait for a thread
 MOST_WRITES = 64
 WRITE_TIMEOUT_S = 5.0
-MOST_IO_FAILURES = 3  # in a row: the device is at fault
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -54,13 +58,16 @@ Result = tuple[IOOutcome, str]  # with the reason of a failure
 
 @dataclass(frozen=True, slots=True)
 class KVStoreStats:
-    """`reads` and `writes` succeeded. `late`: past their deadline. `stopped_*`: why the device is no longer used."""
+    """`num_stored`: in its own slab. `reads` and `writes` succeeded; `reads` has those of peers. `late`: past their
+    deadline. `stopped_*`: why the device, or a peer's slab, is no longer used.
+    """
 
     num_slots: int
     num_stored: int
     recovered: int
     is_direct: bool
     reads: int = 0
+    peer_reads: int = 0
     read_failures: int = 0
     corrupt: int = 0
     writes: int = 0
@@ -69,63 +76,54 @@ class KVStoreStats:
     late: int = 0
     stopped_reads: str = ""
     stopped_writes: str = ""
-
-
-class DeviceHealth:
-    """Stops the use of a device that fails several times in a row. `what`: reads or writes of which folder."""
-
-    def __init__(self, what: str, on_stop: Callable[[], None] = lambda: None) -> None:
-        self._what = what
-        self._on_stop = on_stop
-        self._in_a_row = 0
-        self.good = self.failures = 0
-        self.stopped = ""
-
-    def succeeded(self) -> None:
-        self.good += 1
-        self._in_a_row = 0
-
-    def failed(self, why: str) -> None:
-        self.failures += 1
-        self._in_a_row += 1
-        if self._in_a_row >= MOST_IO_FAILURES and not self.stopped:
-            self.stopped = why
-            logger.error("%s failed %d times in a row (%s): stopped until a restart", self._what, self._in_a_row, why)
-            self._on_stop()
+    stopped_peers: str = ""
 
 
 class KVStore:
     """Call it on one event loop, and close it; it then closes the slab, which may hold blocks of an earlier store.
 
-    Opening reads the header of every slot, which blocks. `gone` is told each name that can no longer be read, before
-    its slot is written again; perhaps twice. `found_prefixes`: what opening found, name -> prefix, where it has one.
+    Opening reads the header of every slot, and what peers tell, which blocks. `found_prefixes`: what opening found,
+    name -> prefix, where it has one.
     `read_byte_s`: seconds that reading a byte took at the opening, of several blocks at once.
     """
 
     def __init__(self, slab: Slab, fingerprint: bytes) -> None:
         self._slab = slab
         self._fingerprint = fingerprint
-        self.gone: Callable[[bytes], object] = len
+        self._gone: Callable[[bytes], object] = len
         found = slab.scan(lambda page: decode_header(page, fingerprint, slab.block_bytes))
         found.sort(key=lambda each: each[1].number)
         self._number = found[-1][1].number if found else 0
         self._index = SlotIndex(slab.num_slots, [(header.name, slot) for slot, header in found])
         self._recovered = len(self._index)
-        self.found_prefixes = {header.name: header.prefix for _, header in found if header.prefix is not None}
         for slot, header in found:
             if self._index.slot_of(header.name) != slot:  # an older copy, which must not come back
                 slab.erase(slot)
         taken = {slot for slot, _ in found}
         free = [slot for slot in range(slab.num_slots) if slot not in taken]
         self.read_byte_s = slab.measure_reads(free, READ_THREADS)
+        contents = [
+            SlotContent(slot, header.name, header.prefix)
+            for slot, header in found
+            if self._index.slot_of(header.name) == slot
+        ]
+        self._shared = SharedIndex(index_path(slab.path), fingerprint, slab.num_slots, contents)
+        self._peers = PeerSlabs(slab, fingerprint)
+        prefixes = {header.name: header.prefix for _, header in found if header.prefix is not None}
+        self.found_prefixes = self._peers.found_prefixes | prefixes
         self._readers = IOThreads("kv-store-read", READ_THREADS, MOST_READS, slab.slot_bytes)
         self._writers = IOThreads("kv-store-write", WRITE_THREADS, MOST_WRITES, slab.slot_bytes)
         self._reads = DeviceHealth("reads of the KV store", self._all_gone)
         self._writes = DeviceHealth("writes of the KV store")
         self._copies: dict[BlockCopy, tuple[DeviceHealth, int]] = {}  # in progress, in time -> `good` at its begin
         self._unwanted: set[bytes] = set()  # being written, but to be forgotten
-        self._corrupt = self._dropped = self._late = 0
+        self._corrupt = self._dropped = self._late = self._peer_reads = self._peer_failures = 0
         self._closed = False
+
+    @property
+    def path(self) -> Path:
+        """Of its own slab."""
+        return self._slab.path
 
     @property
     def names(self) -> tuple[bytes, ...]:
@@ -138,8 +136,9 @@ class KVStore:
             num_stored=len(self._index),
             recovered=self._recovered,
             is_direct=self._slab.is_direct,
-            reads=self._reads.good,
-            read_failures=self._reads.failures,
+            reads=self._reads.good + self._peer_reads,
+            peer_reads=self._peer_reads,
+            read_failures=self._reads.failures + self._peer_failures,
             corrupt=self._corrupt,
             writes=self._writes.good,
             write_failures=self._writes.failures,
@@ -147,11 +146,19 @@ class KVStore:
             late=self._late,
             stopped_reads=self._reads.stopped,
             stopped_writes=self._writes.stopped,
+            stopped_peers="; ".join(self._peers.stopped),
         )
+
+    def watch(self, added: Callable[[bytes, int], object], gone: Callable[[bytes], object]) -> None:
+        """`added` is told the prefix of each block that a peer stores from now on, if it has one. `gone` is told each
+        name that can no longer be read, before its slot is written again; perhaps twice.
+        """
+        self._gone = gone
+        self._peers.watch(added, self._gone_at_peers)
 
     def match(self, names: Sequence[bytes]) -> int:
         """How many of the first names can be read; they count as used."""
-        return 0 if self._reads.stopped else self._index.match(names)
+        return 0 if self._reads.stopped else self._index.match(names, self._peers)
 
     # ---- write ---------------------------------------------------------------------------------------------------
 
@@ -159,10 +166,11 @@ class KVStore:
         """Store a block and the cache log's name of the prefix that ends with it, if it has one. The block's
         memory must not change until the future is done. True: it can be read from now on.
 
-        False: it is stored already, or was dropped because the queue is full, the device fails or is too slow.
+        False: it is stored already, by a peer perhaps, or was dropped because the queue is full,
+        the device fails or is too slow.
         """
         assert len(name) == NAME_BYTES and block.nbytes == self._slab.block_bytes
-        if name in self._index or self._index.is_writing(name):
+        if name in self._index or self._index.is_writing(name) or name in self._peers:
             return _no()
         usable = not (self._closed or self._writes.stopped or self._writers.is_full)
         reserved = self._index.reserve(name) if usable else None
@@ -170,7 +178,7 @@ class KVStore:
             self._dropped += 1
             return _no()
         if reserved.gone is not None:
-            self.gone(reserved.gone)
+            self._tell_gone(reserved.gone)
         self._number += 1
         copy = self._begin(self._writes, WRITE_TIMEOUT_S)
         self._writers.submit(
@@ -195,7 +203,9 @@ class KVStore:
             return IOOutcome.LATE, ""
         buffer[:PAGE_BYTES] = encode_header(self._fingerprint, name, prefix, number, staged)
         try:
+            self._shared.change(SlotContent(slot))
             self._slab.write(slot, buffer)
+            self._shared.change(SlotContent(slot, name, prefix))
         except OSError as error:
             return IOOutcome.FAILED, str(error)
         return IOOutcome.GOOD, ""
@@ -224,25 +234,54 @@ class KVStore:
         False: a miss, and `target` is as it was. If cancelled, `target` is released at once too.
         """
         assert target.nbytes == self._slab.block_bytes and not target.readonly
-        usable = not (self._closed or self._reads.stopped or self._readers.is_full)
-        slot = self._index.pin(name) if usable else None
-        if slot is None:
+        if self._closed or self._reads.stopped:
             return False
-        copy = self._begin(self._reads, timeout_s)
-        self._readers.submit(
-            partial(self._read_slot, slot, name, copy, target), partial(self._was_read, copy, name, slot)
-        )
+        begin = self._read_own if name in self._index else self._read_peer
+        copy = begin(name, target, timeout_s)
+        if copy is None:
+            return False
         try:
             return await copy.done
         finally:
             copy.finish(False)  # for a caller that was cancelled
 
-    def _read_slot(self, slot: int, name: bytes, copy: BlockCopy, target: memoryview, buffer: memoryview) -> Result:
+    def _read_own(self, name: bytes, target: memoryview, timeout_s: float) -> BlockCopy | None:
+        slot = None if self._readers.is_full else self._index.pin(name)
+        if slot is None:
+            return None
+        copy = self._begin(self._reads, timeout_s)
+        self._readers.submit(
+            partial(self._read_slot, self._slab.read, slot, name, copy, target),
+            partial(self._was_read, copy, name, slot),
+        )
+        return copy
+
+    def _read_peer(self, name: bytes, target: memoryview, timeout_s: float) -> BlockCopy | None:
+        found = None if self._peers.readers.is_full else self._peers.find(name)
+        if found is None:
+            return None
+        peer, slot = found
+        copy = self._begin(peer.reads, timeout_s)
+        self._peers.readers.submit(
+            partial(self._read_slot, peer.read, slot, name, copy, target),
+            partial(self._was_read_at_peer, copy, name, peer, slot),
+        )
+        return copy
+
+    def _read_slot(
+        self,
+        read: Callable[[int, memoryview], None],
+        slot: int,
+        name: bytes,
+        copy: BlockCopy,
+        target: memoryview,
+        buffer: memoryview,
+    ) -> Result:
         """On a thread."""
         if copy.is_over:
             return IOOutcome.LATE, ""
         try:
-            self._slab.read(slot, buffer)
+            read(slot, buffer)
         except OSError as error:
             return IOOutcome.FAILED, str(error)
         block = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
@@ -252,43 +291,69 @@ class KVStore:
         return (IOOutcome.GOOD if copy.copy(block, target) else IOOutcome.LATE), ""
 
     def _was_read(self, copy: BlockCopy, name: bytes, slot: int, result: Result) -> None:
-        outcome, why = result
-        in_time = self._copies.pop(copy, None) is not None
-        if outcome is IOOutcome.GOOD and in_time:
-            self._reads.succeeded()
+        self._judge(self._reads, copy, result)
+        outcome, _ = result
         if outcome is IOOutcome.CORRUPT:
             self._corrupt += 1
             if self._corrupt == 1:
                 logger.warning("slot %d of the KV store is corrupt: a miss; later ones are only counted", slot)
-        if outcome is IOOutcome.FAILED and in_time:
-            self._reads.failed(why)
         if outcome in (IOOutcome.CORRUPT, IOOutcome.FAILED) and self._index.slot_of(name) == slot:
             self.forget([name])
         self._index.unpin(slot)
         copy.finish(outcome is IOOutcome.GOOD)
 
+    def _was_read_at_peer(self, copy: BlockCopy, name: bytes, peer: PeerSlab, slot: int, result: Result) -> None:
+        """Another block, or a part of one, is no error: the owner has reused the slot."""
+        self._judge(peer.reads, copy, result)
+        outcome, _ = result
+        self._peer_reads += outcome is IOOutcome.GOOD
+        self._peer_failures += outcome is IOOutcome.FAILED
+        if outcome in (IOOutcome.CORRUPT, IOOutcome.FAILED):
+            self._peers.misread(peer, name, slot)
+        copy.finish(outcome is IOOutcome.GOOD)
+
+    def _judge(self, health: DeviceHealth, copy: BlockCopy, result: Result) -> None:
+        outcome, why = result
+        in_time = self._copies.pop(copy, None) is not None
+        if outcome is IOOutcome.GOOD and in_time:
+            health.succeeded()
+        if outcome is IOOutcome.FAILED and in_time:
+            health.failed(why)
+
     # ---- the rest ------------------------------------------------------------------------------------------------
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """Drop these blocks, also after a restart, because their content is in doubt."""
+        """Drop these blocks, also after a restart, because their content is in doubt. Peers keep what they stored, for
+        others.
+        """
         for name in names:
+            self._peers.forget(name)
             slot = self._index.forget(name)
             if slot is not None:
-                self.gone(name)
+                self._tell_gone(name)
                 self._erase(slot)
             elif self._index.is_writing(name):
                 self._unwanted.add(name)
 
+    def _tell_gone(self, name: bytes) -> None:
+        if name not in self._peers:
+            self._gone(name)
+
+    def _gone_at_peers(self, name: bytes) -> None:
+        if name not in self._index:
+            self._gone(name)
+
     def _all_gone(self) -> None:
         """Reads have stopped."""
-        for name in self._index.names:
-            self.gone(name)
+        for name in (*self._index.names, *self._peers.names):
+            self._gone(name)
 
     def _erase(self, slot: int) -> None:
         """Make a slot that leaves unreadable, then free it. Such jobs are bounded by the number of slots."""
 
         def work(_: memoryview) -> None:
             try:
+                self._shared.change(SlotContent(slot))
                 self._slab.erase(slot)
             except OSError as error:
                 logger.warning("slot %d of the KV store could not be erased: %s", slot, error)
@@ -312,12 +377,15 @@ class KVStore:
         self._closed = True
         for copy in list(self._copies):
             copy.finish(False)
-        for threads in (self._readers, self._writers):
+        own = self._readers, self._writers
+        for threads in own:
             threads.stop()
+        peers = self._peers.stop()
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        ended = [await asyncio.to_thread(each.join, deadline_s) for each in (self._readers, self._writers)]
-        if all(ended):
+        ended = [await asyncio.to_thread(each.join, deadline_s) for each in (*own, *peers)]
+        if all(ended[: len(own)]):
             self._slab.close()
+            self._shared.close()
         else:
             logger.error("the KV store's device hangs; its file stays open until the process ends")
 
@@ -332,12 +400,23 @@ def _no() -> "asyncio.Future[bool]":
     return done
 
 
-def open_kv_store(folder: Path, size_bytes: int, block_bytes: int, fingerprint: bytes) -> KVStore:
-    """The store of a folder, with the blocks that an earlier process of this fingerprint left there. Blocks.
+def store_bytes(num_slots: int, block_bytes: int) -> int:
+    """Of the disk: a slab and its index."""
+    return slab_bytes(num_slots, block_bytes) + index_bytes(num_slots)
 
-    Raises `KVStoreError`.
+
+def open_kv_store(folder: Path, size_bytes: int, block_bytes: int, fingerprint: bytes) -> KVStore:
+    """A store with a slab in this folder and its index, `size_bytes` together, and with the blocks that this slab and
+    all others of this fingerprint hold. Blocks. Raises `KVStoreError`.
     """
-    slab = Slab(folder, size_bytes, block_bytes, encode_title(fingerprint, block_bytes))
+    fixed_bytes = store_bytes(0, block_bytes)
+    num_slots = (size_bytes - fixed_bytes) // (store_bytes(1, block_bytes) - fixed_bytes)
+    if num_slots < 1:
+        raise KVStoreError(
+            f"a KV store of {size_bytes} bytes holds no block of {block_bytes}; "
+            f"give {folder} at least {store_bytes(1, block_bytes)} bytes"
+        )
+    slab = open_slab(folder, num_slots, block_bytes, encode_title(fingerprint, block_bytes))
     try:
         return KVStore(slab, fingerprint)
     except BaseException as error:

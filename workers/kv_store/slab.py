@@ -20,12 +20,17 @@ from typing import TypeVar
 from workers.errors import KVStoreError
 from workers.kv_store.slot_format import PAGE_BYTES, slot_bytes
 
-FILE = "blocks.slab"
+MOST_SLABS = 64  # of a path
+SLAB_FILES = tuple([f"blocks-{number}.slab" for number in range(MOST_SLABS)])
 SCAN_THREADS = 8
 MEASURED_BYTES = 32 << 20
 _ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES)).toreadonly()
 
 T = TypeVar("T")
+
+
+class SlabInUse(KVStoreError):
+    """Another worker has the file open."""
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
@@ -34,27 +39,23 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 
 
 class Slab:
-    """Owned by a KVStore, which closes it. Takes at most `size_bytes` of the disk. Blocks; any thread may call it.
+    """Owned by a KVStore, which closes it. Takes `slab_bytes` of the disk. Blocks; any thread may call it.
 
     Page 0 begins with `title`.
 
     Raises `KVStoreError` when the folder cannot be used, with what to do. Reads and writes raise `OSError`.
     """
 
-    def __init__(self, folder: Path, size_bytes: int, block_bytes: int, title: bytes = b"") -> None:
+    def __init__(self, path: Path, num_slots: int, block_bytes: int, title: bytes = b"") -> None:
+        self.path = path
         self.block_bytes = block_bytes
         self.slot_bytes = slot_bytes(block_bytes)
-        self.num_slots = (size_bytes - PAGE_BYTES) // self.slot_bytes
-        self._folder = folder
-        if self.num_slots < 1:
-            raise KVStoreError(
-                f"a KV store of {size_bytes} bytes holds no block of {block_bytes}; "
-                f"give {folder} at least {PAGE_BYTES + self.slot_bytes} bytes"
-            )
+        self.num_slots = num_slots
+        self._folder = path.parent
         self._file = self._open()
         try:
             self._lock()
-            self._allocate(PAGE_BYTES + self.num_slots * self.slot_bytes)
+            self._allocate(slab_bytes(num_slots, block_bytes))
             self.is_direct = self._probe(title)
         except BaseException:
             self.close()
@@ -62,7 +63,7 @@ class Slab:
 
     def _open(self) -> int:
         try:
-            return os.open(self._folder / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except (FileNotFoundError, NotADirectoryError):
             raise KVStoreError(f"{self._folder} is no folder; create it, or name another for the KV store") from None
         except OSError as error:
@@ -75,9 +76,7 @@ class Slab:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file closes
         except BlockingIOError:
-            raise KVStoreError(
-                f"{self._folder} is the KV store of another worker; give each worker a folder of its own"
-            ) from None
+            raise SlabInUse(f"{self.path} belongs to another worker") from None
 
     def _allocate(self, num_bytes: int) -> None:
         """Give the file exactly this size. Checks the free space first: a failed allocation may fill the disk."""
@@ -117,15 +116,15 @@ class Slab:
 
     def read(self, slot: int, buffer: memoryview) -> None:
         """Read a slot into an aligned buffer of `slot_bytes`."""
-        self._whole(self._pread(buffer, self._offset(slot)), buffer)
+        whole(self._pread(buffer, self.offset(slot)), buffer)
 
     def write(self, slot: int, buffer: memoryview) -> None:
         """Write a slot from an aligned buffer of `slot_bytes`."""
-        self._whole(self._pwrite(buffer, self._offset(slot)), buffer)
+        whole(self._pwrite(buffer, self.offset(slot)), buffer)
 
     def erase(self, slot: int) -> None:
         """Zero a slot's header."""
-        self._whole(self._pwrite(_ZEROS, self._offset(slot)), _ZEROS)
+        whole(self._pwrite(_ZEROS, self.offset(slot)), _ZEROS)
 
     def scan(self, parse: Callable[[memoryview], T | None]) -> list[tuple[int, T]]:
         """(slot, what `parse` makes of its header page), without None and without pages that cannot be read."""
@@ -134,7 +133,7 @@ class Slab:
             page, found = aligned_buffer(PAGE_BYTES), []
             for slot in slots:
                 try:
-                    self._whole(self._pread(page, self._offset(slot)), page)
+                    whole(self._pread(page, self.offset(slot)), page)
                 except OSError:
                     continue
                 if (parsed := parse(page)) is not None:
@@ -171,7 +170,7 @@ class Slab:
         """No read and no write may be in progress."""
         os.close(self._file)
 
-    def _offset(self, slot: int) -> int:
+    def offset(self, slot: int) -> int:
         return PAGE_BYTES + slot * self.slot_bytes
 
     def _pread(self, buffer: memoryview, offset: int) -> int:
@@ -180,7 +179,40 @@ class Slab:
     def _pwrite(self, buffer: memoryview, offset: int) -> int:
         return os.pwritev(self._file, [buffer], offset)
 
-    @staticmethod
-    def _whole(num_bytes: int, buffer: memoryview) -> None:
-        if num_bytes != len(buffer):
-            raise OSError(errno.EIO, f"{num_bytes} of {len(buffer)} bytes")
+
+def whole(num_bytes: int, buffer: memoryview) -> None:
+    """Raises `OSError` if a read or write of this many bytes was not that of the buffer."""
+    if num_bytes != len(buffer):
+        raise OSError(errno.EIO, f"{num_bytes} of {len(buffer)} bytes")
+
+
+def slab_bytes(num_slots: int, block_bytes: int) -> int:
+    """The size of the file."""
+    return PAGE_BYTES + num_slots * slot_bytes(block_bytes)
+
+
+def open_slab(folder: Path, num_slots: int, block_bytes: int, title: bytes) -> Slab:
+    """One that no worker has open: with this size and title, else with this size, else any, else a new one.
+
+    So there are no more than workers that ran at the same time. Raises `KVStoreError`.
+    """
+    num_bytes = slab_bytes(num_slots, block_bytes)
+    for path in sorted(map(folder.joinpath, SLAB_FILES), key=lambda each: _unlike(each, num_bytes, title)):
+        try:
+            return Slab(path, num_slots, block_bytes, title)
+        except SlabInUse:
+            continue
+    raise KVStoreError(f"{folder} has {MOST_SLABS} slabs that workers use; give some of them another folder")
+
+
+def _unlike(path: Path, num_bytes: int, title: bytes) -> int:
+    """0: the file has this size and title; 3: there is none."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != num_bytes:
+                return 2
+            return 0 if file.read(len(title)) == title else 1
+    except FileNotFoundError:
+        return 3
+    except OSError:
+        return 2

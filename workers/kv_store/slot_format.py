@@ -21,7 +21,7 @@ _MAGIC = b"diptych-"
 _FIELDS = struct.Struct("<8sIQ32s16sQQ16s")
 # magic, format, block bytes, fingerprint, name, prefix, number, digest of the block
 _DIGEST_BYTES = 16
-_NO_PREFIX = (1 << 64) - 1
+NO_PREFIX = (1 << 64) - 1
 _TITLE = struct.Struct("<8sIQ32s")  # magic, format, block bytes, fingerprint: how page 0 begins
 
 
@@ -81,7 +81,7 @@ def is_header(page: memoryview) -> bool:
 
 
 def encode_header(fingerprint: bytes, name: bytes, prefix: int | None, number: int, block: memoryview) -> bytes:
-    known = _NO_PREFIX if prefix is None else prefix
+    known = NO_PREFIX if prefix is None else prefix
     fields = _FIELDS.pack(_MAGIC, FORMAT, len(block), fingerprint, name, known, number, xxh3_128_digest(block))
     return (fields + xxh3_128_digest(fields)).ljust(PAGE_BYTES, b"\0")
 
@@ -93,7 +93,7 @@ def decode_header(page: memoryview, fingerprint: bytes, block_bytes: int) -> Slo
     magic, form, size, made_by, name, prefix, number, digest = _FIELDS.unpack(page[: _FIELDS.size])
     if (magic, form, size, made_by) != (_MAGIC, FORMAT, block_bytes, fingerprint):
         return None
-    return SlotHeader(name, None if prefix == _NO_PREFIX else prefix, number, digest)
+    return SlotHeader(name, None if prefix == NO_PREFIX else prefix, number, digest)
 
 
 def is_intact(header: SlotHeader, block: memoryview) -> bool:

@@ -9,7 +9,7 @@ no clock. Pure.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -52,11 +52,16 @@ class SlotIndex:
     def slot_of(self, name: bytes) -> int | None:
         return self._stored.get(name)
 
-    def match(self, names: Sequence[bytes]) -> int:
-        """How many of the first names are stored. Marks them as used, so that tails are evicted first."""
-        count = next((place for place, name in enumerate(names) if name not in self._stored), len(names))
+    def match(self, names: Sequence[bytes], elsewhere: Container[bytes] = ()) -> int:
+        """How many of the first names are stored, here or elsewhere. Marks those here as used, so that tails are
+        evicted first.
+        """
+        stored = self._stored
+        absent = (place for place, name in enumerate(names) if name not in stored and name not in elsewhere)
+        count = next(absent, len(names))
         for name in reversed(names[:count]):
-            self._stored.move_to_end(name)
+            if name in stored:
+                stored.move_to_end(name)
         return count
 
     def reserve(self, name: bytes) -> SlotReservation | None:

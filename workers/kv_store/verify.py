@@ -1,16 +1,15 @@
-"""Reads a whole file of slots and compares all digests. Changes nothing; needs no worker and no model."""
+"""Reads a whole slab and compares all digests. Changes nothing and locks nothing; needs no worker and no model."""
 
-import fcntl
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from io import BufferedReader
+from io import FileIO
 from pathlib import Path
 
 from workers.errors import KVStoreError
-from workers.kv_store.slab import FILE
+from workers.kv_store.slab import SLAB_FILES
 from workers.kv_store.slot_format import (
     PAGE_BYTES,
     SlabTitle,
@@ -22,6 +21,7 @@ from workers.kv_store.slot_format import (
 )
 
 Progress = Callable[[str, int, int | None], None]
+AGAIN_S = 1.0  # until a slot that looks damaged is read again: a worker may be writing it
 _EMPTY = bytes(PAGE_BYTES)
 
 
@@ -48,45 +48,50 @@ class SlabReport:
 
 
 def find_slabs(path: Path) -> list[Path]:
-    """The file itself, that of a worker's folder, or those of all workers' folders in it. Raises `KVStoreError`."""
-    if path.is_file():
-        return [path]
-    found = [path / FILE] if (path / FILE).is_file() else sorted(path.glob(f"*/{FILE}"))
+    """The file itself, or those in the folder. Raises `KVStoreError`."""
+    found = [path] if path.is_file() else [each for each in map(path.joinpath, SLAB_FILES) if each.is_file()]
     if not found:
-        raise KVStoreError(f"{path} has no {FILE}; give the path of cache.disk, a worker's folder there, or its file")
+        raise KVStoreError(f"{path} has no {SLAB_FILES[0]}; give the path of cache.disk, or a file there")
     return found
 
 
 def verify_slab(path: Path, progress: Progress) -> SlabReport:
     """Read every slot. `progress` gets the path, and slots done and in all. Blocks.
 
-    Raises `KVStoreError` for a file that a worker uses, or that is none; OSError if it cannot be read.
+    A worker may use the file: then each slot is as it was at some time. Raises `KVStoreError` for a file that is no
+    slab; OSError if it cannot be read.
     """
-    with _opened(path) as (file, title):
+    with path.open("rb", buffering=0) as file:
+        title = _title(path, file)
         size = slot_bytes(title.block_bytes)
         num_slots = (path.stat().st_size - PAGE_BYTES) // size
-        buffer, states = bytearray(size), Counter[SlotState]()
-        for slot in range(num_slots):
+        buffer = memoryview(bytearray(size))
+
+        def state(slot: int) -> SlotState:
+            file.seek(PAGE_BYTES + slot * size)
             if file.readinto(buffer) != size:
                 raise KVStoreError(f"{path} became shorter while it was read")
-            states[_state(memoryview(buffer), title)] += 1
+            return _state(buffer, title)
+
+        states = []
+        for slot in range(num_slots):
+            states.append(state(slot))
             progress(str(path), slot + 1, num_slots)
-    counts = {state.value: states[state] for state in SlotState}
-    return SlabReport(str(path), title.block_bytes, num_slots, **counts)
+        damaged = [slot for slot, found in enumerate(states) if found in (SlotState.TORN, SlotState.CORRUPT)]
+        if damaged:
+            time.sleep(AGAIN_S)
+        for slot in damaged:
+            states[slot] = state(slot)
+    counts = Counter(states)
+    return SlabReport(str(path), title.block_bytes, num_slots, **{each.value: counts[each] for each in SlotState})
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[BufferedReader, SlabTitle]]:
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise KVStoreError(f"{path} is in use by a worker; stop it first: its writes would look corrupt") from None
-        page = file.read(PAGE_BYTES)
-        title = decode_title(memoryview(page)) if len(page) == PAGE_BYTES else None
-        if title is None:
-            raise KVStoreError(f"{path} is no file of cached KV of this version; a worker that opens it makes it one")
-        yield file, title
+def _title(path: Path, file: FileIO) -> SlabTitle:
+    page = file.read(PAGE_BYTES)
+    title = decode_title(memoryview(page)) if len(page) == PAGE_BYTES else None
+    if title is None:
+        raise KVStoreError(f"{path} is no file of cached KV of this version; a worker that takes it makes it one")
+    return title
 
 
 def _state(slot: memoryview, title: SlabTitle) -> SlotState:
