@@ -120,7 +120,8 @@ class RequestRunner:
     def _end(self, state: RequestState, completed: Completed | None, error: BaseException | None) -> None:
         score = state.timing.ended(self._classes.slo_of(state.request), error, _now_s())
         finish = None if completed is None else completed.finish
-        self._policy.answered(state.request, len(state.sent), finish)
+        decode_worker = state.decode_workers[-1] if state.decode_workers else ""
+        self._policy.answered(state.request, state.sent, finish, decode_worker)
         self._observer.on_end(
             RequestEnd(
                 request=state.request,

@@ -7,7 +7,7 @@
 Pure. The only module that knows routers by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -230,9 +230,14 @@ class Policy:
         if work is not None and num_tokens:
             self._latency.learn_steps(work, num_tokens, now_s)
 
-    def answered(self, request: Request, num_output: int, finish: FinishReason | None) -> None:
-        """The request ended with `num_output` tokens over all attempts; `finish` None: cancelled or failed."""
-        self.lengths.ended(request, num_output, finish)
+    def answered(self, request: Request, output: Sequence[int], finish: FinishReason | None, worker: str = "") -> None:
+        """The request ended with this answer over all attempts; `finish` None: cancelled or failed.
+
+        `worker`: decoded the answer's end.
+        """
+        self.lengths.ended(request, len(output), finish)
+        if finish is not None and self.wants_caches:
+            self.index.answered(worker, (*request.prompt, *output), request.cache_salt)
 
 
 def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = None) -> Policy:

@@ -65,9 +65,11 @@ async def nothing() -> None:
     """Between the turns."""
 
 
-async def two_turns(subject: Cluster, then: Callable[[], Awaitable[None]]) -> tuple[list[int], int]:
+async def two_turns(
+    subject: Cluster, then: Callable[[], Awaitable[None]], answer: int = ANSWER
+) -> tuple[list[int], int]:
     """The tokens of both turns, and how many of them the second one found. `then` is called between the turns."""
-    events = await subject.run(turn("first", PROMPT, ANSWER))
+    events = await subject.run(turn("first", PROMPT, answer))
     history = (*PROMPT, *tokens_of(events))
     names, index = chain(history), subject.dispatcher._policy.index
     async with asyncio.timeout(10.0):
@@ -99,6 +101,17 @@ async def test_a_turn_finds_the_last_answer_wherever_it_is_prefilled(
         assert ("device" in sources) == (other == "prefill-1"), "the prompt of the first turn"
         assert subject.workers["decode-0"]._stats().device_lent_tokens >= ANSWER - BLOCK
         assert subject.workers["prefill-0" if other == "prefill-1" else "prefill-1"]._stats().pulls.arrived == 1
+        await subject.settle()
+
+
+@pytest.mark.parametrize("other", ["prefill-0", "prefill-1"])
+async def test_a_turn_finds_an_answer_that_ends_before_the_next_name(model: Path, other: str) -> None:
+    """The worker that computed the prompt is known to have 128 tokens of it, as the decode worker is."""
+    short = 40
+    assert len(PROMPT) // 128 == (len(PROMPT) + short) // 128
+    async with cluster(split(model)) as subject:
+        _, cached_tokens = await two_turns(subject, lambda: keep_away_from(subject, other), short)
+        assert cached_tokens >= len(PROMPT) + short - BLOCK
         await subject.settle()
 
 

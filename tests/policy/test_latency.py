@@ -119,6 +119,6 @@ def test_shares_are_charged_by_expected_answer_lengths() -> None:
     room = RequestQueue(GatewaySpec(), story.policy.expected_tokens)
     before = room.enter(wanted, 0.0, 0.1)
     for n in range(100):
-        story.policy.answered(request(f"r{n}", length=100, max_tokens=400), 20, FinishReason.STOP)
+        story.policy.answered(request(f"r{n}", length=100, max_tokens=400), [1] * 20, FinishReason.STOP)
     after = room.enter(request("b", length=100, max_tokens=400), 0.0, 0.1)
     assert after.tokens == 120 < before.tokens

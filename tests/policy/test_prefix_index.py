@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import takewhile
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -45,6 +46,39 @@ def test_a_lookup_returns_the_matched_length_of_each_worker() -> None:
         index.take(worker, "1", news(names, grain=128))
     assert index.matches([1, 2, 3, 4]) == {"a": Match(384), "b": Match(256), "d": Match(128)}
     assert index.matches([]) == {} == index.matches([9])
+
+
+def test_who_computed_an_answer_has_it_to_its_end() -> None:
+    index = PrefixIndex(grain=4)
+    answered = (*range(10), 50)  # the KV of the last token was never computed
+    names = chain(range(8), 4)
+    for worker in ("prefill", "decode"):
+        index.take(worker, "1", news(names, grain=4))
+    index.answered("decode", answered)
+    index.answered("gone", answered)
+    index.answered("decode", (1, 2, 3))  # too short for a name
+
+    def found(*prompt: int) -> dict[str, Match]:
+        return index.matches(chain(prompt, 4), prompt=prompt)
+
+    assert found(*answered, 60, 70) == {"prefill": Match(8), "decode": Match(10)}
+    assert found(*answered) == {"prefill": Match(8), "decode": Match(10)}
+    assert found(*range(9), 77, 50) == {"prefill": Match(8), "decode": Match(8)}, "another answer"
+    assert found(*range(4), 9, 9, 9, 9) == {"prefill": Match(4), "decode": Match(4)}
+    index.take("decode", "1", news([], names[1:], grain=4))
+    assert found(*answered) == {"prefill": Match(8), "decode": Match(4)}, "it was evicted"
+    index.answered("prefill", answered)
+    assert found(*answered) == {"prefill": Match(10), "decode": Match(4)}
+
+
+def test_few_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.policy.routing.prefix_index.MOST_ANSWERS", 2)
+    index = PrefixIndex(grain=4)
+    prompts = [(first, 1, 2, 3, 4, 5) for first in range(3)]
+    index.take("a", "1", news([name for each in prompts for name in chain(each, 4)], grain=4))
+    for each in prompts:
+        index.answered("a", each)
+    assert [index.matches(chain(each, 4), prompt=each)["a"].tokens for each in prompts] == [4, 5, 5]
 
 
 def test_larger_blocks_have_names_further_apart() -> None:

@@ -14,6 +14,11 @@ from workers.request import Request
 BALANCING_THRESHOLD = 1.5  # the paper's is tuned by hand and not published
 
 
+def prompt_of(request: Request) -> tuple[int, ...]:
+    """The tokens whose KV the request needs: a later attempt continues behind the tokens of the earlier ones."""
+    return (*request.prompt, *request.generated) if request.generated else request.prompt
+
+
 class CacheAware(LeastLoaded):
     """Looks prompts up in the prefix index: what workers reported, and what this gateway sent them."""
 
@@ -51,15 +56,14 @@ class CacheAware(LeastLoaded):
         """Look up all workers at once; the latest request is cached."""
         if self._asked is not None and self._asked[0] is ask.request and self._asked[1] == ask.now_s:
             return
-        self._matches = self._index.matches(self.names(ask), ask.now_s)
+        self._matches = self._index.matches(self.names(ask), ask.now_s, prompt_of(ask.request))
         self._asked = ask.request, ask.now_s
 
     def names(self, ask: Ask) -> list[int]:
         """Names of the prompt's prefixes; the latest request is cached."""
         request = ask.request
         if self._named is not request:
-            tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
-            self._names = chain(tokens, self._index.grain, salt=request.cache_salt)
+            self._names = chain(prompt_of(request), self._index.grain, salt=request.cache_salt)
             self._named = request
         return self._names
 

@@ -9,7 +9,7 @@ blocks; all of them together at most `MOST_NAMES` in a tier. Pure: time is an ar
 """
 
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -20,6 +20,7 @@ from workers.kv_events import GRAIN, KVEvents, NameChanges, chain
 __all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
 
 EXPECT_S = 1.0  # longer than cache events take to arrive
+MOST_ANSWERS = 8192  # whose last tokens are remembered
 _FEW = 12  # set bits up to which finding them one by one is faster
 MOST_NAMES = 1 << 24  # of each tier: 134 million blocks of 16 tokens, 1.6 GiB
 _MAX_SHAPES = 1 << 16
@@ -138,26 +139,41 @@ class PrefixIndex:
         self._expected_counts: dict[tuple[int, Bits], int] = {}  # (name, worker) -> prompts expected to add it
         self._expected: dict[str, _Expected] = {}
         self._settled: deque[tuple[float, str]] = deque()  # (until when it counts, key)
+        self._answers: OrderedDict[int, tuple[Bits, tuple[int, ...]]] = (
+            OrderedDict()
+        )  # last name -> worker, and the rest
 
     # ---- lookups ---------------------------------------------------------------------------------------------
 
-    def matches(self, names: Sequence[int], now_s: float = 0.0) -> dict[str, Match]:
+    def matches(self, names: Sequence[int], now_s: float = 0.0, prompt: Sequence[int] = ()) -> dict[str, Match]:
         """How much of this chain each worker has; workers without any are left out.
 
-        Check `is_of` for a worker that may have restarted.
+        `prompt`: the tokens, to find what an `answered` worker has behind its last name. Check `is_of` for a worker
+        that may have restarted.
         """
         found: dict[str, Match] = {}
-        for tokens, holders, behind in self.depths(names, now_s):
+        for tokens, holders, behind in self.depths(names, now_s, prompt):
             self._found(found, holders, tokens, behind)
         return found
 
-    def depths(self, names: Sequence[int], now_s: float = 0.0) -> list[Depth]:
+    def depths(self, names: Sequence[int], now_s: float = 0.0, prompt: Sequence[int] = ()) -> list[Depth]:
         """The same with sets of workers as bits of their slots; each worker appears once."""
         self._expire(now_s)
         found: list[Depth] = []
         for step, workers in self._by_step.items():
             self._walk(found, names[step - 1 :: step] if step > 1 else names, workers, step * self.grain)
+        if self._answers and prompt:
+            self._add_answers(found, names, prompt)
         return found
+
+    def _add_answers(self, found: list[Depth], names: Sequence[int], prompt: Sequence[int]) -> None:
+        """A worker that computed an answer has it to its end, not only to its last name."""
+        for place, (depth, holders, behind) in enumerate(found.copy()):
+            bit, rest = self._answers.get(names[depth // self.grain - 1], (0, ()))
+            if bit & holders and tuple(prompt[depth : depth + len(rest)]) == rest:
+                found[place] = depth + len(rest), bit, behind
+                if holders != bit:
+                    found.append((depth, holders ^ bit, behind))
 
     def slot(self, worker: str, incarnation: str) -> int:
         """The number of its bit, valid for one `membership_version`; -1 for an unknown worker."""
@@ -270,6 +286,17 @@ class PrefixIndex:
                 del self._by_step[known]
         if step:
             self._by_step[step] = self._by_step.get(step, 0) | bit
+
+    def answered(self, worker: str, tokens: Sequence[int], salt: str = "") -> None:
+        """The worker has computed an answer: it has the KV of all these tokens, prompt included, but the last one."""
+        names = chain(tokens[:-1], self.grain, salt=salt)
+        slot = self._slots.get(worker)
+        if slot is None or not names:
+            return
+        self._answers.pop(names[-1], None)
+        self._answers[names[-1]] = 1 << slot, tuple(tokens[len(names) * self.grain : -1])
+        if len(self._answers) > MOST_ANSWERS:
+            self._answers.popitem(last=False)
 
     # ---- prompts sent by this gateway ---------------------------------------------------------------------------
 

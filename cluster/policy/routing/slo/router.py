@@ -28,7 +28,7 @@ from msgspec import structs
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.routing.cache_aware import CacheAware
+from cluster.policy.routing.cache_aware import CacheAware, prompt_of
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
 from cluster.policy.routing.router import Ask, Placement
 from cluster.policy.routing.slo.exhaustive import AllWorkers
@@ -194,7 +194,9 @@ class SLORouter(CacheAware):
         return self._estimate.prompt_side(ask, worker, candidates.match(worker), slo.tpot_s)
 
     def _depths(self, ask: Ask) -> Sequence[Depth]:
-        return () if ask.request.fresh else self._index.depths(self.names(ask), ask.now_s)
+        if ask.request.fresh:
+            return ()
+        return self._index.depths(self.names(ask), ask.now_s, prompt_of(ask.request))
 
     def _slo_of(self, ask: Ask) -> SLO:
         asked, default = ask.request.slo, self._default
