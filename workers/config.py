@@ -138,6 +138,7 @@ class ByteSize(int):
 
 
 NO_BYTES = ByteSize()
+DISK_SPEED = ByteSize(2_000_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +149,16 @@ class DiskCacheConfig:
     """Folder that the workers of a host share. Keep it as private as prompts: it holds KV."""
     size: ByteSize
     """Of each worker's files, allocated at its start."""
+    speed: ByteSize = DISK_SPEED
+    """Bytes that a simulation reads, and that it writes, per second. A real worker measures its disk."""
 
     def __post_init__(self) -> None:
         if not self.path.startswith("/"):
             raise ValueError(f"disk.path {self.path!r} is read where the worker runs, so it must begin with /")
         if not self.size:
             raise ValueError("disk.size is 0; give the file room, such as 100GiB, or leave disk out")
+        if not self.speed:
+            raise ValueError("disk.speed is 0; write the bytes per second, such as 2GB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """A pool's `cache`: sizes, and one clear error for each wrong combination."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,6 +41,7 @@ def test_a_pool_has_host_memory_and_a_disk() -> None:
         ({"disk": DISK}, {}, r"pools\[0\]\.cache: disk needs host: .* write host: 8GiB"),
         ({"host": 1, "disk": {"path": "/kv"}}, {}, r"pools\[0\]\.cache\.disk: .*missing required field size"),
         ({"host": 1, "disk": DISK | {"size": 0}}, {}, r"pools\[0\]\.cache\.disk: disk\.size is 0; give"),
+        ({"host": 1, "disk": DISK | {"speed": 0}}, {}, r"disk: disk\.speed is 0; write the bytes"),
         ({"host": 1, "disk": DISK | {"path": "kv"}}, {}, r"pools\[0\]\.cache\.disk: disk\.path 'kv' .* begin with /"),
         ({"ram": 1}, {}, r"pools\[0\]\.cache\.ram: unknown key; known keys here: host, disk, pins"),
         ({"host": "8GiB", "pins": "5GiB"}, {}, r"pools\[0\]\.cache: pins \(.*\) must be at most half of host"),
@@ -57,12 +57,13 @@ def test_wrong_settings_are_one_error_that_says_what_to_write(
         parsed(cache, **pool)
 
 
-def test_a_simulation_refuses_a_disk() -> None:
-    spec, models = parsed({"host": "8GiB", "disk": DISK}), {"both": PoolModel(LinearCost())}
-    with pytest.raises(SpecError, match=r"pools: cache\.disk is not modelled; leave it out to simulate"):
-        virtual(spec, models)
-    pool = replace(spec.pools[0], cache=CacheConfig(ByteSize(8 << 30)))
-    assert virtual(replace(spec, pools=(pool,)), models).pools[0].cache.host == 8 << 30
+def test_a_simulation_has_the_same_tiers() -> None:
+    spec, models = (
+        parsed({"host": "8GiB", "disk": DISK | {"speed": "3GB"}}),
+        {"both": PoolModel(LinearCost())},
+    )
+    cache = virtual(spec, models).pools[0].cache
+    assert cache.host == 8 << 30 and cache.disk is not None and cache.disk.speed == 3_000_000_000
 
 
 def test_host_memory_is_counted_in_whole_blocks_and_holds_at_least_one() -> None:

@@ -21,7 +21,7 @@ from kvtransfer.links import TransportSet
 from kvtransfer.open import RESERVED_BLOCKS, LinkModel, SharedMemory, open_transports
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
-from workers.config import WorkerConfig
+from workers.config import DiskCacheConfig, WorkerConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.estimate import plan_seconds
@@ -30,6 +30,7 @@ from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.errors import WorkerError
 from workers.executor.bubble import BubbleMeter
 from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
+from workers.executor.modelled_disk import ModelledDisk
 from workers.request import TokenLogprobs
 
 
@@ -118,8 +119,11 @@ class ModelledExecutor:
         depth: int = 1,
         observe: Observe | None = None,
         pace: Pace | None = None,
+        disk: DiskCacheConfig | None = None,
     ) -> None:
         self.depth = depth
+        self._disk_config = disk
+        self._disk: ModelledDisk | None = None
         self._observe = observe
         self._pace = pace
         self.facts = facts
@@ -193,8 +197,13 @@ class ModelledExecutor:
         return time.monotonic_ns()
 
     def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
-        """None: there is no KV."""
-        return ()
+        """The modelled disk, if `cache.disk` is set."""
+        disk, size = self._disk_config, self._region.layout.block_bytes
+        if disk is None:
+            return ()
+        host = {} if self._pattern is None else self._pattern.host
+        self._disk = ModelledDisk(disk.size, size, disk.speed, host, changed)
+        return (self._disk,)
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._transports.shard(),)
@@ -220,6 +229,8 @@ class ModelledExecutor:
         return await never
 
     async def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
         await self._transports.close()
 
     def _through_stages(self, now_s: float, stage_s: float) -> float:
@@ -267,7 +278,15 @@ def open_modelled(
         model=LinkModel(cost.transfer_latency_s, 1 / max(cost.transfer_byte_s, 1e-15)),
     )
     return ModelledExecutor(
-        facts, cost, transports, region, fill=fill, depth=config.parallel.pipeline, observe=observe, pace=pace
+        facts,
+        cost,
+        transports,
+        region,
+        fill=fill,
+        depth=config.parallel.pipeline,
+        observe=observe,
+        pace=pace,
+        disk=config.cache.disk,
     )
 
 
@@ -278,14 +297,14 @@ class _Pattern:
         heads, layers, two, slots, dim = region.layout.shape
         kind = {4: np.uint32, 2: np.uint16, 1: np.uint8}[DTYPE_BYTES[region.layout.dtype]]
         self._blocks = np.frombuffer(region.bytes(), kind).reshape(region.num_blocks, heads, layers, two, slots, dim)
-        self._host: dict[int, NDArray[np.unsignedinteger]] = {}  # host block -> swapped-out block
+        self.host: dict[int, NDArray[np.unsignedinteger]] = {}  # host block -> swapped-out block
         self._ramp = np.arange(heads * layers * two * dim).reshape(heads, layers, two, dim)
 
     def move(self, plan: StepPlan) -> None:
         """Swaps and copies, as in a real pool."""
-        self._host |= {host: self._blocks[block].copy() for block, host in plan.swap_out}
+        self.host |= {host: self._blocks[block].copy() for block, host in plan.swap_out}
         for host, block in plan.swap_in:
-            self._blocks[block] = self._host[host]
+            self._blocks[block] = self.host[host]
         for source, target in plan.copies:
             self._blocks[target] = self._blocks[source]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.observe.ledger import LatencyLedger
+from diptych.view import TierStats
 
 
 class RequestOutcome(Enum):
@@ -80,6 +81,7 @@ class WorkerRecord:
     used_block_s: float = 0.0
     preemptions: int = 0
     swaps: int = 0
+    sources: tuple[TierStats, ...] = ()  # where prompts found cached tokens
 
 
 @dataclass(frozen=True, slots=True)

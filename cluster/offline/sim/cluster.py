@@ -130,6 +130,7 @@ class Meter:
             used_block_s=self.used_block_s,
             preemptions=stats.preemptions,
             swaps=stats.swaps,
+            sources=stats.sources,
         )
 
 

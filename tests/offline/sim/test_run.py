@@ -21,7 +21,7 @@ from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.offline.workload.load import load_workload
 from cluster.spec import ClusterSpec, GatewaySpec
 from kvtransfer.ticket import PeerAddress
-from tests.offline.sim.cases import COST, ENGINE, colocated, models, split, steady
+from tests.offline.sim.cases import COST, ENGINE, colocated, models, split, steady, tiered  # noqa: F401
 from workers.config import ParallelConfig
 from workers.engine.engine import Engine
 from workers.engine.leases import LeaseBook
@@ -42,7 +42,13 @@ def fingerprint(run: Run) -> str:
 
 
 def repeatable(spec: ClusterSpec) -> str:
-    return fingerprint(simulate(spec, models(spec), load_workload(MIXED, seed=3)))
+    workload = load_workload(MIXED, seed=3)
+    prefixes = ((7 * index % 20, 20 + index % 10) for index in range(len(workload.arrivals)))
+    shared = [
+        replace(each, prefix=prefix) if each.prompt_tokens > 512 else each
+        for each, prefix in zip(workload.arrivals, prefixes, strict=True)
+    ]
+    return fingerprint(simulate(spec, models(spec), replace(workload, arrivals=tuple(shared))))
 
 
 def test_a_lone_request_takes_what_the_cost_model_says() -> None:
@@ -81,7 +87,7 @@ def test_meters_count_every_token_and_every_busy_second() -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("kind", ["split(2, 2)", "colocated(3)", "split(1, 1, gateways=3)"])
+@pytest.mark.parametrize("kind", ["split(2, 2)", "colocated(3)", "split(1, 1, gateways=3)", "tiered(2)"])
 def test_a_run_repeats_to_the_bit_in_another_process_with_other_hash_seeds(kind: str) -> None:
     program = f"from tests.offline.sim.test_run import *; print(repeatable({kind}))"
     here = repeatable(eval(kind))
