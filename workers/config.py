@@ -148,7 +148,7 @@ class DiskCacheConfig:
     path: str
     """Folder that the workers of a host share. Keep it as private as prompts: it holds KV."""
     size: ByteSize
-    """Of each worker's files, allocated at its start."""
+    """Of each worker's files, all its ranks together, allocated at its start."""
     speed: ByteSize = DISK_SPEED
     """Bytes that a simulation reads, and that it writes, per second. A real worker measures its disk."""
 
@@ -168,7 +168,7 @@ class CacheConfig:
     host: ByteSize = NO_BYTES
     """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none."""
     disk: DiskCacheConfig | None = None
-    """On a local disk, for workers of one rank with `host`."""
+    """On a local disk, for workers with `host`."""
     pins: ByteSize = NO_BYTES
     """The part of `host` that `diptych cache warm --pin` may fill with prompts, at most half. 0: nothing is pinned."""
 

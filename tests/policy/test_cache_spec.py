@@ -46,7 +46,6 @@ def test_a_pool_has_host_memory_and_a_disk() -> None:
         ({"ram": 1}, {}, r"pools\[0\]\.cache\.ram: unknown key; known keys here: host, disk, pins"),
         ({"host": "8GiB", "pins": "5GiB"}, {}, r"pools\[0\]\.cache: pins \(.*\) must be at most half of host"),
         ({"host": 1}, {"engine": {"prefix_caching": False}}, r"cache keeps .* engine\.prefix_caching is off"),
-        ({"host": 1, "disk": DISK}, {"parallel": {"tensor": 2}}, r"cache\.disk is for workers of one rank"),
         ({}, {"engine": {"host_cache_blocks": 4}}, r"pools\[0\]\.engine\.host_cache_blocks: write the pool's cache: "),
     ],
 )

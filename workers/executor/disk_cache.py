@@ -43,6 +43,12 @@ class DiskCache:
         written = self.store.write(name, self._host[block].data, prefix)
         written.add_done_callback(lambda _: done(self.store.match([name]) == 1))  # it may be gone already
 
+    async def written(self, name: bytes, prefix: int | None, block: int) -> bool:
+        """As `write`."""
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.write(name, prefix, block, done.set_result)
+        return await asyncio.shield(done)
+
     def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         reading = asyncio.ensure_future(self._read(name, block, timeout_s, done))
         self._reading.add(reading)
@@ -50,10 +56,14 @@ class DiskCache:
 
     async def _read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         begun_s = time.monotonic()
-        arrived = await self.store.read(name, self._host[block].data, timeout_s)
+        arrived = await self.arrived(name, block, timeout_s)
         done(arrived, time.monotonic() - begun_s)
         if not self._closed:
             self.changed()
+
+    async def arrived(self, name: bytes, block: int, timeout_s: float) -> bool:
+        """As `read`."""
+        return await self.store.read(name, self._host[block].data, timeout_s)
 
     def forget(self, names: Iterable[bytes]) -> None:
         self.store.forget(names)
@@ -97,7 +107,8 @@ def open_disk_cache(config: WorkerConfig, pool: KVPool) -> DiskCache | None:
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     layout = pool.region.layout
     computed_by = fingerprint(layout, version("diptych"), torch.__version__, kind, str(config.engine.deterministic))
-    store = open_kv_store(Path(disk.path), disk.size, layout.block_bytes, computed_by)
+    size_bytes = disk.size // config.parallel.world_size
+    store = open_kv_store(Path(disk.path), size_bytes, layout.block_bytes, computed_by)
     stats = store.stats()
     how = "direct" if stats.is_direct else "buffered"
     found = f"{stats.num_stored} of {stats.num_slots} blocks found in {store.path}"

@@ -34,6 +34,7 @@ from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError, RankLost, WorkerError
 from workers.executor.bubble import BubbleMeter
+from workers.executor.gang_disk import GangDisk
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
 from workers.executor.rank import Rank, RankStep
@@ -69,6 +70,8 @@ class GangExecutor:
         self._connections = connections
         self._steps: set[asyncio.Future[RankStep]] = set()
         connections.failure.add_done_callback(lambda _: own.abort())
+        stores = own.stores(lambda: None)
+        self._disk = GangDisk(stores[0], others, facts.layout.block_bytes) if stores else None
         self._bubble = BubbleMeter(config.parallel.pipeline)
 
     @property
@@ -114,8 +117,9 @@ class GangExecutor:
         return self._own.ticks + sum(other.ticks for other in self._others)
 
     def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
-        """None: its ranks would need a file each, and one answer."""
-        return ()
+        if self._disk is not None:
+            self._disk.changed = changed
+        return () if self._disk is None else (self._disk,)
 
     def shards(self) -> tuple[ShardAddress, ...]:
         others = (other.shard for other in self._others)
@@ -156,6 +160,8 @@ class GangExecutor:
         await self._connections.close()
         self._own.abort()
         await self._own.close()
+        if self._disk is not None:
+            await self._disk.close()
 
     async def _cause(self, error: Exception, calls: "set[asyncio.Future[RankStep]]") -> Exception:
         """The failed rank's own error. It leaves the gang when it fails, so its neighbors' errors may arrive first."""

@@ -3,8 +3,9 @@
     leader calls rank   Open -> its shard              first, after all ranks have joined
                         Execute -> its step            several in flight, computed in the order in which they are sent
                         Connect -> link report         Pull -> read statistics         in any order
+                        WriteBlock, ReadBlock -> whether it is there
                         Forget, Close -> nothing
-    rank -> leader      Settled, Moved, Alive          leader -> rank   Alive
+    rank -> leader      Settled, Moved, Alive          leader -> rank   ForgetBlocks, Alive
 
 Knows no rank and no plan. Connection, handshake and frames are `kvtransfer.rpc`'s.
 """
@@ -42,6 +43,26 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
 
 
+class WriteBlock(msgspec.Struct, frozen=True, tag=True):
+    """To the rank's disk, from its host memory. The answer: whether it is there."""
+
+    name: bytes
+    prefix: int | None
+    block: int
+
+
+class ReadBlock(msgspec.Struct, frozen=True, tag=True):
+    """From the rank's disk. The answer, in time: whether it has arrived."""
+
+    name: bytes
+    block: int
+    timeout_s: float
+
+
+class ForgetBlocks(msgspec.Struct, frozen=True, tag=True):
+    names: tuple[bytes, ...]
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -64,8 +85,17 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 GANG_PROTOCOL = RpcProtocol(
     name="gang",
-    calls={Open: ShardAddress, Execute: RankStep, Connect: LinkReport, Pull: ReadStats, Forget: None, Close: None},
-    messages=(Settled, Moved, Alive),
+    calls={
+        Open: ShardAddress,
+        Execute: RankStep,
+        Connect: LinkReport,
+        Pull: ReadStats,
+        Forget: None,
+        WriteBlock: bool,
+        ReadBlock: bool,
+        Close: None,
+    },
+    messages=(Settled, Moved, Alive, ForgetBlocks),
     errors=(kvtransfer.errors, workers.errors),
     other_error=workers.errors.WorkerError,
     lost_error=workers.errors.RankLost,

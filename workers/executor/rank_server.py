@@ -17,6 +17,7 @@ from kvtransfer.rpc.handshake import CallerHandshake
 from kvtransfer.ticket import ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.executor import gang_wire as wire
+from workers.executor.disk_cache import DiskCache
 from workers.executor.opening import open_rank
 from workers.executor.rank import Rank
 from workers.executor.rank_spec import RankSpec
@@ -67,7 +68,7 @@ class _Service:
         self._ending: asyncio.Task[None] | None = None
         self._shard: ShardAddress | None = None  # as the leader knows it
         self._connection = RpcConnection(
-            stream, wire.GANG_PROTOCOL, "the leader", on_call=self._on_call, on_message=lambda _: None
+            stream, wire.GANG_PROTOCOL, "the leader", on_call=self._on_call, on_message=self._on_message
         )
 
     async def run(self) -> None:
@@ -91,8 +92,16 @@ class _Service:
                 return await self._pull(number, order)
             case wire.Forget(incarnation):
                 return await self._rank.forget(incarnation)
+            case wire.WriteBlock(name, prefix, block):
+                return await self._disk.written(name, prefix, block)
+            case wire.ReadBlock(name, block, timeout_s):
+                return await self._disk.arrived(name, block, timeout_s)
             case wire.Close():
                 return await self._end(whole=True)
+
+    def _on_message(self, message: wire.ForgetBlocks | wire.Alive) -> None:
+        if isinstance(message, wire.ForgetBlocks):
+            self._disk.forget(message.names)
 
     async def _open(self) -> ShardAddress:
         assert self._opening is None, "opened twice"
@@ -110,6 +119,8 @@ class _Service:
         except Exception:
             logger.exception("rank %d of %s cannot open", spec.rendezvous.rank, spec.config.name)
             raise
+        for disk in rank.stores(lambda: None):
+            disk.watch(lambda name, prefix: None, lambda name: None)  # it learns what others store
         return rank
 
     async def _pull(self, number: int, order: PullOrder) -> ReadStats:
@@ -122,6 +133,11 @@ class _Service:
         """Raises if the leader did not wait for `Open`."""
         assert self._opening is not None, "a call before Open"
         return self._opening.result()
+
+    @property
+    def _disk(self) -> DiskCache:
+        """The leader has one too, and asks only then."""
+        return self._rank.stores(lambda: None)[0]
 
     def _status(self) -> wire.Moved | wire.Alive:
         """Sent every second. A rebuilt transport has a new address."""

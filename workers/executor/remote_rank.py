@@ -68,6 +68,15 @@ class RemoteRank:
     async def forget(self, incarnation: str) -> None:
         await self._connection.begin(wire.Forget(incarnation))
 
+    def write_block(self, name: bytes, prefix: int | None, block: int) -> "asyncio.Future[bool]":
+        return self._connection.begin(wire.WriteBlock(name, prefix, block))
+
+    def read_block(self, name: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
+        return self._connection.begin(wire.ReadBlock(name, block, timeout_s))
+
+    def forget_blocks(self, names: tuple[bytes, ...]) -> None:
+        self._connection.notify(wire.ForgetBlocks(names))
+
     def disconnect(self, error: Exception) -> None:
         """All calls raise `error`; the rank exits when it notices."""
         self._connection.disconnect(error)

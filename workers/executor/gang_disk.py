@@ -1,0 +1,83 @@
+"""The disk of a gang: each rank stores its shard of a block, and a block is there if all ranks have theirs.
+
+The leader's index decides what is looked for. A rank that misses makes the block a miss for all. Each rank keeps its
+own deadline, so its host memory is free for others once it has answered.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from workers.engine.cache_log import Tier
+from workers.executor.disk_cache import DiskCache
+from workers.executor.remote_rank import RemoteRank
+from workers.stats import TierStats
+
+
+class GangDisk:
+    """`BlockStore` of a GangExecutor, which closes it after the ranks' connections. Its rank closes `own`.
+
+    `block_bytes`: of a block on all ranks. Statistics are the leader's, as bytes of all ranks.
+    """
+
+    tier = Tier.DISK
+
+    def __init__(self, own: DiskCache, others: Sequence[RemoteRank], block_bytes: int) -> None:
+        self._own, self._others, self._block_bytes = own, others, block_bytes
+        self._share = own.stats().block_bytes / block_bytes
+        self.read_byte_s = own.read_byte_s * self._share  # all ranks read at the same time
+        self.changed: Callable[[], None] = lambda: None
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
+        return self._own.watch(added, gone)
+
+    def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
+        self._own.find(names, timeout_s, found)
+
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        own = self._own.written(name, prefix, block)
+        self._ask([own, *(other.write_block(name, prefix, block) for other in self._others)], done)
+
+    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        begun_s = time.monotonic()
+
+        def told(arrived: bool) -> None:
+            done(arrived, time.monotonic() - begun_s)
+            self.changed()
+
+        own = self._own.arrived(name, block, timeout_s)
+        self._ask([own, *(other.read_block(name, block, timeout_s) for other in self._others)], told)
+
+    def _ask(self, ranks: Sequence[Awaitable[bool]], done: Callable[[bool], None]) -> None:
+        """`done` once all ranks have answered, or are lost: until then they may use their host blocks."""
+
+        async def ask() -> None:
+            found: list[Any] = await asyncio.gather(*ranks, return_exceptions=True)
+            done(all(each is True for each in found))
+
+        asking = asyncio.ensure_future(ask())
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        names = tuple(names)
+        self._own.forget(names)
+        for other in self._others:
+            other.forget_blocks(names)
+
+    def stats(self) -> TierStats:
+        own = self._own.stats()
+        return structs.replace(
+            own,
+            block_bytes=self._block_bytes,
+            read_bytes=round(own.read_bytes / self._share),
+            written_bytes=round(own.written_bytes / self._share),
+        )
+
+    async def close(self) -> None:
+        """After the ranks have answered or are lost, and the leader's own store has closed."""
+        await asyncio.gather(*self._asking)
