@@ -158,6 +158,14 @@ class Pipeline:
         self._engine.check()
         return plan
 
+    def fail(self) -> None:
+        """All plans in flight fail."""
+        plans = [*self.plans]
+        self.plans.clear()
+        self._num_computed = 0
+        self._engine.steps_failed(plans, "a test")
+        self._engine.check()
+
     def run(self, now_s: float = 0.0) -> list[StepPlan]:
         """Run until nothing is left to compute. Returns the plans that ended."""
         ended: list[StepPlan] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -13,10 +14,10 @@ from workers.costs import CostModel, LinearCost
 from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.engine import Engine
-from workers.engine.estimate import StepEstimate
 from workers.engine.host_cache import HostCache
-from workers.engine.store_tiers import MOST_WAIT_S, StoreTiers
-from workers.request import TokensOut
+from workers.engine.loads import PATIENCE
+from workers.engine.store_tiers import READS_AT_ONCE, StoreTier
+from workers.request import FailedOut, TokensOut
 from workers.stats import TierStats
 
 CHEAP = LinearCost(swap_byte_s=0.0)
@@ -34,6 +35,7 @@ class RecordedDisk(Device):
         self.read_byte_s = 1e-9
         self.prefixes: dict[bytes, int] = {}  # of what is stored
         self.tier = Tier.DISK
+        self.read_s = 0.0001
 
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         self.added, self.gone = added, gone
@@ -64,7 +66,7 @@ class RecordedDisk(Device):
             arrived = good and name in self.stored
             if arrived:
                 self._put(block, self.stored[name])
-            done(arrived, 0.001)
+            done(arrived, self.read_s)
 
         self.pending.append(end)
 
@@ -97,6 +99,15 @@ class RecordedDisk(Device):
 def small(disk: RecordedDisk, cost: CostModel = CHEAP, host: int = 12) -> Engine:
     """Sixteen blocks of four tokens on the device, twelve in host memory."""
     return engine(kv_blocks=18, host_cache_blocks=host, cost=cost, block_bytes=1000, stores=[disk])
+
+
+def slow_disk(disk: RecordedDisk) -> Engine:
+    """Reading four blocks takes a bit longer than a step that computes them."""
+    subject = filled(disk, host=20)
+    (store,) = subject._stores
+    store.block_s = 1.2 * subject._estimate.cost.prefill_seconds(16) / 4
+    disk.read_s = READS_AT_ONCE * store.block_s
+    return subject
 
 
 def prompt(first: int, length: int = 40) -> tuple[int, ...]:
@@ -137,33 +148,95 @@ def test_a_prompt_whose_blocks_do_not_arrive_is_computed() -> None:
     disk = RecordedDisk()
     subject = filled(disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    assert step(subject, 0.0, disk)[0] is None and len(disk.pending) == 6
     disk.run_all(good=False)
     plan, _ = step(subject, 0.0, disk)
     assert plan is not None and not plan.swap_in and plan.chunks[0].first_position == 0
 
 
-def test_other_prompts_do_not_wait_for_the_disk() -> None:
+def test_prompts_wait_for_the_disk_in_their_order_and_streams_do_not_wait() -> None:
     disk = RecordedDisk()
     subject = filled(disk)
+    subject.add(disk.know(request("stream", prompt(800, 8), max_tokens=9)), 0.0, hold=False)
+    step(subject, 0.0, disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
     subject.add(disk.know(request("new", prompt(900, 8), max_tokens=1)), 0.0, hold=False)
     plan, _ = step(subject, 0.0, disk)
-    assert plan is not None and [chunk.key for chunk in plan.chunks] == ["new/0"]
+    assert plan is not None and [chunk.key for chunk in plan.chunks] == ["stream/0"]
     disk.run_all()
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and plan.swap_in and {chunk.key for chunk in plan.chunks} >= {"stream/0", "again/0"}
 
 
-def test_a_prompt_waits_no_longer_than_computing_takes() -> None:
+def test_a_prompt_waits_no_longer_than_its_patience_for_a_disk_that_hangs() -> None:
     disk = RecordedDisk()
     subject = filled(disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
-    cost = subject._estimate.cost
-    assert disk.waits_s == 6 * [cost.prefill_seconds(40) - cost.prefill_seconds(16, 24)]
-    assert 0 < disk.waits_s[0] < MOST_WAIT_S
-    disk.run()
-    slow = RecordedDisk()
-    subject = filled(slow, LinearCost(prefill_token_s=10.0, swap_byte_s=0.0))
-    subject.add(slow.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
-    assert slow.waits_s == 6 * [MOST_WAIT_S]
+    assert step(subject, 0.0, disk)[0] is None
+    cost, until_s = subject._estimate.cost, subject.wakes_at_s
+    in_chunks_s = cost.prefill_seconds(40) + 2 * cost.prefill_seconds(0)
+    assert until_s == pytest.approx(PATIENCE * in_chunks_s)
+    assert step(subject, 0.9 * until_s, disk)[0] is None
+    plan, _ = step(subject, until_s, disk)
+    assert plan is not None and plan.chunks[0].first_position == 0 and disk.pending
+
+
+def test_what_is_read_from_the_back_ends_the_computing_where_they_meet() -> None:
+    """Reading takes about as long as computing: the last blocks are read, and the first ones computed."""
+    disk = RecordedDisk()
+    subject = slow_disk(disk)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=2)), 0.0, hold=False)
+    plan, emitted = step(subject, 0.0, disk)
+    assert plan is not None and not plan.swap_in
+    (chunk,) = plan.chunks
+    assert chunk.first_position == 0 and 8 <= len(chunk.tokens) <= 24 and chunk.draw is None
+    assert len(disk.waits_s) == 9 - len(chunk.tokens) // 4, "what computing has passed is not read"
+    disk.run()  # the last block
+    disk.run(good=False)
+    while plan is not None and not plan.swap_in:
+        end = plan.chunks[0].first_position + len(plan.chunks[0].tokens)
+        assert end <= 32
+        plan, more = step(subject, 0.0, disk)
+        emitted += more
+    assert plan is not None and end == 32 and plan.chunks[0].first_position == 36
+    emitted += run_to_end(subject, 0.0, disk)
+    assert tokens_of(emitted, "again/0") == [next_token("again/0", 40 + n) for n in range(2)]
+    host, on_disk = subject.stats().tiers
+    assert (host.hit_tokens, on_disk.hit_tokens, subject.stats().found_tokens) == (0, 4, 4)
+    disk.run_all()
+
+
+def test_a_prompt_that_waits_behind_another_is_read_from_the_front() -> None:
+    disk = RecordedDisk()
+    subject = slow_disk(disk)
+    subject.add(disk.know(request("other", prompt(900, 30), max_tokens=1)), 0.0, hold=False)
+    plan = subject.schedule(0.0)
+    assert plan is not None
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    assert len(disk.pending) == READS_AT_ONCE
+    for _ in range(3):
+        disk.run()
+    disk.execute(plan)
+    subject.commit(plan, result(plan), 0.0)
+    while not (plan := step(subject, 0.0, disk)[0]) or plan.chunks[0].key != "again/0":
+        pass
+    assert len(plan.swap_in) == 3 and plan.chunks[0].first_position == 12
+    disk.run_all()
+
+
+def test_a_block_that_one_store_lost_is_read_from_the_next() -> None:
+    near, far = RecordedDisk(), RecordedDisk()
+    filled(near)
+    far.stored, far._host = dict(near.stored), near._host
+    subject = engine(kv_blocks=18, host_cache_blocks=12, cost=CHEAP, block_bytes=1000, stores=[near, far])
+    subject.add(near.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    assert step(subject, 0.0, near)[0] is None and not far.pending
+    near.run(good=False)
+    assert len(far.pending) == 1
+    far.run()
+    near.run_all()
+    plan, _ = step(subject, 0.0, near)
+    assert plan is not None and len(plan.swap_in) == 6
 
 
 def test_nothing_is_read_that_is_cheaper_to_compute_or_must_be_computed() -> None:
@@ -189,6 +262,7 @@ def test_a_block_that_is_forgotten_while_it_is_read_is_not_used() -> None:
     disk = RecordedDisk()
     subject = filled(disk)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    assert step(subject, 0.0, disk)[0] is None and disk.pending
     subject.pool.clear_cache()
     disk.run_all()
     subject.check()
@@ -231,6 +305,7 @@ def test_a_read_takes_no_block_that_a_step_in_flight_uses() -> None:
     disk = RecordedDisk()
     subject = filled(disk, host=20)
     subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    assert subject.schedule(0.0) is None
     disk.run_all()
     plan = subject.schedule(0.0)
     assert plan is not None and plan.swap_in and plan.swap_out
@@ -246,8 +321,8 @@ def test_a_read_takes_no_block_that_a_step_in_flight_uses() -> None:
 
 def test_a_block_that_arrives_after_a_step_has_saved_it_is_free() -> None:
     host = HostCache(2, 10, CacheLog(128))
-    (block,) = host.load([b"a"])
-    assert host.save(b"a", None, ()) == 21 - block
+    block = host.load(b"a")
+    assert block is not None and host.save(b"a", None, ()) == 21 - block
     host.loaded(block, None, arrived=True)
     host.check()
     assert host.match([b"a"]) == [21 - block]
@@ -257,7 +332,7 @@ def test_the_log_has_what_can_be_read_from_the_disk_and_nothing_else() -> None:
     disk = RecordedDisk()
     disk.stored, disk.prefixes = {b"old": [1]}, {b"old": 5}
     pool = BlockPool(4, 4, host_blocks=3)
-    tier = StoreTiers([disk], pool, StepEstimate(CHEAP), 1000)
+    tier = StoreTier(disk, pool, 1000)
     blocks = [pool.host.save(name, prefix, ()) for name, prefix in ((b"a", 6), (b"b", None), (b"c", 7))]
     tier.save([(name, block) for name, block in zip((b"a", b"b", b"c"), blocks, strict=True) if block is not None])
     assert pool.log.names(Tier.DISK) == {5}, "what is still being written is not there"
@@ -280,11 +355,16 @@ class DiskMachine(HostMachine):
         batching=st.sampled_from(BATCHING),
         budget=st.integers(5, 16),
         blocks=st.integers(9, 14),
-        host=st.integers(2, 8),
+        host=st.integers(2, 16),
         digest=st.booleans(),
+        block_s=st.sampled_from([1e-6, 0.003, 0.01, 0.03]),
     )
-    def open(self, depth: int, batching: str, budget: int, blocks: int, host: int, digest: bool) -> None:
+    def open(
+        self, depth: int, batching: str, budget: int, blocks: int, host: int, digest: bool, block_s: float
+    ) -> None:
         self.device: RecordedDisk = RecordedDisk()
+        self.far = RecordedDisk()
+        self.far._host = self.device._host
         self.engine = engine(
             kv_blocks=blocks,
             swap_blocks=8,
@@ -296,19 +376,56 @@ class DiskMachine(HostMachine):
             depth=depth,
             cost=LinearCost(step_s=0.01, swap_byte_s=0.0002),
             block_bytes=10,
-            stores=[self.device],
+            stores=[self.device, self.far],
         )
         self.engine.leases._digest = digest
-        for first in (1, 2, *range(20, 120, 20)):  # what an earlier process has left there
-            tokens = range(first, first + 14)
+        for first in (1, 2, *range(20, 120, 20), 200, 300, 400):  # what an earlier process has left there
+            tokens = range(first, first + (27 if first >= 200 else 14))
             for place, name in enumerate(prefix_hashes(tokens, 4)):
-                self.device.stored[name] = list(tokens[4 * place : 4 * place + 4])
+                for disk in (self.device, self.far):
+                    disk.stored[name] = list(tokens[4 * place : 4 * place + 4])
+        self.engine._stores[0].block_s = block_s
         self.flow = Pipeline(self.engine, depth, self.device)
 
-    @precondition(lambda self: self.device.pending)
+    @rule(
+        document=st.integers(1, 3),
+        length=st.integers(16, 27),
+        hold=st.booleans(),
+        ends=st.lists(st.sampled_from(["read", "read", "miss", "step", "step", "abort", "fail"]), max_size=8),
+    )
+    def ask_of_a_long_document(self, document: int, length: int, hold: bool, ends: list[str]) -> None:
+        """Blocks arrive from the back, or do not, while it is computed from the front, until it is ended."""
+        first = 100 + 100 * document
+        made = request(f"r{self.count}", tuple(range(first, first + length)), max_tokens=2)
+        self._add(made, hold)
+        for end in ends:
+            self.flow.fill(self.now_s)
+            store = self.device if self.device.pending else self.far
+            if end == "step":
+                self.end_step()
+            elif end == "fail" and self.flow.plans:
+                self.fail_steps()
+            elif end == "abort":
+                self.engine.abort(made.key)
+                self.alive.pop(made.key, None)
+            elif store.pending:
+                store.run(good=end == "read")
+
+    @precondition(lambda self: self.flow.plans)
+    @rule()
+    def fail_steps(self) -> None:
+        """The oldest step fails, and those behind it have ended."""
+        self.flow.fail()
+        for each in self.engine.drain():
+            self.emitted.append(each)
+            if isinstance(each, FailedOut):
+                self.alive.pop(each.key, None)
+
+    @precondition(lambda self: self.device.pending or self.far.pending)
     @rule(data=st.data(), good=st.booleans())
-    def disk_ends(self, data: st.DataObject, good: bool) -> None:
-        self.device.run(data.draw(st.integers(0, len(self.device.pending) - 1)), good=good)
+    def store_ends(self, data: st.DataObject, good: bool) -> None:
+        store = data.draw(st.sampled_from([each for each in (self.device, self.far) if each.pending]))
+        store.run(data.draw(st.integers(0, len(store.pending) - 1)), good=good)
 
     def teardown(self) -> None:
         self._finish_disk()
@@ -318,8 +435,9 @@ class DiskMachine(HostMachine):
         assert not self.engine.pool.host._held and not self.engine.pool.host._loading
 
     def _finish_disk(self) -> None:
-        while self.device.pending:
-            self.device.run()
+        while self.device.pending or self.far.pending:
+            self.device.run_all()
+            self.far.run_all()
 
 
 DiskMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)

@@ -32,11 +32,13 @@ class CacheHits:
         for source, count in found:
             self.tokens[source] += count
 
-    def save(self, num_tokens: int, found: Found, cost: CostModel, token_bytes: float) -> None:
-        """Count the seconds that a prompt of `num_tokens` need not be computed. No source saves less than 0."""
+    def save(self, num_tokens: int, found: Found, cost: CostModel, token_bytes: float, first: int = 0) -> None:
+        """Count the seconds that a prompt of `num_tokens` need not be computed, of which these were found from token
+        `first` on. No source saves less than 0.
+        """
         load_byte_s = {FETCHED: cost.transfer_byte_s, HOST: cost.swap_byte_s}
         load_byte_s |= {tier: cost.swap_byte_s + read_s for tier, read_s in self.read_byte_s.items()}
-        rest_s, end = cost.prefill_seconds(num_tokens), 0
+        rest_s, end = cost.prefill_seconds(num_tokens - first, first), first
         for source, count in found:
             end += count
             before_s, rest_s = rest_s, cost.prefill_seconds(num_tokens - end, end)

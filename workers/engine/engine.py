@@ -23,13 +23,14 @@ from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
+from workers.engine.loads import Loads
 from workers.engine.loans import BlockMove, LoanBook
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.slo import slot_refusal
 from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
-from workers.engine.store_tiers import StoreTiers
+from workers.engine.store_tiers import StoreTier
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import MIXED_KV, FailedOut, HeadOut, Request, Reservation, TokenLogprobs, TokensOut, check_prompt
 from workers.stats import NO_PULLS, Pulls, TierStats, WorkerStats
@@ -95,12 +96,13 @@ class Engine:
         self._depth = depth
         self.leases = LeaseBook(self.pool, lease_s, digest=digest)
         self.loans = LoanBook(self.pool, lease_s)
+        self._stores = [StoreTier(store, self.pool, block_bytes) for store in stores]
+        self.pool.forget_in_stores = self._forget_in_stores
+        self._loads = Loads(self._stores, self.pool, self._estimate, block_bytes)
         self._scheduler = Scheduler(
-            config, self.pool, self.leases, self._estimate, block_bytes=block_bytes, depth=depth
+            config, self.pool, self.leases, self._loads, self._estimate, block_bytes=block_bytes, depth=depth
         )
         self._kv = self._scheduler.kv
-        self._stores = StoreTiers(stores, self.pool, self._estimate, block_bytes)
-        self.pool.forget_in_stores = self._stores.forget
         self._sequences: dict[str, Sequence] = {}
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
         self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
@@ -135,7 +137,9 @@ class Engine:
         if borrows:
             self._kv.moves.add(sequence)
         else:
-            self._stores.prefetch(sequence)
+            self._loads.begin(sequence, now_s)
+            if self._scheduler.num_in_flight:  # it has to wait, and else its turn decides where to begin
+                self._loads.read()
 
     def reserve(self, request: Request, asked_s: float) -> Reservation:
         """`wanted` and `grant` in one call. Raises `InvalidRequest` or `Overloaded`."""
@@ -326,7 +330,9 @@ class Engine:
     def schedule(self, now_s: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
         self._kv.moves.start()
+        self._loads.schedule(now_s)
         step = self._scheduler.schedule(now_s)
+        self._loads.read()
         if step is None:
             return self._without_sequences()
         self._steps += 1
@@ -367,12 +373,21 @@ class Engine:
         saved, restored = tuple(moves.swap_out), tuple(moves.swap_in)
         return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)), swap_out=saved, swap_in=restored)
 
+    @property
+    def wakes_at_s(self) -> float:
+        """When to call `schedule` again if nothing else happens, since a prompt has then waited long enough."""
+        return self._loads.wakes_at_s
+
+    def _forget_in_stores(self, names: Items[bytes]) -> None:
+        for store in self._stores:
+            store.forget(names)
+
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Apply the result of the oldest step in flight."""
         assert plan.number == self._steps + 1 - self._scheduler.num_in_flight, f"step {plan.number} is not the oldest"
         self._learn(plan, result.seconds)
         touched = self._scheduler.land()
-        self._stores.save(self._kv.tier.take_saved())
+        self._save(self._kv.tier.take_saved())
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self.pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
@@ -414,6 +429,10 @@ class Engine:
         if plan.chunks:
             self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
             self._estimate.learn(plan, seconds)
+
+    def _save(self, saved: Items[tuple[bytes, int]]) -> None:
+        for store in self._stores:
+            store.save(saved)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
         sequence.tokens.append(token)
@@ -511,6 +530,7 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
+        self._loads.end(sequence)
         sequence.state = State.FINISHED
         del self._sequences[sequence.key]
 
@@ -569,7 +589,7 @@ class Engine:
         if not self.pool.host.num_blocks:
             return ()
         host = structs.replace(self._kv.tier.stats(), lent_tokens=self.leases.lent_tokens[HOST])
-        return host, *self._stores.stats()
+        return host, *(store.stats() for store in self._stores)
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""
@@ -583,6 +603,7 @@ class Engine:
             ]
         )
         self._scheduler.check()
+        self._loads.check()
         queued = [*self._scheduler.queues.waiting, *self._scheduler.queues.running]
         assert all(self._sequences[s.key] is s for s in queued), "a queue holds a sequence that ended"
         assert len(queued) == sum(s.state is not State.RESERVED for s in self._sequences.values())

@@ -39,8 +39,8 @@ class HostCache:
         self.pins = Pins(most_pinned)
         self.unsaved: dict[bytes, None] = {}
         self._prefixes: dict[bytes, int] = {}
-        self._held: dict[int, int] = {}  # block -> steps and disk writes that use it
-        self._loading: dict[int, bytes | None] = {}  # block -> what arrives from the disk; None: no longer wanted
+        self._held: dict[int, int] = {}  # block -> steps and writes to stores that use it
+        self._loading: dict[int, bytes | None] = {}  # block -> what arrives from a store; None: no longer wanted
 
     def __contains__(self, name: bytes) -> bool:
         return self.block_of(name) is not None
@@ -120,7 +120,7 @@ class HostCache:
         return self._prefixes.get(name)
 
     def hold(self, block: int) -> None:
-        """Keep the block's memory as it is until `release`, for a step in flight or a write to the disk."""
+        """Keep the block's memory as it is until `release`, for a step in flight or a write to a store."""
         self._held[block] = self._held.get(block, 0) + 1
 
     def release(self, block: int) -> None:
@@ -128,23 +128,27 @@ class HostCache:
         if not self._held[block]:
             del self._held[block]
 
-    def load(self, names: Sequence[bytes]) -> list[int]:
-        """Blocks for the first of these names, into which a disk may write until `loaded`. Fewer: others are in use."""
-        blocks = []
-        for name in names:
-            if name in self or name in self._loading.values() or (block := self._take()) is None:
-                break
+    def load(self, name: bytes) -> int | None:
+        """A block into which a store may write this content until `loaded`. None: all are in use."""
+        block = self._take()
+        if block is not None:
             self._loading[block] = name
-            blocks.append(block)
-        return blocks
+        return block
 
-    def loaded(self, block: int, prefix: int | None, *, arrived: bool) -> None:
-        """The disk no longer writes into the block. If its content has `arrived` and is still wanted, it is cached."""
+    def loaded(self, block: int, prefix: int | None, *, arrived: bool) -> bool:
+        """The store no longer writes into the block. If its content has `arrived` and is wanted, it is cached: True."""
         name = self._loading.pop(block)
-        if name is None or name in self or not arrived:
-            self._free[block] = None
-        else:
+        is_wanted = arrived and name is not None and name not in self
+        if is_wanted and name is not None:
             self._add(name, block, prefix)
+        else:
+            self._free[block] = None
+        return is_wanted
+
+    @property
+    def loading(self) -> set[int]:
+        """Blocks into which a store may write."""
+        return set(self._loading)
 
     def match(self, names: Sequence[bytes]) -> list[int]:
         """The host blocks of the longest cached prefix of these, marked as hit so that tails are evicted first."""

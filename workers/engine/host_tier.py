@@ -76,12 +76,12 @@ class HostTier:
         )
 
     def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
-        """Restore what follows the sequence's computed tokens, if that is cheaper than recomputing it.
+        """Restore what follows the sequence's scheduled tokens, if that is cheaper than computing it.
 
         It already has its blocks. At least one token is left to compute, and all of them for prompt log probabilities.
         """
-        host, size, first = self._pool.host, self._pool.block_size, sequence.num_computed
-        if not len(host) or sequence.wants_prompt_logprobs:
+        host, size, first = self._pool.host, self._pool.block_size, sequence.num_scheduled
+        if not len(host) or sequence.wants_prompt_logprobs or first % size:
             return
         num_tokens, index = len(sequence.tokens), first // size
         kept = host.match(sequence.hashes[index : (num_tokens - 1) // size])
@@ -92,7 +92,7 @@ class HostTier:
         self._hold(kept, moves)
         moves.restored.append((sequence, end - first))
         sequence.num_ordered += end - first
-        sequence.cached_tokens = end
+        sequence.cached_tokens += end - first
 
     def _is_cheaper(self, num_blocks: int, num_tokens: int, first: int, end: int) -> bool:
         """Half of a swap's cost is the way back."""

@@ -8,12 +8,13 @@ Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
-from workers.engine.cache_hits import DEVICE, FETCHED, HOST
+from workers.engine.cache_hits import DEVICE, FETCHED
+from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves, HostTier
 from workers.engine.loans import Moves
@@ -97,25 +98,33 @@ class KVCacheManager:
                 moves.copy(tail, sequence.blocks[num_kept:][: len(tail)])
                 sequence.num_computed = sequence.cached_tokens = computed
                 sequence.num_named = computed // size
+                fetched = size * self._pool.use_fetched(shared)
+                sequence.cached_from = ()
+                self._pool.hits.looked_up(len(sequence.tokens), ())
+                self._count(sequence, {DEVICE: computed - fetched, FETCHED: fetched}, 0)
                 if not tail and not sequence.borrows:
-                    self.tier.restore(sequence, moves)
-                self._count(sequence, shared, computed)
+                    self.restore(sequence, moves)
                 return True
             self._pool.free(shared)
         return False
 
-    def _count(self, sequence: Sequence, shared: list[int], on_device: int) -> None:
-        """Count what was found, by source, and what this saves."""
-        size, found, hits = self._pool.block_size, sequence.cached_tokens, self._pool.hits
-        fetched = size * self._pool.use_fetched(shared)
-        read = Counter(tier.value for index, tier in sequence.from_stores.items() if on_device <= index * size < found)
-        sequence.from_stores.clear()
-        counts = {DEVICE: on_device - fetched, FETCHED: fetched, HOST: found - on_device - size * read.total()}
-        counts |= {tier: size * count for tier, count in read.items()}
-        sequence.cached_from = tuple([each for each in counts.items() if each[1]])
-        hits.looked_up(len(sequence.tokens), sequence.cached_from)
-        if found:
-            hits.save(len(sequence.tokens), sequence.cached_from, self._estimate.cost, self._block_bytes / size)
+    def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
+        """Restore what host memory has behind a prompt's scheduled tokens, if that is cheaper than computing it."""
+        size, first = self._pool.block_size, sequence.num_scheduled
+        self.tier.restore(sequence, moves)
+        restored = range(first // size, sequence.num_scheduled // size)
+        found = Counter(sequence.from_stores.pop(place, Tier.HOST).value for place in restored)
+        self._count(sequence, {source: size * count for source, count in found.items()}, first)
+
+    def _count(self, sequence: Sequence, found: Mapping[str, int], first: int) -> None:
+        """Count tokens that were found, from this one on, by source, and what this saves."""
+        counts = tuple([each for each in found.items() if each[1]])
+        if not counts:
+            return
+        hits, token_bytes = self._pool.hits, self._block_bytes / self._pool.block_size
+        sequence.cached_from = tuple((Counter(dict(sequence.cached_from)) + Counter(dict(counts))).items())
+        hits.looked_up(0, counts)
+        hits.save(len(sequence.tokens), counts, self._estimate.cost, token_bytes, first)
 
     def _known(self, sequence: Sequence, *, share_tail: bool) -> tuple[list[int], int]:
         """Blocks that hold the KV of the sequence's first tokens already, and how many tokens that are.

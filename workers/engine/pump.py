@@ -5,8 +5,10 @@ Knows three methods of the engine and one of the executor; knows no request and 
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from workers.engine.engine import BrokenStep, Engine, EngineOutput
@@ -72,7 +74,7 @@ class Pump:
                 elif self._closing:
                     return
                 else:
-                    await self._work.wait()
+                    await self._wait()
         finally:
             self._watch.close()
             for _, step in in_flight:
@@ -90,6 +92,13 @@ class Pump:
                 break
             self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         self._deliver(self._engine.drain())
+
+    async def _wait(self) -> None:
+        """For work, or until a prompt has waited long enough for its blocks."""
+        seconds = self._engine.wakes_at_s - self._now_s()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if math.isinf(seconds) else max(0.0, seconds)):
+                await self._work.wait()
 
     async def _oldest_or_work(self) -> None:
         step = self._in_flight[0][1]

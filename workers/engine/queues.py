@@ -51,12 +51,11 @@ class Queues:
     def next(self, now_s: float) -> Sequence | None:
         """The next sequence, if a slot is free: preempted ones first, then by the configured order.
 
-        A prompt is skipped while its prefix is read from a store, and while its sibling is computing the same tokens,
-        which it will share.
+        A prompt is skipped while its sibling is computing the same tokens, which it will share.
         """
         if len(self.running) >= self._config.max_running:
             return None
-        candidates = (each for each in self.waiting if not (each.is_prefetching or self._awaits_sibling(each)))
+        candidates = (each for each in self.waiting if not self._awaits_sibling(each))
         first = next(candidates, None)
         if first is None or self._config.prompt_order == "fcfs" or first.was_preempted:
             return first
@@ -70,5 +69,5 @@ class Queues:
             and each.num_computed < len(sequence.tokens) - 1
             and each.tokens == sequence.tokens
             and each.request.cache_salt == sequence.request.cache_salt
-            for each in (*self.running, *(other for other in self.waiting if other.is_prefetching))
+            for each in self.running
         )

@@ -17,6 +17,7 @@ from workers.engine.estimate import StepEstimate, prompt_share
 from workers.engine.host_tier import BlockMoves
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.leases import LeaseBook
+from workers.engine.loads import Loads
 from workers.engine.queues import Queues
 from workers.engine.sequence import Sequence, State
 from workers.engine.step_builder import StepBuilder
@@ -31,7 +32,7 @@ class _Flight:
 
 
 class Scheduler:
-    """Owns the queues and the block tables. Shares the pool, the leases and the estimate with its Engine.
+    """Owns the queues and the block tables. Shares the pool, leases, loads and the estimate with its Engine.
 
     `block_bytes`: KV bytes of a block. `depth`: number of steps to keep in flight.
     """
@@ -41,6 +42,7 @@ class Scheduler:
         config: EngineConfig,
         pool: BlockPool,
         leases: LeaseBook,
+        loads: Loads,
         estimate: StepEstimate,
         *,
         block_bytes: int,
@@ -59,6 +61,7 @@ class Scheduler:
         self._max_batch_tokens = config.max_batch_tokens
         self._block_size = config.block_size
         self._leases = leases
+        self._loads = loads
         self._estimate = estimate
         self._depth = depth
         self._flights: deque[_Flight] = deque()
@@ -76,6 +79,7 @@ class Scheduler:
             self.queues,
             self.kv,
             self._leases,
+            self._loads,
             self._estimate,
             now_s=now_s,
             decodable=tuple(decodable),
@@ -142,7 +146,8 @@ class Scheduler:
         self._steps += 1
         # The kernels want one-token runs first.
         step.slices.sort(key=lambda each: each.count > 1)
-        touched = tuple(dict.fromkeys([*[each.sequence for each in step.slices], *step.admitted]))
+        restored = [sequence for sequence, _ in step.moves.restored]
+        touched = tuple(dict.fromkeys([*[each.sequence for each in step.slices], *step.admitted, *restored]))
         for sequence in touched:
             sequence.in_flight += 1
             sequence.last_step = self._steps

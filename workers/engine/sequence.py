@@ -89,8 +89,7 @@ class Sequence:
     moves_from: int = 0  # computed tokens from which on it moves blocks again, after no lender took them
     number: int = 0  # of the prompt in the engine's order of arrival
     was_preempted: bool = False
-    is_prefetching: bool = False  # blocks of its prefix are being read from stores
-    from_stores: dict[int, Tier] = field(default_factory=dict)  # places of those that have arrived
+    from_stores: dict[int, Tier] = field(default_factory=dict)  # numbers of blocks that were read for it, not yet used
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
     hashes: list[bytes] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as computed

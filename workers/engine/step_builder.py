@@ -11,7 +11,9 @@ from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.leases import LeaseBook
+from workers.engine.loads import Loads
 from workers.engine.queues import Queues
+from workers.engine.race import StepSeconds
 from workers.engine.sequence import Sequence, State
 
 
@@ -35,6 +37,7 @@ class StepBuilder:
         queues: Queues,
         kv: KVCacheManager,
         leases: LeaseBook,
+        loads: Loads,
         estimate: StepEstimate,
         *,
         now_s: float,
@@ -60,6 +63,8 @@ class StepBuilder:
         self._queues = queues
         self._kv = kv
         self._leases = leases
+        self._loads = loads
+        self._budget = budget
         self._estimate = estimate
         self._rows = rows
         self._coming = coming
@@ -76,7 +81,7 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.slices or self.moves.swap_out or self.admitted)
+        return not (self.slices or self.moves.swap_out or self.moves.restored or self.admitted)
 
     def decode(self, sequence: Sequence) -> bool:
         if self._rows <= 0:
@@ -88,13 +93,25 @@ class StepBuilder:
         return True
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
+        if self._may_take(sequence) and self._loads.has(sequence):
+            self._kv.restore(sequence, self.moves)
         missing = len(sequence.tokens) - sequence.num_scheduled
+        missing = min(missing, self._loads.tokens_now(sequence, self._times()))
         count = self._take(sequence, missing if most is None else min(missing, most))
         self.share -= count
         return count
 
+    def _times(self) -> StepSeconds:
+        """Beside what this step computes already."""
+        prompts = [(each.count, each.first) for each in self.slices if each.count > 1]
+        decodes = [each.first + 1 for each in self.slices if each.count == 1]
+        return StepSeconds(self.cost, prompts, len(decodes), sum(decodes), self._budget)
+
+    def _may_take(self, sequence: Sequence) -> bool:
+        return sequence.state is State.RUNNING and sequence not in self._stopped
+
     def _take(self, sequence: Sequence, count: int) -> int:
-        if count <= 0 or sequence.state is not State.RUNNING or sequence in self._stopped:
+        if count <= 0 or not self._may_take(sequence):
             return 0
         self.at_hand = sequence
         if not self._kv.is_writable(sequence):
@@ -113,6 +130,8 @@ class StepBuilder:
         if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
             return None
         self.at_hand = sequence
+        if sequence.state is State.WAITING and self._loads.waits(sequence, self._times()):
+            return None
         give_blocks = self._kv.swap_in if sequence.state is State.SWAPPED else self._kv.place
         if not give_blocks(sequence, self.moves):
             return None
@@ -146,8 +165,11 @@ class StepBuilder:
 
     def _victim(self) -> Sequence | None:
         """The youngest sequence outside this step. Held prompts stay, because a reader may be fetching them."""
+        restored = [sequence for sequence, _ in self.moves.restored]
         others = [
-            each for each in self._queues.running if not (each.hold or each in self._chosen or each in self.admitted)
+            each
+            for each in self._queues.running
+            if not (each.hold or each in self._chosen or each in self.admitted or each in restored)
         ]
         return max(others, key=lambda each: (each.arrival_s, each.number), default=None)
 

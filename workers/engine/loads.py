@@ -1,0 +1,307 @@
+"""Reads of cached prefixes from stores into host memory, from where steps restore them, while the prompts are computed.
+
+    a prompt waits behind others    its blocks are read from the front, which costs nothing
+    its turn comes                  computing goes on from what is here, and reads from the back (`race`)
+    the two meet                    a step restores what was read, and computing goes on behind it
+
+A block that is missing, late or corrupt is computed. Pure: seconds are arguments, and stores tell how long reads took.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from functools import partial
+
+from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.estimate import StepEstimate
+from workers.engine.race import Gap, StepSeconds, choose
+from workers.engine.sequence import Sequence, State
+from workers.engine.store_tiers import StoreTier
+from workers.kv_events import chain, name_of_block
+
+FIND_TIMEOUT_S = 1.0
+PATIENCE = 0.05  # of the time to compute a prompt: for so long it may wait in vain
+LATE = 2.0  # reads that take this many times as long as they should are not waited for
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """A prompt whose prefix goes on in stores. Places are numbers of blocks; `names` are those of all that may be read.
+
+    `known`: how many of the first ones each store has. `end`: the most of these. `unfound`: stores that have not told
+    yet. `reads`: reading more is worth it. `is_new`: it begins now.
+    """
+
+    sequence: Sequence
+    names: Items[bytes]
+    known: list[int]
+    end: int
+    unfound: int
+    unread: deque[int] = field(default_factory=deque)  # ascending
+    reading: set[int] = field(default_factory=set)
+    reads: bool = True
+    is_new: bool = True
+    find_until_s: float | None = None
+    wait_until_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """Of one block into a block of host memory. `wanted`: by which prompts, at which of their places."""
+
+    name: bytes
+    prefix: int | None
+    block: int
+    tiers: list[StoreTier]  # the one that reads, and those to be tried if it fails
+    begun_s: float
+    wanted: list[tuple[_Loading, int]]
+
+
+class Loads:
+    """Owned by an Engine. The first tier that has a block is asked for it. `block_bytes`: KV bytes of a block.
+
+    `wakes_at_s`: when a prompt that waits now has waited long enough.
+    """
+
+    def __init__(self, tiers: Items[StoreTier], pool: BlockPool, estimate: StepEstimate, block_bytes: int) -> None:
+        self.wakes_at_s = math.inf
+        self._tiers = tiers
+        self._pool = pool
+        self._host = pool.host
+        self._size = pool.block_size
+        self._estimate = estimate
+        self._block_bytes = block_bytes
+        self._loadings: dict[Sequence, _Loading] = {}
+        self._reads: dict[bytes, _Read] = {}
+        self._now_s = 0.0
+
+    # ---- a prompt comes and goes ---------------------------------------------------------------------------------
+
+    def begin(self, sequence: Sequence, now_s: float) -> None:
+        """Look for what continues the prompt's prefix."""
+        if not self._tiers or sequence.request.fresh or sequence.wants_prompt_logprobs:
+            return
+        self._now_s = max(self._now_s, now_s)
+        sequence.hashes = prefix_hashes(sequence.tokens, self._size, sequence.hashes, sequence.salt)
+        names = sequence.hashes[: (len(sequence.tokens) - 1) // self._size]
+        first = self._num_here(names)
+        names = names[: first + self._host.num_blocks // 2]
+        if not self._is_worth_reading(sequence, first, len(names)):
+            return
+        loading = _Loading(sequence, names, [0] * len(self._tiers), first, len(self._tiers))
+        self._loadings[sequence] = loading
+        for number, tier in enumerate(self._tiers):
+            tier.find(names[first:], FIND_TIMEOUT_S, partial(self._found, loading, number, first))
+        loading.is_new = False  # its turn, if it is now, decides where reads begin
+
+    def _num_here(self, names: Items[bytes]) -> int:
+        """How many of the first blocks are on the device or in host memory."""
+        known = self._pool.num_known(names)
+        behind = (place for place in range(known, len(names)) if names[place] not in self._host)
+        return next(behind, len(names))
+
+    def _is_worth_reading(self, sequence: Sequence, first: int, end: int) -> bool:
+        """Whether these blocks would be restored from host memory."""
+        cost, size, num_tokens = self._estimate.cost, self._size, len(sequence.tokens)
+        saved_s = cost.prefill_seconds(num_tokens - first * size, first * size)
+        saved_s -= cost.prefill_seconds(num_tokens - end * size, end * size)
+        return cost.swap_seconds((end - first) * self._block_bytes) / 2 < saved_s
+
+    def _found(self, loading: _Loading, number: int, first: int, count: int) -> None:
+        loading.unfound -= 1
+        end = min(first + count, len(loading.names))
+        loading.known[number] = end
+        loading.unread.extend(range(loading.end, end))
+        loading.end = max(loading.end, end)
+        if not loading.unfound and loading.end == first:
+            self.end(loading.sequence)
+        if not loading.is_new:
+            self.read()
+
+    def end(self, sequence: Sequence) -> None:
+        """Nothing more is to be read for it."""
+        if self._loadings.pop(sequence, None) is not None:
+            sequence.from_stores.clear()
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether some of its prefix may still be read."""
+        return sequence in self._loadings
+
+    # ---- its turn comes ------------------------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> None:
+        """A step is about to be made."""
+        self._now_s = max(self._now_s, now_s)
+        self.wakes_at_s = math.inf
+
+    def waits(self, sequence: Sequence, seconds: StepSeconds) -> bool:
+        """Whether a prompt whose turn it is should wait for what is read."""
+        loading = self._loadings.get(sequence)
+        if loading is None:
+            return False
+        first = self._num_here(loading.names[: loading.end]) * self._size
+        return self._tokens_now(loading, first, seconds) == 0
+
+    def tokens_now(self, sequence: Sequence, seconds: StepSeconds) -> int:
+        """How many of its missing tokens the next step should compute, at most."""
+        loading = self._loadings.get(sequence)
+        if loading is None:
+            return len(sequence.tokens)
+        self._pass(loading, sequence.num_scheduled)
+        return self._tokens_now(loading, sequence.num_scheduled, seconds)
+
+    def _tokens_now(self, loading: _Loading, first: int, seconds: StepSeconds) -> int:
+        total, cached = len(loading.sequence.tokens), loading.end * self._size
+        if loading.unfound and self._may_find(loading, seconds.now(total - first, first)):
+            return 0
+        if first >= cached:
+            return total
+        until = self._next_here(loading, first)
+        missing = self._arrivals(loading, first, until)
+        gap = Gap(
+            first=first,
+            until=until,
+            cached=cached,
+            total=total,
+            missing=missing,
+            copy_s=self._estimate.cost.swap_seconds(self._block_bytes) / 2,
+            can_wait=self._can_wait(loading) and until - first == len(missing) * self._size > 0,
+        )
+        choice = choose(gap, seconds)
+        loading.reads = choice.reads
+        if not choice.num_tokens:
+            if loading.wait_until_s is None:
+                late_s = LATE * max(arrives_s for _, arrives_s in missing)
+                loading.wait_until_s = self._now_s + max(late_s, PATIENCE * seconds.now(total - first, first))
+            self.wakes_at_s = min(self.wakes_at_s, loading.wait_until_s)
+            return 0
+        aligned = -(-(first + choice.num_tokens) // self._size) * self._size
+        return (min(aligned, until) if choice.reads or until < cached else total) - first
+
+    def _arrivals(self, loading: _Loading, first: int, until: int) -> list[tuple[int, float]]:
+        """The first token of each block in between that is being read or could be, and in how many seconds it is here.
+
+        Each store reads one block after the other, and from the back what it does not read yet.
+        """
+        waits_s = {tier: -min(self._now_s - tier.progress_s, tier.block_s) for tier in self._tiers if tier.num_reading}
+        arrivals: dict[int, float] = {}
+
+        for read in self._reads.values():
+            waits_s[read.tiers[0]] += read.tiers[0].block_s
+            for each, place in read.wanted:
+                if each is loading:
+                    arrivals[place] = waits_s[read.tiers[0]]
+        for place in reversed(loading.unread):
+            tier = self._tier(loading, place)
+            arrivals[place] = waits_s[tier] = waits_s.get(tier, 0.0) + tier.block_s
+        in_order = ((place * self._size, arrivals[place]) for place in sorted(arrivals))
+        return [each for each in in_order if first <= each[0] < until]
+
+    def _may_find(self, loading: _Loading, compute_s: float) -> bool:
+        """Whether to wait for stores that have not told yet what they have."""
+        if loading.find_until_s is None:
+            loading.find_until_s = self._now_s + PATIENCE * compute_s
+        self.wakes_at_s = min(self.wakes_at_s, loading.find_until_s)
+        return self._now_s < loading.find_until_s
+
+    def _can_wait(self, loading: _Loading) -> bool:
+        has_patience = loading.wait_until_s is None or self._now_s < loading.wait_until_s
+        return has_patience and bool(loading.reading or self._num_ahead() < self._most_ahead)
+
+    def _pass(self, loading: _Loading, first: int) -> None:
+        """Computing has come to this token."""
+        if first >= loading.end * self._size and not loading.unfound:
+            return self.end(loading.sequence)
+        while loading.unread and loading.unread[0] * self._size < first:
+            loading.unread.popleft()
+        loading.reading = {place for place in loading.reading if place * self._size >= first}
+        loading.sequence.from_stores = {
+            place: tier for place, tier in loading.sequence.from_stores.items() if place * self._size >= first
+        }
+
+    def _next_here(self, loading: _Loading, first: int) -> int:
+        """The first token behind `first` whose block is in host memory; one at `first` itself is not worth a copy."""
+        places = iter(range(-(-first // self._size), loading.end))
+        if not first % self._size:
+            next((place for place in places if loading.names[place] not in self._host), None)
+        place = next((place for place in places if loading.names[place] in self._host), loading.end)
+        return place * self._size
+
+    # ---- reads ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _most_ahead(self) -> int:
+        return self._host.num_blocks // 2
+
+    def _num_ahead(self) -> int:
+        """Blocks of host memory that are read, or being read, for prompts."""
+        return sum(len(each.reading) + len(each.sequence.from_stores) for each in self._loadings.values())
+
+    def _tier(self, loading: _Loading, place: int) -> StoreTier:
+        return next(tier for tier, known in zip(self._tiers, loading.known, strict=True) if place < known)
+
+    def read(self) -> None:
+        """Begin what can be read now: first for running prompts from the back, then for waiting ones from the front."""
+        if not any(tier.is_free for tier in self._tiers):
+            return
+        left = self._most_ahead - self._num_ahead()
+        for loading in sorted(self._loadings.values(), key=lambda each: each.sequence.state is not State.RUNNING):
+            if loading.sequence.state is State.RUNNING:
+                self._pass(loading, loading.sequence.num_scheduled)
+            while left > 0 and loading.reads and loading.unread and self._read_next(loading):
+                left -= 1
+
+    def _read_next(self, loading: _Loading) -> bool:
+        is_running = loading.sequence.state is State.RUNNING
+        place = loading.unread[-1 if is_running else 0]
+        name = loading.names[place]
+        read = self._reads.get(name)
+        if read is not None:
+            read.wanted.append((loading, place))
+        elif name not in self._host:
+            tiers = [tier for tier, known in zip(self._tiers, loading.known, strict=True) if place < known]
+            block = self._host.load(name) if tiers[0].is_free else None
+            if block is None:
+                return False
+            read = _Read(name, self._prefix(loading, place), block, tiers, self._now_s, [(loading, place)])
+            self._reads[name] = read
+            self._try(read)
+        if read is not None:
+            loading.reading.add(place)
+        loading.unread.pop() if is_running else loading.unread.popleft()
+        return True
+
+    def _prefix(self, loading: _Loading, place: int) -> int | None:
+        sequence = loading.sequence
+        sequence.chain = chain(sequence.tokens, known=sequence.chain, salt=sequence.salt)
+        return name_of_block(sequence.chain, place, self._size)
+
+    def _try(self, read: _Read) -> None:
+        tier = read.tiers[0]
+        if not tier.num_reading:
+            tier.progress_s = self._now_s
+        tier.read(read.name, read.block, partial(self._ended, read))
+
+    def _ended(self, read: _Read, arrived: bool, seconds: float) -> None:
+        tier = read.tiers.pop(0)
+        read.begun_s += seconds
+        self._now_s = tier.progress_s = max(self._now_s, read.begun_s)
+        wanted = [each for each in read.wanted if each[0].sequence in self._loadings and each[1] in each[0].reading]
+        if not arrived and read.tiers and wanted:
+            return self._try(read)
+        del self._reads[read.name]
+        is_here = self._host.loaded(read.block, read.prefix, arrived=arrived)
+        for loading, place in wanted:
+            loading.reading.remove(place)
+            if is_here:
+                loading.sequence.from_stores[place] = tier.tier
+        self.read()
+
+    def check(self) -> None:
+        """Prove that what is being read is what host memory keeps blocks for. Raises AssertionError."""
+        assert {each.block for each in self._reads.values()} == self._host.loading, "reads differ from host memory's"
+        for loading in self._loadings.values():
+            assert loading.sequence.state is not State.FINISHED, "a sequence that ended is loading"
+            assert not loading.reading & set(loading.unread), "a block is read twice"
+            assert all(loading.names[place] in self._reads for place in loading.reading), "a read is lost"

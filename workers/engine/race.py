@@ -1,0 +1,115 @@
+"""Read or compute: how far to compute a prompt whose cached prefix is still being read.
+
+    position  0 ......... first ────────> meeting <──────── read ......... cached ... total
+                          computed chunk by chunk           from the back
+
+Computing and reading run at the same time. The KV of late tokens takes the longest to compute, so these are read first.
+Where the two meet, nothing is left of the cached prefix. Pure.
+
+Source: Jin et al., Compute or load KV cache? Why not both? (arXiv 2410.03065).
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from workers.costs import CostModel
+
+SPLIT = 20  # a chunk is halved if half of it takes at least this many times as long as an empty step
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Predicted seconds of steps. The next one also computes these `chunks` (tokens, tokens before them), and each one
+    `batch` decodes with `context_tokens` together. At most `budget` tokens of a prompt fit into one.
+    """
+
+    cost: CostModel
+    chunks: Sequence[tuple[int, int]]
+    batch: int
+    context_tokens: int
+    budget: int
+
+    def now(self, count: int, first: int) -> float:
+        """Until so many tokens after `first` others are computed, from the next step on."""
+        return self._seconds((*self.chunks, (count, first)), count)
+
+    def later(self, count: int, first: int) -> float:
+        """The same from a later step on."""
+        return self._seconds(((count, first),), count)
+
+    def _seconds(self, chunks: Sequence[tuple[int, int]], count: int) -> float:
+        num_more = max(0, -(-count // self.budget) - 1)
+        step_s = self.cost.mixed_seconds(chunks, self.batch, self.context_tokens)
+        return step_s + num_more * self.cost.mixed_seconds((), self.batch, self.context_tokens)
+
+    @property
+    def floor_s(self) -> float:
+        """Of the next step without the prompt. 0: there is none."""
+        if not self.chunks and not self.batch:
+            return 0.0
+        return self.cost.mixed_seconds(self.chunks, self.batch, self.context_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What of a cached prefix is not here. Positions and counts are in tokens.
+
+    `first`: the next one to compute. `until`: the next one that has been read; `cached` if there is none. `missing`:
+    the blocks in between that are being read or could be, in their order: the first position, and in how many seconds
+    each will be here. `copy_s`: to copy one from host memory to the device. `can_wait`: nothing in between is missing
+    otherwise, and there is patience left.
+    """
+
+    first: int
+    until: int
+    cached: int
+    total: int
+    missing: Sequence[tuple[int, float]]
+    copy_s: float = 0.0
+    can_wait: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Compute `num_tokens` now; 0: wait for what is read. `reads`: what is not read yet is worth reading."""
+
+    num_tokens: int
+    reads: bool
+    seconds: float  # until the prompt is computed
+
+
+def choose(gap: Gap, seconds: StepSeconds) -> Choice:
+    """The fastest of waiting, computing everything, and both at once."""
+    first, most = gap.first, len(gap.missing)
+    rest_s = seconds.later(gap.total - gap.cached, gap.cached)
+    here_s = [*accumulate((arrives_s for _, arrives_s in reversed(gap.missing)), max, initial=0.0)]
+
+    def target(passed: int) -> int:
+        """Where computing ends that passes so many missing blocks."""
+        return gap.missing[passed][0] if passed < most else gap.until
+
+    def compute_s(passed: int) -> float:
+        return seconds.now(target(passed) - first, first) if target(passed) > first else 0.0
+
+    def read_s(passed: int) -> float:
+        return here_s[most - passed]
+
+    def both(passed: int) -> Choice:
+        copy_s = (most - passed) * gap.copy_s
+        return Choice(target(passed) - first, True, max(compute_s(passed), read_s(passed)) + copy_s + rest_s)
+
+    if gap.until < gap.cached:
+        choices = [Choice(gap.until - first, True, compute_s(most) + rest_s)]
+    else:
+        choices = [Choice(gap.total - first, False, seconds.now(gap.total - first, first))]
+    if gap.can_wait:
+        choices.append(Choice(0, True, max(read_s(0), seconds.floor_s) + most * gap.copy_s + rest_s))
+    meeting = bisect_left(range(most), True, key=lambda passed: compute_s(passed) >= read_s(passed))
+    choices += [both(passed) for passed in (meeting - 1, meeting) if passed >= 0 and target(passed) > first]
+    best = min(choices, key=lambda choice: choice.seconds)
+    half = best.num_tokens // 2
+    if most and best.reads and half and seconds.now(half, first) >= SPLIT * seconds.later(0, 0):
+        return Choice(half, True, best.seconds)  # reads may be faster than they were
+    return best
