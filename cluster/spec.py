@@ -122,6 +122,8 @@ class PoolSpec:
             raise ValueError("min_replicas and max_replicas come together; write replicas: {min: 1, max: 4}")
         if self.cache.host and not self.engine.prefix_caching:
             raise ValueError("cache keeps what the prefix cache evicts, but engine.prefix_caching is off")
+        if self.cache.remote is not None and self.parallel.world_size > 1:
+            raise ValueError("cache.remote is for workers of one rank; leave it out, or parallel")
         least, most = self.bounds
         if not 0 <= least <= self.replicas <= most <= MAX_REPLICAS:
             raise ValueError(
@@ -437,6 +439,8 @@ class ClusterSpec:
         if len(set(names)) != len(names):
             raise ValueError(f"pools: names must differ, got {', '.join(names)}")
         _check_choice(self, "executor", EXECUTORS)
+        if self.executor == "modelled" and any(pool.cache.remote for pool in self.pools):
+            raise SpecError("pools: cache.remote is not modelled; leave it out to simulate, or for executor: modelled")
         roles = {pool.role for pool in self.pools}
         if not roles:
             raise ValueError("pools is empty; name one mixed pool, or a prefill and a decode pool")

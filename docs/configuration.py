@@ -30,6 +30,7 @@ BLOCKS: dict[str, type] = {
     "pools[].engine": config.EngineConfig,
     "pools[].cache": config.CacheConfig,
     "pools[].cache.disk": config.DiskCacheConfig,
+    "pools[].cache.remote": config.RemoteCacheConfig,
     "pools[].cost": LinearCost,
     "transfer": config.TransferConfig,
     "gateway": spec.GatewaySpec,

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from diptych.view import MAX_RANKS as MAX_RANKS
 from diptych.view import PLACEMENTS as PLACEMENTS
@@ -162,6 +163,27 @@ class DiskCacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteCacheConfig:
+    """A Redis or Valkey server for what the host cache gets, which workers share."""
+
+    url: str
+    """`redis://HOST:PORT/DB`, or `rediss://` for TLS. A user's name may stand before the host, a password may not."""
+    password_file: str = ""
+    """A file with the server's password, where the worker runs. Empty: none."""
+    ca_file: str = ""
+    """Certificates of the authorities that may have signed the server's, for `rediss://`. Empty: the system's."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+            raise ValueError(f"remote.url {self.url!r} is no server; write redis://HOST:PORT/0, or rediss:// for TLS")
+        if parts.password is not None:
+            raise ValueError("remote.url has a password, which others would see; put it into a file: password_file")
+        if self.ca_file and parts.scheme != "rediss":
+            raise ValueError("remote.ca_file is for TLS; write rediss:// in remote.url, or leave it out")
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The tiers of a worker's prefix cache behind its device."""
 
@@ -169,12 +191,16 @@ class CacheConfig:
     """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none."""
     disk: DiskCacheConfig | None = None
     """On a local disk, for workers with `host`."""
+    remote: RemoteCacheConfig | None = None
+    """A server of KV, for workers of one rank with `host`. It is asked for what the disk does not have."""
     pins: ByteSize = NO_BYTES
     """The part of `host` that `diptych cache warm --pin` may fill with prompts, at most half. 0: nothing is pinned."""
 
     def __post_init__(self) -> None:
         if self.disk is not None and not self.host:
             raise ValueError("disk needs host: blocks come and go through host memory; write host: 8GiB")
+        if self.remote is not None and not self.host:
+            raise ValueError("remote needs host: blocks come and go through host memory; write host: 8GiB")
         if 2 * self.pins > self.host:
             raise ValueError(f"pins ({self.pins} bytes) must be at most half of host ({self.host} bytes)")
 

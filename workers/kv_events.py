@@ -37,6 +37,7 @@ class KVEvents(Struct, frozen=True, gc=False):
     device: NameChanges = NameChanges()
     host: NameChanges = NameChanges()
     disk: NameChanges = NameChanges()
+    remote: NameChanges = NameChanges()
 
 
 def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = (), salt: str = "") -> list[int]:

@@ -16,7 +16,7 @@ from workers.costs import LinearCost
 from workers.engine.cache_log import Tier
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
-from workers.executor.solo import open_solo
+from workers.executor.solo import SoloExecutor, open_solo
 from workers.kv_events import chain
 from workers.kv_store.device_health import MOST_IO_FAILURES
 from workers.kv_store.slab import Slab
@@ -42,6 +42,10 @@ def config(folder: Path | None, **engine: object) -> WorkerConfig:
         secret="test",
         cost=LinearCost(prefill_token_s=1.0, swap_byte_s=0.0),  # so that it waits for the disk
     )
+
+
+def disk_of(executor: SoloExecutor) -> DiskCache | None:
+    return executor._rank.disk
 
 
 @dataclass
@@ -89,7 +93,7 @@ async def answers(
         found, not_computed = await client.ask(number)
         tokens.append(found)
         cached += not_computed
-    disk = executor._rank._disk
+    disk = disk_of(executor)
     if disk is not None:
         async with asyncio.timeout(WAIT_S):
             while disk.store._copies:  # writes that are still in progress
@@ -171,7 +175,7 @@ async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: 
         assert (await worker.info()).disk_byte_s > 0.0
         for number, prompt in enumerate(asked):
             await client.answer(number, prompt)
-        disk = executor._rank._disk
+        disk = disk_of(executor)
         assert disk is not None
         async with asyncio.timeout(WAIT_S):
             while disk.store._copies:
@@ -210,7 +214,7 @@ async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(tiny: M
             await clients[0].worker.close()
         tokens, cached = await clients[1].answer(number, prompts[number])
         assert tokens == answered[number][0] and cached >= 128
-    disk = executors[1]._rank._disk
+    disk = disk_of(executors[1])
     assert disk is not None and disk.store.stats().peer_reads >= 16 * len(on_disk) > 16
     listening[1].cancel()
     await clients[1].worker.close()

@@ -7,11 +7,12 @@ import pytest
 from cluster.offline.sim.cluster import PoolModel, virtual
 from cluster.spec import ClusterSpec, SpecError
 from cluster.spec_file import parse_spec
-from workers.config import ByteSize, CacheConfig, DiskCacheConfig
+from workers.config import ByteSize, CacheConfig, DiskCacheConfig, RemoteCacheConfig
 from workers.costs import LinearCost
 from workers.errors import ModelError
 from workers.executor.kv_sizing import host_cache_blocks
 
+REMOTE = {"url": "redis://cache:6379/0"}
 DISK = {"path": "/var/kv", "size": "100GiB"}
 
 
@@ -30,6 +31,7 @@ def test_a_size_is_a_number_of_bytes_or_has_a_unit(text: object, num_bytes: int)
 def test_a_pool_has_host_memory_and_a_disk() -> None:
     cache = parsed({"host": "8GiB", "disk": DISK}).pools[0].cache
     assert cache == CacheConfig(ByteSize(8 << 30), DiskCacheConfig("/var/kv", ByteSize(100 << 30)))
+    assert parsed({"host": 1, "remote": REMOTE}).pools[0].cache.remote == RemoteCacheConfig("redis://cache:6379/0")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,16 @@ def test_a_pool_has_host_memory_and_a_disk() -> None:
         ({"host": 1, "disk": DISK | {"size": 0}}, {}, r"pools\[0\]\.cache\.disk: disk\.size is 0; give"),
         ({"host": 1, "disk": DISK | {"speed": 0}}, {}, r"disk: disk\.speed is 0; write the bytes"),
         ({"host": 1, "disk": DISK | {"path": "kv"}}, {}, r"pools\[0\]\.cache\.disk: disk\.path 'kv' .* begin with /"),
-        ({"ram": 1}, {}, r"pools\[0\]\.cache\.ram: unknown key; known keys here: host, disk, pins"),
+        ({"remote": REMOTE}, {}, r"pools\[0\]\.cache: remote needs host: .* write host: 8GiB"),
+        (
+            {"host": 1, "remote": {"url": "http://h"}},
+            {},
+            r"cache\.remote: remote\.url 'http://h' is no server; write redis:",
+        ),
+        ({"host": 1, "remote": {"url": "redis://:p@h"}}, {}, r"remote\.url has a password, .* put it into a file"),
+        ({"host": 1, "remote": REMOTE | {"ca_file": "/ca"}}, {}, r"remote\.ca_file is for TLS; write rediss://"),
+        ({"host": 1, "remote": REMOTE}, {"parallel": {"tensor": 2}}, r"cache\.remote is for workers of one rank"),
+        ({"ram": 1}, {}, r"pools\[0\]\.cache\.ram: unknown key; known keys here: host, disk, remote, pins"),
         ({"host": "8GiB", "pins": "5GiB"}, {}, r"pools\[0\]\.cache: pins \(.*\) must be at most half of host"),
         ({"host": 1}, {"engine": {"prefix_caching": False}}, r"cache keeps .* engine\.prefix_caching is off"),
         ({}, {"engine": {"host_cache_blocks": 4}}, r"pools\[0\]\.engine\.host_cache_blocks: write the pool's cache: "),

@@ -21,11 +21,14 @@ MOST_NAMES = 4096  # additions, and removals, that one reply covers: the reader 
 
 
 class Tier(Enum):
-    """Where KV is: ready on the device, in host memory, from where it is copied back, or on a disk, read before."""
+    """Where KV is: ready on the device, in host memory, from where it is copied back, or on a disk or a remote server,
+    from where it is read before.
+    """
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+    REMOTE = "remote"
 
     __hash__ = object.__hash__  # Enum's own is a Python function
 

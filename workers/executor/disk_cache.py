@@ -95,6 +95,14 @@ class DiskCache:
         await asyncio.gather(*self._reading)
 
 
+def kv_fingerprint(config: WorkerConfig, pool: KVPool) -> bytes:
+    """Equal on workers whose blocks of the same tokens have the same bytes, or almost."""
+    device = pool.blocks.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    versions = version("diptych"), torch.__version__
+    return fingerprint(pool.region.layout, *versions, kind, str(config.engine.deterministic))
+
+
 def open_disk_cache(config: WorkerConfig, pool: KVPool) -> DiskCache | None:
     """None if the configuration has none. The workers of a host share `cache.disk.path`. Blocks.
 
@@ -103,12 +111,8 @@ def open_disk_cache(config: WorkerConfig, pool: KVPool) -> DiskCache | None:
     disk = config.cache.disk
     if disk is None:
         return None
-    device = pool.blocks.device
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    layout = pool.region.layout
-    computed_by = fingerprint(layout, version("diptych"), torch.__version__, kind, str(config.engine.deterministic))
     size_bytes = disk.size // config.parallel.world_size
-    store = open_kv_store(Path(disk.path), size_bytes, layout.block_bytes, computed_by)
+    store = open_kv_store(Path(disk.path), size_bytes, pool.region.layout.block_bytes, kv_fingerprint(config, pool))
     stats = store.stats()
     how = "direct" if stats.is_direct else "buffered"
     found = f"{stats.num_stored} of {stats.num_slots} blocks found in {store.path}"

@@ -70,8 +70,7 @@ class GangExecutor:
         self._connections = connections
         self._steps: set[asyncio.Future[RankStep]] = set()
         connections.failure.add_done_callback(lambda _: own.abort())
-        stores = own.stores(lambda: None)
-        self._disk = GangDisk(stores[0], others, facts.layout.block_bytes) if stores else None
+        self._disk = None if own.disk is None else GangDisk(own.disk, others, facts.layout.block_bytes)
         self._bubble = BubbleMeter(config.parallel.pipeline)
 
     @property

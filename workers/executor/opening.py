@@ -28,6 +28,7 @@ from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks, host_cache_blocks
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous
+from workers.executor.remote_cache import RemoteCache, open_remote_cache
 from workers.executor.threads import ComputeThread
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
@@ -57,8 +58,8 @@ async def open_rank(
     """Load the model, allocate its KV and open its transports, off the event loop. Close the rank to free them.
 
     `shared` connects workers of one process through the "memory" backend; `rendezvous` is None for a worker of one
-    rank. Raises `ModelError` (model or memory), `KVStoreError` (the disk cache), `TransportUnavailable` (no backend
-    works), `RankLost` (another rank did not join).
+    rank. Raises `ModelError` (model or memory), `KVStoreError` (a store of its cache), `TransportUnavailable` (no
+    backend works), `RankLost` (another rank did not join).
     """
     rank = rendezvous.rank if rendezvous else 0
     device = choose_device(config.engine.device, rank)
@@ -68,10 +69,12 @@ async def open_rank(
     thread = ComputeThread(name, config.engine.threads or config.cpus, config.engine.cores)
     groups: ModelPart | None = None
     disk: DiskCache | None = None
+    remote: RemoteCache | None = None
     try:
         facts, part, pool = await thread.run(lambda: _load(config, folder, device, rendezvous))
         groups = part
         disk = await asyncio.to_thread(open_disk_cache, config, pool)
+        remote = await asyncio.to_thread(open_remote_cache, config, pool)
         transports = open_transports(
             pool.region,
             config.transfer.backends,
@@ -87,11 +90,12 @@ async def open_rank(
     except BaseException:
         if groups is not None:
             groups.close()
-        if disk is not None:
-            await disk.close()
+        for store in (disk, remote):
+            if store is not None:
+                await store.close()
         await thread.close()
         raise
-    return facts, Rank(part, pool, transports, thread, disk)
+    return facts, Rank(part, pool, transports, thread, disk, remote)
 
 
 def _load(

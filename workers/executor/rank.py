@@ -27,6 +27,7 @@ from workers.executor.disk_cache import DiskCache
 from workers.executor.inputs import step_arrays
 from workers.executor.kv_pool import KVPool
 from workers.executor.logprobs import as_logprobs, log_probabilities
+from workers.executor.remote_cache import RemoteCache
 from workers.executor.remote_kv import Lender, RemoteStates
 from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
@@ -79,8 +80,10 @@ class Rank:
         transports: TransportSet,
         thread: ComputeThread,
         disk: DiskCache | None = None,
+        remote: RemoteCache | None = None,
     ) -> None:
-        self._disk = disk
+        self.disk = disk
+        self._stores = tuple(store for store in (disk, remote) if store is not None)
         self._part = part
         self._pool = pool
         self._transports = transports
@@ -130,12 +133,11 @@ class Rank:
             return time.monotonic_ns()
         return self._part.model.ticks
 
-    def stores(self, changed: Callable[[], None]) -> tuple[DiskCache, ...]:
+    def stores(self, changed: Callable[[], None]) -> tuple[DiskCache | RemoteCache, ...]:
         """As in the `Executor` port."""
-        if self._disk is None:
-            return ()
-        self._disk.changed = changed
-        return (self._disk,)
+        for store in self._stores:
+            store.changed = changed
+        return self._stores
 
     def shard(self) -> ShardAddress:
         return self._transports.shard()
@@ -181,8 +183,8 @@ class Rank:
             await self._transports.close()
             await asyncio.gather(*self._scrubbing)
             await self._lender.close()
-            if self._disk is not None:
-                await self._disk.close()
+            for store in self._stores:
+                await store.close()
         finally:
             await self._thread.run(self._part.close)
             await self._thread.close()

@@ -119,8 +119,8 @@ class _Service:
         except Exception:
             logger.exception("rank %d of %s cannot open", spec.rendezvous.rank, spec.config.name)
             raise
-        for disk in rank.stores(lambda: None):
-            disk.watch(lambda name, prefix: None, lambda name: None)  # it learns what others store
+        if rank.disk is not None:
+            rank.disk.watch(lambda name, prefix: None, lambda name: None)  # it learns what others store
         return rank
 
     async def _pull(self, number: int, order: PullOrder) -> ReadStats:
@@ -136,8 +136,9 @@ class _Service:
 
     @property
     def _disk(self) -> DiskCache:
-        """The leader has one too, and asks only then."""
-        return self._rank.stores(lambda: None)[0]
+        disk = self._rank.disk
+        assert disk is not None, "the leader has one too, and asks only then"
+        return disk
 
     def _status(self) -> wire.Moved | wire.Alive:
         """Sent every second. A rebuilt transport has a new address."""

@@ -1,0 +1,267 @@
+"""The remote store against a real server that dies, hangs, is full, and has other bytes under a name."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from tests.kv_store.redis_server import RedisServer
+from workers.errors import KVStoreError
+from workers.kv_store import remote_store, server_health
+from workers.kv_store.remote_store import RemoteStore, open_remote_store
+from workers.kv_store.server_health import MOST_SERVER_FAILURES
+from workers.kv_store.slot_format import PAGE_BYTES, encode_header
+
+BLOCK_BYTES = 5000
+OURS, THEIRS = b"o" * 32, b"t" * 32
+NAMES = [bytes([number]) * 16 for number in range(20)]
+BLOCKS = [memoryview(os.urandom(BLOCK_BYTES)) for _ in NAMES]
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    subject = RedisServer(tmp_path)
+    subject.start()
+    yield subject
+    subject.kill()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hanging servers are noticed, and tried again, sooner."""
+    monkeypatch.setattr(remote_store, "REPLY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(server_health, "PROBE_PAUSE_S", 0.2)
+
+
+def opened(server: RedisServer, fingerprint: bytes = OURS, password: str | None = None) -> RemoteStore:
+    store = open_remote_store(server.url, password, None, fingerprint, BLOCK_BYTES)
+    store.start()
+    return store
+
+
+async def read(store: RemoteStore, number: int, timeout_s: float = WAIT_S) -> bytes | None:
+    """None: a miss, which left the target as it was."""
+    target = bytearray(b"x" * BLOCK_BYTES)
+    arrived = await store.read(NAMES[number], memoryview(target), timeout_s)
+    assert arrived or target == b"x" * BLOCK_BYTES
+    return bytes(target) if arrived else None
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+async def test_what_one_store_has_written_is_read_by_another(server: RedisServer) -> None:
+    one, other = opened(server), opened(server)
+    for number in range(5):
+        assert await one.write(NAMES[number], BLOCKS[number], prefix=100 + number)
+    added: dict[bytes, int] = {}
+    other.added = added.__setitem__
+    assert await other.find(NAMES[:10], WAIT_S) == 5 and await other.find(NAMES[7:], WAIT_S) == 0
+    assert await other.find([], WAIT_S) == 0
+    assert [await read(other, number) for number in range(6)] == [*BLOCKS[:5], None]
+    assert added == {NAMES[number]: 100 + number for number in range(5)}
+    assert await other.write(NAMES[3], BLOCKS[3]) and await one.write(NAMES[3], BLOCKS[3])
+    assert one.stats().writes == 5 and other.stats().writes == 0 and other.stats().reads == 5
+    assert one.stats().failures == other.stats().failures == 0 and one.read_byte_s > 0
+    await one.close()
+    await other.close()
+
+
+async def test_a_store_of_another_fingerprint_finds_nothing(server: RedisServer) -> None:
+    one, other = opened(server), opened(server, THEIRS)
+    assert await one.write(NAMES[0], BLOCKS[0])
+    assert await other.find(NAMES[:1], WAIT_S) == 0 and await read(other, 0) is None
+    await one.close()
+    await other.close()
+
+
+async def test_other_bytes_under_a_name_are_a_miss_and_are_written_again(server: RedisServer) -> None:
+    store, client = opened(server), Redis(port=server.port)
+    keys = [f"diptych:{OURS.hex()}:{name.hex()}" for name in NAMES]
+    good = encode_header(OURS, NAMES[0], None, 0, BLOCKS[0]) + bytes(BLOCKS[0])
+    lies = {
+        0: bytes([good[0] ^ 1]) + good[1:],
+        1: good,  # intact, of another name
+        2: encode_header(THEIRS, NAMES[2], None, 0, BLOCKS[2]) + bytes(BLOCKS[2]),
+        3: encode_header(OURS, NAMES[3], None, 0, BLOCKS[3]) + bytes(BLOCKS[4]),
+        4: encode_header(OURS, NAMES[4], None, 0, BLOCKS[4])[:-1] + b"\0" + bytes(BLOCKS[4][:-1]) + b"?",
+    }
+    for number, lie in lies.items():
+        client.set(keys[number], lie)
+    client.set(keys[5], good[:-1])  # torn
+    client.set(keys[6], good + b"0")
+    client.rpush(keys[7], "a list")
+    assert await store.find(NAMES[:8], WAIT_S) == 5, "values of the right size"
+    assert [await read(store, number) for number in range(8)] == [None] * 8
+    assert store.stats().corrupt == 7 and store.stats().failures == 1, "a list cannot be read"
+    for number in range(7):
+        assert await store.write(NAMES[number], BLOCKS[number])
+        assert await read(store, number) == BLOCKS[number]
+    assert not client.exists(keys[8]) and not store.stats().stopped_reads
+    client.close()
+    await store.close()
+
+
+async def test_a_block_in_doubt_is_read_only_after_it_was_written_again(server: RedisServer) -> None:
+    one, other = opened(server), opened(server)
+    gone: list[bytes] = []
+    one.gone = gone.append
+    await one.write(NAMES[0], BLOCKS[0])
+    one.forget(NAMES[:1])
+    assert gone == NAMES[:1] and await one.find(NAMES[:1], WAIT_S) == 0 and await read(one, 0) is None
+    await until(lambda: not Redis(port=server.port).keys("*" + NAMES[0].hex()))
+    assert await read(other, 0) is None
+    assert await one.write(NAMES[0], BLOCKS[1]) and await read(one, 0) == BLOCKS[1] == await read(other, 0)
+    await one.close()
+    await other.close()
+
+
+async def test_a_killed_server_is_a_miss_and_is_used_again_when_it_is_back(server: RedisServer) -> None:
+    store, gone = opened(server), list[bytes]()
+    store.gone = gone.append
+    assert await store.write(NAMES[0], BLOCKS[0])
+    server.kill()
+    for _ in range(MOST_SERVER_FAILURES):
+        assert await read(store, 0) is None and not await store.write(NAMES[1], BLOCKS[1])
+    stats = store.stats()
+    assert (
+        stats.stopped_reads
+        and stats.stopped_writes
+        and stats.failures == 2 * MOST_SERVER_FAILURES
+        and gone == NAMES[:1]
+    )
+    assert await store.find(NAMES, WAIT_S) == 0 and not await store.write(NAMES[1], BLOCKS[1])
+    assert store.stats().writes_dropped == 1, "nobody waits for a server that is stopped"
+    server.start()
+    await until(lambda: not store.stats().stopped_reads and not store.stats().stopped_writes)
+    assert await read(store, 0) is None, "the server has kept nothing"
+    assert await store.write(NAMES[1], BLOCKS[1]) and await read(store, 1) == BLOCKS[1]
+    await store.close()
+
+
+async def test_a_server_that_hangs_is_late_and_is_used_again_when_it_goes_on(server: RedisServer) -> None:
+    store = opened(server)
+    await store.write(NAMES[0], BLOCKS[0])
+    with server.stopped():
+        assert await store.find(NAMES, 0.05) == 0
+        assert [await read(store, 0, 0.05) for _ in range(MOST_SERVER_FAILURES)] == [None] * MOST_SERVER_FAILURES
+        assert store.stats().late >= MOST_SERVER_FAILURES and store.stats().stopped_reads
+    await until(lambda: not store.stats().stopped_reads)
+    assert await read(store, 0) == BLOCKS[0]
+    with server.stopped():
+        reading = asyncio.ensure_future(read(store, 0))
+        await asyncio.sleep(0.05)
+        await store.close()
+        assert await reading is None, "a store that closes waits for nobody"
+
+
+async def test_a_full_server_refuses_writes_and_still_answers_reads(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, "--maxmemory-policy", "noeviction")
+    server.start()
+    try:
+        store = opened(server)
+        assert await store.write(NAMES[0], BLOCKS[0])
+        client = Redis(port=server.port)
+        client.config_set("maxmemory", 1)
+        assert [await store.write(name, BLOCKS[1]) for name in NAMES[1 : 1 + MOST_SERVER_FAILURES]] == [
+            False
+        ] * MOST_SERVER_FAILURES
+        assert "maxmemory" in store.stats().stopped_writes and not store.stats().stopped_reads
+        assert await read(store, 0) == BLOCKS[0]
+        client.config_set("maxmemory", 0)
+        await until(lambda: not store.stats().stopped_writes)
+        assert await store.write(NAMES[1], BLOCKS[1])
+        await store.close()
+    finally:
+        server.kill()
+
+
+async def test_evicted_blocks_are_reported_as_gone(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
+    server.start()
+    try:
+        store, gone = opened(server), list[bytes]()
+        store.gone = gone.append
+        await store.write(NAMES[0], BLOCKS[0])
+        client = Redis(port=server.port)
+        for number in range(400):
+            client.set(f"other {number}", bytes(10_000))
+        assert await store.find(NAMES[:1], WAIT_S) == 0 and gone == NAMES[:1]
+        await store.close()
+    finally:
+        server.kill()
+
+
+async def test_a_wrong_password_is_a_problem_and_no_error(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, "--requirepass", "right")
+    server.start()
+    try:
+        wrong, right = opened(server, password="wrong"), opened(server, password="right")
+        assert wrong.stats().stopped_reads and wrong.stats().stopped_writes
+        assert not await wrong.write(NAMES[0], BLOCKS[0]) and await wrong.find(NAMES, WAIT_S) == 0
+        assert await right.write(NAMES[0], BLOCKS[0]) and await read(right, 0) == BLOCKS[0]
+        await wrong.close()
+        await right.close()
+    finally:
+        server.kill()
+
+
+async def test_a_server_that_comes_after_the_worker_is_used(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    store = opened(server)
+    assert "refused" in store.stats().stopped_reads
+    server.start()
+    try:
+        await until(lambda: not store.stats().stopped_reads and not store.stats().stopped_writes)
+        assert await store.write(NAMES[0], BLOCKS[0]) and await read(store, 0) == BLOCKS[0]
+        await store.close()
+    finally:
+        server.kill()
+
+
+async def test_known_names_are_bounded(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_store, "MOST_KNOWN", 3)
+    store, gone = opened(server), list[bytes]()
+    store.gone = gone.append
+    for name, block in zip(NAMES[:5], BLOCKS, strict=False):
+        assert await store.write(name, block)
+    assert gone == NAMES[:2] and store.stats().known == 3
+    assert await store.find(NAMES[:5], WAIT_S) == 5, "they are there all the same"
+    await store.close()
+
+
+async def test_more_writes_than_may_wait_are_dropped(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_store, "MOST_WRITES", 2)
+    store = opened(server)
+    with server.stopped():
+        writing = [asyncio.ensure_future(store.write(*each)) for each in zip(NAMES, BLOCKS, strict=True)]
+        await asyncio.sleep(0.05)
+        assert store.stats().writes_dropped >= len(NAMES) - 2 * remote_store.WRITE_THREADS - 2
+    await asyncio.gather(*writing)
+    await store.close()
+
+
+def test_a_url_that_names_no_server_is_refused() -> None:
+    with pytest.raises(KVStoreError, match="no URL of a server"):
+        open_remote_store("http://there", None, None, OURS, PAGE_BYTES)
+
+
+async def test_a_server_that_speaks_another_language_is_a_problem_and_no_error() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            writer.write(b":one\r\n$two\r\nthree")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        url = f"redis://127.0.0.1:{other.sockets[0].getsockname()[1]}/0"
+        store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
+        store.start()
+        assert store.stats().stopped_reads and not await store.write(NAMES[0], BLOCKS[0])
+        await store.close()

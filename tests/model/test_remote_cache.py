@@ -1,0 +1,126 @@
+"""A real (small, random) model whose prefixes go to a real server and come back on other workers: no token changes."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.open import SharedMemory
+from tests.kv_store.redis_server import RedisServer
+from tests.model.test_disk_cache import BLOCK_BYTES, WAIT_S, Client, config
+from workers.config import ByteSize, CacheConfig, RemoteCacheConfig, WorkerConfig
+from workers.engine.cache_log import Tier
+from workers.errors import KVStoreError
+from workers.executor.remote_cache import RemoteCache
+from workers.executor.solo import open_solo
+from workers.kv_store import remote_store
+from workers.model.folder import ModelFolder
+from workers.worker import Worker
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    subject = RedisServer(tmp_path)
+    subject.start()
+    yield subject
+    subject.kill()
+
+
+def remote(server: RedisServer, name: str = "w", **engine: object) -> WorkerConfig:
+    made = config(None, **engine)
+    cache = CacheConfig(ByteSize(10 * BLOCK_BYTES), remote=RemoteCacheConfig(server.url))
+    return replace(made, name=name, cache=cache)
+
+
+Done = tuple[list[list[int]], int, RemoteCache | None]
+
+
+async def answers(
+    tiny: ModelFolder, made: WorkerConfig, numbers: range, before: Callable[[int], object] = lambda number: None
+) -> Done:
+    """Ask one worker, then close it: tokens, cached tokens, and its remote tier. `before` each question."""
+    executor = await open_solo(made, tiny, f"{made.name}-1", SharedMemory())
+    worker = await Worker.open(made, f"{made.name}-1", executor, heartbeat_s=0.25)
+    client = Client(worker)
+    listening = asyncio.ensure_future(worker.subscribe("t", client.take))
+    await asyncio.sleep(0)
+    tokens, cached = [], 0
+    for number in numbers:
+        before(number)
+        found, not_computed = await client.ask(number)
+        tokens.append(found)
+        cached += not_computed
+    tier = next(iter(executor._rank._stores), None)
+    assert tier is None or isinstance(tier, RemoteCache)
+    if tier is not None:
+        async with asyncio.timeout(WAIT_S):
+            while tier._tasks:  # writes that are still in progress
+                await asyncio.sleep(0.001)
+        assert worker.engine.pool.log.names(Tier.REMOTE) <= {*worker.engine._stores[0]._prefixes.values()}
+    listening.cancel()
+    await worker.close()
+    return tokens, cached, tier
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_prefixes_of_another_worker_give_the_tokens_of_computed_ones(
+    tiny: ModelFolder, server: RedisServer, dtype: str
+) -> None:
+    expected, _, _ = await answers(tiny, config(None, prefix_caching=False, dtype=dtype), range(15))
+    found, _, tier = await answers(tiny, remote(server, dtype=dtype), range(10))
+    assert found == expected[:10] and tier is not None
+    assert tier.stats().written_bytes > 10 * tier.stats().block_bytes and not tier.stats().failures
+    found, cached, tier = await answers(tiny, remote(server, "other", dtype=dtype), range(10, 15))
+    assert found == expected[10:] and tier is not None
+    read_blocks = tier.stats().read_bytes // tier.stats().block_bytes
+    assert cached >= 8 * read_blocks > 5 * 8, "each prompt comes once, so all of this is from the other worker"
+
+
+async def test_other_weights_find_nothing(tiny: ModelFolder, server: RedisServer) -> None:
+    await answers(tiny, remote(server), range(10))
+    _, _, tier = await answers(tiny, remote(server, weights="int8"), range(3))
+    assert tier is not None and tier.stats().read_bytes == 0
+
+
+@pytest.mark.parametrize("way", ["kill", "stop"])
+async def test_a_server_that_dies_or_hangs_between_prompts_changes_no_token(
+    tiny: ModelFolder, server: RedisServer, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_store, "REPLY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(remote_store, "UPLOAD_TIMEOUT_S", 0.5)
+    expected, _, _ = await answers(tiny, config(None, prefix_caching=False), range(10))
+    await answers(tiny, remote(server), range(5))
+    with ExitStack() as hanging:
+
+        def fail(number: int) -> None:
+            if number == 2 and way == "kill":
+                server.kill()
+            elif number == 2:
+                hanging.enter_context(server.stopped())
+
+        found, _, tier = await answers(tiny, remote(server, "other"), range(10), fail)
+    assert found == expected and tier is not None
+    assert tier.stats().failures + tier.stats().late > 0
+
+
+async def test_a_worker_starts_without_its_server_and_says_so(tiny: ModelFolder, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)  # not started
+    expected, _, _ = await answers(tiny, config(None, prefix_caching=False), range(3))
+    found, _, tier = await answers(tiny, remote(server), range(3))
+    assert found == expected and tier is not None
+    assert "reads stopped: " in tier.stats().trouble and "writes stopped: " in tier.stats().trouble
+
+
+async def test_a_missing_password_file_or_library_is_one_error_at_the_start(
+    tiny: ModelFolder, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = remote(server)
+    missing = replace(made, cache=replace(made.cache, remote=RemoteCacheConfig(server.url, password_file="/missing")))
+    with pytest.raises(KVStoreError, match=r"password_file.*/missing"):
+        await open_solo(missing, tiny, "w-1", SharedMemory())
+    monkeypatch.setitem(__import__("sys").modules, "workers.kv_store.remote_store", None)
+    with pytest.raises(KVStoreError, match=r"pip install 'diptych\[remote\]'"):
+        await open_solo(made, tiny, "w-1", SharedMemory())

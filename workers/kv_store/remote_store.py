@@ -1,0 +1,411 @@
+"""KV blocks on a Redis or Valkey server, which workers share: reads and writes beside the event loop, on threads.
+
+    key     diptych: FINGERPRINT : CONTENT HASH      both in hexadecimal digits
+    value   header page, block                       as in a slot of the disk (`slot_format`)
+
+Whatever goes wrong is a miss, and a server that fails or hangs is not used for a while. The server evicts by its own
+rule (`maxmemory-policy`). Knows no sequence and no tensor.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import NamedTuple, cast
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from workers.errors import KVStoreError
+from workers.kv_store.io_threads import BlockCopy, IOThreads
+from workers.kv_store.server_health import ServerHealth
+from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact, slot_bytes
+
+logger = logging.getLogger(__name__)
+
+READ_THREADS = 4
+WRITE_THREADS = 2
+MOST_READS = 256  # that wait for a thread
+MOST_WRITES = 64
+CONNECT_TIMEOUT_S = 1.0
+REPLY_TIMEOUT_S = 2.0  # without a byte from the server
+UPLOAD_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+MOST_KNOWN = 1 << 16  # blocks that this worker knows to be there
+MOST_ASKED = 256  # names in one question
+DEFAULT_BYTE_S = 1e-8  # of a server that does not answer at the start
+PROBE_READS = 8
+
+FAILURES = (RedisError, OSError, ValueError)  # the last: a reply that is none
+
+
+class _Outcome(Enum):
+    """Of a job on a thread."""
+
+    GOOD = "good"
+    MISS = "miss"  # the server has no such key
+    LATE = "late"  # its deadline passed before it was the job's turn, or while it read
+    CORRUPT = "corrupt"  # the value is something else
+    FAILED = "failed"
+
+
+class _Result(NamedTuple):
+    outcome: _Outcome
+    why: str = ""  # of a failure
+    found: int = 0  # names that are there
+    prefix: int | None = None  # of the block that was read
+
+
+_GOOD, _MISS, _LATE, _CORRUPT = (_Result(_Outcome(each)) for each in ("good", "miss", "late", "corrupt"))
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStoreStats:
+    """`reads` and `writes` succeeded. `known`: blocks that this worker has written or read, and not missed since."""
+
+    known: int
+    reads: int
+    writes: int
+    failures: int
+    corrupt: int
+    writes_dropped: int
+    late: int
+    stopped_reads: str
+    stopped_writes: str
+
+
+class RemoteStore:
+    """Call it on one event loop, and close it. `client` is then its own.
+
+    `added` is told what others have written and this worker has read, with the cache log's name of the prefix, and
+    `gone` each name that was known to be there and may not be any more. `read_byte_s`: seconds that reading a
+    byte took at the start, of several blocks at once. `problem`: why the server did not answer then.
+    """
+
+    def __init__(
+        self, client: "Redis", fingerprint: bytes, block_bytes: int, read_byte_s: float, problem: str = ""
+    ) -> None:
+        self._client = client
+        self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
+        self._problem = problem
+        self.read_byte_s = read_byte_s
+        self.added: Callable[[bytes, int], object] = lambda name, prefix: None
+        self.gone: Callable[[bytes], object] = len
+        self._readers = IOThreads("kv-remote-read", READ_THREADS, MOST_READS, PAGE_BYTES)
+        self._writers = IOThreads("kv-remote-write", WRITE_THREADS, MOST_WRITES, slot_bytes(block_bytes))
+        self._reads = ServerHealth("reads of the remote KV store", partial(self._probe, self._readers), self._all_gone)
+        self._writes = ServerHealth("writes of the remote KV store", partial(self._probe, self._writers))
+        self._jobs: dict[BlockCopy, tuple[ServerHealth, int]] = {}  # in progress, in time -> `good` at its begin
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._writing: set[bytes] = set()
+        self._doubtful: OrderedDict[bytes, None] = OrderedDict()  # forgotten, and not yet written again or deleted
+        self._read = self._written = self._corrupt = self._dropped = self._late = 0
+        self._closed = False
+
+    def start(self) -> None:
+        """On the event loop: try again later what did not answer at the start."""
+        if self._problem:
+            self._reads.stop(self._problem)
+            self._writes.stop(self._problem)
+
+    def stats(self) -> RemoteStoreStats:
+        return RemoteStoreStats(
+            known=len(self._known),
+            reads=self._read,
+            writes=self._written,
+            failures=self._reads.failures + self._writes.failures,
+            corrupt=self._corrupt,
+            writes_dropped=self._dropped,
+            late=self._late,
+            stopped_reads=self._reads.stopped,
+            stopped_writes=self._writes.stopped,
+        )
+
+    # ---- find ----------------------------------------------------------------------------------------------------
+
+    async def find(self, names: Sequence[bytes], timeout_s: float) -> int:
+        """How many of the first names the server has; 0 if it does not say so in time."""
+        if not names or self._closed or self._reads.stopped or self._readers.is_full:
+            return 0
+        count = 0
+
+        def ended(result: _Result) -> None:
+            nonlocal count
+            count = result.found
+            if result.outcome is _Outcome.GOOD:
+                for name in names[count : count + 1]:
+                    self._lost(name)
+            self._ended(job, self._reads, result)
+
+        job = self._begin(self._reads, timeout_s)
+        self._readers.submit(partial(self._ask, names, job), ended)
+        await self._wait(job)
+        return next((place for place, name in enumerate(names[:count]) if name in self._doubtful), count)
+
+    def _ask(self, names: Sequence[bytes], job: BlockCopy, _: memoryview) -> _Result:
+        """On a thread. A value of another size is not there."""
+        count = 0
+        try:
+            for first in range(0, len(names), MOST_ASKED):
+                if job.is_over:
+                    return _LATE
+                asked = self._client.pipeline(transaction=False)
+                for name in names[first : first + MOST_ASKED]:
+                    asked.strlen(self._key(name))
+                sizes = asked.execute(raise_on_error=False)
+                there = [size == PAGE_BYTES + self._block_bytes for size in sizes]
+                count += [*there, False].index(False)
+                if not all(there):
+                    break
+        except FAILURES as error:
+            return _Result(_Outcome.FAILED, str(error))
+        return _Result(_Outcome.GOOD, found=count)
+
+    # ---- write ---------------------------------------------------------------------------------------------------
+
+    async def write(self, name: bytes, block: memoryview, prefix: int | None = None) -> bool:
+        """Store a block, whose memory must not change meanwhile. Whether it is there, as far as known.
+
+        False also if the queue is full, or the server fails, is full or is too slow.
+        """
+        assert len(name) == NAME_BYTES and block.nbytes == self._block_bytes
+        if name in self._known:
+            self._known.move_to_end(name)
+            return True
+        if name in self._writing:
+            return False
+        if self._closed or self._writes.stopped or self._writers.is_full:
+            self._dropped += 1
+            return False
+        self._writing.add(name)
+        job = self._begin(self._writes, UPLOAD_TIMEOUT_S)
+        is_doubtful = name in self._doubtful
+
+        def ended(result: _Result) -> None:
+            self._writing.discard(name)
+            if result is _GOOD:
+                self._written += 1
+                if is_doubtful:
+                    self._doubtful.pop(name, None)
+            self._ended(job, self._writes, result)
+
+        self._writers.submit(partial(self._set, name, prefix, job, block, is_doubtful), ended)
+        is_there = await self._wait(job) and name not in self._doubtful
+        if is_there:
+            self._found(name)
+        return is_there
+
+    def _set(
+        self, name: bytes, prefix: int | None, job: BlockCopy, block: memoryview, is_doubtful: bool, buffer: memoryview
+    ) -> _Result:
+        """On a thread. What another worker has written is not sent again."""
+        value = buffer[: PAGE_BYTES + self._block_bytes]
+        if job.is_over:
+            return _LATE
+        key = self._key(name)
+        try:
+            if not is_doubtful and self._client.strlen(key) == len(value):
+                return _MISS
+            if not job.copy(block, value[PAGE_BYTES:]):
+                return _LATE
+            value[:PAGE_BYTES] = encode_header(self._fingerprint, name, prefix, 0, value[PAGE_BYTES:])
+            self._client.set(key, value)
+        except FAILURES as error:
+            return _Result(_Outcome.FAILED, str(error))
+        return _GOOD
+
+    # ---- read ----------------------------------------------------------------------------------------------------
+
+    async def read(self, name: bytes, target: memoryview, timeout_s: float) -> bool:
+        """Read a block into `target`, which is not written to once this has returned.
+
+        False: a miss, and `target` is as it was. If cancelled, `target` is released at once too.
+        """
+        assert target.nbytes == self._block_bytes and not target.readonly
+        if self._closed or self._reads.stopped or self._readers.is_full or name in self._doubtful:
+            return False
+        job = self._begin(self._reads, timeout_s)
+
+        def ended(result: _Result) -> None:
+            if result.outcome is _Outcome.GOOD:
+                self._read += 1
+                if result.prefix is not None and name not in self._known:
+                    self.added(name, result.prefix)
+            elif result is _CORRUPT:
+                self._corrupt += 1
+                if self._corrupt == 1:
+                    logger.warning("a block of the remote KV store is corrupt: a miss; later ones are only counted")
+            self._ended(job, self._reads, result)
+
+        self._readers.submit(partial(self._get, name, job, target), ended)
+        arrived = await self._wait(job)
+        (self._found if arrived else self._lost)(name)
+        return arrived
+
+    def _get(self, name: bytes, job: BlockCopy, target: memoryview, _: memoryview) -> _Result:
+        """On a thread."""
+        if job.is_over:
+            return _LATE
+        key, size = self._key(name), PAGE_BYTES + self._block_bytes
+        try:
+            value = memoryview(cast(bytes, self._client.getrange(key, 0, size)))  # not more, whatever is there
+            if not value:
+                return _MISS
+            header = (
+                decode_header(value[:PAGE_BYTES], self._fingerprint, self._block_bytes) if len(value) == size else None
+            )
+            if header is None or header.name != name or not is_intact(header, value[PAGE_BYTES:]):
+                self._client.delete(key)  # so that it is written again
+                return _CORRUPT
+        except FAILURES as error:
+            return _Result(_Outcome.FAILED, str(error))
+        return _Result(_Outcome.GOOD, prefix=header.prefix) if job.copy(value[PAGE_BYTES:], target) else _LATE
+
+    # ---- the rest ------------------------------------------------------------------------------------------------
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        """The content of these is in doubt: they are not read until they have been written again."""
+        keys = []
+        for name in names:
+            self._lost(name)
+            self._doubtful[name] = None
+            keys.append(self._key(name))
+            if len(self._doubtful) > MOST_KNOWN:
+                self._doubtful.popitem(last=False)
+
+        def delete(_: memoryview) -> None:
+            """Also for the other workers."""
+            with suppress(*FAILURES):
+                self._client.delete(*keys)
+
+        if keys and not (self._closed or self._writes.stopped or self._writers.is_full):
+            self._writers.submit(delete, lambda _: None)
+
+    def _key(self, name: bytes) -> str:
+        return f"diptych:{self._fingerprint.hex()}:{name.hex()}"
+
+    def _found(self, name: bytes) -> None:
+        self._known[name] = None
+        self._known.move_to_end(name)
+        if len(self._known) > MOST_KNOWN:
+            self.gone(self._known.popitem(last=False)[0])
+
+    def _lost(self, name: bytes) -> None:
+        if name in self._known:
+            del self._known[name]
+            self.gone(name)
+
+    def _all_gone(self) -> None:
+        """Reads have stopped."""
+        for name in list(self._known):
+            self._lost(name)
+
+    def _begin(self, health: ServerHealth, timeout_s: float) -> BlockCopy:
+        job = BlockCopy(timeout_s, self._is_late)
+        self._jobs[job] = health, health.good
+        return job
+
+    async def _wait(self, job: BlockCopy) -> bool:
+        try:
+            return await job.done
+        finally:
+            job.finish(False)  # for a caller that was cancelled
+
+    def _ended(self, job: BlockCopy, health: ServerHealth, result: _Result) -> None:
+        if self._jobs.pop(job, None) is not None:  # in time
+            if result.outcome is _Outcome.FAILED:
+                health.failed(result.why)
+            elif result is not _LATE:
+                health.succeeded()
+        is_there = result.outcome is _Outcome.GOOD or (health is self._writes and result is _MISS)
+        job.finish(is_there)
+
+    def _is_late(self, job: BlockCopy) -> None:
+        """A deadline has passed. The server is at fault only if it answered nothing meanwhile."""
+        self._late += 1
+        health, good = self._jobs.pop(job)
+        if health.good == good:
+            health.failed("no answer in time")
+
+    def _probe(self, threads: IOThreads) -> None:
+        health = self._reads if threads is self._readers else self._writes
+
+        def ask(_: memoryview) -> str:
+            try:
+                self._client.set("diptych:probe", b"", px=1000) if health is self._writes else self._client.ping()
+            except FAILURES as error:
+                return str(error)
+            return ""
+
+        def ended(problem: str) -> None:
+            if not self._closed:
+                health.failed(problem) if problem else health.succeeded()
+
+        threads.submit(ask, ended)  # at most one at a time
+
+    async def close(self) -> None:
+        """End what is in progress without success. What is stored stays on the server."""
+        self._closed = True
+        for each in (self._reads, self._writes):
+            each.close()
+        for job in list(self._jobs):
+            job.finish(False)
+        for threads in (self._readers, self._writers):
+            threads.stop()
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        ended = [await asyncio.to_thread(each.join, deadline_s) for each in (self._readers, self._writers)]
+        if all(ended):
+            self._client.close()
+        else:
+            logger.error("the remote KV store's server hangs; its connections stay open until the process ends")
+
+
+def open_remote_store(
+    url: str, password: str | None, ca_file: str | None, fingerprint: bytes, block_bytes: int
+) -> RemoteStore:
+    """Connect, and measure reading. A server that does not answer is tried again later. Blocks.
+
+    Raises `KVStoreError` if the URL is wrong.
+    """
+    tls = {"ssl_ca_certs": ca_file} if ca_file else {}
+    try:
+        client = Redis.from_url(
+            url,
+            password=password,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=REPLY_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            **tls,
+        )
+    except ValueError as error:
+        raise KVStoreError(f"cache.remote.url {url!r} is no URL of a server: {error}") from None
+    read_byte_s, problem = DEFAULT_BYTE_S, ""
+    try:
+        read_byte_s = _measure(client, f"diptych:{fingerprint.hex()}:probe", PAGE_BYTES + block_bytes)
+    except FAILURES as error:
+        problem = str(error)
+    return RemoteStore(client, fingerprint, block_bytes, read_byte_s, problem)
+
+
+def _measure(client: Redis, key: str, size: int) -> float:
+    """Seconds to read a byte, with as many reads at once as prompts have."""
+    client.set(key, bytes(size), px=60_000)
+    with ThreadPoolExecutor(READ_THREADS) as threads:
+
+        def read_all(count: int) -> float:
+            begun_s = time.perf_counter()
+            list(threads.map(client.get, [key] * count))
+            return time.perf_counter() - begun_s
+
+        read_all(READ_THREADS)  # connects
+        return read_all(PROBE_READS) / (PROBE_READS * size)
