@@ -12,7 +12,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.step import ELSEWHERE, Chunk, StepPlan, StepResult
+from workers.engine.step import ELSEWHERE, PENDING, Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
 
 VOCAB = 1000
@@ -116,18 +116,25 @@ def tokens_of(emitted: list[EngineOutput], key: str) -> list[int]:
 
 
 class Pipeline:
-    """At most `depth` plans in flight: made, computed and committed in one order, each verb at its own time."""
+    """At most `depth` plans in flight: made, computed and committed in one order, each verb at its own time.
 
-    def __init__(self, engine: Engine, depth: int, device: "Device | None" = None) -> None:
+    `ahead`: one more, of the tokens that the last one samples.
+    """
+
+    def __init__(self, engine: Engine, depth: int, device: "Device | None" = None, *, ahead: bool = False) -> None:
         self.plans: deque[StepPlan] = deque()
         self._engine = engine
         self._depth = depth
         self._device = device
+        self._ahead = ahead
         self._num_computed = 0  # leading plans in flight that are computed
 
     def begin(self, now_s: float = 0.0) -> StepPlan | None:
         """The next plan; None when there is nothing to compute, or no room."""
-        plan = self._engine.schedule(now_s) if len(self.plans) < self._depth else None
+        ahead = len(self.plans) >= self._depth
+        if len(self.plans) >= self._depth + self._ahead:
+            return None
+        plan = self._engine.schedule(now_s, ahead=ahead)
         if plan is not None:
             self.plans.append(plan)
         self._engine.check()
@@ -236,7 +243,8 @@ class Device:
 
     def _write(self, chunk: Chunk, written: dict[tuple[int, int], str]) -> None:
         tokens = self._tokens[chunk.key]
-        for position, token in enumerate(chunk.tokens, chunk.first_position):
+        for position, known in enumerate(chunk.tokens, chunk.first_position):
+            token = next_token(chunk.key, position) if known == PENDING else known
             place = chunk.blocks[position // self._size], position % self._size
             assert place not in written, f"{chunk.key} and {written[place]} write {place} in one step"
             written[place] = chunk.key

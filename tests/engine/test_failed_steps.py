@@ -29,10 +29,11 @@ def expected(key: str, length: int, count: int = 8) -> list[int]:
 
 
 class Computes:
-    """An executor that fails the steps for which `fails` returns an error."""
+    """An executor that fails the steps for which `fails` returns an error. A depth of 0: of 1, and it runs ahead."""
 
     def __init__(self, fails: object, depth: int = 1) -> None:
-        self.depth = depth
+        self.depth = max(1, depth)
+        self.runs_ahead = not depth
         self.fails = fails
         self.steps = 0
 
@@ -58,10 +59,10 @@ async def pumped(subject: Engine, executor: Computes) -> list[EngineOutput]:
     return emitted
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("x"), TypeError("x"), RuntimeError("x")])
 async def test_a_failed_step_fails_its_sequences_and_no_others(depth: int, error: Exception) -> None:
-    subject = engine(depth=depth, max_running=2)
+    subject = engine(depth=max(1, depth), max_running=2)
     for name in "abcd":
         subject.add(request(name, (1, 2, 3, 4, 5)), 0.0, hold=False)
     emitted = await pumped(subject, Computes(lambda plan: error if plan.number == 4 else None, depth))
@@ -97,10 +98,10 @@ async def test_a_failed_check_after_a_failed_step_makes_the_worker_unfit() -> No
 async def test_an_error_while_a_chunk_is_built_fails_its_sequence_only(monkeypatch) -> None:
     draw = Sequence.draw
 
-    def broken(self: Sequence, end_tokens: tuple[int, ...]):
+    def broken(self: Sequence, position: int, end_tokens: tuple[int, ...]):
         if self.key == "b/0" and self.num_output == 3:
             raise ValueError("no such draw")
-        return draw(self, end_tokens)
+        return draw(self, position, end_tokens)
 
     monkeypatch.setattr(Sequence, "draw", broken)
     subject = engine()
@@ -132,7 +133,7 @@ async def test_an_error_while_a_token_is_committed_fails_its_sequence_only(monke
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_an_error_during_admission_fails_that_prompt_only(depth: int) -> None:
-    subject = engine(depth=depth)
+    subject = engine(depth=max(1, depth))
     subject.add(request("a", (1, 2, 3, 4, 5)), 0.0, hold=False)
     step(subject)
     subject.add(request("b", (1.5,) * 8), 0.0, hold=False)  # type: ignore[arg-type]

@@ -274,9 +274,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.reading: list[tuple[int, ...]] = []
 
     @initialize(
-        depth=st.integers(1, 4), batching=st.sampled_from(BATCHING), budget=st.integers(5, 16), step_s=st.floats(0, 0.1)
+        depth=st.integers(0, 4), batching=st.sampled_from(BATCHING), budget=st.integers(5, 16), step_s=st.floats(0, 0.1)
     )
     def open(self, depth: int, batching: str, budget: int, step_s: float) -> None:
+        """A depth of 0: of 1, with one more step ahead."""
+        ahead, depth = not depth, max(1, depth)
         self.device = Device()
         self.engine = engine(
             kv_blocks=14,
@@ -288,7 +290,7 @@ class EngineMachine(RuleBasedStateMachine):
             cost=LinearCost(step_s=step_s, swap_byte_s=0.0002),
             block_bytes=10,
         )
-        self.flow = Pipeline(self.engine, depth, self.device)
+        self.flow = Pipeline(self.engine, depth, self.device, ahead=ahead)
 
     @rule(
         length=st.integers(1, 14),

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,14 +12,15 @@ from workers.engine.engine import Engine, EngineOutput
 from workers.engine.pump import Pump
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import RankLost
-from workers.request import TokensOut
+from workers.request import Request, SamplingParams, TokensOut
 
 
 class Stages:
     """An executor whose plans end when the test ends them."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, *, ahead: bool = False) -> None:
         self.depth = depth
+        self.runs_ahead = ahead
         self.running: dict[int, tuple[StepPlan, asyncio.Future[StepResult]]] = {}
         self.most = 0
 
@@ -38,10 +40,11 @@ async def pumped(subject: Engine, stages: Stages, end: Callable[[], None], count
     pump = Pump(subject, stages, emitted.extend, lambda: 0.0)  # type: ignore[arg-type]
     pumping = asyncio.ensure_future(pump.run())
     async with asyncio.timeout(20.0):
-        while not pumping.done() and sum(isinstance(e, TokensOut) and e.finish is not None for e in emitted) < count:
+        while not pumping.done():
+            if sum(isinstance(e, TokensOut) and e.finish is not None for e in emitted) >= count:
+                pump.stop()
             end()
             await asyncio.sleep(0)
-        pump.stop()
         await pumping
     return emitted
 
@@ -61,6 +64,34 @@ async def test_as_many_plans_as_stages_are_in_flight_and_committed_in_order_whic
     assert stages.most == depth
     for index in range(6):
         assert tokens_of(emitted, f"r{index}/0") == [next_token(f"r{index}/0", 1 + n) for n in range(8)]
+
+
+async def test_the_next_decodes_wait_behind_those_in_flight() -> None:
+    """Each answer ends at its own length, while the step behind already has its sequence."""
+    subject, stages = engine(), Stages(1, ahead=True)
+    for index in range(6):
+        sampling = SamplingParams(
+            seed=index,
+            max_tokens=30,
+            stop_token_ids=(next_token(f"r{index}/0", 3 + index),),
+        )
+        subject.add(Request(f"r{index}", (1 + index,), sampling, reply_to="test"), 0.0, hold=False)
+    turns, running = itertools.count(1), []
+
+    def end() -> None:
+        """Of the oldest plan, when the pump has had time to start all it can."""
+        if next(turns) % 5 == 0:
+            running.append(len(stages.running))
+            for plan, ended in list(stages.running.values())[:1]:
+                ended.set_result(result(plan))
+
+    emitted = await pumped(subject, stages, end, 6)
+    assert running == [2] * 8 + [1], "only the last plan had none behind it"
+    for index in range(6):
+        assert tokens_of(emitted, f"r{index}/0") == [next_token(f"r{index}/0", 1 + n) for n in range(3 + index)]
+    stats = subject.stats()
+    assert stats.free_blocks == stats.total_blocks
+    subject.check()
 
 
 async def test_a_lost_rank_ends_the_pump_once_however_many_plans_it_hits() -> None:

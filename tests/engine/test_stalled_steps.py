@@ -14,6 +14,7 @@ class Computes:
     """Steps take no time except one, which takes `slow_s`; its ticks grow or not."""
 
     depth = 1
+    runs_ahead = False
 
     def __init__(self, slow_step: int, slow_s: float, *, gets_on: bool) -> None:
         self._slow = slow_step, slow_s

@@ -36,7 +36,6 @@ from workers.executor.kv_pool import KVPool
 from workers.executor.rank import ModelPart, Rank, RankStep
 from workers.executor.rank_server import RankTasks, serve_rank
 from workers.executor.rank_spec import RankSpec, Rendezvous
-from workers.executor.remote_kv import RemoteStates
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
 from workers.request import SamplingParams
@@ -275,10 +274,10 @@ async def test_a_rank_that_raises_in_a_step_wakes_the_others(
 ) -> None:
     compute = rank_module.compute
 
-    def failing(part: ModelPart, pool: KVPool, plan: StepPlan, states: RemoteStates | None) -> RankStep:
+    def failing(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> RankStep:
         if plan.number == 1 and threading.current_thread().name.startswith("w/rank-1"):
             raise RuntimeError("no memory left\non this device")
-        return compute(part, pool, plan, states)
+        return compute(part, pool, plan, *more)
 
     monkeypatch.setattr(rank_module, "compute", failing)
     async with asyncio.timeout(SOON_S):
@@ -296,11 +295,11 @@ async def test_ticks_grow_while_a_step_makes_progress_and_stop_when_a_rank_hangs
 ) -> None:
     compute, hanging, go_on = rank_module.compute, threading.Event(), threading.Event()
 
-    def hangs(part: ModelPart, pool: KVPool, plan: StepPlan, states: RemoteStates | None) -> RankStep:
+    def hangs(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> RankStep:
         if plan.number == 2 and threading.current_thread().name.startswith("w/rank-1"):
             hanging.set()
             go_on.wait(SOON_S)
-        return compute(part, pool, plan, states)
+        return compute(part, pool, plan, *more)
 
     monkeypatch.setattr(rank_module, "compute", hangs)
     monkeypatch.setattr(connection, "KEEPALIVE_S", 0.02)
@@ -435,9 +434,9 @@ async def test_all_ranks_compute_the_same_plans_in_order_even_if_callers_leave(
 ) -> None:
     compute, computed = rank_module.compute, defaultdict[str, list[int]](list)
 
-    def noted(part: ModelPart, pool: KVPool, plan: StepPlan, states: RemoteStates | None) -> RankStep:
+    def noted(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> RankStep:
         computed[threading.current_thread().name].append(plan.number)
-        return compute(part, pool, plan, states)
+        return compute(part, pool, plan, *more)
 
     async with asyncio.timeout(SOON_S):
         gang = await open_tasks(nine_heads, 2, 2)

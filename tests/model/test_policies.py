@@ -26,7 +26,11 @@ PROMPTS = [tuple(range(5 + 7 * index, 5 + 7 * index + length)) for index, length
 async def answers(
     tiny: ModelFolder, *, siblings: int = 1, depth: int = 1, **engine: Any
 ) -> tuple[dict[str, list[int]], WorkerStats]:
-    """Tokens of every request, joined one step after the other, and what it took."""
+    """Tokens of every request, joined one step after the other, and what it took.
+
+    A depth of 0: of 1, with one more step ahead.
+    """
+    ahead, depth = not depth, max(1, depth)
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 128, "max_batch_tokens": 64, "threads": 1, **engine})
     config = WorkerConfig("w", "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
     executor = await open_solo(config, tiny, "w-1", SharedMemory())
@@ -53,6 +57,8 @@ async def answers(
             subject.add(coming.pop(0), float(number), hold=False)
         while len(in_flight) < depth and (plan := subject.schedule(float(number))) is not None:
             in_flight.append((plan, asyncio.ensure_future(executor.execute(plan))))
+        if ahead and (plan := subject.schedule(float(number), ahead=True)) is not None:
+            in_flight.append((plan, asyncio.ensure_future(executor.execute(plan))))
         if not in_flight:
             break
         plan, task = in_flight.popleft()
@@ -70,7 +76,7 @@ def _sampling(index: int, sibling: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, seed=100 * index + sibling, max_tokens=24, ignore_eos=True)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, dtype: str, batching: str, depth: int) -> None:
@@ -79,7 +85,7 @@ async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, dtype: str,
     assert all(len(tokens) == 24 for tokens in expected.values())
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 async def test_preempted_sequences_go_on_with_the_same_tokens(
@@ -92,7 +98,7 @@ async def test_preempted_sequences_go_on_with_the_same_tokens(
     assert (stats.swaps > 0) == (preemption == "swap")
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder, dtype: str, depth: int) -> None:
     alone, _ = await answers(tiny, siblings=3, prefix_caching=False, dtype=dtype)

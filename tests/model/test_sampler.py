@@ -389,14 +389,14 @@ def test_samples_follow_the_distribution(params: dict[str, float]) -> None:
 def test_a_draw_has_the_counts_that_penalties_need() -> None:
     params = SamplingParams(seed=1, frequency_penalty=0.5, min_tokens=3, stop_token_ids=(9,))
     sequence = Sequence(Request("r", (5, 5, 6), params, generated=(7, 5)), 0.0)
-    first = sequence.draw((0,))
+    first = sequence.draw(5, (0,))
     assert (np.frombuffer(first.seen, np.int32).tolist(), first.banned, first.position) == ([7, 5], (0, 9), 5)
     sequence.tokens += [7]
-    second = sequence.draw((0,))
+    second = sequence.draw(6, (0,))
     assert np.frombuffer(second.counts, np.int32).tolist() == [2, 1] and second.banned == ()
     assert np.frombuffer(first.counts, np.int32).tolist() == [1, 1], "an earlier draw does not change"
     repeating = replace(params, repetition_penalty=1.1)
-    prompt_too = Sequence(Request("r", (5, 5, 6), repeating, generated=(7, 5)), 0.0).draw(())
+    prompt_too = Sequence(Request("r", (5, 5, 6), repeating, generated=(7, 5)), 0.0).draw(5, ())
     assert np.frombuffer(prompt_too.seen, np.int32).tolist() == [5, 6, 7]
     assert np.frombuffer(prompt_too.counts, np.int32).tolist() == [1, 0, 1]
-    assert not Sequence(Request("r", (5,), SamplingParams(seed=1)), 0.0).draw(()).adjusts
+    assert not Sequence(Request("r", (5,), SamplingParams(seed=1)), 0.0).draw(1, ()).adjusts

@@ -327,14 +327,19 @@ class Engine:
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
-    def schedule(self, now_s: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute. Raises `BrokenStep`."""
+    def schedule(self, now_s: float, *, ahead: bool = False) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute. Raises `BrokenStep`.
+
+        `ahead`: behind a step in flight, although its tokens are not known; None if it has to wait for them.
+        """
+        if ahead and not self._scheduler.runs_ahead:
+            return None
         self._kv.moves.start()
         self._loads.schedule(now_s)
-        step = self._scheduler.schedule(now_s)
+        step = self._scheduler.schedule(now_s, ahead=ahead)
         self._loads.read()
         if step is None:
-            return self._without_sequences()
+            return None if ahead else self._without_sequences()
         self._steps += 1
         if step.error is not None:
             raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
@@ -458,7 +463,10 @@ class Engine:
             self._end_held(sequence)
         elif finish is not None:
             self.leases.drop(sequence.key)  # its reader has nothing left to fetch
-            self._end(sequence)
+            if sequence.in_flight:  # in a step that was made before its end was known
+                sequence.doomed = True
+            else:
+                self._end(sequence)
 
     def _end_held(self, sequence: Sequence) -> None:
         self.leases.finish(sequence.key)
@@ -542,8 +550,9 @@ class Engine:
         return outputs
 
     def holds(self, key: str) -> bool:
-        """Whether a sequence of this key is here (its lease may outlive it)."""
-        return key in self._sequences
+        """Whether a sequence of this key is here and has not ended (its lease may outlive it)."""
+        sequence = self._sequences.get(key)
+        return sequence is not None and not sequence.doomed
 
     def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS) -> WorkerStats:
         queued_tokens = num_reserved = 0

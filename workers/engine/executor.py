@@ -52,9 +52,13 @@ RemoteAttend = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
 
 
 class Executor(Protocol):
-    """`depth` plans may be in flight at once: 1 for one rank, the number of stages for a pipeline."""
+    """`depth` plans may be in flight at once: 1 for one rank, the number of stages for a pipeline.
+
+    `runs_ahead`: one more plan may wait for the one in flight, with `PENDING` tokens of decodes that it samples.
+    """
 
     depth: int
+    runs_ahead: bool
     facts: ModelFacts
 
     @property

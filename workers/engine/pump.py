@@ -70,6 +70,9 @@ class Pump:
                 self._work.clear()
                 self._fill()
                 if in_flight:
+                    if self._executor.runs_ahead:
+                        await asyncio.sleep(0)  # the step starts and outputs leave first
+                        self._run_ahead()
                     await self._oldest_or_work()
                 elif self._closing:
                     return
@@ -83,15 +86,25 @@ class Pump:
     def _fill(self) -> None:
         """Start steps, then deliver what the last one computed: the device need not wait while it is sent."""
         while not self._closing and len(self._in_flight) < self._executor.depth:
-            try:
-                plan = self._engine.schedule(self._now_s())
-            except BrokenStep as broken:
-                self._in_flight.append((broken.plan, asyncio.ensure_future(_fail(broken.__cause__ or broken))))
-                continue
-            if plan is None:
+            if not self._start(ahead=False):
                 break
-            self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
         self._deliver(self._engine.drain())
+
+    def _run_ahead(self) -> None:
+        """Give the device a step that it can begin when the one in flight has ended."""
+        if not self._closing and len(self._in_flight) == self._executor.depth:
+            self._start(ahead=True)
+
+    def _start(self, *, ahead: bool) -> bool:
+        """False: there is no step to start."""
+        try:
+            plan = self._engine.schedule(self._now_s(), ahead=ahead)
+        except BrokenStep as broken:
+            self._in_flight.append((broken.plan, asyncio.ensure_future(_fail(broken.__cause__ or broken))))
+            return True
+        if plan is not None:
+            self._in_flight.append((plan, asyncio.ensure_future(self._executor.execute(plan))))
+        return plan is not None
 
     async def _wait(self) -> None:
         """For work, or until a prompt has waited long enough for its blocks."""

@@ -67,14 +67,25 @@ class Scheduler:
         self._flights: deque[_Flight] = deque()
         self._steps = 0
 
-    def schedule(self, now_s: float) -> StepBuilder | None:
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step can be made behind the one in flight: of decodes alone, which need nothing but its tokens."""
+        going = [each for each in self.queues.running if not each.doomed]
+        return not self.queues.waiting and all(
+            each.can_run_ahead and each.num_scheduled == len(each.tokens) >= each.num_given for each in going
+        )
+
+    def schedule(self, now_s: float, *, ahead: bool = False) -> StepBuilder | None:
         """The next step; None when there is nothing to compute or copy.
 
-        A step with an `error` computes nothing; it is in flight only so that its sequences fail when it lands.
+        `ahead`: behind a step in flight, of the tokens that it samples; only if `runs_ahead`. A step with an `error`
+        computes nothing; it is in flight only so that its sequences fail when it lands.
         """
         if not self.queues.running and not self.queues.waiting:
             return None
         decodable, unfinished, ordered = self._sorted()
+        if ahead:
+            decodable, ordered = [each for each in ordered if each.in_flight and not each.ends_next], []
         step = StepBuilder(
             self.queues,
             self.kv,
@@ -190,5 +201,6 @@ class Scheduler:
         assert touched == Counter({each.key: each.in_flight for each in running if each.in_flight}), "flights"
         assert not any(each.in_flight or each.num_ordered for each in waiting), "a waiting sequence is in flight"
         for each in running:
-            assert each.num_scheduled <= min(len(each.tokens), len(each.blocks) * self._block_size), each.key
+            known = len(each.tokens) + (each.in_flight > 1)
+            assert each.num_scheduled <= min(known, len(each.blocks) * self._block_size), each.key
             assert each.in_flight or not each.num_ordered, f"tokens of {each.key} are scheduled, but not in flight"

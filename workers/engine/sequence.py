@@ -8,7 +8,7 @@ from enum import Enum
 
 from workers.engine.blocks import Cached
 from workers.engine.cache_log import Tier
-from workers.engine.step import Chunk, Draw, RemoteKV
+from workers.engine.step import PENDING, Chunk, Draw, RemoteKV
 from workers.request import FinishReason, Request, SequenceTiming, TokenLogprobs
 
 INT32 = next(code for code in "il" if array(code).itemsize == 4)
@@ -178,31 +178,46 @@ class Sequence:
         """Whether more than the newest token lacks KV: a prompt, or an answer that is recomputed."""
         return self.num_computed < max(len(self.tokens) - 1, self.num_given)
 
-    def draw(self, end_tokens: tuple[int, ...]) -> Draw:
-        """How to sample the next token."""
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the token behind the one in flight can be computed with no more than its number."""
+        return not (self.hold or self.borrows or self.request.sampling.penalises)
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next token is certainly the last one."""
+        most = self.request.sampling.max_tokens
+        return len(self.tokens) + 1 >= self.max_length or (most is not None and self.num_output + 1 >= most)
+
+    def draw(self, position: int, end_tokens: tuple[int, ...]) -> Draw:
+        """How to sample the token at this position."""
         params = self.request.sampling
         assert params.seed is not None, "the gateway fixes the seed before a request reaches a worker"
         banned: tuple[int, ...] = ()
-        if params.min_tokens and self.num_output < params.min_tokens:
+        if params.min_tokens and position - self.num_prompt < params.min_tokens:
             banned = (*end_tokens, *params.stop_token_ids)
         if not params.penalises:
-            return Draw(params, params.seed, len(self.tokens), b"", b"", banned)
+            return Draw(params, params.seed, position, b"", b"", banned)
+        assert position == len(self.tokens), "penalties need all tokens before"
         seen, counts = self.counts.read(
             self.tokens, len(self.request.prompt), with_prompt=params.repetition_penalty != 1.0
         )
-        return Draw(params, params.seed, len(self.tokens), seen, counts, banned)
+        return Draw(params, params.seed, position, seen, counts, banned)
 
     def chunk(self, first: int, count: int, block_size: int, end_tokens: tuple[int, ...], now_s: float) -> Chunk:
-        """The chunk of positions `first` ... `first + count - 1`, for the step that begins now."""
+        """The chunk of positions `first` ... `first + count - 1`, for the step that begins now.
+
+        A single one may be that of the token in flight.
+        """
         if self.first_step_s is None:
             self.first_step_s = now_s
         stop = first + count
         return Chunk(
             key=self.key,
-            tokens=tuple(self.tokens[first:stop]),
+            tokens=tuple(self.tokens[first:stop]) or (PENDING,),
             first_position=first,
             blocks=tuple(self.blocks[: -(-stop // block_size)]),
-            draw=self.draw(end_tokens) if stop == len(self.tokens) and not self.cut_tokens else None,
+            draw=self.draw(stop, end_tokens) if stop >= len(self.tokens) and not self.cut_tokens else None,
             targets=tuple(self.tokens[first + 1 : stop + 1]) if self.wants_prompt_logprobs else (),
             num_top=self.request.sampling.prompt_logprobs or 0,
             remote=tuple(self.remote),

@@ -28,6 +28,7 @@ class Draw(Struct, frozen=True, gc=False):
 
 
 ELSEWHERE = -1  # in a block table: another worker holds this block
+PENDING = -1  # in a decode's tokens: what the plan before samples for this sequence
 
 
 class RemoteKV(Struct, frozen=True, gc=False):

@@ -54,6 +54,8 @@ CAUSE_TIMEOUT_S = 1.0  # for a failed rank to report its own error after its nei
 class GangExecutor:
     """`Executor` over the ranks of one gang. Close it to end its processes and free memory and sockets."""
 
+    runs_ahead = False
+
     def __init__(
         self,
         facts: ModelFacts,

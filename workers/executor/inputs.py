@@ -1,7 +1,7 @@
 """Turns a step plan into arrays, which reach the device in one copy. Pure: keeps nothing between steps."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.step import Chunk, StepPlan
+from workers.engine.step import PENDING, Chunk, StepPlan
 from workers.ops.batch import RaggedBatch
 from workers.ops.span import SPAN
 
@@ -50,6 +50,11 @@ class StepArrays:
         """What goes to the device, in the order that `tensors` takes."""
         each = [self.tokens, self.positions, self.slots, self.rows, self.starts, self.contexts, self.tables]
         return each if self.begins is None else [*each, self.begins]
+
+    def fill(self, sampled: Callable[[int], int]) -> None:
+        """Replace `PENDING` tokens, which only decodes have: by what was sampled for the chunk of this index."""
+        for place in np.flatnonzero(self.tokens == PENDING).tolist():
+            self.tokens[place] = sampled(place)
 
     def tensors(self, on_device: Sequence[Tensor]) -> StepInputs:
         """`on_device`: of `all`."""

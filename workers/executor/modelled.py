@@ -108,6 +108,8 @@ class ModelledExecutor:
     Each of the `depth` stages takes an equal part of a plan's seconds and processes one plan at a time, in order.
     """
 
+    runs_ahead = False
+
     def __init__(
         self,
         facts: ModelFacts,

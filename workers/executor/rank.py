@@ -24,7 +24,7 @@ from workers.engine.step import StepPlan
 from workers.executor.cuda_graphs import DecodeGraphs
 from workers.executor.device_sampler import sample_rows
 from workers.executor.disk_cache import DiskCache
-from workers.executor.inputs import step_arrays
+from workers.executor.inputs import StepArrays, step_arrays
 from workers.executor.kv_pool import KVPool
 from workers.executor.logprobs import as_logprobs, log_probabilities
 from workers.executor.remote_cache import RemoteCache
@@ -91,6 +91,7 @@ class Rank:
         self._scrubbing: set[asyncio.Task[None]] = set()
         self._lender = Lender(part.model, pool.blocks, "diptych")
         self._remote_attend: RemoteAttend | None = None
+        self._sampled: dict[str, int | None] = {}  # by the last step, for each sequence; the compute thread's
 
     def borrow(self, attend: RemoteAttend) -> None:
         """As in the `Executor` port."""
@@ -111,15 +112,25 @@ class Rank:
     async def execute(self, plan: StepPlan) -> RankStep:
         """A rank that fails in a step leaves its gang: peers would take its next messages for this step's."""
         states = self._states(plan)
+        arrays = step_arrays(plan, self._pool.region.layout.block_size) if plan.chunks else None
 
         def step() -> RankStep:
             try:
-                return compute(self._part, self._pool, plan, states)
+                if arrays is not None:
+                    arrays.fill(lambda place: self._sampled[plan.chunks[place].key] or 0)  # None: its sequence fails
+                done = compute(self._part, self._pool, plan, states, arrays)
+                self._sampled = dict(zip([chunk.key for chunk in plan.chunks], done.tokens, strict=True))
+                return done
             except BaseException:
                 self._part.close()
                 raise
 
         return await self._thread.run(step)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """As in the `Executor` port. On a CPU a step takes long: prompts that arrive should not wait for two."""
+        return self._pool.region.device != "cpu"
 
     @property
     def decode_sizes(self) -> Sequence[int]:
@@ -191,18 +202,25 @@ class Rank:
 
 
 @torch.inference_mode()
-def compute(part: ModelPart, pool: KVPool, plan: StepPlan, states: RemoteStates | None = None) -> RankStep:
+def compute(
+    part: ModelPart,
+    pool: KVPool,
+    plan: StepPlan,
+    states: RemoteStates | None = None,
+    arrays: StepArrays | None = None,
+) -> RankStep:
     """Run the plan on the calling thread: write the KV of all chunks, and sample one token per chunk with a draw.
 
-    `states`: of chunks with KV on other workers. Returns when the KV is in the pool for every reader. Only the first
-    rank of the last stage returns tokens and log probabilities.
+    `arrays`: of the plan, if they are made already. `states`: of chunks with KV on other workers. Returns when the KV
+    is in the pool for every reader. Only the first rank of the last stage returns tokens and log probabilities.
     """
     begun = time.perf_counter()
     pool.move(plan)
     part.model.ticks += 1
     outputs = _StepOutputs(len(plan.chunks))
     if plan.chunks:
-        _forward(part, pool, plan, outputs, states)
+        arrays = arrays or step_arrays(plan, pool.region.layout.block_size)
+        _forward(part, pool, plan, arrays, outputs, states)
     lost = tuple(sorted(states.lost)) if states is not None else ()
     for index in lost:
         outputs.tokens[index] = outputs.logprobs[index] = None
@@ -231,9 +249,15 @@ class _StepOutputs:
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
 
 
-def _forward(part: ModelPart, pool: KVPool, plan: StepPlan, outputs: _StepOutputs, states: RemoteStates | None) -> None:
+def _forward(
+    part: ModelPart,
+    pool: KVPool,
+    plan: StepPlan,
+    arrays: StepArrays,
+    outputs: _StepOutputs,
+    states: RemoteStates | None,
+) -> None:
     model, link = part.model, part.link
-    arrays = step_arrays(plan, pool.region.layout.block_size)
     sampled = [(index, chunk.draw) for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
     logits = part.graphs.logits(arrays) if part.graphs is not None else None
     if logits is None:

@@ -23,6 +23,7 @@ class SoloExecutor:
 
     def __init__(self, facts: ModelFacts, rank: Rank) -> None:
         self.facts = facts
+        self.runs_ahead = rank.runs_ahead
         self._rank = rank
 
     async def execute(self, plan: StepPlan) -> StepResult:
