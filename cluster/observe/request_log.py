@@ -26,12 +26,15 @@ class RequestLog(RequestObserver):
     def on_end(self, end: RequestEnd) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
-        request, tokens, ledger = end.request, end.num_tokens, end.trace().ledger
+        request, tokens, trace = end.request, end.num_tokens, end.trace()
+        ledger = trace.ledger
         extra = log_fields(
             self._gateway,
             request.id,
             outcome=end.score.outcome,
             prompt_tokens=len(request.prompt),
+            cached_tokens=trace.cached_tokens,
+            **{f"cached_{source}_tokens": count for source, count in trace.cached_from},
             output_tokens=tokens,
             class_name=request.slo.class_name,
             ttft_ms=ledger.ttft_ns / 1e6 if tokens else None,

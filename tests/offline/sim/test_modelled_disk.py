@@ -114,7 +114,7 @@ def rounds(prompts: int = 6, again: int = 2) -> Workload:
 def test_prompts_come_back_from_a_simulated_disk_and_a_faster_disk_brings_them_sooner() -> None:
     means = []
     for speed in (1_000_000_000, 4_000_000_000):
-        spec = tiered(speed=speed)
+        spec = tiered(host=300, speed=speed)
         run = simulate(spec, models(spec), rounds())
         assert all(each.outcome is RequestOutcome.FINISHED for each in run.served)
         first, again = run.served[:6], run.served[6:]
