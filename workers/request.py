@@ -5,6 +5,7 @@ Knows no text (the gateway encodes and decodes), no device and no clock. Everyth
 
 import json
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from msgspec import Struct
 
@@ -21,7 +22,20 @@ MOST_BIASES = 1024
 MOST_ANSWERS = 64
 MOST_REPEATS = 256  # repetitions of a timed step
 LONGEST_SHOWN = 80  # characters of an invalid list in an error message
+MOST_GRAMMAR_BYTES = 64 << 10  # of a grammar's text
 MIXED_KV = "mixed"  # the `kv_dtype` of KV computed in several dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer must match. `workers.model.grammar` compiles it.
+
+    `kind` and `text`: "json", a JSON schema; "regex", a regular expression; "choice", a JSON list of strings; "lark", a
+    context-free grammar as llguidance has it; "grammar", either that or GBNF.
+    """
+
+    kind: Literal["json", "regex", "choice", "lark", "grammar"]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,8 @@ class SamplingParams:
     recomputed continues with the same tokens. `logprobs`: None for none, 0 for the sampled token's, k for those of the
     k likeliest tokens too; `prompt_logprobs`: the same for the prompt's tokens. Presence and frequency penalties count
     tokens of the answer, the repetition penalty also those of the prompt. `logit_bias`: pairs (token, number to add to
-    its logit).
+    its logit). `grammar`: only tokens that continue a match are sampled, and end tokens only where it is complete, even
+    before `min_tokens` if nothing else continues it.
 
     The gateway handles `stop`, `include_stop_in_output`, `skip_special_tokens`, `n` and `best_of` (generate `best_of`
     answers, return the best `n`); workers ignore them.
@@ -59,6 +74,7 @@ class SamplingParams:
     best_of: int | None = None
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -99,6 +115,10 @@ class SamplingParams:
             "best_of",
             f"between n ({self.n}) and {MOST_ANSWERS}",
         )
+        if self.grammar is not None and len(self.grammar.text.encode(errors="replace")) > MOST_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                "sampling.grammar", f"has more than {MOST_GRAMMAR_BYTES >> 10} KiB of text; shorten it"
+            )
 
     @property
     def penalises(self) -> bool:

@@ -200,8 +200,7 @@ class Worker:
 
         `cut_tokens`: only the KV of this many tokens; the reader computes the rest. Outputs: TicketOut, HeadOut.
         """
-        self._accept(request)
-        self._require_subscriber(request)
+        await self._accept_to_sample(request)
         self._add(request, hold=True, cut_tokens=cut_tokens)
         self._log(request.key, "prefill of %d tokens, for another worker", cut_tokens or request.num_tokens)
 
@@ -210,8 +209,7 @@ class Worker:
 
         With `lenders` it may be longer than our pool: its blocks move to these workers, and we attend to them there.
         """
-        self._accept(request)
-        self._require_subscriber(request)
+        await self._accept_to_sample(request)
         if lenders:
             self._borrower.add(request.key, lenders)
         self._add(request, hold=False, borrows=bool(lenders))
@@ -219,8 +217,7 @@ class Worker:
 
     async def reserve(self, request: Request, timeout_s: float) -> Reservation:
         """Wait, first come first served, for blocks and a slot. Raises `Overloaded` after `timeout_s`."""
-        self._accept(request)
-        self._require_subscriber(request)
+        await self._accept_to_sample(request)
         reserving = self._reservations.ask(request, timeout_s)
         self._arm()
         reservation = await reserving
@@ -426,6 +423,15 @@ class Worker:
         self._require_open()
         if request.key in self._cancelled:
             raise UnknownSequence(f"{request.key} was cancelled before it arrived")
+
+    async def _accept_to_sample(self, request: Request) -> None:
+        """Its outputs have a subscriber, and its grammar is compiled."""
+        self._accept(request)
+        self._require_subscriber(request)
+        if request.sampling.grammar is not None:
+            await self._executor.prepare(request.sampling.grammar)
+            self._accept(request)  # it may have been cancelled meanwhile
+            self._require_subscriber(request)
 
     def _require_subscriber(self, request: Request) -> None:
         if request.reply_to not in self._mailboxes:

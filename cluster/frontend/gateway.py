@@ -17,6 +17,7 @@ ClusterError (`cluster.events`)
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,9 +45,10 @@ from cluster.spec import Role
 from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
 from diptych.view import CachedPrompt, ClusterView, WorkerState
 from workers.errors import InvalidRequest
-from workers.request import SLO, Request, SamplingParams
+from workers.request import SLO, Grammar, Request, SamplingParams
 
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
+MOST_GRAMMARS = 64  # checked ones that are remembered
 RETRY_AFTER_S = 1.0
 
 
@@ -77,6 +79,7 @@ class Gateway:
         self.preprocessing = preprocessing or InThread(tokenizer)
         self._active: dict[str, _Running] = {}
         self._num_active = 0
+        self._grammars: OrderedDict[Grammar, Grammar] = OrderedDict()  # those checked before
         self.responses = Responses()
 
     @property
@@ -132,6 +135,8 @@ class Gateway:
         self._check_tenant(tenant)
         running = self._enter(request_id, client_id, sampling.num_answers, slo, send_delta)
         try:
+            if sampling.grammar is not None:
+                sampling = replace(sampling, grammar=await self._checked(sampling.grammar))
             tokens = await self.encode(prompt, sampling.max_tokens or 1)
             sampling = self._resolve(sampling, len(tokens))
             shares = self._context.spec.gateway.share_prefixes
@@ -197,6 +202,16 @@ class Gateway:
         if encoded.num_tokens > self.bounds.context_length:
             self._max_tokens(encoded.num_tokens, num_output)
         return encoded.tokens
+
+    async def _checked(self, grammar: Grammar) -> Grammar:
+        """The grammar as workers compile it. Compiles a new one outside the event loop. Raises `InvalidRequest`."""
+        checked = self._grammars.pop(grammar, None)
+        if checked is None:
+            checked = await self.preprocessing.check_grammar(grammar)
+        self._grammars[grammar] = checked
+        while len(self._grammars) > MOST_GRAMMARS:
+            self._grammars.popitem(last=False)
+        return checked
 
     def cancel(self, request_id: str) -> bool:
         """End the requests with this id or client id at once; their iterators raise `RequestCancelled`.

@@ -1,5 +1,5 @@
 """Parses and tokenizes large inputs in child processes: both hold the GIL, for about a second per megabyte, which would
-delay the tokens of other requests.
+delay the tokens of other requests. Another one compiles grammars to check them: that may take any time, and crash.
 
     server ── function, arguments ──> queue: one call at a time, smallest first ──> child process ── result ──> server
 
@@ -14,20 +14,26 @@ import os
 import pickle
 import struct
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from cluster.events import Rejected
 from cluster.frontend.text import Tokenizer
 from workers.errors import InvalidRequest
+from workers.request import Grammar
 
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 4096  # larger inputs are not tokenized in the event loop; this one takes 5 ms at most, measured
 HUGE_BYTES = 256 << 10  # larger inputs have a process of their own, so that others wait for less than a second
 PREPROCESS_S = 30.0  # limit of one call
+GRAMMAR_S = 2.0  # limit of a grammar
+GRAMMAR_STACK_BYTES = 1 << 20  # workers have more: what fits here does not overflow theirs
 PREPROCESS_WAIT_S = 60.0  # limit of a call and its wait
 PREPROCESS_START_S = 60.0  # until a process has loaded its tokenizer
 MAX_WAITING = 256  # calls in a queue
@@ -38,6 +44,8 @@ END_S = 5.0
 MODULE = "cluster.frontend.preprocessing_process"
 HEADER = struct.Struct("!Q")
 
+DIED = Rejected("the tokenizer process died; try again", RETRY_AFTER_S)
+GRAMMAR_CRASHED = InvalidRequest("sampling.grammar", "cannot be compiled: it is too deep or too large; simplify it")
 CLOSING = Rejected("this gateway is closing; try another one", RETRY_AFTER_S)
 
 T = TypeVar("T")
@@ -53,6 +61,10 @@ class Preprocessing(Protocol):
         """
         ...
 
+    async def check_grammar(self, grammar: Grammar) -> Grammar:
+        """As `Tokenizer.check_grammar`. Raises `Rejected` too."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -65,12 +77,15 @@ class InThread:
     async def call(self, size: int, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.to_thread(function, self._tokenizer, *args)
 
+    async def check_grammar(self, grammar: Grammar) -> Grammar:
+        return await asyncio.to_thread(self._tokenizer.check_grammar, grammar)
+
     async def aclose(self) -> None:
         """There is nothing to close."""
 
 
 class PreprocessingPool:
-    """Two child processes: one for large inputs, one for huge ones. Owned by a gateway, which closes it.
+    """Child processes: for large inputs, for huge ones, and for grammars. Owned by a gateway, which closes it.
 
     `load` returns the tokenizer and must pickle. A process starts with its first call (or with `start`), and again
     after it died. A call that takes longer than `limit_s` raises `InvalidRequest`; one whose process died, or whose
@@ -78,7 +93,13 @@ class PreprocessingPool:
     """
 
     def __init__(self, load: Load, *, limit_s: float = PREPROCESS_S, max_waiting: int = MAX_WAITING) -> None:
-        self._processes = [_QueuedProcess(load, limit_s, max_waiting) for _ in range(2)]
+        rule = f"this gateway gives each prompt at most {limit_s:g} s"
+        too_long = InvalidRequest("prompt", f"takes too long to tokenize; {rule}: shorten it")
+        self._processes = [_QueuedProcess(load, limit_s, max_waiting, too_long, DIED) for _ in range(2)]
+        too_long = InvalidRequest("sampling.grammar", f"takes more than {GRAMMAR_S:g} s to compile; simplify it")
+        self._grammars = _QueuedProcess(
+            partial(_load_with_grammars, load), GRAMMAR_S, max_waiting, too_long, GRAMMAR_CRASHED, repeats=False
+        )
 
     def start(self) -> None:
         """Start the process for large inputs before its first call."""
@@ -88,8 +109,12 @@ class PreprocessingPool:
         result: T = await self._processes[size > HUGE_BYTES].call(size, pickle.dumps((function, args)))
         return result
 
+    async def check_grammar(self, grammar: Grammar) -> Grammar:
+        result: Grammar = await self._grammars.call(len(grammar.text), pickle.dumps((_check_grammar, (grammar,))))
+        return result
+
     async def aclose(self) -> None:
-        await asyncio.gather(*(process.close() for process in self._processes))
+        await asyncio.gather(*(process.close() for process in (*self._processes, self._grammars)))
 
 
 @dataclass(order=True, slots=True)
@@ -105,9 +130,25 @@ class _Call:
 class _QueuedProcess:
     """At most one child process, and the calls that wait for it. Owned by `PreprocessingPool`."""
 
-    def __init__(self, load: Load, limit_s: float, max_waiting: int) -> None:
+    def __init__(
+        self,
+        load: Load,
+        limit_s: float,
+        max_waiting: int,
+        too_long: InvalidRequest,
+        died: Exception,
+        *,
+        repeats: bool = True,
+    ) -> None:
+        """`too_long` and `died` answer a call that took longer than `limit_s` or whose process died.
+
+        `repeats`: run the latter once more, since the process may have died before it.
+        """
+        self._repeats = repeats
         self._load = load
         self._limit_s = limit_s
+        self._too_long = too_long
+        self._died = died
         self._max_waiting = max_waiting
         self._waiting: list[_Call] = []  # a heap
         self._numbers = count()
@@ -165,12 +206,11 @@ class _QueuedProcess:
             ok, result = await self._try(call)
         except TimeoutError:
             await self._kill()
-            rule = f"this gateway gives each prompt at most {self._limit_s:g} s"
-            ok, result = False, InvalidRequest("prompt", f"takes too long to tokenize; {rule}: shorten it")
+            ok, result = False, self._too_long
         except (OSError, EOFError) as error:
             await self._kill()
             logger.warning("the tokenizer process died on an input of %d bytes: %s", call.size, error)
-            ok, result = False, Rejected("the tokenizer process died; try again", RETRY_AFTER_S)
+            ok, result = False, self._died
         except asyncio.CancelledError:
             _settle(call.result, False, CLOSING)
             raise
@@ -181,9 +221,11 @@ class _QueuedProcess:
 
     async def _try(self, call: _Call) -> tuple[bool, Any]:
         """In the current process; if that turns out to be dead, in a new one."""
-        if self._process is not None:
+        if self._process is not None and self._repeats:
             try:
                 return await self._send(call)
+            except TimeoutError:  # an OSError too, but no sign of a dead process
+                raise
             except (OSError, EOFError):
                 await self._kill()
         await self._ensure_process()
@@ -238,6 +280,19 @@ class _QueuedProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await process.wait()
+
+
+def _load_with_grammars(load: Load) -> Tokenizer:
+    tokenizer = load()
+    tokenizer.load_grammars()
+    return tokenizer
+
+
+def _check_grammar(tokenizer: Tokenizer, grammar: Grammar) -> Grammar:
+    """In a thread with a small stack."""
+    threading.stack_size(GRAMMAR_STACK_BYTES)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(tokenizer.check_grammar, grammar).result()
 
 
 def _settle(future: "asyncio.Future[Any]", ok: bool, result: Any) -> None:

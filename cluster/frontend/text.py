@@ -13,7 +13,7 @@ from cluster.events import Delta, Unservable
 from diptych.events import TextDelta as TextDelta
 from diptych.events import TextEvent as TextEvent
 from workers.errors import InvalidRequest, PromptTooLong
-from workers.request import FinishReason, SamplingParams
+from workers.request import FinishReason, Grammar, SamplingParams
 
 MAX_DEPTH = 64  # levels of nesting in a client's JSON
 
@@ -60,6 +60,14 @@ class Tokenizer(Protocol):
     ) -> Sequence[int]: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        """The grammar as workers compile it. Raises `InvalidRequest` if they cannot."""
+        ...
+
+    def load_grammars(self) -> None:
+        """Load what `check_grammar` needs."""
+        ...
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from tests.model.test_sampler import draw
 from workers.engine.step import Draw
 from workers.executor import device_sampler
 from workers.executor.device_sampler import sample_on_device
+from workers.executor.grammar_masks import Allowed, Mask
 from workers.executor.gumbel_max import uniforms_of_all
 from workers.executor.sampler import sample, sample_finite
 
@@ -48,6 +50,14 @@ def random_logits(rows: int, vocab: int, spread: float, seed: int, dtype: torch.
     return numbers.to(dtype).to(DEVICE)  # bfloat16 has many ties
 
 
+def random_mask(vocab: int, share: float, seed: int) -> Mask:
+    """Allows about this share of the tokens, and token 7 always."""
+    bits = np.zeros(32 * -(-vocab // 32), np.bool_)
+    bits[:vocab] = np.random.default_rng(seed).random(vocab) < share
+    bits[7] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
 @st.composite
 def draws(data: st.DrawFn) -> Draw:
     some = data(st.booleans())  # with penalties
@@ -76,15 +86,24 @@ def draws(data: st.DrawFn) -> Draw:
     spread=st.sampled_from([0.0, 0.5, 3.0, 60.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 999),
+    masked=st.sets(st.integers(0, 4)),
+    share=st.sampled_from([0.02, 0.5, 1.0]),
 )
 def test_the_device_samples_what_the_host_samples(
-    rows: list[Draw], vocab: int, spread: float, dtype: torch.dtype, seed: int
+    rows: list[Draw],
+    vocab: int,
+    spread: float,
+    dtype: torch.dtype,
+    seed: int,
+    masked: set[int],
+    share: float,
 ) -> None:
+    masks = {row: random_mask(vocab, share, seed + row) for row in sorted(masked) if row < len(rows)}
     logits = random_logits(len(rows), vocab, spread, seed, dtype)
     before = logits.clone()
-    tokens, logprobs = sample_on_device(logits, rows)
+    tokens, logprobs = sample_on_device(logits, rows, masks)
     assert torch.equal(logits, before)
-    expected_tokens, expected_logprobs = sample_finite(logits.float().cpu(), rows)
+    expected_tokens, expected_logprobs = sample_finite(logits.float().cpu(), rows, masks)
     assert tokens == expected_tokens
     for found, expected in zip(logprobs, expected_logprobs, strict=True):
         assert (found is None) == (expected is None)
@@ -136,9 +155,9 @@ def test_the_host_decides_what_is_close(monkeypatch: pytest.MonkeyPatch) -> None
     row[0, 3], row[0, 1200] = 0.0, float((times[1200] / times[3]).log())
     asked: list[int] = []
 
-    def counted(logits: Tensor, of: list[Draw]) -> object:
+    def counted(logits: Tensor, of: list[Draw], allowed: Allowed) -> object:
         asked.append(len(of))
-        return sample(logits, of)
+        return sample(logits, of, allowed)
 
     monkeypatch.setattr(device_sampler, "sample", counted)
     close = draw(8, seed=5, logprobs=1)

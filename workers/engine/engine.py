@@ -396,6 +396,7 @@ class Engine:
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self.pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
+        stuck = dict(result.stuck)
         each_chunk = zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True)
         for index, (chunk, token, logprobs, prompt) in enumerate(each_chunk):
             sequence = self._sequences[chunk.key]
@@ -407,7 +408,7 @@ class Engine:
             try:
                 missing = (chunk.draw is not None and token is None) or index in result.lost
                 if missing or not all(math.isfinite(each.chosen) for each in prompt):
-                    self._fail_not_computed(sequence, is_lost=index in result.lost)
+                    self._fail_not_computed(sequence, index in result.lost, stuck.get(index, ""))
                     continue
                 if prompt:
                     sequence.prompt_logprobs += prompt
@@ -518,8 +519,10 @@ class Engine:
             else:
                 self.fail(sequence.key, reason)
 
-    def _fail_not_computed(self, sequence: Sequence, *, is_lost: bool) -> None:
-        """No token can be sampled, and no other sequence may use this KV."""
+    def _fail_not_computed(self, sequence: Sequence, is_lost: bool, stuck: str) -> None:
+        """No token can be sampled. If that is the model's fault, no other sequence may use this KV."""
+        if stuck:
+            return self.fail(sequence.key, f"its grammar allows no token: {stuck}", final=True)
         if is_lost:
             return self.fail(sequence.key, "KV on another worker is lost: it ended, or did not answer in time")
         self._non_finite += 1

@@ -14,6 +14,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.block_store import BlockStore
 from workers.engine.step import RemoteKV, StepPlan, StepResult
+from workers.request import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,10 @@ class Executor(Protocol):
     @property
     def ticks(self) -> int:
         """A number that changes whenever a step makes progress on any rank. It need not be exact."""
+        ...
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar where tokens are sampled, beside the steps. Raises `InvalidRequest`."""
         ...
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:

@@ -181,7 +181,8 @@ class Sequence:
     @property
     def can_run_ahead(self) -> bool:
         """Whether the token behind the one in flight can be computed with no more than its number."""
-        return not (self.hold or self.borrows or self.request.sampling.penalises)
+        sampling = self.request.sampling
+        return not (self.hold or self.borrows or sampling.penalises or sampling.grammar is not None)
 
     @property
     def ends_next(self) -> bool:
@@ -196,13 +197,14 @@ class Sequence:
         banned: tuple[int, ...] = ()
         if params.min_tokens and position - self.num_prompt < params.min_tokens:
             banned = (*end_tokens, *params.stop_token_ids)
+        assert position == len(self.tokens) or self.can_run_ahead, "this draw needs all tokens before"
+        answer = b"" if params.grammar is None else array(INT32, self.tokens[self.num_prompt :]).tobytes()
         if not params.penalises:
-            return Draw(params, params.seed, position, b"", b"", banned)
-        assert position == len(self.tokens), "penalties need all tokens before"
+            return Draw(params, params.seed, position, b"", b"", banned, answer)
         seen, counts = self.counts.read(
             self.tokens, len(self.request.prompt), with_prompt=params.repetition_penalty != 1.0
         )
-        return Draw(params, params.seed, position, seen, counts, banned)
+        return Draw(params, params.seed, position, seen, counts, banned, answer)
 
     def chunk(self, first: int, count: int, block_size: int, end_tokens: tuple[int, ...], now_s: float) -> Chunk:
         """The chunk of positions `first` ... `first + count - 1`, for the step that begins now.

@@ -11,7 +11,7 @@ class Draw(Struct, frozen=True, gc=False):
     `position` is the absolute position of the sampled token and, with `seed`, the whole state of the generator. `seen`
     are the distinct tokens so far and `counts` how often the answer has each; both only for penalties, and as bytes of
     an array, which are cheap to copy, compare and send. `banned` tokens are not sampled (end tokens before
-    `min_tokens`).
+    `min_tokens`). `answer` are all tokens of the answer so far, only for a grammar: they are its whole state.
     """
 
     params: SamplingParams
@@ -20,6 +20,7 @@ class Draw(Struct, frozen=True, gc=False):
     seen: bytes = b""  # [n] int32
     counts: bytes = b""  # [n] int32
     banned: tuple[int, ...] = ()
+    answer: bytes = b""  # [n] int32
 
     @property
     def adjusts(self) -> bool:
@@ -95,7 +96,8 @@ class StepResult(Struct, frozen=True, gc=False):
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: none requested).
     `digests[rank][j]` are the cell digests of the plan's digest_blocks[j] on that rank (see `kvtransfer.digest`).
     `seconds` is the device's time for the step, through all stages, without waits for other plans.
-    `lost` are the indices of chunks whose remote KV could not be used; their token is None.
+    `lost` are the indices of chunks whose remote KV could not be used; their token is None. So is that of a chunk in
+    `stuck`, whose grammar allows no token: pairs (index, why).
     """
 
     number: int
@@ -105,3 +107,4 @@ class StepResult(Struct, frozen=True, gc=False):
     seconds: float
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     lost: tuple[int, ...] = ()
+    stuck: tuple[tuple[int, str], ...] = ()

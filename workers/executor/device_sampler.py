@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.step import Draw
+from workers.executor.grammar_masks import Allowed
 from workers.executor.gumbel_max import MIN_TEMPERATURE
 from workers.executor.logprobs import as_logprobs, log_probabilities
-from workers.executor.sampler import filters, sample, sample_finite
+from workers.executor.sampler import NOTHING, filters, sample, sample_finite
 from workers.ops.staging import to_device, to_host
 from workers.request import SamplingParams, TokenLogprobs
 
@@ -28,20 +29,22 @@ Tables = dict[str, NDArray[np.number]]
 Moved = dict[str, Tensor]
 
 
-def sample_rows(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def sample_rows(logits: Tensor, draws: Sequence[Draw], allowed: Allowed = NOTHING) -> Sampled:
     """As `sample_finite`, on the logits' device if that works there; the first call may compile."""
-    return _sampler(logits.device, logits.dtype, logits.shape[-1])(logits, draws)
+    return _sampler(logits.device, logits.dtype, logits.shape[-1])(logits, draws, allowed)
 
 
 @functools.cache
-def _sampler(device: torch.device, dtype: torch.dtype, vocab_size: int) -> Callable[[Tensor, Sequence[Draw]], Sampled]:
+def _sampler(
+    device: torch.device, dtype: torch.dtype, vocab_size: int
+) -> Callable[[Tensor, Sequence[Draw], Allowed], Sampled]:
     # Logits with penalties are float32.
     works = device.type == "cuda" and all(_agrees(device, each, vocab_size) for each in {dtype, torch.float32})
     return sample_on_device if works else sample_finite
 
 
 def _agrees(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Whether `sample_on_device` runs here and takes the host's tokens, with filters and without."""
+    """Whether `sample_on_device` runs here and takes the host's tokens, with filters and a mask, and without."""
     logits = (3 * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(0))).to(dtype)
     plain = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(temperature=0.7)]
     filtered = [SamplingParams(top_p=0.9), SamplingParams(top_k=50), SamplingParams(min_p=0.1)]
@@ -49,7 +52,8 @@ def _agrees(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
         for params in (plain, plain + filtered):
             draws = [Draw(each, 2**64 - 1, position) for position, each in enumerate(params)]
             rows = logits[: len(draws)]
-            if sample_on_device(rows.to(device), draws)[0] != sample(rows, draws)[0]:
+            masks = {} if params is plain else {1: np.full(-(-vocab_size // 32), 0x5A5A5A5A, np.int32)}
+            if sample_on_device(rows.to(device), draws, masks)[0] != sample(rows, draws, masks)[0]:
                 logger.warning("sampling gives wrong tokens on %s; tokens are sampled on the host", device)
                 return False
     except Exception as error:
@@ -58,9 +62,9 @@ def _agrees(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
     return True
 
 
-def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
+def sample_on_device(logits: Tensor, draws: Sequence[Draw], allowed: Allowed = NOTHING) -> Sampled:
     """As `sample_finite`, for logits [draws, vocab] on the device."""
-    tables = _tables(draws, logits.shape[-1])
+    tables = _tables(draws, logits.shape[-1], allowed)
     moved = dict(zip(tables, to_device(list(tables.values()), logits.device), strict=True))
     chosen = _choose(_adjusted(logits, moved), draws, moved)
     tops = [draw.params.logprobs for draw in draws if draw.params.logprobs is not None]
@@ -75,7 +79,8 @@ def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     logprobs = [next(each_logprobs) if draw.params.logprobs is not None else None for draw in draws]
     close = [row for row, draw in enumerate(draws) if finite[row] and not certain[row]]
     if close:
-        again = sample(torch.stack([logits[row] for row in close]).cpu(), [draws[row] for row in close])
+        masks = {place: allowed[row] for place, row in enumerate(close) if row in allowed}
+        again = sample(torch.stack([logits[row] for row in close]).cpu(), [draws[row] for row in close], masks)
         for row, token, found in zip(close, *again, strict=True):
             tokens[row], logprobs[row] = token, found
     if all(finite):
@@ -86,7 +91,7 @@ def sample_on_device(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     )
 
 
-def _tables(draws: Sequence[Draw], vocab_size: int) -> Tables:
+def _tables(draws: Sequence[Draw], vocab_size: int, allowed: Allowed = NOTHING) -> Tables:
     """The parameters that the device needs, by name; those of no row are left out."""
     params = [draw.params for draw in draws]
     temperatures = [max(each.temperature, MIN_TEMPERATURE) if each.temperature > 0 else 0.0 for each in params]
@@ -108,8 +113,11 @@ def _tables(draws: Sequence[Draw], vocab_size: int) -> Tables:
     if biased := [(row, *bias) for row, each in enumerate(params) for bias in each.logit_bias]:
         tables["biased"] = np.array([(row, token) for row, token, _ in biased]).T.copy()
         tables["bias"] = np.array([bias for _, _, bias in biased], np.float32)
-    if banned := [(row, token) for row, draw in enumerate(draws) for token in draw.banned]:
+    if banned := [(row, token) for row, draw in enumerate(draws) for token in draw.banned if row not in allowed]:
         tables["banned"] = np.array(banned).T.copy()
+    if allowed:
+        tables["masked"] = np.array(list(allowed))
+        tables["masks"] = np.stack(list(allowed.values()))
     if any(filters(each, vocab_size) for each in params):
         top_k = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
         top_p = [each.top_p for each in params]
@@ -119,8 +127,8 @@ def _tables(draws: Sequence[Draw], vocab_size: int) -> Tables:
 
 
 def _adjusted(logits: Tensor, moved: Moved) -> Tensor:
-    """Penalties, bias and bans, rounded as numpy rounds them on the host."""
-    if moved.keys().isdisjoint({"seen", "biased", "banned"}):
+    """Penalties, bias, bans and masks, rounded as numpy rounds them on the host."""
+    if moved.keys().isdisjoint({"seen", "biased", "banned", "masked"}):
         return logits
     scores = logits.to(torch.float32, copy=True)
     if "seen" in moved:
@@ -137,6 +145,11 @@ def _adjusted(logits: Tensor, moved: Moved) -> Tensor:
         # The least finite number: a row with an infinity counts as broken.
         least = scores.new_full(moved["banned"].shape[1:], torch.finfo(torch.float32).min)
         scores.index_put_(tuple(moved["banned"]), least)
+    if "masked" in moved:
+        bits = torch.arange(32, dtype=torch.int32, device=scores.device)
+        is_allowed = (moved["masks"][:, :, None] >> bits & 1).flatten(1)[:, : scores.shape[1]].bool()
+        rows = moved["masked"]
+        scores[rows] = scores[rows].masked_fill(~is_allowed, torch.finfo(torch.float32).min)
     return scores
 
 

@@ -38,11 +38,12 @@ from workers.executor.gang_disk import GangDisk
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
 from workers.executor.rank import Rank, RankStep
-from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous
+from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous, sampling_rank
 from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import shard_of
+from workers.request import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class GangExecutor:
         self.facts = facts
         self.depth = config.parallel.pipeline
         self._tensor = config.parallel.tensor
+        self._sampling_rank = sampling_rank(config.parallel)
         self._own = own
         self._others = others
         self._connections = connections
@@ -78,6 +80,10 @@ class GangExecutor:
     @property
     def bubble_share(self) -> float:
         return self._bubble.share
+
+    async def prepare(self, grammar: Grammar) -> None:
+        ranks: tuple[Rank | RemoteRank, ...] = (self._own, *self._others)
+        await ranks[self._sampling_rank].prepare(grammar)
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """As in the port. A rank that fails also fails the step and the gang."""
@@ -103,7 +109,7 @@ class GangExecutor:
         stages = [steps[start : start + self._tensor] for start in range(0, len(steps), self._tensor)]
         busy = [max(step.seconds - step.wait_s for step in stage) for stage in stages]
         self._bubble.add(begun_s, asyncio.get_running_loop().time(), busy)
-        sampled = stages[-1][0]
+        sampled = steps[self._sampling_rank]
         return StepResult(
             number=plan.number,
             tokens=sampled.tokens,
@@ -111,6 +117,7 @@ class GangExecutor:
             digests=tuple(step.digests for step in steps),
             seconds=sum(busy),
             prompt_logprobs=sampled.prompt_logprobs,
+            stuck=sampled.stuck,
         )
 
     @property

@@ -4,7 +4,7 @@
                         Execute -> its step            several in flight, computed in the order in which they are sent
                         Connect -> link report         Pull -> read statistics         in any order
                         WriteBlock, ReadBlock -> whether it is there
-                        Forget, Close -> nothing
+                        Forget, Prepare, Close -> nothing
     rank -> leader      Settled, Moved, Alive          leader -> rank   ForgetBlocks, Alive
 
 Knows no rank and no plan. Connection, handshake and frames are `kvtransfer.rpc`'s.
@@ -19,6 +19,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.engine.step import StepPlan
 from workers.executor.rank import RankStep
+from workers.request import Grammar
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -27,6 +28,10 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    grammar: Grammar
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +93,7 @@ GANG_PROTOCOL = RpcProtocol(
     calls={
         Open: ShardAddress,
         Execute: RankStep,
+        Prepare: None,
         Connect: LinkReport,
         Pull: ReadStats,
         Forget: None,

@@ -31,7 +31,7 @@ from workers.errors import WorkerError
 from workers.executor.bubble import BubbleMeter
 from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
 from workers.executor.modelled_disk import ModelledDisk
-from workers.request import TokenLogprobs
+from workers.request import Grammar, TokenLogprobs
 
 
 def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, ...] = ()) -> int:
@@ -143,6 +143,9 @@ class ModelledExecutor:
     @property
     def bubble_share(self) -> float:
         return self._bubble.share
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Nothing: modelled tokens have no text, so they match no grammar."""
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         loop = asyncio.get_running_loop()

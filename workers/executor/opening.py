@@ -24,15 +24,17 @@ from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
 from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, has_graphs
 from workers.executor.disk_cache import DiskCache, open_disk_cache
+from workers.executor.grammar_masks import GrammarMasks
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
 from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks, host_cache_blocks
 from workers.executor.rank import ModelPart, Rank, compute
-from workers.executor.rank_spec import Rendezvous
+from workers.executor.rank_spec import Rendezvous, sampling_rank
 from workers.executor.remote_cache import RemoteCache, open_remote_cache
-from workers.executor.threads import ComputeThread
+from workers.executor.threads import ComputeThread, usable_cores
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, count_parameters, tokenizer_id
+from workers.model.grammar import GrammarCompiler, grammar_compiler, has_grammars
 from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention
@@ -70,9 +72,12 @@ async def open_rank(
     groups: ModelPart | None = None
     disk: DiskCache | None = None
     remote: RemoteCache | None = None
+    samples = rank == sampling_rank(config.parallel)
     try:
+        grammars = asyncio.ensure_future(asyncio.to_thread(_grammar_compiler, folder)) if samples else None
         facts, part, pool = await thread.run(lambda: _load(config, folder, device, rendezvous))
         groups = part
+        compiler = None if grammars is None else await grammars
         disk = await asyncio.to_thread(open_disk_cache, config, pool)
         remote = await asyncio.to_thread(open_remote_cache, config, pool)
         transports = open_transports(
@@ -95,7 +100,20 @@ async def open_rank(
                 await store.close()
         await thread.close()
         raise
-    return facts, Rank(part, pool, transports, thread, disk, remote)
+    num_threads = max(1, len(usable_cores()) // 4)
+    masks = None if compiler is None else GrammarMasks(compiler, facts.vocab_size, num_threads)
+    return facts, Rank(part, pool, transports, thread, disk, remote, masks)
+
+
+def _grammar_compiler(folder: ModelFolder) -> GrammarCompiler | None:
+    """None: grammars are not installed, or do not know this tokenizer. Loaded now: it holds the GIL for a second."""
+    if not has_grammars():
+        return None
+    try:
+        return grammar_compiler(folder.path)
+    except Exception as error:  # the Rust code raises a bare Exception too
+        logger.warning("%s: no structured output: its tokenizer is not usable: %s", folder.name, error)
+        return None
 
 
 def _load(

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +22,11 @@ from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
+from workers.errors import InvalidRequest
 from workers.executor.cuda_graphs import DecodeGraphs
 from workers.executor.device_sampler import sample_rows
 from workers.executor.disk_cache import DiskCache
+from workers.executor.grammar_masks import NO_MASKS, GrammarMasks, StepMasks
 from workers.executor.inputs import StepArrays, step_arrays
 from workers.executor.kv_pool import KVPool
 from workers.executor.logprobs import as_logprobs, log_probabilities
@@ -31,13 +34,15 @@ from workers.executor.remote_cache import RemoteCache
 from workers.executor.remote_kv import Lender, RemoteStates
 from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
+from workers.model.grammar import INSTALL
 from workers.ops.collective import StageLink, TensorGroup
 from workers.ops.completion import wait
 from workers.ops.staging import to_device, to_host
-from workers.request import TokenLogprobs
+from workers.request import Grammar, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
+MASKS_TIMEOUT_S = 60.0  # never reached: a mask is bounded by `workers.model.grammar.LIMITS`
 SLICE_BYTES = 32 << 20  # of logits at a time for prompt logprobs; scoring them takes as much again
 
 
@@ -53,6 +58,7 @@ class RankStep:
     wait_s: float = 0.0  # of `seconds`: until the previous stage had sent its activations
     comm_s: float = 0.0  # of `seconds`: in sums and gathers with the ranks of the stage
     lost: tuple[int, ...] = ()
+    stuck: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +87,12 @@ class Rank:
         thread: ComputeThread,
         disk: DiskCache | None = None,
         remote: RemoteCache | None = None,
+        masks: GrammarMasks | None = None,
     ) -> None:
+        """`masks` None: this rank does not sample, or grammars are not installed."""
         self.disk = disk
         self._stores = tuple(store for store in (disk, remote) if store is not None)
+        self._masks = masks
         self._part = part
         self._pool = pool
         self._transports = transports
@@ -109,16 +118,23 @@ class Rank:
         block_size = self._pool.region.layout.block_size
         return RemoteStates(plan, self._part.model.config, block_size, self._remote_attend)
 
+    async def prepare(self, grammar: Grammar) -> None:
+        """As in the `Executor` port."""
+        if self._masks is None:
+            raise InvalidRequest("sampling.grammar", f"a worker has no structured output; {INSTALL}")
+        await asyncio.wrap_future(self._masks.prepare(grammar))
+
     async def execute(self, plan: StepPlan) -> RankStep:
         """A rank that fails in a step leaves its gang: peers would take its next messages for this step's."""
         states = self._states(plan)
+        masks = self._masks.begin(plan) if self._masks is not None else None
         arrays = step_arrays(plan, self._pool.region.layout.block_size) if plan.chunks else None
 
         def step() -> RankStep:
             try:
                 if arrays is not None:
                     arrays.fill(lambda place: self._sampled[plan.chunks[place].key] or 0)  # None: its sequence fails
-                done = compute(self._part, self._pool, plan, states, arrays)
+                done = compute(self._part, self._pool, plan, states, arrays, masks)
                 self._sampled = dict(zip([chunk.key for chunk in plan.chunks], done.tokens, strict=True))
                 return done
             except BaseException:
@@ -199,6 +215,8 @@ class Rank:
         finally:
             await self._thread.run(self._part.close)
             await self._thread.close()
+            if self._masks is not None:
+                self._masks.close()
 
 
 @torch.inference_mode()
@@ -208,11 +226,13 @@ def compute(
     plan: StepPlan,
     states: RemoteStates | None = None,
     arrays: StepArrays | None = None,
+    masks: "Future[StepMasks] | None" = None,
 ) -> RankStep:
     """Run the plan on the calling thread: write the KV of all chunks, and sample one token per chunk with a draw.
 
-    `arrays`: of the plan, if they are made already. `states`: of chunks with KV on other workers. Returns when the KV
-    is in the pool for every reader. Only the first rank of the last stage returns tokens and log probabilities.
+    `arrays`: of the plan, if they are made already. `states`: of chunks with KV on other workers. `masks`: of sequences
+    with grammars. Returns when the KV is in the pool for every reader. Only the first rank of the last stage returns
+    tokens and log probabilities.
     """
     begun = time.perf_counter()
     pool.move(plan)
@@ -220,7 +240,7 @@ def compute(
     outputs = _StepOutputs(len(plan.chunks))
     if plan.chunks:
         arrays = arrays or step_arrays(plan, pool.region.layout.block_size)
-        _forward(part, pool, plan, arrays, outputs, states)
+        _forward(part, pool, plan, arrays, outputs, states, masks)
     lost = tuple(sorted(states.lost)) if states is not None else ()
     for index in lost:
         outputs.tokens[index] = outputs.logprobs[index] = None
@@ -237,6 +257,7 @@ def compute(
         wait_s=part.link.take_wait_s() if part.link else 0.0,
         comm_s=part.group.take_comm_s() if part.group else 0.0,
         lost=lost,
+        stuck=outputs.stuck,
     )
 
 
@@ -247,6 +268,7 @@ class _StepOutputs:
         self.tokens: list[int | None] = [None] * num_chunks
         self.logprobs: list[TokenLogprobs | None] = [None] * num_chunks
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        self.stuck: tuple[tuple[int, str], ...] = ()
 
 
 def _forward(
@@ -256,6 +278,7 @@ def _forward(
     arrays: StepArrays,
     outputs: _StepOutputs,
     states: RemoteStates | None,
+    masks: "Future[StepMasks] | None",
 ) -> None:
     model, link = part.model, part.link
     sampled = [(index, chunk.draw) for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
@@ -277,8 +300,13 @@ def _forward(
             outputs.prompt_logprobs = _prompt_logprobs(model, hidden[len(sampled) :], plan)
     if logits is not None:
         chunks, draws = zip(*sampled, strict=True)
-        for chunk, token, logprob in zip(chunks, *sample_rows(logits, draws), strict=True):
+        found = masks.result(MASKS_TIMEOUT_S) if masks is not None else NO_MASKS
+        allowed = {row: found.masks[chunk] for row, chunk in enumerate(chunks) if chunk in found.masks}
+        for chunk, token, logprob in zip(chunks, *sample_rows(logits, draws, allowed), strict=True):
             outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
+        outputs.stuck = tuple(found.stuck.items())
+        for chunk, _ in outputs.stuck:
+            outputs.tokens[chunk] = outputs.logprobs[chunk] = None
 
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:

@@ -86,6 +86,8 @@ class _Service:
                 return await self._open()
             case wire.Execute(plan):
                 return await self._rank.execute(plan)
+            case wire.Prepare(grammar):
+                return await self._rank.prepare(grammar)
             case wire.Connect(peer, measures):
                 return await self._rank.connect(peer, measures=measures)
             case wire.Pull(number, order):

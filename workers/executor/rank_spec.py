@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from workers.config import WorkerConfig
+from workers.config import ParallelConfig, WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,11 @@ class RankSpec:
     rendezvous: Rendezvous
     leader_host: str
     leader_port: int
+
+
+def sampling_rank(parallel: ParallelConfig) -> int:
+    """The first rank of the last stage, which has the logits."""
+    return (parallel.pipeline - 1) * parallel.tensor
 
 
 class RankLauncher(Protocol):

@@ -14,6 +14,7 @@ from workers.engine.step import StepPlan
 from workers.errors import RankLost
 from workers.executor import gang_wire as wire
 from workers.executor.rank import RankStep
+from workers.request import Grammar
 
 OPEN_TIMEOUT_S = 600.0  # for a rank to fetch and load its part of the model
 OPEN_SILENT_S = 30.0  # while it loads, which may block its event loop
@@ -47,6 +48,9 @@ class RemoteRank:
             raise RankLost(f"rank {self.rank} did not load its part within {OPEN_TIMEOUT_S:.0f} s") from None
         self.shard = self.shard or shard  # `Moved` may have arrived right after it
         self._connection.patience_s = SILENT_S
+
+    async def prepare(self, grammar: Grammar) -> None:
+        await self._connection.begin(wire.Prepare(grammar))
 
     def execute(self, plan: StepPlan) -> "asyncio.Future[RankStep]":
         return self._connection.begin(wire.Execute(plan))

@@ -7,6 +7,7 @@ logits change in this order:
     frequency    subtracted once per occurrence in the answer; presence once if the token occurs at all
     bias         added
     bans         end tokens before `min_tokens` become -inf
+    grammar      tokens that do not continue the answer's grammar become -inf
 
 then they are divided by the temperature. Each filter is a floor on the probability: a token stays if it is at least as
 likely as
@@ -17,7 +18,7 @@ likely as
 
 so tokens that tie at a floor stay or go together. Gumbel-max (`workers.executor.gumbel_max`) samples one of the tokens
 that stay. Noise in the last digits of the logits, or a token at a floor, changes the result only if it was close; an
-inverse CDF would shift the ranges of all later tokens.
+inverse CDF would shift the ranges of all later tokens. Log probabilities are those of the unchanged logits.
 
 Rows are filtered one after another on the host, in a third of the time that a batch takes: one row of the vocabulary
 fits the core's cache. Rows without filters are sampled in parallel on all cores.
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.step import Draw
+from workers.executor.grammar_masks import Allowed, Mask, unpacked
 from workers.executor.gumbel_max import (
     Categorical,
     Row,
@@ -44,31 +46,39 @@ from workers.executor.gumbel_max import (
 from workers.executor.logprobs import score
 from workers.request import SamplingParams, TokenLogprobs
 
+NOTHING: Allowed = {}
 _NEAR = 1024  # tokens among which the nucleus is searched first
 _FEW = 16  # a draw among fewer than vocabulary / _FEW tokens computes only their random numbers
 
 
-def sample_finite(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+def sample_finite(
+    logits: Tensor, draws: Sequence[Draw], allowed: Allowed = NOTHING
+) -> tuple[list[int | None], list[TokenLogprobs | None]]:
     """As `sample`; None for rows that are not finite. May write to the logits."""
     # A NaN or infinity in a row makes the row's sum one too.
     finite = logits.sum(-1, dtype=torch.float32).isfinite()
     rows: list[bool] = finite.tolist()
     if not all(rows):
         logits[~finite] = 0  # so that sampling them is harmless
-    tokens, logprobs = sample(logits, draws)
+    tokens, logprobs = sample(logits, draws, allowed)
     return (
         [token if real else None for token, real in zip(tokens, rows, strict=True)],
         [found if real else None for found, real in zip(logprobs, rows, strict=True)],
     )
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """One token per row of logits [draws, vocab], and log probabilities for the rows that request them."""
+def sample(
+    logits: Tensor, draws: Sequence[Draw], allowed: Allowed = NOTHING
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """One token per row of logits [draws, vocab], and log probabilities for the rows that request them.
+
+    `allowed`: the masks of rows with a grammar. They include the row's bans.
+    """
     assert logits.shape[0] == len(draws)
     if not draws:
         return [], []
     logits = logits.float()
-    tokens = _choose(logits, draws)
+    tokens = _choose(logits, draws, allowed)
     scored_rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     logprobs: list[TokenLogprobs | None] = [None] * len(draws)
     if scored_rows:
@@ -88,17 +98,17 @@ class _Candidates:
     weights: NDArray[np.float32]
 
 
-def _choose(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    special = [row for row, draw in enumerate(draws) if draw.params.temperature > 0 or draw.adjusts]
+def _choose(logits: Tensor, draws: Sequence[Draw], allowed: Allowed) -> list[int]:
+    special = [row for row, draw in enumerate(draws) if draw.params.temperature > 0 or draw.adjusts or row in allowed]
     tokens = _likeliest(logits) if len(special) < len(draws) else [0] * len(draws)
     few: list[_Candidates] = []
     whole: dict[int, Categorical] = {}
     scratch = np.empty(logits.shape[-1], np.float32)
     for row, scores in zip(special, _on_host(logits, special), strict=True):
         draw = draws[row]
-        if draw.adjusts:
+        if draw.adjusts or row in allowed:
             scores = scores.copy()
-            _adjust(scores, draw)
+            _adjust(scores, draw, allowed.get(row))
         if draw.params.temperature == 0:
             tokens[row] = int(scores.argmax())
             continue
@@ -136,8 +146,8 @@ def _on_host(logits: Tensor, rows: list[int]) -> Sequence[Row]:
     return list(logits[rows].cpu().numpy()) if rows else []
 
 
-def _adjust(scores: Row, draw: Draw) -> None:
-    """Penalties, bias and bans, in place."""
+def _adjust(scores: Row, draw: Draw, mask: Mask | None) -> None:
+    """Penalties, bias, and bans or the mask, in place."""
     params = draw.params
     if draw.seen:
         tokens, counts = np.frombuffer(draw.seen, np.int32), np.frombuffer(draw.counts, np.int32)
@@ -148,7 +158,9 @@ def _adjust(scores: Row, draw: Draw) -> None:
     if params.logit_bias:
         biased = [token for token, _ in params.logit_bias]
         scores[biased] += np.array([bias for _, bias in params.logit_bias], np.float32)
-    if draw.banned:
+    if mask is not None:
+        np.putmask(scores, ~unpacked(mask, len(scores)), -np.inf)
+    elif draw.banned:
         scores[list(draw.banned)] = -np.inf
 
 

@@ -13,6 +13,7 @@ from workers.engine.step import StepPlan, StepResult
 from workers.executor.opening import open_rank, warm_up
 from workers.executor.rank import Rank
 from workers.model.folder import ModelFolder
+from workers.request import Grammar
 
 
 class SoloExecutor:
@@ -26,6 +27,9 @@ class SoloExecutor:
         self.runs_ahead = rank.runs_ahead
         self._rank = rank
 
+    async def prepare(self, grammar: Grammar) -> None:
+        await self._rank.prepare(grammar)
+
     async def execute(self, plan: StepPlan) -> StepResult:
         step = await self._rank.execute(plan)
         return StepResult(
@@ -36,6 +40,7 @@ class SoloExecutor:
             seconds=step.seconds,
             prompt_logprobs=step.prompt_logprobs,
             lost=step.lost,
+            stuck=step.stuck,
         )
 
     @property

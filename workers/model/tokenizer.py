@@ -8,6 +8,7 @@ import ctypes
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from tokenizers import Tokenizer
 from workers.errors import InvalidRequest, ModelError, PromptTooLong
 from workers.model.chat_template import Templates, environment, render
 from workers.model.config import read_model_config
+from workers.model.grammar import INSTALL, GrammarCompiler, grammar_compiler, has_grammars, lark_grammar
 from workers.model.token_bytes import byte_letters, token_bytes
 from workers.model.tokenizer_files import read_tokenizer
+from workers.request import Grammar
 
 NOTHING: Mapping[str, Any] = {}
 BYTE_OF = {letter: byte for byte, letter in enumerate(byte_letters())}
@@ -53,6 +56,7 @@ class ModelTokenizer:
         self._backend.encode_special_tokens = files.splits_special
         self._special_tokens, self._templates = files.special_tokens, files.chat_template
         self._class_name = _class_name(folder)
+        self._folder = folder
         self._variables = _variables(self._templates)
         self._check_end_tokens(folder)
         self._most_tokens = most_tokens
@@ -172,6 +176,24 @@ class ModelTokenizer:
             return bytes.fromhex(piece[3:5])
         letters = [BYTE_OF.get(letter) for letter in piece]
         return text.encode() if None in letters else bytes(byte for byte in letters if byte is not None)
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        """The grammar as workers compile it. Raises `InvalidRequest` if they cannot."""
+        if not has_grammars():
+            raise InvalidRequest("sampling.grammar", f"this gateway has no structured output; {INSTALL}")
+        grammar = lark_grammar(grammar)
+        self._compiler.check(grammar)
+        return grammar
+
+    def load_grammars(self) -> None:
+        """Load what `check_grammar` needs, which takes a second."""
+        if has_grammars():
+            _ = self._compiler
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        """For the gateway, which compiles to check."""
+        return grammar_compiler(self._folder)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "IncrementalDetokenizer":
         """A new one for one answer."""

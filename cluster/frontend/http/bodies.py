@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
 from cluster.events import Unservable
+from cluster.frontend.http.structured import grammar_from
 from cluster.frontend.http.unsupported import check_message, check_stream_options, check_supported
 from cluster.frontend.text import ChatPrompt, RawPrompt, TextPrompt, TokenPrompt, check_depth
 from workers.errors import InvalidRequest
@@ -101,6 +102,16 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        found = grammar_from(vars(self))
+        return {} if found is None else {"sampling.grammar": found[0]}
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -135,9 +146,11 @@ class Generation(Body):
             given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # many clients send -1 for off
         if self.include_stop_str_in_output is not None:
             given["include_stop_in_output"] = self.include_stop_str_in_output
+        grammar = grammar_from(vars(self))
         with self.client_errors():
             sampling = SamplingParams(
                 **given,
+                grammar=None if grammar is None else grammar[1],
                 seed=_seed(self.seed),
                 max_tokens=self.wanted_tokens,
                 logprobs=self.wanted_logprobs,
@@ -151,9 +164,6 @@ class Generation(Body):
                 raise InvalidRequest("stream_options", "apply to streams only; set stream to true, or leave them out")
         if self.stream and sampling.num_answers > sampling.n:
             raise InvalidRequest("best_of", f"is {sampling.best_of}; the best are known at the end: leave out stream")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise InvalidRequest("response_format", f"{str(kind)[:40]!r} is not supported; only text is")
         return sampling
 
 
@@ -239,7 +249,8 @@ class ChatBody(Generation):
     @property
     def client_names(self) -> Mapping[str, str]:
         tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"prompt": "messages", "sampling.max_tokens": tokens, "sampling.logprobs": "top_logprobs"}
+        names = {"prompt": "messages", "sampling.max_tokens": tokens, "sampling.logprobs": "top_logprobs"}
+        return {**super().client_names, **names}
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -55,7 +55,7 @@ def read_generation(
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     with body.client_errors():
         encoded = tuple(_encode(tokenizer, prompt, bounds, echo) for prompt in prompts)
-    left_out = {"prompt", "messages", "tools", "response_format", "chat_template_kwargs"}
+    left_out = {"prompt", "messages", "tools", "chat_template_kwargs"}
     emptied: dict[str, Any] = {name: [] for name in REQUIRED & kind.model_fields.keys()}
     fields = body.model_dump(exclude_unset=True, exclude=left_out) | emptied
     for name, value in fields.items():

@@ -20,8 +20,8 @@ IGNORED = frozenset(
 # Fields of OpenAI, vLLM and SGLang, each with the values that pass.
 FIELDS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("suffix", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "prompt_embeds"), OFF),
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), OFF),
-    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "guided_decoding_backend"), OFF),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), OFF),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), OFF),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logprob_token_ids", "logits_processors"), OFF),
     **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking", "repetition_detection"), OFF),
     **dict.fromkeys(
@@ -46,6 +46,7 @@ INSTEAD = {
     "request_id": "use the header x-request-id",
     "session_id": "use the header x-diptych-session",
     "priority": "use the header x-diptych-slo-class: a class has a priority",
+    **dict.fromkeys(("regex", "ebnf", "json_schema"), "use structured_outputs"),
 }
 MESSAGE_FIELDS = (
     *("tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "audio"),

@@ -20,7 +20,7 @@ from diptych.shapes import Shape, Timings
 from diptych.view import CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport, TransferReport
 from workers.config import EngineConfig, ParallelConfig
-from workers.request import FinishReason, Request, TokenLogprobs
+from workers.request import FinishReason, Grammar, Request, TokenLogprobs
 from workers.stats import WorkerStats
 
 MODEL = ModelView("bytes", context_length=8192, vocab_size=256)
@@ -60,6 +60,12 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return bytes((token,))
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        return grammar
+
+    def load_grammars(self) -> None:
+        """Nothing to load."""
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
         return ByteDetokenizer()

@@ -1,11 +1,17 @@
 """Every field of a generation reaches the dispatcher, at both paths."""
 
+import json
+
 import pytest
 
 from cluster.frontend.http.bodies import SCALARS, ChatBody, CompletionBody
+from cluster.frontend.http.structured import ANY_OBJECT
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients
+from workers.request import Grammar
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON: dict[str, object] = {"grammar": Grammar("json", json.dumps(SCHEMA))}
 # What is sent, and what of `SamplingParams` it must be there.
 BOTH: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"temperature": 0.5}, {"temperature": 0.5}),
@@ -28,6 +34,21 @@ BOTH: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"logit_bias": {"5": -100, "3": 1.5}}, {"logit_bias": ((3, 1.5), (5, -100.0))}),
     ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
     ({"include_stop_str_in_output": True}, {"include_stop_in_output": True}),
+    ({"response_format": {"type": "text"}}, {"grammar": None}),
+    ({"response_format": {"type": "json_object"}}, {"grammar": ANY_OBJECT}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}}, JSON),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, JSON),
+    ({"guided_json": SCHEMA}, JSON),
+    ({"guided_json": json.dumps(SCHEMA)}, JSON),
+    ({"guided_regex": "a+"}, {"grammar": Grammar("regex", "a+")}),
+    ({"guided_choice": ["a", "b"]}, {"grammar": Grammar("choice", '["a", "b"]')}),
+    ({"guided_grammar": "start: A"}, {"grammar": Grammar("grammar", "start: A")}),
+    ({"structured_outputs": {"json": SCHEMA, "regex": None, "json_object": False}}, JSON),
+    ({"structured_outputs": {"regex": "a+"}}, {"grammar": Grammar("regex", "a+")}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"grammar": Grammar("choice", '["a", "b"]')}),
+    ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": Grammar("grammar", "start: A")}),
+    ({"structured_outputs": {"json_object": True}}, {"grammar": ANY_OBJECT}),
+    ({"structured_outputs": {}}, {"grammar": None}),
 ]
 COMPLETIONS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"logprobs": 0}, {"logprobs": 0}),
@@ -45,7 +66,7 @@ ASKED: dict[str, dict[str, object]] = {
 }
 # Tested elsewhere, or no sampling.
 OTHERS = {
-    *("model", "stream", "stream_options", "prompt", "messages", "tools", "tool_choice", "response_format"),
+    *("model", "stream", "stream_options", "prompt", "messages", "tools", "tool_choice"),
     "chat_template_kwargs",
     *("n", "best_of", "add_special_tokens", "echo"),
 }

@@ -14,6 +14,7 @@ from diptych.client import AsyncClient
 from tests.cluster.local import split_spec
 from workers.costs import LinearCost
 from workers.executor.modelled import Modelled
+from workers.request import Grammar
 
 COST = LinearCost(1e-3, 2e-5, 3e-8, 1e-4, 2e-7, swap_byte_s=1e-10)
 
@@ -39,6 +40,12 @@ class AnyTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return b"."
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        return grammar
+
+    def load_grammars(self) -> None:
+        """Nothing to load."""
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "AnyTokenizer":
         return self

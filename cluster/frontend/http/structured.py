@@ -1,0 +1,96 @@
+"""The grammar of a request from OpenAI's `response_format` or vLLM's fields. Pure.
+
+response_format       {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}
+structured_outputs    {"json": ...}, or regex, choice, grammar or json_object: vLLM's present spelling
+guided_json ...       vLLM's former one, for guided_regex, guided_choice and guided_grammar too
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.frontend.text import check_depth
+from workers.errors import InvalidRequest
+from workers.request import Grammar
+
+ANY_OBJECT = Grammar("json", '{"type": "object"}')
+KINDS = ("json", "regex", "choice", "grammar")
+GUIDED = {f"guided_{kind}": kind for kind in KINDS}
+FIELDS = ("response_format", "structured_outputs", *GUIDED)
+FORMAT_FIELDS = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
+
+
+def grammar_from(body: Mapping[str, Any]) -> tuple[str, Grammar] | None:
+    """The path of the field and its grammar; None: any text. Raises `InvalidRequest` for several grammars."""
+    found = [each for name in FIELDS if (each := _grammar(name, body.get(name))) is not None]
+    if len(found) > 1:
+        raise InvalidRequest(found[1][0], f"is given together with {found[0][0]}; an answer has one grammar")
+    return found[0] if found else None
+
+
+def _grammar(name: str, value: Any) -> tuple[str, Grammar] | None:
+    if value is None:
+        return None
+    if name == "response_format":
+        return _of_format(value)
+    if name == "structured_outputs":
+        return _of_structured(value)
+    if value in (False, "", []):  # requests nothing, as elsewhere
+        return None
+    return name, _of_kind(name, GUIDED[name], value)
+
+
+def _of_format(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
+    kind = given.get("type", "text")
+    if kind == "text":
+        return None
+    if not isinstance(kind, str) or kind not in FORMAT_FIELDS:
+        rule = "text, json_object and json_schema are"
+        raise InvalidRequest("response_format.type", f"{str(kind)[:40]!r} is not supported; {rule}")
+    _refuse_others("response_format", given, FORMAT_FIELDS[kind])
+    if kind == "json_object":
+        return "response_format", ANY_OBJECT
+    where, wrapped = "response_format.json_schema", given.get("json_schema")
+    if not isinstance(wrapped, dict) or wrapped.get("schema") is None:
+        raise InvalidRequest(where, 'needs a schema: {"name": ..., "schema": {...}}')
+    _refuse_others(where, wrapped, SCHEMA_FIELDS)
+    return f"{where}.schema", _of_kind(f"{where}.schema", "json", wrapped["schema"])
+
+
+def _of_structured(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    _refuse_others("structured_outputs", asked, {*KINDS, "json_object"})
+    if len(asked) > 1:
+        names = " and ".join(asked)
+        raise InvalidRequest("structured_outputs", f"has {names}; an answer has one grammar")
+    for kind, value in asked.items():
+        where = f"structured_outputs.{kind}"
+        if kind != "json_object":
+            return where, _of_kind(where, kind, value)
+        if value is not True:
+            raise InvalidRequest(where, "must be true or false")
+        return where, ANY_OBJECT
+    return None
+
+
+def _of_kind(where: str, kind: str, value: Any) -> Grammar:
+    """Raises `InvalidRequest` for a value of the wrong type. `workers.model.grammar` checks what it says."""
+    match kind, value:
+        case "json", dict() | str():
+            check_depth(where, value)
+            return Grammar("json", value if isinstance(value, str) else json.dumps(value))
+        case "choice", [_, *_] if all(isinstance(each, str) for each in value):
+            return Grammar("choice", json.dumps(value))
+        case "regex", str():
+            return Grammar("regex", value)
+        case "grammar", str():
+            return Grammar("grammar", value)
+    wanted = {"json": "a JSON schema", "choice": "a list of at least one string"}.get(kind, "text")
+    raise InvalidRequest(where, f"must be {wanted}")
+
+
+def _refuse_others(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise InvalidRequest(f"{where}.{name[:64]}", "is not supported; leave it out")
