@@ -23,6 +23,7 @@ PARTS = (
     GPUPart("split", 90),
     GPUPart("limits", 30),
     GPUPart("decode", 60),
+    GPUPart("ahead", 60),
     GPUPart("kernels", 60),
     GPUPart("prefill", 60),
     GPUPart("peers", 60),
