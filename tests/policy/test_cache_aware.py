@@ -13,6 +13,7 @@ from diptych.view import ClusterView
 from tests.policy.views import SIMPLE, Story, changed, request, spec, view, worker
 from workers.config import ByteSize, CacheConfig
 from workers.kv_events import KVEvents, NameChanges
+from workers.request import SLO
 
 TWO = view(worker("p0"), worker("p1"), worker("d0"))
 
@@ -111,6 +112,19 @@ def test_mooncake_fetches_a_prefix_to_where_the_queue_is_shorter() -> None:
         placement = after_one_prompt(routing).choose(waits("p0", 500), request("b", length=1000))
         assert isinstance(placement, Placement)
         assert (placement.prefill, placement.cached_tokens, placement.prefix_owner) == found
+
+
+@pytest.mark.parametrize("routing", ["mooncake", "slo"])
+def test_of_equal_owners_the_one_with_the_fewest_readers_lends(routing: str) -> None:
+    story, wanted = Story(routing, slo=SLO(ttft_s=4.0)), request("a", length=1000)
+    for owner in ("p0", "p1"):
+        names = tuple(chain(wanted.prompt))
+        story.policy.index.take(owner, "1", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(names)))
+    for readers, lender in (((3, 1), "p1"), ((1, 3), "p0")):
+        owners = (worker(f"p{place}", queued_tokens=9000, leases=leases) for place, leases in enumerate(readers))
+        placement = story.choose(view(*owners, worker("p2"), worker("d0")), wanted)
+        assert isinstance(placement, Placement)
+        assert (placement.prefill, placement.prefix_owner) == ("p2", lender)
 
 
 def test_mooncake_does_not_fetch_a_prefix_that_is_cached_or_hardly_longer() -> None:

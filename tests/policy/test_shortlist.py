@@ -113,6 +113,7 @@ def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) ->
     narrow=st.booleans(),
     behind=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=9, max_size=9),
     used=st.sampled_from([0, BLOCKS - 20]),
+    leases=st.lists(st.integers(0, 2), min_size=9, max_size=9),
 )
 def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
     depths: list[int],
@@ -122,14 +123,17 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
     narrow: bool,
     behind: list[tuple[int, int]],
     used: int,
+    leases: list[int],
 ) -> None:
-    """Whatever its role; which lends most, of equals none for prefill, linked to the reader and of its dtype."""
+    """Whatever its role; which lends most, of equals none for prefill, then the one with the fewest readers; linked to
+    the reader and of its dtype.
+    """
     made = spec("slo", slo=TARGET, cost=SIMPLE)
     dtypes = {pool.name: "bfloat16" if narrow and pool.role is Role.DECODE else "float32" for pool in made.pools}
     pools = tuple(replace(pool, engine=replace(pool.engine, dtype=dtypes[pool.name])) for pool in made.pools)
     active, index = ActiveRequests(), PrefixIndex()
     latency = LatencyPredictor(replace(made, pools=pools), active)
-    workers = tuple(worker(f"{'pdm'[row % 3]}{row}", used=used) for row in range(9))
+    workers = tuple(worker(f"{'pdm'[row % 3]}{row}", used=used, leases=leases[row]) for row in range(9))
     names, wanted = [each.name for each in workers], request(length=500)
     pairs = frozenset((names[owner], names[to]) for owner, to in unlinked)
     cached: dict[str, int] = {}  # that it can lend: half of its free blocks for what is in host memory, none on a disk
@@ -164,6 +168,8 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
     else:
         assert found[1] in {each.name for each in deepest} and found[0] == cached[found[1]]
         assert found[1][0] != "p" or all(each.role is Role.PREFILL for each in deepest)
+        alike = [each for each in deepest if (each.role is Role.PREFILL) is (found[1][0] == "p")]
+        assert leases[names.index(found[1])] == min(each.stats.leases for each in alike)
 
 
 class Town:

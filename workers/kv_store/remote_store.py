@@ -43,6 +43,7 @@ MOST_KNOWN = 1 << 16  # blocks that this worker knows to be there
 MOST_ASKED = 256  # names in one question
 DEFAULT_BYTE_S = 1e-8  # of a server that does not answer at the start
 PROBE_READS = 8
+READ_BYTES = 1 << 20  # that the client takes from its socket at once: fewer, larger copies
 
 FAILURES = (RedisError, OSError, ValueError)  # the last: a reply that is none
 
@@ -383,6 +384,7 @@ def open_remote_store(
             password=password,
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=REPLY_TIMEOUT_S,
+            socket_read_size=READ_BYTES,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             **tls,

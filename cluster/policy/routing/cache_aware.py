@@ -135,13 +135,13 @@ class Mooncake(MooncakeLocal):
 
     def choose(self, ask: Ask) -> Placement | None:
         """Look up once what each worker has. Of equals none for prefill: it may have the answer to an earlier prompt
-        too, which names show only in part.
+        too, which names show only in part. Then the one with the fewest readers.
         """
         most = ask.request.num_tokens - 1
         owners = ((min(self.latency.lendable(each, self.match(ask, each)), most), each) for each in fitting(ask))
         self._owners = sorted(
             ((tokens, each) for tokens, each in owners if tokens),
-            key=lambda owner: (-owner[0], owner[1].role is Role.PREFILL, owner[1].name),
+            key=lambda owner: (-owner[0], owner[1].role is Role.PREFILL, owner[1].stats.leases, owner[1].name),
         )
         return super().choose(ask)
 

@@ -46,7 +46,7 @@ class AllWorkers:
         kv_dtype = self._latency.engine(self.worker(reader)).dtype
         most = self._ask.request.num_tokens - 1
         owners = [
-            (tokens, each.role is not PREFILL, each.name)
+            (tokens, each.role is not PREFILL, -each.stats.leases, each.name)
             for each in self._workers
             if each.name != reader
             and (tokens := min(self._latency.lendable(each, self.match(each)), most)) > own_tokens
@@ -55,7 +55,7 @@ class AllWorkers:
         ]
         if not owners:
             return None
-        tokens, _, owner = max(owners, key=itemgetter(0, 1))
+        tokens, _, _, owner = max(owners, key=itemgetter(0, 1, 2))
         return tokens, owner
 
 

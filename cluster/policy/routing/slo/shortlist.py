@@ -413,6 +413,7 @@ class ShortlistedWorkers:
         """The worker that can lend the most tokens, above `own_tokens`, of the reader's dtype and linked to it.
 
         Of equals none for prefill: it may have the answer to an earlier prompt too, which names show only in part.
+        Then the one with the fewest readers.
         """
         if self._cached is None or self._most_cached <= own_tokens:
             return None
@@ -429,8 +430,13 @@ class ShortlistedWorkers:
         alike = [each.kv_dtype == kv_dtype for each in table.rates]
         if not all(alike):
             mask &= np.array(alike)[table.pool]
-        best = self._best(0.5 * table.is_prefill - lendable, mask, 1)
-        return (int(lendable[table.row[best[0].name]]), best[0].name) if best else None
+        rows = mask.nonzero()[0]
+        if not len(rows):
+            return None
+        values = 0.5 * table.is_prefill[rows] - lendable[rows]
+        best = rows[values == values.min()]
+        row = min(best, key=lambda each: table.workers[each].stats.leases)
+        return int(lendable[row]), table.workers[row].name
 
     def _best(self, values: Floats, mask: Flags, most: int) -> list[WorkerView]:
         """The rows of the mask with the lowest values."""
