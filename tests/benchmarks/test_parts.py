@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chats, handoff, kv_dtypes, overhead, peer, startup, transfer, turns
+from benchmarks import chats, handoff, kv_dtypes, loading, overhead, peer, startup, transfer, turns
 from benchmarks.environments import VLLM
 from benchmarks.figures import Figure, Spread
 from benchmarks.hosted import mixed_spec, refuse_foreign_ray, split_spec
@@ -94,6 +94,18 @@ def test_a_chat_finds_its_history_in_each_tier(cached: int, ttft_s: float, met: 
     samples["host"] = [turns.TurnSample(ttft_s, 1056, cached)] * 3
     assert [claim.met for claim in chats.claims(samples)] == met
     assert cells(chats.figures(samples), "host", "p50 / compute") == [Spread(ttft_s, ttft_s, ttft_s, 1)]
+
+
+@pytest.mark.parametrize(("both_s", "met"), [(0.42, True), (0.43, False)])
+def test_loading_is_compared_with_the_better_of_reading_and_computing(both_s: float, met: bool) -> None:
+    samples: loading.Samples = {
+        (128, loading.COMPUTE, loading.COMPUTE): [1.0, 0.4, 0.3],
+        (128, "0.5", loading.READ): [0.5, 0.6, 0.7],
+        (128, "0.5", loading.BOTH): [both_s],
+        (128, "4", loading.BOTH): [0.4],
+    }
+    assert [claim.met for claim in loading.claims(samples)] == [met]
+    assert [each.median for each in cells(loading.figures(samples), "4", "both / better")] == [1.0]
 
 
 def peer_samples(ours: float, unpinned: float, pinned: float) -> peer.Samples:

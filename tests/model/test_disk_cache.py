@@ -14,6 +14,7 @@ from tests.model.test_host_tier import PROMPTS
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
 from workers.engine.cache_log import Tier
+from workers.engine.step import StepPlan, StepResult
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
 from workers.executor.solo import SoloExecutor, open_solo
@@ -28,6 +29,13 @@ WAIT_S = 60.0
 BLOCK_BYTES = 2048  # eight tokens of the tiny model
 
 
+class SlowSteps(LinearCost):
+    """An estimate that does not learn how fast steps are, so that prompts wait for the disk."""
+
+    def scaled(self, ratio: float) -> "SlowSteps":
+        return self
+
+
 def config(folder: Path | None, **engine: object) -> WorkerConfig:
     """Fourteen blocks of eight tokens on the device, ten in host memory."""
     disk = DiskCacheConfig(str(folder), ByteSize(1 << 20)) if folder else None
@@ -40,7 +48,7 @@ def config(folder: Path | None, **engine: object) -> WorkerConfig:
         cache=CacheConfig(ByteSize(10 * BLOCK_BYTES if disk else 0), disk),
         transfer=TransferConfig(backends=("memory",), host="127.0.0.1"),
         secret="test",
-        cost=LinearCost(prefill_token_s=1.0, swap_byte_s=0.0),  # so that it waits for the disk
+        cost=SlowSteps(prefill_token_s=1.0, swap_byte_s=0.0),
     )
 
 
@@ -216,3 +224,45 @@ async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(tiny: M
     assert disk is not None and disk.store.stats().peer_reads >= 16 * len(on_disk) > 16
     listening[1].cancel()
     await clients[1].worker.close()
+
+
+class LongSteps(SoloExecutor):
+    """Steps end when nothing is read any more."""
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        result = await super().execute(plan)
+        disk = disk_of(self)
+        while disk is not None and disk._reading:
+            await asyncio.sleep(0.001)
+        return result
+
+
+async def test_a_prefix_that_is_computed_from_the_front_and_read_from_the_back_gives_the_same_tokens(
+    tiny: ModelFolder, tmp_path: Path
+) -> None:
+    made = config(tmp_path, kv_blocks=42)
+    made = replace(made, cache=CacheConfig(ByteSize(64 * BLOCK_BYTES), made.cache.disk))
+    prompts = [tuple(3 + (7 * position + 31 * number) % 200 for position in range(150)) for number in range(4)]
+    answers: list[list[list[int]]] = []
+    for is_stored in (False, True):
+        solo = await open_solo(made, tiny, "w-1", SharedMemory())
+        executor = LongSteps(solo.facts, solo._rank)
+        worker = await Worker.open(made, "w-1", executor, heartbeat_s=0.25)
+        client = Client(worker)
+        listening = asyncio.ensure_future(worker.subscribe("t", client.take))
+        await asyncio.sleep(0)
+        answers.append([])
+        disk = disk_of(executor)
+        assert disk is not None
+        for number, prompt in enumerate(prompts):
+            worker.engine._stores[0].block_s = 150 / 18  # as long as computing a block
+            tokens, cached = await client.answer(number, prompt)
+            answers[-1].append(tokens)
+            if is_stored and number < 2:  # the last two prompts were on the device alone
+                assert 0 < cached < 144, "some of it was computed, some was read"
+        async with asyncio.timeout(WAIT_S):
+            while disk.store._copies:
+                await asyncio.sleep(0.001)
+        listening.cancel()
+        await worker.close()
+    assert answers[0] == answers[1]

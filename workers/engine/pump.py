@@ -1,6 +1,6 @@
 """The loop that drives an engine: keeps plans in flight, commits the oldest, delivers the outputs.
 
-Knows three methods of the engine and one of the executor; knows no request and no network.
+Knows four members of the engine and one of the executor; knows no request and no network.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from workers.stats import TierStats
 
 READS_AT_ONCE = 8  # of a store: more are of no use when a prompt changes the direction in which it reads
 READ_TIMEOUT_S = 1.0
-_MEMORY = 0.1  # weight of the newest read
+_MEMORY = 0.25  # weight of the newest read
 
 
 class StoreTier:

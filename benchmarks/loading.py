@@ -1,0 +1,244 @@
+"""The first token of a prompt whose prefix is on a disk: computed, read and then restored, or both at once.
+
+One worker in this process. A length of 1,536 tokens is 96 blocks. The disk is as fast as it is, or slowed down so that
+reading all of the prompt takes so many times as long as computing it.
+"""
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, spread
+from benchmarks.timed_request import random_prompt
+from kvtransfer.open import SharedMemory
+from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
+from workers.engine.block_store import BlockStore
+from workers.engine.blocks import prefix_hashes
+from workers.engine.cache_log import Tier
+from workers.engine.store_tiers import READS_AT_ONCE
+from workers.executor.opening import open_rank
+from workers.executor.solo import SoloExecutor
+from workers.model.store import resolve
+from workers.request import Bundle, Request, SamplingParams, TokensOut
+from workers.stats import TierStats
+from workers.worker import Worker
+
+ROUNDS = 3
+LENGTHS, QUICK_LENGTHS = (128, 512, 1536), (128,)
+SPEEDS = {"own": 0.0} | {f"{slow:g}": slow for slow in (0.25, 0.5, 1.0, 2.0, 4.0)}  # reading beside computing
+LEARNED = 2  # short prompts, from which the engine learns how fast the disk is
+MOST_READ = 1.0  # more than that is not worth the benchmark's time: computing is better
+COMPUTE, READ, BOTH, HOST = "compute", "read", "both", "from host memory"
+MOST_OF_BETTER = 1.05
+BLOCK = 16
+TIMEOUT_S = 120.0
+
+Samples = dict[tuple[int, str, str], list[float]]  # (length, speed of the disk, strategy) -> seconds of each round
+
+
+class SlowedStore:
+    """A store whose reads end one after the other, `block_s` each, or when they end if that is later."""
+
+    tier = Tier.DISK
+
+    def __init__(self, store: BlockStore, changed: Callable[[], None]) -> None:
+        self.block_s = 0.0
+        self._changed = changed
+        self.read_byte_s = store.read_byte_s
+        self.written = asyncio.Semaphore(0)  # released for each block
+        self.watch, self.find, self.forget = store.watch, store.find, store.forget
+        self._store = store
+        self._free_s = 0.0
+
+    def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
+        def ended(is_there: bool) -> None:
+            done(is_there)
+            self.written.release()
+
+        self._store.write(name, prefix, block, ended)
+
+    def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        self._free_s = due_s = max(self._free_s, begun_s) + self.block_s
+
+        def end(arrived: bool) -> None:
+            done(arrived, loop.time() - begun_s)
+            self._changed()
+
+        self._store.read(name, block, timeout_s, lambda arrived, _: _at(due_s, end, arrived))
+
+    def stats(self) -> TierStats:
+        return self._store.stats()
+
+
+def _at(due_s: float, end: Callable[[bool], None], arrived: bool) -> None:
+    asyncio.get_running_loop().call_at(due_s, end, arrived)
+
+
+class SlowedExecutor(SoloExecutor):
+    """One rank, whose disk can be slowed down."""
+
+    def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
+        (disk,) = super().stores(lambda: None)
+        self.disk = SlowedStore(disk, changed)
+        return (self.disk,)
+
+
+class LoadingBench:
+    """The worker and its client. Close the worker."""
+
+    def __init__(self, worker: Worker, disk: SlowedStore) -> None:
+        self.worker = worker
+        self.disk = disk
+        self._number = 0
+        self._first = asyncio.Event()
+
+    def take(self, bundle: Bundle) -> None:
+        if any(isinstance(each, TokensOut) for each in bundle.outputs):
+            self._first.set()
+
+    async def ask(self, prompt: tuple[int, ...], tenant: str = "") -> float:
+        """Seconds until the first token."""
+        self._number += 1
+        self._first.clear()
+        sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=1)
+        begun_s = time.perf_counter()
+        await self.worker.generate(Request(f"r{self._number}", prompt, sampling, reply_to="b", tenant=tenant))
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._first.wait()
+        return time.perf_counter() - begun_s
+
+    def forget(self) -> None:
+        """The device and host memory are empty; the disk is not."""
+        self.worker.engine.pool.clear_cache()
+
+    async def store(self, prompt: tuple[int, ...]) -> None:
+        """Have the prompt on the disk."""
+        engine = self.worker.engine
+        engine.pin(Request("pin", prompt, SamplingParams()), TIMEOUT_S, asyncio.get_running_loop().time())
+        await self.ask(prompt)
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in range(len(prompt) // BLOCK):
+                await self.disk.written.acquire()
+        engine.unpin(None)
+        self.forget()
+
+    async def compute(self, prompt: tuple[int, ...]) -> float:
+        self.forget()
+        return await self.ask(prompt, tenant=f"compute {self._number}")
+
+    async def both(self, prompt: tuple[int, ...]) -> float:
+        """What the engine does."""
+        self.forget()
+        return await self.ask(prompt)
+
+    async def read(self, prompt: tuple[int, ...]) -> tuple[float, float]:
+        """Read all blocks, then ask. Returns the seconds of both, and of the second part alone."""
+        self.forget()
+        begun_s = time.perf_counter()
+        names = iter(prefix_hashes(prompt, BLOCK)[: (len(prompt) - 1) // BLOCK])
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(*(self._read_some(names) for _ in range(READS_AT_ONCE)))
+        read_s = time.perf_counter() - begun_s
+        asked_s = await self.ask(prompt)
+        return read_s + asked_s, asked_s
+
+    async def _read_some(self, names: Iterable[bytes]) -> None:
+        host = self.worker.engine.pool.host
+        for name in names:
+            block = host.load(name)
+            assert block is not None, "host memory is too small"
+            ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self.disk.read(name, block, TIMEOUT_S, lambda arrived, _, ended=ended: ended.set_result(arrived))
+            host.loaded(block, None, arrived=await ended)
+
+
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
+    """In the system's folder for temporary files (TMPDIR). Raises `KVStoreError` or `ModelError`."""
+    with tempfile.TemporaryDirectory(prefix="diptych-loading-") as folder:
+        samples = asyncio.run(_measured(folder, QUICK_LENGTHS if quick else LENGTHS, rounds, progress))
+    return BenchmarkPart("loading", figures(samples), claims(samples), NOTES)
+
+
+async def _measured(folder: str, lengths: Sequence[int], rounds: int, progress: Progress) -> Samples:
+    samples: Samples = defaultdict(list)
+    config = WorkerConfig(
+        "w",
+        "loading",
+        "smollm2-135m",
+        EngineConfig(kv_blocks=512, block_size=BLOCK),
+        cache=CacheConfig(ByteSize(384 << 20), DiskCacheConfig(folder, ByteSize(512 << 20)), ByteSize(128 << 20)),
+        transfer=TransferConfig(backends=("memory",), host="127.0.0.1"),
+        secret="loading",
+    )
+    facts, rank = await open_rank(config, await asyncio.to_thread(resolve, config.model), "w-1", SharedMemory())
+    executor = SlowedExecutor(facts, rank)
+    worker = await Worker.open(config, "w-1", executor, heartbeat_s=0.25)
+    bench = LoadingBench(worker, executor.disk)
+    listening = asyncio.ensure_future(worker.subscribe("b", bench.take))
+    try:
+        await asyncio.sleep(0)
+        draw = random.Random(0)
+        prompts = [random_prompt(draw, length) for length in lengths]
+        for prompt in prompts:
+            await bench.store(prompt)
+        for number in range(rounds):
+            for prompt in prompts:
+                await _round(bench, prompt, prompts[0], samples)
+                progress(f"round {number + 1} of {rounds}: {len(prompt)} tokens")
+    finally:
+        listening.cancel()
+        await worker.close()
+    return samples
+
+
+async def _round(bench: LoadingBench, prompt: tuple[int, ...], short: tuple[int, ...], samples: Samples) -> None:
+    length = len(prompt)
+    samples[length, COMPUTE, COMPUTE].append(await bench.compute(prompt))
+    compute_s = median(samples[length, COMPUTE, COMPUTE])
+    for speed, slow in SPEEDS.items():
+        bench.disk.block_s = slow * compute_s / ((length - 1) // BLOCK)
+        for _ in range(LEARNED):
+            await bench.both(short)
+        samples[length, speed, BOTH].append(await bench.both(prompt))
+        if slow <= MOST_READ:
+            took_s, restored_s = await bench.read(prompt)
+            samples[length, speed, READ].append(took_s)
+            if not slow:
+                samples[length, HOST, READ].append(restored_s)
+
+
+def figures(samples: Samples) -> tuple[Figure, ...]:
+    made = []
+    for (length, speed, strategy), taken in samples.items():
+        table = f"{length:,} tokens: TTFT, by how long reading takes beside computing"
+        made.append(Figure(table, speed, strategy, "ms", spread(taken)))
+        if strategy == BOTH:
+            share = median(taken) / better(samples, length, speed)
+            made.append(Figure(table, speed, "both / better", "x", spread([share])))
+    return tuple(made)
+
+
+def better(samples: Samples, length: int, speed: str) -> float:
+    """The median of computing, or of reading if that is lower."""
+    kinds = samples[length, COMPUTE, COMPUTE], samples.get((length, speed, READ))
+    return min(median(taken) for taken in kinds if taken)
+
+
+def claims(samples: Samples) -> tuple[BenchmarkClaim, ...]:
+    shares = [
+        median(taken) / better(samples, length, speed)
+        for (length, speed, strategy), taken in samples.items()
+        if strategy == BOTH
+    ]
+    return (BenchmarkClaim("both at once / the better of the two, at worst", max(shares), MOST_OF_BETTER, "x"),)
+
+
+NOTES = (
+    f"Blocks of {BLOCK} tokens. Reading that takes longer than {MOST_READ:g} times as long as computing is not timed.",
+)
