@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import median
 
 from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, spread
@@ -154,8 +155,12 @@ class LoadingBench:
             block = host.load(name)
             assert block is not None, "host memory is too small"
             ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self.disk.read(name, block, TIMEOUT_S, lambda arrived, _, ended=ended: ended.set_result(arrived))
+            self.disk.read(name, block, TIMEOUT_S, partial(_end, ended))
             host.loaded(block, None, arrived=await ended)
+
+
+def _end(ended: "asyncio.Future[bool]", arrived: bool, _: float) -> None:
+    ended.set_result(arrived)
 
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
@@ -172,7 +177,7 @@ async def _measured(folder: str, lengths: Sequence[int], rounds: int, progress: 
         "loading",
         "smollm2-135m",
         EngineConfig(kv_blocks=512, block_size=BLOCK),
-        cache=CacheConfig(ByteSize(384 << 20), DiskCacheConfig(folder, ByteSize(512 << 20)), ByteSize(128 << 20)),
+        cache=CacheConfig(ByteSize(384 << 20), DiskCacheConfig(folder, ByteSize(512 << 20)), pins=ByteSize(128 << 20)),
         transfer=TransferConfig(backends=("memory",), host="127.0.0.1"),
         secret="loading",
     )

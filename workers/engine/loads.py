@@ -170,6 +170,8 @@ class Loads:
         )
         choice = choose(gap, seconds)
         loading.reads = choice.reads
+        if not choice.reads and loading.unread and not self._tier(loading, loading.unread[-1]).num_reading:
+            self._read_next(loading)  # one block, to notice when the store has become faster
         if not choice.num_tokens:
             if loading.wait_until_s is None:
                 late_s = LATE * max(arrives_s for _, arrives_s in missing)

@@ -5,8 +5,10 @@
 Pure.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from statistics import median
 
 from msgspec import structs
 
@@ -16,7 +18,7 @@ from workers.stats import TierStats
 
 READS_AT_ONCE = 8  # of a store: more are of no use when a prompt changes the direction in which it reads
 READ_TIMEOUT_S = 1.0
-_MEMORY = 0.25  # weight of the newest read
+_RECENT = 9  # reads, whose median counts: a few that are late say nothing about others
 
 
 class StoreTier:
@@ -30,6 +32,7 @@ class StoreTier:
         self.find = store.find
         self.forget = store.forget
         self.block_s = store.read_byte_s * block_bytes
+        self._recent_s = deque([self.block_s] * (_RECENT // 2), maxlen=_RECENT)
         self.num_reading = 0
         self.progress_s = 0.0
         self._store = store
@@ -52,7 +55,8 @@ class StoreTier:
         def ended(arrived: bool, seconds: float) -> None:
             self.num_reading -= 1
             if arrived or seconds >= READ_TIMEOUT_S:
-                self.block_s += _MEMORY * (seconds / at_once - self.block_s)
+                self._recent_s.append(seconds / at_once)
+                self.block_s = median(self._recent_s)
             done(arrived, seconds)
 
         self._store.read(name, block, READ_TIMEOUT_S, ended)
