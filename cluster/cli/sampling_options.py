@@ -1,7 +1,7 @@
 """Options of a request: sampling, length, number of answers, SLO and tenant."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -23,6 +23,10 @@ def _biases(ctx: click.Context, option: click.Parameter, given: tuple[str, ...])
         except ValueError:
             raise click.BadParameter(f"{each!r} is not ID=BIAS, such as 42=-100", ctx, option) from None
     return biases or None
+
+
+def _text(ctx: click.Context, option: click.Parameter, file: IO[str] | None) -> str | None:
+    return None if file is None else file.read()
 
 
 SAMPLING = (
@@ -47,6 +51,8 @@ SAMPLING = (
         help="Added to this token's logit (-100 bans it, 100 forces it); repeatable.",
     ),
     sampling("--seed", type=int, help="The same seed gives the same answer."),
+    sampling("--json-schema", type=click.File(), callback=_text, metavar="FILE", help="Answer in JSON of this schema."),
+    sampling("--regex", help="Answer with a match of this regular expression."),
     sampling(
         "--special-tokens", "skip_special_tokens", flag_value=False, default=None, help="Show special tokens as text."
     ),

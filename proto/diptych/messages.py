@@ -142,6 +142,7 @@ def _decode_completed(message: inference_pb2.Completed) -> Completed:
 
 
 COMPLETED = Pair(_encode_completed, _decode_completed)
+GRAMMARS = ("json_schema", "regex", "choice", "lark")
 EVENTS = {Queued: "queued", Accepted: "accepted", TextDelta: "delta", Completed: "completed"}
 CODECS: dict[str, Converter] = {"queued": QUEUED, "accepted": ACCEPTED, "delta": DELTA, "completed": COMPLETED}
 
@@ -215,6 +216,10 @@ def _sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
                 getattr(message, name).extend([value] if isinstance(value, str) else value)
             elif name == "logit_bias":
                 message.logit_bias.update(value)
+            elif name in GRAMMARS and (other := message.WhichOneof("grammar")):
+                raise ValueError(f"an answer has one grammar, and {other} is given")
+            elif name in ("json_schema", "choice") and not isinstance(value, str):
+                setattr(message, name, json.dumps(value))
             else:
                 setattr(message, name, value)
         except (TypeError, ValueError, AttributeError) as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 Prompt = str | Sequence[int]
 
@@ -27,7 +27,10 @@ class SLO:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling options of a call. The server has defaults; see `SamplingParams`."""
+    """Sampling options of a call. The server has defaults; see `SamplingParams`.
+
+    Of `json_schema`, `regex`, `choice` and `lark` (or GBNF) only one: the answer matches it.
+    """
 
     temperature: float
     top_k: int
@@ -49,6 +52,10 @@ class SamplingOptions(TypedDict, total=False):
     best_of: int
     include_stop_in_output: bool
     skip_special_tokens: bool
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    choice: Sequence[str]
+    lark: str
 
 
 class BatchOptions(SamplingOptions, total=False):

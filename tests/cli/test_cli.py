@@ -149,6 +149,13 @@ def test_log_probabilities_are_shown_token_by_token(endpoint: str) -> None:
     assert lines[-1] == ["2", "token", "67", f"{-67 / 256:.3f}", "best", "0", "-1.000,", "1", "-2.000"]
 
 
+def test_a_schema_is_read_from_its_file(endpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    sent = ("generate", "--raw", "hi", "--endpoint", endpoint, "--json-schema", str(tmp_path / "schema.json"))
+    assert run(*sent).exit_code == 0
+    assert "has one grammar" in refused(run(*sent, "--regex", "a+"))
+
+
 def test_a_malformed_bias_is_one_line(endpoint: str) -> None:
     result = run("generate", "--raw", "hi", "--endpoint", endpoint, "--logit-bias", "42:1")
     assert result.exit_code != 0 and "'42:1' is not ID=BIAS, such as 42=-100" in result.stderr

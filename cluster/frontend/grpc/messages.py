@@ -23,7 +23,7 @@ from diptych.codec import seconds
 from diptych.options import SLO
 from diptych.v1 import inference_pb2
 from workers.errors import InvalidRequest
-from workers.request import SamplingParams
+from workers.request import Grammar, SamplingParams
 
 MAX_BATCH_REQUESTS = 4096
 MAX_CLASS_CHARS = 64
@@ -35,6 +35,8 @@ SCALARS = (
     *("seed", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs", "n", "best_of"),
     *("include_stop_in_output", "skip_special_tokens"),
 )
+# Fields of the same oneof, and the kinds of `Grammar`.
+GRAMMARS: Mapping[str, Any] = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
 M = TypeVar("M", bound=Message)
 
 
@@ -91,11 +93,13 @@ def prompt_from(request: inference_pb2.GenerateRequest) -> RawPrompt:
 def sampling_from(message: inference_pb2.Sampling, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
     """`defaults` apply to fields that are not set."""
     given = {name: getattr(message, name) for name in SCALARS if message.HasField(name)}
+    grammar = message.WhichOneof("grammar")
     return SamplingParams(
         **{**defaults, **given},
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        grammar=None if grammar is None else Grammar(GRAMMARS[grammar], getattr(message, grammar)),
     )
 
 

@@ -15,7 +15,7 @@ from diptych.errors import DiptychError
 from tests.frontend.grpc.conftest import OpenClient
 from tests.frontend.grpc.fake import REPORT, FakeDispatcher
 from tests.frontend.grpc.test_generate import deltas_of, until
-from workers.request import FinishReason, Request
+from workers.request import FinishReason, Grammar, Request
 
 
 def index_of(request: Request) -> int:
@@ -287,3 +287,25 @@ async def test_every_further_sampling_field_reaches_the_dispatcher(
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
     assert sampling.logit_bias == ((3, -100.0), (9, 1.5))
     assert (sampling.prompt_logprobs, sampling.include_stop_in_output, sampling.skip_special_tokens) == (4, True, False)
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"json_schema": {"type": "object"}}, Grammar("json", '{"type": "object"}')),
+        ({"json_schema": '{"type": "object"}'}, Grammar("json", '{"type": "object"}')),
+        ({"regex": "a+"}, Grammar("regex", "a+")),
+        ({"choice": ["a", "b"]}, Grammar("choice", '["a", "b"]')),
+        ({"lark": 'start: "a"'}, Grammar("grammar", 'start: "a"')),
+    ],
+)
+async def test_a_grammar_reaches_the_dispatcher(
+    client: AsyncClient, dispatcher: FakeDispatcher, option: dict[str, Any], expected: Grammar
+) -> None:
+    await client.complete("hello", max_tokens=1, **option)
+    assert dispatcher.requests[0].sampling.grammar == expected
+
+
+async def test_a_request_has_one_grammar(client: AsyncClient) -> None:
+    with pytest.raises(DiptychError, match="an answer has one grammar, and regex is given"):
+        await client.complete("hello", max_tokens=1, regex="a", choice=["a"])
