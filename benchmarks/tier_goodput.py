@@ -3,7 +3,7 @@
     python -m benchmarks.tier_goodput
 
 First one worker, requests one after another: the share of prompt tokens found, beside one LRU list of as many blocks.
-Then a fleet of Llama-3-8B on one H100 each, at several speeds of the trace. Takes three minutes of CPU time.
+Then a fleet of Llama-3-8B on one H100 each, at several speeds of the trace. Takes ten minutes of CPU time.
 """
 
 import math
