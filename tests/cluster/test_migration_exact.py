@@ -15,6 +15,7 @@ from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import Cluster, cluster, completed, generate, tokens_of
+from tests.model.grammars import GRAMMARS
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig, ParallelConfig, TransferConfig
@@ -102,7 +103,8 @@ def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
 def asked(length: int, seed: int, max_tokens: int, *, greedy: bool) -> Request:
     prompt = tuple(3 + (7 * seed * (position >= 20) + 11 * position) % 300 for position in range(length))
     drawing: dict[str, Any] = {"temperature": 0.0} if greedy else SEEDED
-    sampling = SamplingParams(seed=seed, **drawing)
+    grammar = GRAMMARS[seed // 3 % len(GRAMMARS)] if seed % 3 == 0 else None
+    sampling = SamplingParams(seed=seed, grammar=grammar, **drawing)
     return Request("", prompt, replace(sampling, max_tokens=max_tokens, ignore_eos=True))
 
 
