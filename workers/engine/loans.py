@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvtransfer.errors import LeaseLost, LoanRefused
-from workers.config import KEPT_SHARE
+from workers.config import KEPT_SHARE, SPAN
 from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Sequence
 from workers.engine.step import ELSEWHERE, RemoteKV
-from workers.ops.span import SPAN
 
 MOVED_SHARE = 0.25  # of its full blocks that a sequence moves at a time
 

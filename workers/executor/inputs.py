@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.config import SPAN
 from workers.engine.step import PENDING, Chunk, StepPlan
 from workers.ops.batch import RaggedBatch
-from workers.ops.span import SPAN
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
 

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from kvtransfer.control import AttendLoan
 from kvtransfer.errors import LoanRefused
 from kvtransfer.ticket import TransferTicket
-from workers.config import WorkerConfig
+from workers.config import SPAN, WorkerConfig
 from workers.engine.executor import Executor, SpanQuery
 from workers.engine.loans import LoanBook
-from workers.ops.span import SPAN
 from workers.transfer.kv_fetcher import KVFetcher
 
 
