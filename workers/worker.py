@@ -461,7 +461,7 @@ class Worker:
             output: Output = TicketOut(each.key, self._ticket(each)) if isinstance(each, Lease) else each
             self._post(output)
         for each in outputs:
-            if not self.engine.holds(each.key):
+            if self.engine.is_silent(each.key):
                 self._routes.pop(each.key, None)
         self._borrower.start()
         self._leases.progressed()

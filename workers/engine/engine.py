@@ -553,9 +553,13 @@ class Engine:
         return outputs
 
     def holds(self, key: str) -> bool:
-        """Whether a sequence of this key is here and has not ended (its lease may outlive it)."""
+        """Whether a sequence of this key is here (its lease may outlive it)."""
+        return key in self._sequences
+
+    def is_silent(self, key: str) -> bool:
+        """Whether no outputs of this key will come: there is no such sequence, or it ends with its last step."""
         sequence = self._sequences.get(key)
-        return sequence is not None and not sequence.doomed
+        return sequence is None or sequence.doomed
 
     def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS) -> WorkerStats:
         queued_tokens = num_reserved = 0
