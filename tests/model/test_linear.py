@@ -189,6 +189,14 @@ def test_huge_pages_hand_out_what_is_apart_and_aligned() -> None:
     assert [(int(part.min()), int(part.max())) for part in parts] == [(value, value) for value in range(5)]
 
 
+def test_huge_pages_made_in_inference_mode_can_be_written_outside_it() -> None:
+    pages = HugePages()
+    with torch.inference_mode():
+        parts = [pages.empty(64), pages.empty(64)]
+    for part in (*parts, pages.empty(64)):
+        part.fill_(1)
+
+
 @pytest.mark.full
 def test_all_holds_without_native_kernels() -> None:
     """This very file again, in a process that may not compile."""

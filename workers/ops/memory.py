@@ -46,7 +46,8 @@ def pinned(num_bytes: int) -> Tensor:
 
 
 def _map(num_bytes: int) -> Tensor:
-    return torch.frombuffer(_mapping(num_bytes), dtype=torch.uint8)
+    with torch.inference_mode(False):  # or nothing could write to it outside inference mode
+        return torch.frombuffer(_mapping(num_bytes), dtype=torch.uint8)
 
 
 def _mapping(num_bytes: int) -> mmap.mmap:
