@@ -51,7 +51,8 @@ def build_worker(
         stands_for = modelled or Modelled()
         facts = modelled_facts(config.engine.block_size, stands_for)
         speed = cost or config.cost or ZERO_COST
-        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for.observe, stands_for.pace)
+        observe, pace = stands_for.observe, stands_for.pace
+        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for.calls, observe, pace)
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
     return WorkerServer(config, factories[config.executor], heartbeat_s=heartbeat_s)

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.offline.sim.clock import run
 from kvtransfer.digest import combine
+from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory, host_identity
 from kvtransfer.ticket import PeerAddress, Piece
 from kvtransfer.transport import PullOrder
@@ -14,11 +15,11 @@ from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerC
 from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.estimate import plan_seconds
-from workers.engine.executor import SpanQuery
+from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.pump import Pump
-from workers.engine.step import Chunk, Draw, RemoteKV, StepPlan
-from workers.errors import WorkerError
+from workers.engine.step import ELSEWHERE, Chunk, Draw, RemoteKV, StepPlan, StepResult
 from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled_token, open_modelled
+from workers.executor.modelled_lending import SMOLLM2_CALLS
 from workers.request import Request, SamplingParams, TokensOut
 
 T = TypeVar("T")
@@ -252,13 +253,73 @@ def test_with_enough_sequences_stages_multiply_the_throughput() -> None:
     assert serve(1, 16, cost)[1] == 0.0
 
 
-async def test_it_neither_borrows_nor_lends_kv() -> None:
-    async def attend(span: RemoteKV, query: SpanQuery) -> bytes:
+def remote_plan(number: int, num_keys: int) -> StepPlan:
+    """A decode that attends to this many keys, and 8 of its own."""
+    blocks = (*[ELSEWHERE] * (num_keys // 4), 3, 4, 5)
+    chunk = Chunk("a/0", (7,), num_keys + 8, blocks, DRAW, remote=(RemoteKV("lender-1", 1, num_keys // 4),))
+    return StepPlan(number, (chunk,))
+
+
+def test_a_step_waits_for_its_lender_in_each_layer() -> None:
+    async def main() -> tuple[float, float]:
+        borrower, lender = open_one("borrower", "modelled"), open_one("lender", "modelled")
+
+        async def attend(span: RemoteKV, query: SpanQuery) -> bytes:
+            return await lender.attend(tuple(range(span.num_blocks)), query)
+
+        borrower.borrow(attend)
+        results = [await borrower.execute(remote_plan(number, num_keys)) for number, num_keys in ((1, 128), (2, 1024))]
+        await borrower.close()
+        await lender.close()
+        return results[0].seconds, results[1].seconds
+
+    (few_s, many_s), seconds = run_virtually(main())
+    calls_s = SMOLLM2_CALLS.seconds(COST, 1)
+    assert calls_s > 30 * COST.transfer_latency_s
+    assert few_s == pytest.approx(COST.decode_seconds(1, 128 + 9) + calls_s)
+    assert many_s == pytest.approx(COST.decode_seconds(1, 1024 + 9) + calls_s)
+    assert seconds == pytest.approx(few_s + many_s)
+
+
+def test_a_lender_attends_in_the_order_of_the_calls_and_its_steps_take_longer() -> None:
+    keys = tuple(range(256))  # 1,024 tokens
+    attention_s = 1024 * COST.decode_context_s
+
+    async def main() -> tuple[float, float]:
+        lender = open_one("lender", "modelled")
+        step = asyncio.ensure_future(lender.execute(plan()))
+        await asyncio.sleep(0)
+        begun_s = asyncio.get_running_loop().time()
+        await asyncio.gather(*(lender.attend(keys, SpanQuery(0, 0, 1024, bytes(1))) for _ in range(3)))
+        attended_s = asyncio.get_running_loop().time() - begun_s
+        await step
+        result = await lender.execute(plan())
+        await lender.attend(keys, SpanQuery(0, 0, 1024, bytes(1)))  # idle: no step is delayed
+        assert (await lender.execute(plan())).seconds == pytest.approx(plan_seconds(COST, plan()))
+        await lender.close()
+        return attended_s, result.seconds
+
+    (attended_s, step_s), _ = run_virtually(main())
+    assert attended_s == pytest.approx(3 * attention_s)
+    assert step_s == pytest.approx(plan_seconds(COST, plan()) + 3 * attention_s)
+
+
+def test_a_lender_that_is_lost_loses_the_chunk_and_no_other() -> None:
+    async def lost(span: RemoteKV, query: SpanQuery) -> bytes:
+        raise PeerLost("gone")
+
+    async def silent(span: RemoteKV, query: SpanQuery) -> bytes:
+        await asyncio.sleep(1e9)
         return b""
 
-    executor = open_one("w", "memory", SharedMemory())
-    with pytest.raises(WorkerError, match="cannot borrow"):
+    async def main(attend: RemoteAttend) -> StepResult:
+        executor = open_one("w", "modelled")
         executor.borrow(attend)
-    with pytest.raises(WorkerError, match="cannot lend"):
-        await executor.attend((1,), SpanQuery(0, 0, 128, b""))
-    await executor.close()
+        chunks = (*remote_plan(1, 128).chunks, Chunk("b/0", (1,), 9, (6, 7, 8), DRAW))
+        result = await executor.execute(StepPlan(1, chunks))
+        await executor.close()
+        return result
+
+    for attend in (lost, silent):
+        result, _ = run_virtually(main(attend))
+        assert result.lost == (0,) and result.tokens[0] is None and result.tokens[1] is not None

@@ -74,10 +74,6 @@ def test_gangs_and_odd_blocks_do_not_lend(pool: dict[str, Any]) -> None:
     assert lending.longest([worker("a"), worker("b")]) == 0
 
 
-def test_modelled_workers_do_not_lend() -> None:
-    assert Lending(replace(spec(), executor="modelled")).longest([worker("a"), worker("b")]) == 0
-
-
 def test_workers_of_one_dtype_hold_three_quarters_of_their_memory_together() -> None:
     half = PoolSpec("half", Role.MIXED, engine=EngineConfig(block_size=BLOCK, kv_blocks=BLOCKS, dtype="bfloat16"))
     lending = Lending(ClusterSpec("m", (*spec().pools, half)))

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from kvtransfer.digest import digest_cells
@@ -27,10 +28,12 @@ from workers.engine.block_store import BlockStore
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
-from workers.errors import WorkerError
 from workers.executor.bubble import BubbleMeter
 from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
 from workers.executor.modelled_disk import ModelledDisk
+from workers.executor.modelled_lending import SMOLLM2_CALLS as SMOLLM2_CALLS
+from workers.executor.modelled_lending import AttentionCalls as AttentionCalls
+from workers.executor.modelled_lending import ModelledLender, ask_lenders, local_part
 from workers.request import Grammar, TokenLogprobs
 
 
@@ -58,8 +61,8 @@ Pace = Callable[
 class Modelled:
     """The model sizes of a modelled worker; the defaults are SmolLM2-135M's KV.
 
-    `observe` is called with every step. `pace` may stretch a step, for workers that share a device; steps then run one
-    at a time.
+    `calls`: to a lender, for a step. `observe` is called with every step. `pace` may stretch a step, for workers that
+    share a device; steps then run one at a time.
     """
 
     num_layers: int = 30
@@ -68,6 +71,7 @@ class Modelled:
     dtype: str = "float32"
     context_length: int = 4096
     vocab_size: int = 1000
+    calls: AttentionCalls = SMOLLM2_CALLS
     observe: Observe | None = None
     pace: Pace | None = None
 
@@ -119,11 +123,15 @@ class ModelledExecutor:
         *,
         fill: bool,
         depth: int = 1,
+        calls: AttentionCalls = SMOLLM2_CALLS,
         observe: Observe | None = None,
         pace: Pace | None = None,
         disk: DiskCacheConfig | None = None,
     ) -> None:
         self.depth = depth
+        self._calls = calls
+        self._attend: RemoteAttend | None = None
+        self._lender = ModelledLender(cost, lambda: bool(self._running) or self._order.locked())
         self._disk_config = disk
         self._disk: ModelledDisk | None = None
         self._observe = observe
@@ -148,8 +156,25 @@ class ModelledExecutor:
         """Nothing: modelled tokens have no text, so they match no grammar."""
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
+        if any(chunk.remote for chunk in plan.chunks):
+            return self._execute_beside_lenders(plan)
+        return self._execute(plan, plan_seconds(self._cost, plan))
+
+    async def _execute_beside_lenders(self, plan: StepPlan) -> StepResult:
+        """The device waits for lenders in each layer; here for all layers first."""
+        assert self._attend is not None, "the engine plans remote KV only after `borrow`"
+        loop, block_size = asyncio.get_running_loop(), self._region.layout.block_size
+        begin_s = loop.time()
+        lost = await ask_lenders(self._attend, self._calls, self._cost, plan, block_size)
+        waited_s = loop.time() - begin_s
+        result = await self._execute(plan, plan_seconds(self._cost, local_part(plan, block_size)))
+        tokens = tuple([None if index in lost else token for index, token in enumerate(result.tokens)])
+        return structs.replace(result, tokens=tokens, lost=lost, seconds=waited_s + result.seconds)
+
+    def _execute(self, plan: StepPlan, seconds: float) -> Awaitable[StepResult]:
         loop = asyncio.get_running_loop()
-        begin_s, seconds = loop.time(), plan_seconds(self._cost, plan)
+        begin_s = loop.time()
+        seconds += self._lender.take_lent()
         if num_swapped := len(plan.swap_out) + len(plan.swap_in):
             seconds += num_swapped * self._region.layout.block_bytes * self._cost.swap_byte_s
         if self._pace is not None:
@@ -223,10 +248,11 @@ class ModelledExecutor:
         await self._transports.forget(incarnation)
 
     def borrow(self, attend: RemoteAttend) -> None:
-        raise WorkerError("a modelled worker has no KV to attend to, so it cannot borrow; turn lending off")
+        self._attend = attend
 
     async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
-        raise WorkerError("a modelled worker has no KV to attend to, so it cannot lend; turn lending off")
+        await self._lender.attend(len(query.query), len(blocks) * self._region.layout.block_size)
+        return b""
 
     async def failure(self) -> Exception:
         """Never returns: arithmetic does not fail."""
@@ -257,6 +283,7 @@ def open_modelled(
     cost: CostModel,
     incarnation: str,
     shared: SharedMemory | None = None,
+    calls: AttentionCalls = SMOLLM2_CALLS,
     observe: Observe | None = None,
     pace: Pace | None = None,
 ) -> ModelledExecutor:
@@ -289,6 +316,7 @@ def open_modelled(
         region,
         fill=fill,
         depth=config.parallel.pipeline,
+        calls=calls,
         observe=observe,
         pace=pace,
         disk=config.cache.disk,

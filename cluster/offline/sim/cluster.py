@@ -18,7 +18,7 @@ from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
-from workers.executor.modelled import Modelled, Observe, Pace
+from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, Observe, Pace
 from workers.profiles.shapes import ModelShape
 from workers.server import WorkerServer
 
@@ -27,7 +27,8 @@ from workers.server import WorkerServer
 class PoolModel:
     """The simulated workers of one pool. `kv_token_bytes`: of one token, on all ranks of a worker together.
 
-    `call_s`: network seconds of a call to a worker. `shape` and `peak_flops` of a worker are for the MFU.
+    `call_s`: network seconds of a call to a worker. `shape` is for calls to lenders (None: SmolLM2-135M's) and, with
+    `peak_flops` of a worker, for the MFU.
     """
 
     cost: CostModel
@@ -42,6 +43,11 @@ class PoolModel:
         if self.kv_token_bytes < 4 or self.kv_token_bytes % 4:
             raise ValueError(f"kv_token_bytes is {self.kv_token_bytes}; it must be a positive multiple of 4")
 
+    @property
+    def _calls(self) -> AttentionCalls:
+        shape = self.shape
+        return SMOLLM2_CALLS if shape is None else AttentionCalls(shape.layers, shape.heads, shape.head_dim)
+
     def modelled(self, observe: Observe, pace: Pace | None) -> Modelled:
         # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
         return Modelled(
@@ -51,6 +57,7 @@ class PoolModel:
             dtype="bfloat16",
             context_length=self.context_length,
             vocab_size=self.vocab_size,
+            calls=self._calls,
             observe=observe,
             pace=pace,
         )
