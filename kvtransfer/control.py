@@ -7,14 +7,16 @@ The same connection lends blocks: to the caller, the owner is a lender.
 
     Borrow -> loan           the lender reads the ticket's blocks from the caller, and keeps them
     AttendLoan -> state      attention of the caller's query over these blocks
-    Renew, Repay -> None     a loan that is neither used nor renewed expires
+    Renew -> loans           a loan that is neither used nor renewed expires; these should be repaid
+    OfferLoan -> ticket      a lease of the loan's blocks, to read them back or to let another lender read them
+    Repay -> None
 
 Knows leases and peers; knows no KV bytes and no frames (`kvtransfer.rpc`).
 """
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -79,13 +81,28 @@ class Renew(msgspec.Struct, frozen=True, tag=True):
     loans: tuple[int, ...]
 
 
+class OfferLoan(msgspec.Struct, frozen=True, tag=True):
+    loan: int
+    num_tokens: int
+
+
 class Repay(msgspec.Struct, frozen=True, tag=True):
     loan: int
 
 
+LoanCall: TypeAlias = Borrow | AttendLoan | Renew | OfferLoan | Repay
+
 LEASE_PROTOCOL = RpcProtocol(
     name="lease",
-    calls={Watch: Progress, Release: None, Borrow: int, AttendLoan: bytes, Renew: None, Repay: None},
+    calls={
+        Watch: Progress,
+        Release: None,
+        Borrow: int,
+        AttendLoan: bytes,
+        Renew: tuple[int, ...],
+        OfferLoan: TransferTicket,
+        Repay: None,
+    },
     messages=(),
     errors=(kvtransfer.errors,),
     other_error=TransferError,
@@ -123,8 +140,12 @@ class LoanSource(Protocol):
         """The state after the span's keys. Extends the loan."""
         ...
 
-    def renew(self, loans: tuple[int, ...]) -> None:
-        """Extend those of these loans that have not ended."""
+    def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
+        """Extend those of these loans that have not ended; returns those that are recalled."""
+        ...
+
+    def offer(self, loan: int, num_tokens: int) -> TransferTicket:
+        """Lease the loan's first `num_tokens` tokens to a reader. Extends the loan."""
         ...
 
     def repay(self, loan: int) -> None:
@@ -177,9 +198,7 @@ class ControlServer:
         finally:
             await connection.close()
 
-    async def _on_call(
-        self, request: Watch | Release | Borrow | AttendLoan | Renew | Repay
-    ) -> Progress | bytes | int | None:
+    async def _on_call(self, request: Watch | Release | LoanCall) -> Any:
         if isinstance(request, Release):
             self._source.release(request.lease, request.epoch)
             return None
@@ -188,18 +207,18 @@ class ControlServer:
         timeout_s = min(MAX_WATCH_S, max(0.0, request.timeout_s))
         return await self._source.watch(request.lease, request.epoch, request.have_blocks, timeout_s, request.pieces)
 
-    async def _on_loan(self, request: Borrow | AttendLoan | Renew | Repay) -> bytes | int | None:
+    async def _on_loan(self, request: LoanCall) -> Any:
         if self._loans is None:
             raise LoanRefused(f"{self._address().worker} does not lend blocks; ask another worker")
         if isinstance(request, AttendLoan):
             return await self._loans.attend(request)
         if isinstance(request, Borrow):
             return await self._loans.borrow(request.ticket, request.loan, request.held_tokens)
-        if isinstance(request, Repay):
-            self._loans.repay(request.loan)
-        else:
-            self._loans.renew(request.loans)
-        return None
+        if isinstance(request, Renew):
+            return self._loans.renew(request.loans)
+        if isinstance(request, OfferLoan):
+            return self._loans.offer(request.loan, request.num_tokens)
+        return self._loans.repay(request.loan)
 
 
 class ControlClient:
@@ -272,9 +291,15 @@ class ControlClient:
         state: bytes = await self._call(request, timeout_s)
         return state
 
-    async def renew(self, loans: tuple[int, ...]) -> None:
-        """Extend those of these loans that have not ended."""
-        await self._call(Renew(loans), GRACE_S)
+    async def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
+        """Extend those of these loans that have not ended; returns those that should be repaid."""
+        recalled: tuple[int, ...] = await self._call(Renew(loans), GRACE_S)
+        return recalled
+
+    async def offer(self, loan: int, num_tokens: int) -> TransferTicket:
+        """A lease of the loan's first `num_tokens` tokens. Raises `LeaseLost`."""
+        ticket: TransferTicket = await self._call(OfferLoan(loan, num_tokens), GRACE_S)
+        return ticket
 
     async def repay(self, loan: int) -> None:
         """End a loan, if there is one."""

@@ -98,8 +98,10 @@ class Worker:
         self._peer_links = PeerLinks(config, executor)
         self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
         self._pump = Pump(self.engine, executor, self._deliver, asyncio.get_running_loop().time)
-        self._lender = KVLender(config, self.engine.loans, executor, self._kv_fetcher, self._changed)
-        self._borrower = KVBorrower(config, self.engine, executor, self._peer_links, self._ticket, self._changed)
+        self._lender = KVLender(config, self.engine, executor, self._kv_fetcher, self._ticket, self._changed)
+        self._borrower = KVBorrower(
+            config, self.engine, executor, self._peer_links, self._kv_fetcher, self._ticket, self._changed
+        )
         self._leases = LeaseServer(
             config, self.engine.leases, executor, self._peer_now, self._changed, self._pump.wake, self._lender
         )

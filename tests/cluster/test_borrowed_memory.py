@@ -98,6 +98,55 @@ async def test_an_answer_that_fills_its_worker_goes_on_in_borrowed_memory(model:
         await subject.settle()
 
 
+async def test_a_lender_gets_its_blocks_back_for_its_own_requests(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker lends instead: it reads the blocks from the first one, with digests."""
+    monkeypatch.setattr("workers.transfer.kv_borrower.RENEW_S", 0.05)
+    request = asked("long", PROMPT[:500], 150)
+    async with cluster(real(mixed_spec(block_size=BLOCK, kv_blocks=LARGE), model)) as subject:
+        expected = tokens_of(await subject.run(request))
+    async with cluster(small(model)) as subject:
+        running = await subject.begin(request, 5)
+        (lender,) = [each for each in subject.workers.values() if len(each.engine.loans)]
+        own = Request(
+            "own", tuple(7 + 5 * position % 300 for position in range(400)), SamplingParams(seed=1, max_tokens=1)
+        )
+        assert own.num_tokens // BLOCK > lender.engine.pool.num_free
+        assert await lender.warm(own, 0.0, 10.0) > 0
+        assert lender.engine.loans.recalled == 1 and not len(lender.engine.loans) and not running.done()
+        assert lender not in [each for each in subject.workers.values() if len(each.engine.loans)]
+        events = await running
+        assert tokens_of(events) == expected and len(expected) == 150
+        assert completed(events).attempts == 1
+        await subject.settle()
+
+
+async def test_a_recalled_loan_that_no_worker_takes_costs_another_attempt(
+    model: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.transfer.kv_borrower.RENEW_S", 0.05)
+    monkeypatch.setattr("workers.engine.loans.RECALL_S", 0.3)
+    monkeypatch.setattr("workers.engine.loans.LENDS_AGAIN_S", 0.1)
+    async with cluster(small(model, 2)) as subject:
+        running = await subject.begin(asked("long"), 5)
+        (lender,) = [each for each in subject.workers.values() if len(each.engine.loans)]
+        attend = lender._lender.attend
+
+        async def slowly(request: AttendLoan) -> bytes:
+            await asyncio.sleep(0.05)
+            return await attend(request)
+
+        lender._lender.attend = slowly  # it does not end before the deadline
+        lender.engine.loans.recall(1, asyncio.get_running_loop().time())
+        async with asyncio.timeout(20.0):
+            while len(lender.engine.loans):
+                await asyncio.sleep(0.01)
+        lender._lender.attend = attend
+        events = await running
+        assert tokens_of(events) == alone
+        assert completed(events).attempts == 2 and lender.engine.loans.expired == 1
+        await subject.settle()
+
+
 def lender_ends(subject: Cluster) -> None:
     """The lender loses its loans, as after a restart."""
     for each in subject.workers.values():

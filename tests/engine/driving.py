@@ -194,6 +194,7 @@ class Device:
         self._tokens: dict[str, list[int]] = {}  # key -> what stands at each position
         self.readers_have: dict[str, int] = {}  # lease -> first blocks, which its reader does not read
         self.lenders: dict[str, tuple[Engine, Device]] = {}
+        self.now_s = 0.0  # at the lenders
 
     def know(self, request: Request) -> Request:
         """Check the request's tokens from now on, wherever it attends to them."""
@@ -234,6 +235,11 @@ class Device:
         for position, token in enumerate(tokens):
             self._slots[blocks[position // self._size], position % self._size] = token
 
+    def copy(self, source: "Device", blocks: Sequence[int], targets: Sequence[int]) -> None:
+        """Write what another device has in these blocks, as a transfer does."""
+        for block, target in zip(blocks, targets, strict=True):
+            self._move(source._slots, block, self._slots, target)
+
     def _move(
         self, source: dict[tuple[int, int], int], block: int, target: dict[tuple[int, int], int], other: int
     ) -> None:
@@ -258,7 +264,7 @@ class Device:
             (device, block)
             for span in chunk.remote
             for lender, device in [self.lenders[span.lender]]
-            for block in lender.loans.ready(span.loan, span.num_blocks, 0.0)
+            for block in lender.loans.ready(span.loan, span.num_blocks, self.now_s)
         ]
         assert [each == ELSEWHERE for each in chunk.blocks] == [
             place < len(remote) for place in range(len(chunk.blocks))

@@ -10,7 +10,7 @@ Time is an argument. Used only from its worker's event loop; knows no device, no
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Items
 
 from msgspec import structs
@@ -19,15 +19,16 @@ from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, prefix_hashes
+from workers.engine.borrowing import BlockMove
 from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
-from workers.engine.loans import BlockMove, LoanBook
+from workers.engine.loans import LoanBook
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
-from workers.engine.sequence import Lease, Sequence, State
+from workers.engine.sequence import Lease, Sequence, SpanReturn, State
 from workers.engine.slo import slot_refusal
 from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
 from workers.engine.store_tiers import StoreTier
@@ -278,6 +279,24 @@ class Engine:
         if self._kv.moves.not_moved(move):
             self.fail(move.key, reason)
 
+    def recalled(self, lender: str, loans: Container[int]) -> None:
+        """This lender wants these loans back; it says so again until they have ended."""
+        self._kv.moves.recalled(lender, loans)
+
+    def returned(self, wanted: SpanReturn, span: RemoteKV | None) -> bool:
+        """The blocks of this return have their KV, or another lender has it (`span`). False: nobody wants it."""
+        return self._kv.moves.returned(wanted, span)
+
+    def not_returned(self, wanted: SpanReturn) -> None:
+        """The span could not be read from its lender, which still has it."""
+        self._kv.moves.not_returned(wanted)
+
+    def offer_loan(self, number: int, count: int, now_s: float) -> Lease:
+        """Lease the first `count` blocks of a loan to its borrower, or to another lender. Raises `LeaseLost`."""
+        blocks = self.loans.ready(number, count, now_s)
+        self.pool.share(blocks)
+        return self.leases.offer(f"loan:{number}", [*blocks], now_s)
+
     def remote(self) -> Iterator[RemoteKV]:
         """The blocks that lenders hold."""
         return self._kv.moves.remote()
@@ -289,6 +308,10 @@ class Engine:
     def take_moves(self) -> list[BlockMove]:
         """Moves to begin; each ends with `moved` or `not_moved`."""
         return self._kv.moves.take_due()
+
+    def take_returns(self) -> list[SpanReturn]:
+        """Returns to begin; each ends with `returned` or `not_returned`."""
+        return self._kv.moves.take_returns()
 
     @property
     def has_work(self) -> bool:
@@ -337,6 +360,8 @@ class Engine:
         self._kv.moves.start()
         self._loads.schedule(now_s)
         step = self._scheduler.schedule(now_s, ahead=ahead)
+        if missing := self._kv.take_missing():
+            self.loans.recall(missing, now_s)
         self._loads.read()
         if step is None:
             return None if ahead else self._without_sequences()
@@ -615,6 +640,7 @@ class Engine:
                 *self._scheduler.leaving(),
                 *(x.blocks for x in self.leases),
                 *(x.blocks for x in self.loans),
+                *(x.blocks for x in self._kv.moves.returning()),
                 *(x.blocks for x in self.prefix_fetches),
             ]
         )

@@ -13,11 +13,11 @@ from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
 from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
+from workers.engine.borrowing import Moves
 from workers.engine.cache_hits import DEVICE, FETCHED
 from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves, HostTier
-from workers.engine.loans import Moves
 from workers.engine.sequence import Sequence, State
 from workers.kv_events import chain, name_of_block
 from workers.request import MIXED_KV
@@ -49,6 +49,12 @@ class KVCacheManager:
         self._running = running
         self._block_bytes = block_bytes
         self._reserves_answer = reserves_answer
+        self._missing = 0
+
+    def take_missing(self) -> int:
+        """How many blocks were not free for a sequence that needed them, since the last call."""
+        missing, self._missing = self._missing, 0
+        return missing
 
     @property
     def has_free_block(self) -> bool:
@@ -65,7 +71,9 @@ class KVCacheManager:
             wanted = max(wanted, self._longest(sequence) - held)
         else:
             spare = 0 if sequence.hold else len(self._running)
-        return wanted + spare + kept <= self._pool.num_free
+        missing = wanted + spare + kept - self._pool.num_free
+        self._missing = max(self._missing, missing)
+        return missing <= 0
 
     def _longest(self, sequence: Sequence) -> int:
         """Blocks of the sequence with its longest possible answer."""

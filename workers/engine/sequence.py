@@ -86,6 +86,7 @@ class Sequence:
     borrows: bool = False  # its leading blocks may move to other workers
     remote: list[RemoteKV] = field(default_factory=list)  # blocks that have moved, from position 0 on
     num_moving: int = 0  # blocks behind these that are being moved
+    returning: "SpanReturn | None" = None  # that is being brought back
     moves_from: int = 0  # computed tokens from which on it moves blocks again, after no lender took them
     number: int = 0  # of the prompt in the engine's order of arrival
     was_preempted: bool = False
@@ -238,6 +239,15 @@ class Sequence:
         if len(self.tokens) >= self.max_length:
             return FinishReason.LENGTH
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReturn:
+    """A span of this sequence should come back into `blocks`; without any, it should go to another lender."""
+
+    key: str
+    span: RemoteKV
+    blocks: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)

@@ -9,22 +9,24 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from kvtransfer.control import AttendLoan
-from kvtransfer.errors import PeerLost, TransferError
+from kvtransfer.errors import LoanRefused, PeerLost, TransferError
 from kvtransfer.ticket import PeerAddress, TransferTicket
 from workers.config import WorkerConfig
+from workers.engine.borrowing import BlockMove
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor, SpanQuery
-from workers.engine.loans import BlockMove
-from workers.engine.sequence import Lease
+from workers.engine.sequence import Lease, SpanReturn
 from workers.engine.step import RemoteKV
 from workers.errors import UnknownSequence
 from workers.log_fields import log_fields
+from workers.transfer.kv_fetcher import KVFetcher
 from workers.transfer.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 
-MOVE_S = 30.0  # for a lender to read the blocks of one move
+MOVE_S = 30.0  # for a lender to read the blocks of one move, or for us to read them back
 ATTEND_S = 5.0  # for a lender to attend
+RENEW_S = 1.0  # between renewals, whose replies have the loans that are recalled
 
 
 class KVBorrower:
@@ -36,14 +38,16 @@ class KVBorrower:
         engine: Engine,
         executor: Executor,
         peer_links: PeerLinks,
+        fetcher: KVFetcher,
         ticket: Callable[[Lease], TransferTicket],
         changed: Callable[[], None],
     ) -> None:
         self._name = config.name
         self._block_size = config.engine.block_size
-        self._renew_s = config.transfer.lease_s / 3
+        self._renew_s = min(RENEW_S, config.transfer.lease_s / 3)
         self._engine = engine
         self._peer_links = peer_links
+        self._fetcher = fetcher
         self._ticket = ticket
         self._changed = changed
         self._lenders: dict[str, tuple[PeerAddress, ...]] = {}  # of each sequence that borrows
@@ -62,13 +66,15 @@ class KVBorrower:
         self._addresses.update((each.incarnation, each) for each in lenders)
 
     def start(self) -> None:
-        """Begin the moves that the engine wants, and give back what it needs no longer."""
+        """Begin the moves and returns that the engine wants, and give back what it needs no longer."""
         if not self._lenders and not self._addresses:
             return
         for key in [key for key in self._lenders if not self._engine.holds(key)]:
             del self._lenders[key]
         for move in self._engine.take_moves():
             self._run(self._move(move))
+        for wanted in self._engine.take_returns():
+            self._run(self._return(wanted))
         for span in self._engine.take_repaid():
             self._run(self._repay(span))
         if not self._lenders and not self._tasks:
@@ -125,6 +131,50 @@ class KVBorrower:
         number = await client.borrow(ticket, loan, held * self._block_size, MOVE_S)
         return RemoteKV(lender.incarnation, number, held + move.count)
 
+    async def _return(self, wanted: SpanReturn) -> None:
+        """Read a span back, or let another lender read it. On failure the lender has it until the recall's deadline."""
+        try:
+            async with asyncio.timeout(MOVE_S):
+                if wanted.blocks:
+                    await self._fetcher.pull(await self._offered(wanted.span), wanted.blocks, 0)
+                    span = None
+                else:
+                    span = await self._pass_on(wanted)
+            if not self._engine.returned(wanted, span) and span is not None:
+                self._run(self._repay(span))
+            return self._changed()
+        except (TransferError, TimeoutError) as error:
+            reason = str(error) or f"it took longer than {MOVE_S:.0f} s"
+            fields = log_fields(self._name, wanted.key)
+            logger.warning("worker %s: a recalled loan is not repaid yet: %s", self._name, reason, extra=fields)
+        except Exception:
+            logger.exception("worker %s: a loan's return", self._name, extra=log_fields(self._name, wanted.key))
+        self._engine.not_returned(wanted)
+        self._changed()
+
+    async def _pass_on(self, wanted: SpanReturn) -> RemoteKV:
+        """Let another lender read this span from its present one. Errors: `TransferError`."""
+        reasons: list[str] = []
+        for lender in self._lenders.get(wanted.key, ()):
+            if lender.incarnation == wanted.span.lender:
+                continue
+            try:
+                client, _ = await self._peer_links.meet(lender)
+                number = await client.borrow(await self._offered(wanted.span), 0, 0, MOVE_S)
+                return RemoteKV(lender.incarnation, number, wanted.span.num_blocks)
+            except TransferError as error:
+                reasons.append(f"{lender.worker}: {type(error).__name__}: {error}")
+        raise LoanRefused(f"no other worker lends blocks ({'; '.join(reasons) or 'none is known'})")
+
+    async def _offered(self, span: RemoteKV) -> TransferTicket:
+        client, _ = await self._peer_links.meet(self._address(span))
+        return await client.offer(span.loan, span.num_blocks * self._block_size)
+
+    def _address(self, span: RemoteKV) -> PeerAddress:
+        if (lender := self._addresses.get(span.lender)) is None:
+            raise PeerLost(f"{span.lender} is not known here; compute the prompt again")
+        return lender
+
     async def _repay(self, span: RemoteKV) -> None:
         """On failure the loan expires."""
         if (lender := self._addresses.get(span.lender)) is None:
@@ -137,10 +187,7 @@ class KVBorrower:
 
     async def _attend(self, span: RemoteKV, query: SpanQuery) -> bytes:
         """As `RemoteAttend`."""
-        lender = self._addresses.get(span.lender)
-        if lender is None:
-            raise PeerLost(f"{span.lender} is not known here; compute the prompt again")
-        client, _ = await self._peer_links.meet(lender)
+        client, _ = await self._peer_links.meet(self._address(span))
         request = AttendLoan(
             span.loan,
             span.num_blocks * self._block_size,
@@ -171,6 +218,8 @@ class KVBorrower:
     async def _renew_at(self, lender: PeerAddress, loans: tuple[int, ...]) -> None:
         try:
             client, _ = await self._peer_links.meet(lender)
-            await client.renew(loans)
+            if recalled := await client.renew(loans):
+                self._engine.recalled(lender.incarnation, recalled)
+                self._changed()
         except TransferError as error:  # the next step finds out
             logger.warning("worker %s: could not renew loans of %s: %s", self._name, lender.worker, error)

@@ -10,8 +10,9 @@ from kvtransfer.control import AttendLoan
 from kvtransfer.errors import LoanRefused
 from kvtransfer.ticket import TransferTicket
 from workers.config import SPAN, WorkerConfig
+from workers.engine.engine import Engine
 from workers.engine.executor import Executor, SpanQuery
-from workers.engine.loans import LoanBook
+from workers.engine.sequence import Lease
 from workers.transfer.kv_fetcher import KVFetcher
 
 
@@ -21,17 +22,20 @@ class KVLender:
     def __init__(
         self,
         config: WorkerConfig,
-        loans: LoanBook,
+        engine: Engine,
         executor: Executor,
         fetcher: KVFetcher,
+        ticket: Callable[[Lease], TransferTicket],
         changed: Callable[[], None],
     ) -> None:
         self._name = config.name
         self._block_size = config.engine.block_size
         self._can_lend = config.parallel.world_size == 1 and config.engine.can_lend
-        self._loans = loans
+        self._engine = engine
+        self._loans = engine.loans
         self._executor = executor
         self._fetcher = fetcher
+        self._ticket = ticket
         self._changed = changed
 
     async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int) -> int:
@@ -62,8 +66,11 @@ class KVLender:
         self._loans.ready(request.loan, count, _now_s())
         return state
 
-    def renew(self, loans: tuple[int, ...]) -> None:
-        self._loans.renew(loans, _now_s())
+    def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
+        return self._loans.renew(loans, _now_s())
+
+    def offer(self, loan: int, num_tokens: int) -> TransferTicket:
+        return self._ticket(self._engine.offer_loan(loan, num_tokens // self._block_size, _now_s()))
 
     def repay(self, loan: int) -> None:
         self._loans.repay(loan)
