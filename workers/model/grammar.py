@@ -9,6 +9,7 @@ stack of compiling, so a gateway checks every grammar in a process of its own fi
 
 import json
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -43,6 +44,12 @@ PROBED_TOKENS = 8
 # Small models would fill an answer with the unlimited whitespace that JSON allows.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{0,20}", "lenient": False}
 LONGEST_REASON = 300  # characters of an error
+# llguidance's words for what it does not enforce, and ours.
+REASONS = (
+    (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced; leave it out"),
+    (r"oneOf constraints are not supported.*", "oneOf needs schemas that exclude each other; anyOf does not"),
+    (r"Resource '([^']*)' is not present.*", r"a $ref to '\1' is outside of the schema; put it below $defs"),
+)
 INSTALL = "install it with: pip install 'diptych[structured]'"
 
 
@@ -152,4 +159,6 @@ def _source(grammar: Grammar) -> str:
 
 def _short(text: str) -> str:
     line = " ".join(text.removesuffix("<non-verbose/>").split())
+    for theirs, ours in REASONS:
+        line = re.sub(theirs, ours, line, count=1)
     return line if len(line) <= LONGEST_REASON else f"{line[:LONGEST_REASON]}..."
