@@ -45,6 +45,7 @@ class SlowedStore:
     """A store whose reads end one after the other, `block_s` each, or when they end if that is later."""
 
     tier = Tier.DISK
+    shared_as = ""
 
     def __init__(self, store: BlockStore, changed: Callable[[], None]) -> None:
         self.block_s = 0.0

@@ -27,6 +27,8 @@ class WorkerInfo:
     tokenizer: str = ""  # its id
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     disk_byte_s: float = 0.0  # seconds to read a byte of KV from its disk; 0: it has none
+    remote_byte_s: float = 0.0  # the same of its remote server
+    remote_store: str = ""  # equal for workers that read the same blocks from the same remote server
 
     @property
     def incarnation(self) -> str:

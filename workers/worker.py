@@ -79,7 +79,7 @@ class Worker:
             most_pinned=config.cache.pins // facts.layout.block_bytes,
             stores=stores,
         )
-        self._disk_byte_s = next((each.read_byte_s for each in stores if each.tier is Tier.DISK), 0.0)
+        self._stores = {each.tier: each for each in stores}
         self._executor = executor
         self._heartbeat_s = heartbeat_s
         self._host = host_identity()
@@ -138,6 +138,7 @@ class Worker:
         self._require_open()
         peer = self._peer_now()
         facts = self._executor.facts
+        disk, remote = self._stores.get(Tier.DISK), self._stores.get(Tier.REMOTE)
         return WorkerInfo(
             name=self.config.name,
             pool=self.config.pool,
@@ -152,7 +153,9 @@ class Worker:
             transports=tuple(name for name, _ in peer.shards[0].transports),
             tokenizer=facts.tokenizer,
             default_sampling=facts.default_sampling,
-            disk_byte_s=self._disk_byte_s,
+            disk_byte_s=0.0 if disk is None else disk.read_byte_s,
+            remote_byte_s=0.0 if remote is None else remote.read_byte_s,
+            remote_store="" if remote is None else remote.shared_as,
         )
 
     def _pump_ended(self, task: "asyncio.Task[None]") -> None:

@@ -219,6 +219,8 @@ class ReplicaManager:
             memory_bytes=info.memory_bytes,
             kv_token_bytes=sum(each.layout.block_bytes // each.layout.block_size for each in info.peer.shards),
             disk_byte_s=info.disk_byte_s,
+            remote_byte_s=info.remote_byte_s,
+            remote_store=info.remote_store,
             detail=self._recovery(),
         )
         await self._listen(stub)

@@ -232,7 +232,7 @@ class WorkerDiscovery:
         handle = member.handle.at(view.incarnation)
         reader: CacheReader | None = None
         if self._caches is not None:
-            take = partial(self._caches.take, view.name, view.incarnation)
+            take = partial(self._caches.take, view.name, view.incarnation, server=view.remote_store)
             reader = CacheReader(handle, take, self._spec.gateway.cache_news_s)
         client = WorkerClient(
             view,

@@ -203,6 +203,8 @@ class WorkerView(Struct, frozen=True, gc=False):
     memory_bytes: int = 0
     kv_token_bytes: int = 0  # KV of one token, on all its ranks together
     disk_byte_s: float = 0.0  # seconds to read a byte of KV from its disk; 0: it has none
+    remote_byte_s: float = 0.0  # the same of its remote server
+    remote_store: str = ""  # equal for workers that read the same blocks from the same remote server
     detail: str = ""
     waits_for: str = ""
     failures: int = 0  # in a row: starts that failed or did not last

@@ -126,10 +126,10 @@ async def follow(received: list[tuple]) -> None:
     for _ in range(4):  # statistics come again and again; each of them may meet one trouble
         subject.hear()
         await asyncio.sleep(30.0)
-    device, host, disk = (log.names(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
-    on_host, on_disk = host - device, disk - device - host
+    device, host, disk, remote = (log.names(tier) for tier in Tier)
+    behind = host - device, disk - device - host, remote - device - host - disk
     assert subject.known() == {
-        name: Match(128, 128 * (name in on_host), 128 * (name in on_disk)) for name in device | host | disk
+        name: Match(128, *(128 * (name in tier) for tier in behind)) for name in device | host | disk | remote
     }
     assert subject.reader is not None
     await subject.reader.close()

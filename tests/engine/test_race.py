@@ -25,6 +25,7 @@ class TimedStore:
     """Reads one block after the other, `block_s` each."""
 
     tier = Tier.DISK
+    shared_as = ""
 
     def __init__(self, names: Iterable[bytes], block_s: float, believed: float = 1.0) -> None:
         self.read_byte_s = believed * block_s / BLOCK_BYTES

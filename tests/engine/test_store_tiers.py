@@ -35,6 +35,7 @@ class RecordedDisk(Device):
         self.read_byte_s = 1e-9
         self.prefixes: dict[bytes, int] = {}  # of what is stored
         self.tier = Tier.DISK
+        self.shared_as = ""
         self.read_s = 0.0001  # of a block, one after the other
         self.num_reading = 0
 

@@ -7,6 +7,7 @@ from msgspec import structs
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
+from cluster.policy.policy import open_policy
 from cluster.policy.routing.prefix_index import Match, chain
 from cluster.policy.routing.router import Placement
 from diptych.view import ClusterView
@@ -157,18 +158,41 @@ def test_mooncake_fetches_from_host_memory_what_half_of_the_free_blocks_take_and
 
 @pytest.mark.parametrize(
     ("copy_s", "read_s", "cached"),
-    [(1e-6, 1e-5, 896), (1e-6, 2e-3, 512), (2e-3, 1e-5, 256), (0.9e-3, 0.2e-3, 512)],
+    [(1e-6, 1e-5, 892), (1e-6, 1e-3, 704), (1e-6, 2e-3, 640), (2e-3, 1e-5, 256), (0.9e-3, 0.2e-3, 832)],
 )
-def test_a_worker_restores_what_is_faster_than_computing_it(copy_s: float, read_s: float, cached: int) -> None:
-    """A token takes a millisecond to compute; 256 are on the device, 256 in host memory, 384 on the disk."""
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_a_worker_restores_what_is_faster_than_computing_it_and_computes_while_it_reads(
+    tier: str, copy_s: float, read_s: float, cached: int
+) -> None:
+    """A token takes a millisecond to compute; 256 are on the device, 256 in host memory, 384 on the disk or a server.
+
+    Of these, as many are read as the others take to be computed.
+    """
     made = spec("mooncake-local", cost=replace(SIMPLE, swap_byte_s=copy_s))
     pools = tuple(replace(each, cache=CacheConfig(ByteSize(2 * 384))) for each in made.pools)
     latency = LatencyPredictor(replace(made, pools=pools), ActiveRequests())
-    subject = structs.replace(worker("p0"), kv_token_bytes=1, disk_byte_s=read_s)
-    tokens, seconds = latency.found(subject, Match(896, 256, 384), 1000)
+    subject = structs.replace(worker("p0"), kv_token_bytes=1, **{f"{tier}_byte_s": read_s})
+    match = Match(896, 256, **{f"{tier}_tokens": 384})
+    tokens, seconds = latency.found(subject, match, 1000)
     assert tokens == cached
-    assert seconds == pytest.approx(copy_s * (tokens - 256) + read_s * max(0, tokens - 512))
+    assert seconds == pytest.approx(copy_s * (tokens - 256))
     assert latency.found(subject, Match(300), 200) == (199, 0.0)
+
+
+def test_a_worker_is_chosen_that_can_read_what_another_one_stored() -> None:
+    """p0 has told that the prompt is on a server. It is busy; p1 uses the same server, p2 another one."""
+    made = spec("mooncake-local", cost=SIMPLE)
+    pools = tuple(replace(each, cache=CacheConfig(ByteSize(4096))) for each in made.pools)
+    story, wanted = Story("mooncake-local", cost=SIMPLE), request("a", length=1000)
+    story.policy = open_policy(replace(made, pools=pools), seed=0)
+    index, events = story.policy.index, KVEvents(0, 7, 7, 128, whole=True)
+    index.take("p0", "1", structs.replace(events, remote=NameChanges(tuple(chain(wanted.prompt)))), server="s")
+    index.take("p1", "1", events, server="s")
+    index.take("p2", "1", events, server="t")
+    reader = {"kv_token_bytes": 1, "remote_byte_s": 1e-5}
+    workers = (worker("p0", queued_tokens=9000), worker("p1", queued_tokens=300), worker("p2"), worker("d0"))
+    placement = story.choose(view(*(structs.replace(each, **reader) for each in workers)), wanted)
+    assert isinstance(placement, Placement) and (placement.prefill, placement.cached_tokens) == ("p1", 887)
 
 
 def test_mooncake_does_not_fetch_over_a_slow_link_or_from_an_avoided_worker() -> None:

@@ -13,7 +13,8 @@ from workers.kv_events import KVEvents, NameChanges
 
 WORKERS = [f"w{number}" for number in range(20)]
 who = st.sampled_from(WORKERS[:4])
-TIERS = st.sampled_from(["device", "host", "disk"])
+TIERS = st.sampled_from(["device", "host", "disk", "remote"])
+SERVERS = {"w0": "s", "w1": "s", "w2": "t"}
 some = st.lists(st.integers(1, 6), max_size=6, unique=True)
 
 
@@ -107,6 +108,20 @@ def test_blocks_in_host_memory_and_on_a_disk_count_separately() -> None:
     assert "a" not in index.matches([1, 2])
 
 
+def test_what_one_worker_knows_of_a_server_all_that_use_it_can_read() -> None:
+    index = PrefixIndex(grain=1)
+    index.take("a", "1", news([1, 2, 3, 4], tier="remote"), server="s")
+    index.take("b", "1", news([1, 2]), server="s")
+    index.take("c", "1", news([1]), server="t")
+    assert index.matches([1, 2, 3, 4, 5]) == {"a": Match(4, 0, 0, 4), "b": Match(4, 0, 0, 2), "c": Match(1)}
+    assert sum(map(len, index._remote._names.values())) == 4, "no worker's own"
+    index.take("b", "1", news([4], tier="remote"), server="s")
+    index.take("a", "1", news([], [4], tier="remote"), server="s")
+    assert index.matches([1, 2, 3, 4])["a"] == Match(4, 0, 0, 4), "b still knows it"
+    index.forget("a")
+    assert index.matches([1, 2, 3, 4]) == {"b": Match(2), "c": Match(1)}
+
+
 def test_many_holders_are_found_like_few() -> None:
     index = PrefixIndex(grain=1)
     for number, worker in enumerate(WORKERS):
@@ -159,6 +174,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.device: dict[str, set[int]] = {}
         self.host: dict[str, set[int]] = {}
         self.disk: dict[str, set[int]] = {}
+        self.remote: dict[str, set[int]] = {}
         self.hopes: list[list] = []  # key, worker, names, until when
 
     @rule(worker=who, added=some, removed=some, tier=TIERS, whole=st.booleans(), reborn=st.integers(0, 3))
@@ -168,13 +184,15 @@ class IndexMachine(RuleBasedStateMachine):
             self.lives[worker] = self.lives.get(worker, 0) + 1
             self._drop(worker)
         if whole:
-            self.device[worker], self.host[worker], self.disk[worker] = set(), set(), set()
-        held = {"device": self.device, "host": self.host, "disk": self.disk}[tier].setdefault(worker, set())
+            for each in (self.device, self.host, self.disk, self.remote):
+                each[worker] = set()
+        tiers = {"device": self.device, "host": self.host, "disk": self.disk, "remote": self.remote}
+        held = tiers[tier].setdefault(worker, set())
         self.known.add(worker)
         held -= set(removed)
         held |= set(added)
         events = news(added, removed, tier=tier, whole=whole, grain=self.grains.get(worker, 1))
-        self.index.take(worker, str(self.lives.get(worker, 0)), events)
+        self.index.take(worker, str(self.lives.get(worker, 0)), events, SERVERS.get(worker, ""))
 
     @rule(worker=who)
     def forget(self, worker: str) -> None:
@@ -186,6 +204,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.known.discard(worker)
         self.host.pop(worker, None)
         self.disk.pop(worker, None)
+        self.remote.pop(worker, None)
         self.hopes = [hope for hope in self.hopes if hope[1] != worker]
 
     @rule(worker=who, names=some)
@@ -217,10 +236,13 @@ class IndexMachine(RuleBasedStateMachine):
                 ready = ready.union(*(hope[2] for hope in self.hopes if hope[1] == worker))
                 host = self.host.get(worker, set()) - ready
                 disk = self.disk.get(worker, set()) - ready - host
+                server = SERVERS.get(worker, worker) if worker in self.known else ""
+                told = [names for each, names in self.remote.items() if SERVERS.get(each, each) == server]
+                remote = set().union(*told) - ready - host - disk
                 grain = self.grains.get(worker, 1) if worker in self.known else 1
-                found = list(takewhile((ready | host | disk).__contains__, names[grain - 1 :: grain]))
+                found = list(takewhile((ready | host | disk | remote).__contains__, names[grain - 1 :: grain]))
                 if found:
-                    behind = (sum(name in tier for name in found) * grain for tier in (host, disk))
+                    behind = (sum(name in tier for name in found) * grain for tier in (host, disk, remote))
                     expected[worker] = Match(len(found) * grain, *behind)
             assert self.index.matches(names, self.now_s) == expected
 
@@ -231,6 +253,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.index._device.holders,
             self.index._host.holders,
             self.index._disk.holders,
+            self.index._remote.holders,
+            self.index._sharing,
             self.index._expected_holders,
             self.index._expected_counts,
         )

@@ -111,7 +111,7 @@ def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) ->
     own=st.integers(0, 300),
     unlinked=st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))),
     narrow=st.booleans(),
-    behind=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=9, max_size=9),
+    behind=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1)), min_size=9, max_size=9),
     used=st.sampled_from([0, BLOCKS - 20]),
     leases=st.lists(st.integers(0, 2), min_size=9, max_size=9),
 )
@@ -137,13 +137,13 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
     names, wanted = [each.name for each in workers], request(length=500)
     pairs = frozenset((names[owner], names[to]) for owner, to in unlinked)
     cached: dict[str, int] = {}  # that it can lend: half of its free blocks for what is in host memory, none on a disk
-    for name, depth, (host, disk) in zip(names, depths, behind, strict=True):
-        parts = (depth, depth + host, depth + host + disk)
+    for name, depth, (host, disk, remote) in zip(names, depths, behind, strict=True):
+        parts = (depth, depth + host, depth + host + disk, depth + host + disk + remote)
         left = chain(wanted.prompt)
-        device, on_host, on_disk = (left[first:last] for first, last in pairwise((0, *parts)))
-        tiers = {"device": device, "host": on_host, "disk": on_disk}
+        device, on_host, on_disk, on_server = (left[first:last] for first, last in pairwise((0, *parts)))
+        tiers = {"device": device, "host": on_host, "disk": on_disk, "remote": on_server}
         changes = {tier: NameChanges(tuple(there)) for tier, there in tiers.items()}
-        index.take(name, "1", KVEvents(0, 1, 1, 128, whole=True, **changes))
+        index.take(name, "1", KVEvents(0, 1, 1, 128, whole=True, **changes), "st"[len(device) % 2])
         cached[name] = min(499, 128 * len(device) + min(128 * len(on_host), (BLOCKS - used) * BLOCK // 2))
     ask = Ask(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
     table = Shortlist(latency, active, index, TARGET.tpot_s, 0)

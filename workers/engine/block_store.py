@@ -26,10 +26,12 @@ class BlockStore(Protocol):
 
     `tier`: its name in the cache log and in the statistics; one store for each. `read_byte_s`: about how many seconds
     it takes to read a byte, of several blocks at once; the engine goes on from there with the times that `done` tells.
+    `shared_as`: equal for workers of any host that read the same blocks; empty: not known.
     """
 
     tier: Tier
     read_byte_s: float
+    shared_as: str
 
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         """The prefix names of what is known to be there, by content hash; the caller's. Empty if it takes a round trip.

@@ -23,6 +23,7 @@ class DiskCache:
     """Owned by a rank, which closes it. Used on one event loop. `changed` is called when a read has ended."""
 
     tier = Tier.DISK
+    shared_as = ""
 
     def __init__(self, store: KVStore, pool: KVPool) -> None:
         self.store = store

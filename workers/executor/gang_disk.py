@@ -24,6 +24,7 @@ class GangDisk:
     """
 
     tier = Tier.DISK
+    shared_as = ""
 
     def __init__(self, own: DiskCache, others: Sequence[RemoteRank], block_bytes: int) -> None:
         self._own, self._others, self._block_bytes = own, others, block_bytes

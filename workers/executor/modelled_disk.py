@@ -63,6 +63,7 @@ class ModelledDisk:
     """
 
     tier = Tier.DISK
+    shared_as = ""
 
     def __init__(
         self, size_bytes: int, block_bytes: int, speed: int, host: dict[int, Any], changed: Callable[[], None]

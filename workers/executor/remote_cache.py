@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,9 @@ class RemoteCache:
 
     tier = Tier.REMOTE
 
-    def __init__(self, store: "RemoteStore", pool: KVPool) -> None:
+    def __init__(self, store: "RemoteStore", pool: KVPool, shared_as: str) -> None:
         self.store = store
+        self.shared_as = shared_as
         self.read_byte_s = store.read_byte_s
         self.changed: Callable[[], None] = lambda: None
         self._host = pool.host.flatten(1).view(torch.uint8).numpy()  # [host block, byte], the same memory
@@ -122,4 +124,5 @@ def open_remote_cache(config: WorkerConfig, pool: KVPool) -> RemoteCache | None:
     computed_by, block_bytes = kv_fingerprint(config, pool), pool.region.layout.block_bytes
     store = open_remote_store(remote.url, password, remote.ca_file or None, computed_by, block_bytes)
     logger.info("%s: %s, read at %.0f MB/s", config.name, remote.url, 1e-6 / store.read_byte_s)
-    return RemoteCache(store, pool)
+    shared_as = blake2b(remote.url.encode() + computed_by, digest_size=8).hexdigest()
+    return RemoteCache(store, pool, shared_as)

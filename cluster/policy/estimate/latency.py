@@ -4,8 +4,6 @@ Costs are `PoolSpec.cost`, or defaults for a pool without one. Both are correcte
 of prompts and answers; default decode steps also by the worker's own step time, if it reports one.
 """
 
-import math
-
 from msgspec import Struct
 
 from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
@@ -171,30 +169,44 @@ class LatencyPredictor:
         return self.plain_cost(worker).transfer_seconds(num_tokens * worker.kv_token_bytes)
 
     def found(self, worker: WorkerView, match: Match, num_tokens: int) -> tuple[int, float]:
-        """Tokens of a prompt that its worker need not compute, and the seconds to bring them to the device.
+        """Tokens of a prompt that its worker need not compute, and the seconds to copy them to the device.
 
-        The worker restores what it has in host memory and on its disk only where that is faster than computing it. It
-        reads at most half of its host cache from the disk.
+        The worker restores what it has in host memory only where that is faster than computing it. It reads at most
+        half of its host cache from its disk and its remote server, and computes from the front meanwhile until the two
+        meet (`workers.engine.race`), so reading takes no time of its own.
         """
-        most, tokens, seconds = num_tokens - 1, match.ready_tokens, 0.0
-        found = min(tokens, most), 0.0
-        if tokens == match.tokens:
-            return found
-        cost, least_s = self.cost(worker), math.inf
-        copy_s, read_s = self.restore_token_seconds(worker)
-        on_disk = min(match.disk_tokens, self._pools[worker.pool].host_bytes // 2 // max(1, worker.kv_token_bytes))
-        for more, token_s in ((0, 0.0), (match.host_tokens, copy_s), (on_disk, copy_s + read_s)):
-            tokens, seconds = tokens + more, seconds + more * token_s
-            held = min(tokens, most)
-            in_all_s = cost.prefill_seconds(num_tokens - held, held) + seconds
-            if in_all_s < least_s:
-                least_s, found = in_all_s, (held, seconds)
-        return found
+        most = num_tokens - 1
+        tokens, copied = min(match.ready_tokens, most), 0
+        if tokens == min(match.tokens, most):
+            return tokens, 0.0
+        cost, (copy_s, disk_s, remote_s) = self.cost(worker), self.restore_token_seconds(worker)
+        in_stores = match.disk_tokens + match.remote_tokens
+        readable = min(in_stores, self._pools[worker.pool].host_bytes // 2 // max(1, worker.kv_token_bytes))
+        read_s = max(match.disk_tokens * disk_s, match.remote_tokens * remote_s) * readable / max(1, in_stores)
+        for found, load_s in ((match.host_tokens, 0.0), (readable, read_s)):
+            if (count := min(found, most - tokens)) <= 0:
+                continue
+            compute_s = cost.prefill_seconds(num_tokens - tokens, tokens)
+            compute_s -= cost.prefill_seconds(num_tokens - tokens - count, tokens + count)
+            if count * copy_s >= compute_s:
+                break
+            restored = int(count * compute_s / (compute_s + load_s))
+            tokens, copied = tokens + restored, copied + restored
+        return tokens, copied * copy_s
 
-    def restore_token_seconds(self, worker: WorkerView) -> tuple[float, float]:
-        """Seconds to copy a token's KV from the worker's host memory to its device, and to read it from its disk."""
+    def restore_token_seconds(self, worker: WorkerView) -> tuple[float, float, float]:
+        """Seconds to copy a token's KV from the worker's host memory to its device, and to read it from its disk and
+        from its remote server.
+        """
         copy_s = self.plain_cost(worker).swap_seconds(worker.kv_token_bytes) / 2
-        return copy_s, worker.disk_byte_s * worker.kv_token_bytes
+        return copy_s, worker.disk_byte_s * worker.kv_token_bytes, worker.remote_byte_s * worker.kv_token_bytes
+
+    def loaded_token_seconds(self, worker: WorkerView) -> tuple[float, float, float]:
+        """About how many seconds a prompt takes for each token that is in host memory, on the disk or on the server."""
+        compute_s = self.plain_cost(worker).prefill_seconds(_YARDSTICK) / _YARDSTICK
+        copy_s, *reads_s = self.restore_token_seconds(worker)
+        disk_s, remote_s = (read_s and copy_s + compute_s * read_s / (compute_s + read_s) for read_s in reads_s)
+        return copy_s, disk_s, remote_s
 
     def lent_seconds(self, owner: WorkerView, has: Match, reader: Match, num_tokens: int) -> float:
         """Seconds in which the owner restores what a reader lacks of these tokens."""

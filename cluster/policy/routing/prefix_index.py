@@ -5,12 +5,13 @@
     matches         {a: 384, b: 256}
 
 A lookup walks the chain once for all workers whose names have the same spacing. A worker's names are as many as its
-blocks; all of them together at most `MOST_NAMES` in a tier. Pure: time is an argument.
+blocks; all of them together at most `MOST_NAMES` in a tier. What one worker knows to be on a remote server, all that use
+this server can read. Pure: time is an argument.
 """
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import NamedTuple
@@ -28,23 +29,24 @@ _MAX_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
-Depth = tuple[int, Bits, dict[int, tuple[int, int]]]  # tokens, workers that have them; slot -> those behind the device
-_NONE_BEHIND = (0, 0)  # tokens in host memory only, and on the disk only
+Behind = dict[int, list[int]]  # slot -> tokens in host memory only, on a disk only, on a remote server only
+Depth = tuple[int, Bits, Behind]  # tokens, workers that have them, and what of these is behind the device
 
 
 class Match(NamedTuple):
-    """The cached prefix of a prompt on a worker: `tokens`, of which `host_tokens` are in host memory only, and
-    `disk_tokens` on a disk only.
+    """The cached prefix of a prompt on a worker: `tokens`, of which `host_tokens` are in host memory only,
+    `disk_tokens` on a disk only, and `remote_tokens` on a remote server only.
     """
 
     tokens: int
     host_tokens: int = 0
     disk_tokens: int = 0
+    remote_tokens: int = 0
 
     @property
     def ready_tokens(self) -> int:
         """The part on the device: its beginning, because caches evict the ends of prefixes first."""
-        return self.tokens - self.host_tokens - self.disk_tokens
+        return self.tokens - self.host_tokens - self.disk_tokens - self.remote_tokens
 
 
 NO_MATCH = Match(0)
@@ -128,6 +130,10 @@ class PrefixIndex:
         self._device = _TierIndex(most_names)
         self._host = _TierIndex(most_names)
         self._disk = _TierIndex(most_names)
+        self._remote = _TierIndex(most_names)
+        self._tiers = (self._device, self._host, self._disk, self._remote)
+        self._sharing: dict[str, Bits] = {}  # remote server -> the workers that read from it
+        self._readers: dict[Bits, Bits] = {}  # who told of a block on a server -> who can read it
         self._slots: dict[str, int] = {}  # worker -> its bit's number
         self.membership_version = 0  # grows when a worker comes, restarts or goes
         self._incarnations: dict[str, str] = {}  # worker -> the incarnation whose cache this is
@@ -181,46 +187,59 @@ class PrefixIndex:
 
     def _walk(self, found: list[Depth], names: Sequence[int], workers: Bits, grain: int) -> None:
         """Append how far each of these workers, which have names at multiples of `grain` tokens, matches."""
-        device, host, disk = self._device.holders, self._host.holders, self._disk.holders
-        expected = self._expected_holders
-        behind: dict[int, tuple[int, int]] = {}
+        device, expected = self._device.holders, self._expected_holders
+        tiers: list[tuple[Callable[[int], Bits | None], dict[Bits, int], int]] = []  # what has a name; its tokens
+        for place, tier in enumerate((self._host, self._disk, self._remote)):
+            if tier.holders:
+                tiers.append((self._readable if tier is self._remote else tier.holders.get, {}, place))
+        behind: Behind = {}
         have, last = workers, -1
         depth = 0
         for name in names:
-            ready = device.get(name, 0)
+            holds = device.get(name, 0)
             if expected:
-                ready |= expected.get(name, 0)
-            holds = ready
-            if host and (saved := host.get(name, 0) & ~ready & have):
-                holds = ready | saved
-                for slot in _slots(saved):
-                    on_host, on_disk = behind.get(slot, _NONE_BEHIND)
-                    behind[slot] = on_host + grain, on_disk
-            if disk and (stored := disk.get(name, 0) & ~holds & have):
-                holds |= stored
-                for slot in _slots(stored):
-                    on_host, on_disk = behind.get(slot, _NONE_BEHIND)
-                    behind[slot] = on_host, on_disk + grain
+                holds |= expected.get(name, 0)
+            for get, tokens, _ in tiers:
+                if stored := (get(name) or 0) & ~holds & have:
+                    holds |= stored
+                    tokens[stored] = tokens.get(stored, 0) + grain
             if holds is not last:
                 still = have & holds
                 if depth and still != have:
                     found.append((depth, have ^ still, behind))
                 have, last = still, holds
                 if not have:
-                    return
+                    break
             depth += grain
-        if depth:
+        if depth and have:
             found.append((depth, have, behind))
+        for _, counts, place in tiers:
+            for bits, count in counts.items():
+                for slot in _slots(bits):
+                    behind.setdefault(slot, [0, 0, 0])[place] += count
+
+    def _readable(self, name: int) -> Bits:
+        """The workers that can read this from their remote server."""
+        told = self._remote.holders.get(name, 0)
+        readers = self._readers.get(told)
+        if readers is None:
+            if len(self._readers) >= _MAX_GROUPS:
+                self._readers.clear()
+            readers = told
+            for workers in self._sharing.values():
+                readers |= workers if workers & told else 0
+            self._readers[told] = readers
+        return readers
 
     def is_of(self, worker: str, incarnation: str) -> bool:
         """Whether the index describes this incarnation of the worker."""
         return self._incarnations.get(worker) == incarnation
 
-    def _found(self, found: dict[str, Match], holders: Bits, tokens: int, behind: dict[int, tuple[int, int]]) -> None:
+    def _found(self, found: dict[str, Match], holders: Bits, tokens: int, behind: Behind) -> None:
         found.update(dict.fromkeys(self._named(holders), Match(tokens)))
-        for slot, (host_tokens, disk_tokens) in behind.items():
+        for slot, counts in behind.items():
             if holders >> slot & 1:
-                found[self._workers[slot]] = Match(tokens, host_tokens, disk_tokens)
+                found[self._workers[slot]] = Match(tokens, *counts)
 
     def _named(self, holders: Bits) -> tuple[str, ...]:
         """The workers of these bits. Cached, because popular prefixes have the same set again and again."""
@@ -237,12 +256,17 @@ class PrefixIndex:
 
     # ---- cache events ----------------------------------------------------------------------------------------
 
-    def take(self, worker: str, incarnation: str, events: KVEvents) -> None:
-        """Apply cache events of this incarnation; what was known of another one is dropped."""
+    def take(self, worker: str, incarnation: str, events: KVEvents, server: str = "") -> None:
+        """Apply cache events of this incarnation; what was known of another one is dropped.
+
+        `server`: the remote server from which the worker reads blocks, and which of them.
+        """
         bit = self._bit(worker, incarnation)
         self._set_step(bit, max(1, events.grain // self.grain))
-        tiers = (self._device, events.device), (self._host, events.host), (self._disk, events.disk)
-        for tier, changes in tiers:
+        if server and not self._sharing.get(server, 0) & bit:
+            self._sharing[server] = self._sharing.get(server, 0) | bit
+            self._readers.clear()
+        for tier, changes in zip(self._tiers, (events.device, events.host, events.disk, events.remote), strict=True):
             if events.whole:
                 tier.forget(bit)
             tier.change(bit, changes)
@@ -254,9 +278,10 @@ class PrefixIndex:
             return
         del self._incarnations[worker]
         self.membership_version += 1
-        self._device.forget(1 << slot)
-        self._host.forget(1 << slot)
-        self._disk.forget(1 << slot)
+        for tier in self._tiers:
+            tier.forget(1 << slot)
+        self._sharing = {server: left for server, bits in self._sharing.items() if (left := bits & ~(1 << slot))}
+        self._readers.clear()
         self._set_step(1 << slot, 0)
         for key in [key for key, expected in self._expected.items() if expected.worker == worker]:
             self.withdraw(key)

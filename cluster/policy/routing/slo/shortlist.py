@@ -28,7 +28,7 @@ from workers.request import SLO
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
-Behind = dict[int, tuple[int, int]]  # row -> cached tokens in host memory only, and on a disk only
+Behind = dict[int, list[int]]  # row -> cached tokens in host memory only, on a disk only, on a remote server only
 
 REFRESH_S = 5.0  # each row is refreshed at least this often: corrections fade with time
 _MAX_GROUPS = 1 << 10
@@ -94,7 +94,7 @@ class Shortlist:
         self._pools = [0] * count  # as `pool`
         self.capacity, self.pool, self._slot = np.zeros((3, count), dtype=np.intp)  # capacity 0: it is not ready
         self._settings = np.zeros((len(PromptSettings._fields), count))
-        self.restore_token_s = np.zeros((2, count))  # of a token in host memory, and of one on the disk
+        self.restore_token_s = np.zeros((3, count))  # of a token in host memory, on the disk, and on the remote server
         self.columns = np.zeros((9, count))
         columns: list[Floats] = list(self.columns)  # in the order of `Rates.row`
         self.until_s, self.rest_s, self.ratio, self.batch, self.room_tokens = columns[:5]
@@ -163,8 +163,7 @@ class Shortlist:
         self.is_decode_home[row] = worker.role is not Role.PREFILL
         self.capacity[row] = worker.capacity_tokens if worker.state is WorkerState.READY else 0
         self.pool[row] = self._pools[row] = pool = self.rates.index(rates)
-        copy_s, read_s = self._latency.restore_token_seconds(worker)
-        self.restore_token_s[:, row] = copy_s, copy_s + read_s
+        self.restore_token_s[:, row] = self._latency.loaded_token_seconds(worker)
         self._settings[:, row] = (*rates.settings, pool * (TOP_BATCH + 1))
         self._reported[row] = ()  # it has to be derived again
         self._membership_version = -1  # it may be another incarnation
