@@ -5,8 +5,8 @@
     matches         {a: 384, b: 256}
 
 A lookup walks the chain once for all workers whose names have the same spacing. A worker's names are as many as its
-blocks; all of them together at most `MOST_NAMES` in a tier. What one worker knows to be on a remote server, all that use
-this server can read. Pure: time is an argument.
+blocks; all of them together at most `MOST_NAMES` in a tier. What one worker knows to be on a remote server, all that
+use this server can read. Pure: time is an argument.
 """
 
 from array import array
@@ -188,10 +188,7 @@ class PrefixIndex:
     def _walk(self, found: list[Depth], names: Sequence[int], workers: Bits, grain: int) -> None:
         """Append how far each of these workers, which have names at multiples of `grain` tokens, matches."""
         device, expected = self._device.holders, self._expected_holders
-        tiers: list[tuple[Callable[[int], Bits | None], dict[Bits, int], int]] = []  # what has a name; its tokens
-        for place, tier in enumerate((self._host, self._disk, self._remote)):
-            if tier.holders:
-                tiers.append((self._readable if tier is self._remote else tier.holders.get, {}, place))
+        tiers = self._tiers_behind()
         behind: Behind = {}
         have, last = workers, -1
         depth = 0
@@ -213,10 +210,14 @@ class PrefixIndex:
             depth += grain
         if depth and have:
             found.append((depth, have, behind))
-        for _, counts, place in tiers:
-            for bits, count in counts.items():
-                for slot in _slots(bits):
-                    behind.setdefault(slot, [0, 0, 0])[place] += count
+        for _, tokens, place in tiers:
+            for slot, count in ((slot, count) for bits, count in tokens.items() for slot in _slots(bits)):
+                behind.setdefault(slot, [0, 0, 0])[place] += count
+
+    def _tiers_behind(self) -> list[tuple[Callable[[int], Bits | None], dict[Bits, int], int]]:
+        """Of each tier behind the device that has names: who has a name, a place for tokens, and the tier's number."""
+        found = self._host.holders.get, self._disk.holders.get, self._readable
+        return [(get, {}, place) for place, get in enumerate(found) if self._tiers[1 + place].holders]
 
     def _readable(self, name: int) -> Bits:
         """The workers that can read this from their remote server."""
