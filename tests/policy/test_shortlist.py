@@ -121,7 +121,7 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
     own: int,
     unlinked: set[tuple[int, int]],
     narrow: bool,
-    behind: list[tuple[int, int]],
+    behind: list[tuple[int, int, int]],
     used: int,
     leases: list[int],
 ) -> None:

@@ -29,6 +29,7 @@ _MAX_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
 
 Bits = int  # a bit for each worker's slot
+_Get = Callable[[int], Bits | None]
 Behind = dict[int, list[int]]  # slot -> tokens in host memory only, on a disk only, on a remote server only
 Depth = tuple[int, Bits, Behind]  # tokens, workers that have them, and what of these is behind the device
 
@@ -214,9 +215,9 @@ class PrefixIndex:
             for slot, count in ((slot, count) for bits, count in tokens.items() for slot in _slots(bits)):
                 behind.setdefault(slot, [0, 0, 0])[place] += count
 
-    def _tiers_behind(self) -> list[tuple[Callable[[int], Bits | None], dict[Bits, int], int]]:
+    def _tiers_behind(self) -> list[tuple[_Get, dict[Bits, int], int]]:
         """Of each tier behind the device that has names: who has a name, a place for tokens, and the tier's number."""
-        found = self._host.holders.get, self._disk.holders.get, self._readable
+        found: tuple[_Get, ...] = self._host.holders.get, self._disk.holders.get, self._readable
         return [(get, {}, place) for place, get in enumerate(found) if self._tiers[1 + place].holders]
 
     def _readable(self, name: int) -> Bits:
