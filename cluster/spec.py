@@ -439,8 +439,6 @@ class ClusterSpec:
         if len(set(names)) != len(names):
             raise ValueError(f"pools: names must differ, got {', '.join(names)}")
         _check_choice(self, "executor", EXECUTORS)
-        if self.executor == "modelled" and any(pool.cache.remote for pool in self.pools):
-            raise SpecError("pools: cache.remote is not modelled; leave it out to simulate, or for executor: modelled")
         roles = {pool.role for pool in self.pools}
         if not roles:
             raise ValueError("pools is empty; name one mixed pool, or a prefill and a decode pool")

@@ -51,8 +51,10 @@ def build_worker(
         stands_for = modelled or Modelled()
         facts = modelled_facts(config.engine.block_size, stands_for)
         speed = cost or config.cost or ZERO_COST
-        observe, pace = stands_for.observe, stands_for.pace
-        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for.calls, observe, pace)
+        observe, pace, servers = stands_for.observe, stands_for.pace, stands_for.servers
+        return open_modelled_executor(
+            config, facts, speed, incarnation, shared, stands_for.calls, observe, pace, servers
+        )
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
     return WorkerServer(config, factories[config.executor], heartbeat_s=heartbeat_s)

@@ -140,6 +140,8 @@ class ByteSize(int):
 
 NO_BYTES = ByteSize()
 DISK_SPEED = ByteSize(2_000_000_000)
+REMOTE_SPEED = ByteSize(2_500_000_000)
+REMOTE_SIZE = ByteSize(256_000_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,10 @@ class RemoteCacheConfig:
     """A file with the server's password, where the worker runs. Empty: none."""
     ca_file: str = ""
     """Certificates of the authorities that may have signed the server's, for `rediss://`. Empty: the system's."""
+    speed: ByteSize = REMOTE_SPEED
+    """Bytes that a simulated server sends to all workers, and gets, per second. A real worker measures its server."""
+    size: ByteSize = REMOTE_SIZE
+    """Bytes of KV that a simulated server keeps. A real one has its own `maxmemory`."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -181,6 +187,8 @@ class RemoteCacheConfig:
             raise ValueError("remote.url has a password, which others would see; put it into a file: password_file")
         if self.ca_file and parts.scheme != "rediss":
             raise ValueError("remote.ca_file is for TLS; write rediss:// in remote.url, or leave it out")
+        if not self.speed or not self.size:
+            raise ValueError("remote.speed and remote.size are above 0; write bytes, such as 2500MB, or leave them out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from redis import Redis
 from tests.kv_store.redis_server import RedisServer
 from workers.errors import KVStoreError
 from workers.kv_store import remote_store, server_health
+from workers.kv_store.known_blocks import KnownBlocks
 from workers.kv_store.remote_store import RemoteStore, open_remote_store
 from workers.kv_store.server_health import MOST_SERVER_FAILURES
 from workers.kv_store.slot_format import PAGE_BYTES, encode_header
@@ -112,7 +114,7 @@ async def test_other_bytes_under_a_name_are_a_miss_and_are_written_again(server:
 async def test_a_block_in_doubt_is_read_only_after_it_was_written_again(server: RedisServer) -> None:
     one, other = opened(server), opened(server)
     gone: list[bytes] = []
-    one.gone = gone.append
+    one.known.gone = gone.append
     await one.write(NAMES[0], BLOCKS[0])
     one.forget(NAMES[:1])
     assert gone == NAMES[:1] and await one.find(NAMES[:1], WAIT_S) == 0 and await read(one, 0) is None
@@ -125,7 +127,7 @@ async def test_a_block_in_doubt_is_read_only_after_it_was_written_again(server: 
 
 async def test_a_killed_server_is_a_miss_and_is_used_again_when_it_is_back(server: RedisServer) -> None:
     store, gone = opened(server), list[bytes]()
-    store.gone = gone.append
+    store.known.gone = gone.append
     assert await store.write(NAMES[0], BLOCKS[0])
     server.kill()
     for _ in range(MOST_SERVER_FAILURES):
@@ -188,7 +190,7 @@ async def test_evicted_blocks_are_reported_as_gone(tmp_path: Path) -> None:
     server.start()
     try:
         store, gone = opened(server), list[bytes]()
-        store.gone = gone.append
+        store.known.gone = gone.append
         await store.write(NAMES[0], BLOCKS[0])
         client = Redis(port=server.port)
         key, number = f"diptych:{OURS.hex()}:{NAMES[0].hex()}", 0
@@ -229,9 +231,9 @@ async def test_a_server_that_comes_after_the_worker_is_used(tmp_path: Path) -> N
 
 
 async def test_known_names_are_bounded(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_store, "MOST_KNOWN", 3)
+    monkeypatch.setattr(remote_store, "KnownBlocks", partial(KnownBlocks, 3))
     store, gone = opened(server), list[bytes]()
-    store.gone = gone.append
+    store.known.gone = gone.append
     for name, block in zip(NAMES[:5], BLOCKS, strict=False):
         assert await store.write(name, block)
     assert gone == NAMES[:2] and store.stats().known == 3

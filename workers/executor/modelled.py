@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from msgspec import structs
@@ -22,7 +22,7 @@ from kvtransfer.links import TransportSet
 from kvtransfer.open import RESERVED_BLOCKS, LinkModel, SharedMemory, open_transports
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read, Region
-from workers.config import DiskCacheConfig, WorkerConfig
+from workers.config import CacheConfig, WorkerConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.estimate import plan_seconds
@@ -34,6 +34,8 @@ from workers.executor.modelled_disk import ModelledDisk
 from workers.executor.modelled_lending import SMOLLM2_CALLS as SMOLLM2_CALLS
 from workers.executor.modelled_lending import AttentionCalls as AttentionCalls
 from workers.executor.modelled_lending import ModelledLender, ask_lenders, local_part
+from workers.executor.modelled_remote import ModelledRemote
+from workers.executor.modelled_remote import ModelledRemoteServer as ModelledRemoteServer
 from workers.request import Grammar, TokenLogprobs
 
 
@@ -61,7 +63,8 @@ Pace = Callable[
 class Modelled:
     """The model sizes of a modelled worker; the defaults are SmolLM2-135M's KV.
 
-    `calls`: to a lender, for a step. `observe` is called with every step. `pace` may stretch a step, for workers that
+    `calls`: to a lender, for a step. `servers`: remote servers of KV by URL, which workers that are to share them get
+    together. `observe` is called with every step. `pace` may stretch a step, for workers that
     share a device; steps then run one at a time.
     """
 
@@ -72,6 +75,7 @@ class Modelled:
     context_length: int = 4096
     vocab_size: int = 1000
     calls: AttentionCalls = SMOLLM2_CALLS
+    servers: dict[str, ModelledRemoteServer] = field(default_factory=dict)
     observe: Observe | None = None
     pace: Pace | None = None
 
@@ -122,18 +126,20 @@ class ModelledExecutor:
         region: Region,
         *,
         fill: bool,
+        cache: CacheConfig,
+        servers: dict[str, ModelledRemoteServer],
         depth: int = 1,
         calls: AttentionCalls = SMOLLM2_CALLS,
         observe: Observe | None = None,
         pace: Pace | None = None,
-        disk: DiskCacheConfig | None = None,
     ) -> None:
         self.depth = depth
         self._calls = calls
         self._attend: RemoteAttend | None = None
         self._lender = ModelledLender(cost, lambda: bool(self._running) or self._order.locked())
-        self._disk_config = disk
-        self._disk: ModelledDisk | None = None
+        self._cache = cache
+        self._servers = servers
+        self._stores: tuple[ModelledDisk | ModelledRemote, ...] = ()
         self._observe = observe
         self._pace = pace
         self.facts = facts
@@ -227,13 +233,17 @@ class ModelledExecutor:
         return time.monotonic_ns()
 
     def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
-        """The modelled disk, if `cache.disk` is set."""
-        disk, size = self._disk_config, self._region.layout.block_bytes
-        if disk is None:
-            return ()
+        """The modelled disk and server, as far as `cache` has them."""
+        disk, remote, layout = self._cache.disk, self._cache.remote, self._region.layout
         host = {} if self._pattern is None else self._pattern.host
-        self._disk = ModelledDisk(disk.size, size, disk.speed, host, changed)
-        return (self._disk,)
+        stores: list[ModelledDisk | ModelledRemote] = []
+        if disk is not None:
+            stores.append(ModelledDisk(disk.size, layout.block_bytes, disk.speed, host, changed))
+        if remote is not None:
+            server = self._servers.setdefault(remote.url, ModelledRemoteServer(remote.size, remote.speed))
+            stores.append(ModelledRemote(server, f"{remote.url} {layout}", layout.block_bytes, host, changed))
+        self._stores = tuple(stores)
+        return self._stores
 
     def shards(self) -> tuple[ShardAddress, ...]:
         return (self._transports.shard(),)
@@ -260,8 +270,8 @@ class ModelledExecutor:
         return await never
 
     async def close(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
+        for store in self._stores:
+            store.close()
         await self._transports.close()
 
     def _through_stages(self, now_s: float, stage_s: float) -> float:
@@ -286,6 +296,7 @@ def open_modelled(
     calls: AttentionCalls = SMOLLM2_CALLS,
     observe: Observe | None = None,
     pace: Pace | None = None,
+    servers: dict[str, ModelledRemoteServer] | None = None,
 ) -> ModelledExecutor:
     """A modelled executor with real transports over a small real pool, or with the modelled transport."""
     if facts.layout.block_size != config.engine.block_size:
@@ -319,7 +330,8 @@ def open_modelled(
         calls=calls,
         observe=observe,
         pace=pace,
-        disk=config.cache.disk,
+        cache=config.cache,
+        servers={} if servers is None else servers,
     )
 
 

@@ -16,29 +16,26 @@ from workers.kv_store.slot_index import SlotIndex
 from workers.stats import TierStats
 
 
-class ModelledThreads:
-    """Jobs of `seconds` on some threads, one after the other. `most`: that may wait."""
+class ModelledJobs:
+    """At most `most` at once. `end_s(now, deadline)`: when a job that begins now ends."""
 
-    def __init__(self, num_threads: int, most: int, seconds: float) -> None:
-        self._free_s = [0.0] * num_threads  # a heap: when each thread is free
+    def __init__(self, most: int, end_s: Callable[[float, float], float]) -> None:
         self._most = most
-        self._seconds = seconds
+        self._end_s = end_s
         self._jobs: dict[int, tuple[asyncio.TimerHandle, Callable[[bool], None]]] = {}
         self._number = 0
         self.late = 0
 
     @property
     def is_full(self) -> bool:
-        return len(self._jobs) >= self._most + len(self._free_s)
+        return len(self._jobs) >= self._most
 
     def submit(self, timeout_s: float, done: Callable[[bool], None]) -> None:
         """`done` is told whether the job has ended within its timeout, at that time."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        begin_s, deadline_s = max(now_s, self._free_s[0]), now_s + timeout_s
-        end_s = begin_s + self._seconds
-        if begin_s < deadline_s:
-            heapq.heapreplace(self._free_s, end_s)
+        deadline_s = now_s + timeout_s
+        end_s = self._end_s(now_s, deadline_s)
         self._number += 1
         timer = loop.call_at(min(end_s, deadline_s), self._end, self._number, end_s <= deadline_s)
         self._jobs[self._number] = timer, done
@@ -56,6 +53,20 @@ class ModelledThreads:
         self._jobs.clear()
 
 
+class _Threads:
+    """Each of these does one job after the other, `seconds` each."""
+
+    def __init__(self, num_threads: int, seconds: float) -> None:
+        self._free_s = [0.0] * num_threads  # a heap: when each thread is free
+        self._seconds = seconds
+
+    def end_s(self, now_s: float, deadline_s: float) -> float:
+        begin_s = max(now_s, self._free_s[0])
+        if begin_s < deadline_s:
+            heapq.heapreplace(self._free_s, begin_s + self._seconds)
+        return begin_s + self._seconds
+
+
 class ModelledDisk:
     """A `BlockStore`. Owned by a ModelledExecutor, which closes it.
 
@@ -71,8 +82,9 @@ class ModelledDisk:
         self.read_byte_s = 1 / speed
         self._block_bytes = block_bytes
         self._index = SlotIndex(size_bytes // block_bytes)
-        self._readers = ModelledThreads(READ_THREADS, MOST_READS, READ_THREADS * block_bytes / speed)
-        self._writers = ModelledThreads(WRITE_THREADS, MOST_WRITES, WRITE_THREADS * block_bytes / speed)
+        readers, writers = (_Threads(count, count * block_bytes / speed) for count in (READ_THREADS, WRITE_THREADS))
+        self._readers = ModelledJobs(READ_THREADS + MOST_READS, readers.end_s)
+        self._writers = ModelledJobs(WRITE_THREADS + MOST_WRITES, writers.end_s)
         self._host = host
         self._content: dict[bytes, Any] = {}  # of blocks, where `host` has it
         self._changed = changed

@@ -40,7 +40,7 @@ class RemoteCache:
         self._closed = False
 
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
-        self.store.added, self.store.gone = added, gone
+        self.store.added, self.store.known.gone = added, gone
         self.store.start()
         return {}
 

@@ -26,6 +26,7 @@ from redis.retry import Retry
 
 from workers.errors import KVStoreError
 from workers.kv_store.io_threads import BlockCopy, IOThreads
+from workers.kv_store.known_blocks import MOST_KNOWN, KnownBlocks
 from workers.kv_store.server_health import ServerHealth
 from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact, slot_bytes
 
@@ -39,7 +40,6 @@ CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0  # without a byte from the server
 UPLOAD_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 5.0
-MOST_KNOWN = 1 << 16  # blocks that this worker knows to be there
 MOST_ASKED = 256  # names in one question
 DEFAULT_BYTE_S = 1e-8  # of a server that does not answer at the start
 PROBE_READS = 8
@@ -100,13 +100,14 @@ class RemoteStore:
         self._problem = problem
         self.read_byte_s = read_byte_s
         self.added: Callable[[bytes, int], object] = lambda name, prefix: None
-        self.gone: Callable[[bytes], object] = len
         self._readers = IOThreads("kv-remote-read", READ_THREADS, MOST_READS, PAGE_BYTES)
         self._writers = IOThreads("kv-remote-write", WRITE_THREADS, MOST_WRITES, slot_bytes(block_bytes))
-        self._reads = ServerHealth("reads of the remote KV store", partial(self._probe, self._readers), self._all_gone)
+        self.known = KnownBlocks()
+        self._reads = ServerHealth(
+            "reads of the remote KV store", partial(self._probe, self._readers), self.known.clear
+        )
         self._writes = ServerHealth("writes of the remote KV store", partial(self._probe, self._writers))
         self._jobs: dict[BlockCopy, tuple[ServerHealth, int]] = {}  # in progress, in time -> `good` at its begin
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self._writing: set[bytes] = set()
         self._doubtful: OrderedDict[bytes, None] = OrderedDict()  # forgotten, and not yet written again or deleted
         self._read = self._written = self._corrupt = self._dropped = self._late = 0
@@ -120,7 +121,7 @@ class RemoteStore:
 
     def stats(self) -> RemoteStoreStats:
         return RemoteStoreStats(
-            known=len(self._known),
+            known=len(self.known),
             reads=self._read,
             writes=self._written,
             failures=self._reads.failures + self._writes.failures,
@@ -144,7 +145,7 @@ class RemoteStore:
             count = result.found
             if result.outcome is _Outcome.GOOD:
                 for name in names[count : count + 1]:
-                    self._lost(name)
+                    self.known.lost(name)
             self._ended(job, self._reads, result)
 
         job = self._begin(self._reads, timeout_s)
@@ -179,8 +180,8 @@ class RemoteStore:
         False also if the queue is full, or the server fails, is full or is too slow.
         """
         assert len(name) == NAME_BYTES and block.nbytes == self._block_bytes
-        if name in self._known:
-            self._known.move_to_end(name)
+        if name in self.known:
+            self.known.found(name)
             return True
         if name in self._writing:
             return False
@@ -202,7 +203,7 @@ class RemoteStore:
         self._writers.submit(partial(self._set, name, prefix, job, block, is_doubtful), ended)
         is_there = await self._wait(job) and name not in self._doubtful
         if is_there:
-            self._found(name)
+            self.known.found(name)
         return is_there
 
     def _set(
@@ -239,7 +240,7 @@ class RemoteStore:
         def ended(result: _Result) -> None:
             if result.outcome is _Outcome.GOOD:
                 self._read += 1
-                if result.prefix is not None and name not in self._known:
+                if result.prefix is not None and name not in self.known:
                     self.added(name, result.prefix)
             elif result is _CORRUPT:
                 self._corrupt += 1
@@ -249,7 +250,7 @@ class RemoteStore:
 
         self._readers.submit(partial(self._get, name, job, target), ended)
         arrived = await self._wait(job)
-        (self._found if arrived else self._lost)(name)
+        (self.known.found if arrived else self.known.lost)(name)
         return arrived
 
     def _get(self, name: bytes, job: BlockCopy, target: memoryview, _: memoryview) -> _Result:
@@ -277,7 +278,7 @@ class RemoteStore:
         """The content of these is in doubt: they are not read until they have been written again."""
         keys = []
         for name in names:
-            self._lost(name)
+            self.known.lost(name)
             self._doubtful[name] = None
             keys.append(self._key(name))
             if len(self._doubtful) > MOST_KNOWN:
@@ -293,22 +294,6 @@ class RemoteStore:
 
     def _key(self, name: bytes) -> str:
         return f"diptych:{self._fingerprint.hex()}:{name.hex()}"
-
-    def _found(self, name: bytes) -> None:
-        self._known[name] = None
-        self._known.move_to_end(name)
-        if len(self._known) > MOST_KNOWN:
-            self.gone(self._known.popitem(last=False)[0])
-
-    def _lost(self, name: bytes) -> None:
-        if name in self._known:
-            del self._known[name]
-            self.gone(name)
-
-    def _all_gone(self) -> None:
-        """Reads have stopped."""
-        for name in list(self._known):
-            self._lost(name)
 
     def _begin(self, health: ServerHealth, timeout_s: float) -> BlockCopy:
         job = BlockCopy(timeout_s, self._is_late)

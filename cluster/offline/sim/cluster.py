@@ -18,7 +18,7 @@ from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
-from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, Observe, Pace
+from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, ModelledRemoteServer, Observe, Pace
 from workers.profiles.shapes import ModelShape
 from workers.server import WorkerServer
 
@@ -48,7 +48,7 @@ class PoolModel:
         shape = self.shape
         return SMOLLM2_CALLS if shape is None else AttentionCalls(shape.layers, shape.heads, shape.head_dim)
 
-    def modelled(self, observe: Observe, pace: Pace | None) -> Modelled:
+    def modelled(self, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer]) -> Modelled:
         # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
         return Modelled(
             num_layers=1,
@@ -58,6 +58,7 @@ class PoolModel:
             context_length=self.context_length,
             vocab_size=self.vocab_size,
             calls=self._calls,
+            servers=servers,
             observe=observe,
             pace=pace,
         )
@@ -160,6 +161,7 @@ class SimRuntime(LocalRuntime):
         self._trace = trace
         self._machine = None if environment.slowdown is None else SharedMachine(environment.slowdown)
         self._stale_s = environment.stale_s
+        self._servers: dict[str, ModelledRemoteServer] = {}
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
     def _modelled(self, order: WorkerOrder) -> WorkerServer:
@@ -167,7 +169,7 @@ class SimRuntime(LocalRuntime):
         model = self._models[pool]
         meter = Meter(order.config.name, pool, self._trace)
         pace = None if self._machine is None else partial(self._machine.spend, pool)
-        meter.server = modelled_worker(order, model.cost, model.modelled(meter.observe, pace))
+        meter.server = modelled_worker(order, model.cost, model.modelled(meter.observe, pace, self._servers))
         self.meters[meter.name].append(meter)
         return meter.server
 
