@@ -24,6 +24,8 @@ ROUTING = (
     *("distserve", "splitwise", "mooncake", "mooncake-local", "slo"),
 )
 ADMISSION = ("none", "predictive", "slo")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes")
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "glm45")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
 MAX_REPLICAS = 1024
@@ -229,6 +231,12 @@ class GatewaySpec:
     """Port of the HTTP API: docs/http.md. 0: any free port; default: no HTTP. The second gateway uses the next port."""
     http_allowed_origins: tuple[str, ...] = ()
     """Origins whose scripts may call the HTTP API (CORS), such as `https://chat.example.com`; `*`: any."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls, by vLLM's names: docs/http.md. `auto`: as its chat template shows; `none`: calls
+    are text, and tools are refused.
+    """
+    reasoning_parser: str = "auto"
+    """How the model marks its reasoning. `none`: it is part of the content."""
     trace_requests: int = 4096
     """Finished requests that a gateway remembers for `diptych trace`. 0: none."""
     trace_s: float = 600.0
@@ -247,6 +255,8 @@ class GatewaySpec:
     def __post_init__(self) -> None:
         _check_choice(self, "routing", ROUTING)
         _check_choice(self, "admission", ADMISSION)
+        _check_choice(self, "tool_call_parser", TOOL_CALL_PARSERS)
+        _check_choice(self, "reasoning_parser", REASONING_PARSERS)
         for name in ("ttft_s", "tpot_s"):
             seconds = getattr(self.slo, name)
             if seconds is not None and not seconds > 0:

@@ -11,7 +11,7 @@ import click
 
 from cluster.cli.address import gateway_file_options
 from cluster.cli.groups import GroupedCommand
-from cluster.cli.launch import with_available_http, with_files, with_http, with_port
+from cluster.cli.launch import with_available_http, with_gateway, with_http, with_port
 from cluster.cli.lifetime import GONE, Interrupts, closing_line, run
 from cluster.cli.local_servers import announced
 
@@ -104,7 +104,7 @@ async def _gateway(
 
 def _changed(port: int | None, http_port: int | None, files: dict[str, str], spec: "ClusterSpec") -> "ClusterSpec":
     """The cluster's spec with the options of this command."""
-    spec = with_files(spec, files)
+    spec = with_gateway(spec, files)
     if port is not None:
         spec = with_port(spec, port)
     return with_available_http(spec, click.echo) if http_port is None else with_http(spec, http_port)

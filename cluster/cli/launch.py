@@ -168,12 +168,12 @@ def with_port(spec: "ClusterSpec", port: int) -> "ClusterSpec":
     return replace(spec, gateway=replace(spec.gateway, grpc_port=port))
 
 
-def with_files(spec: "ClusterSpec", files: dict[str, str]) -> "ClusterSpec":
-    """Set certificate and key files. `files`: cluster file key to path. Raises `SpecError`."""
+def with_gateway(spec: "ClusterSpec", changes: dict[str, str]) -> "ClusterSpec":
+    """Set keys of `gateway`. Raises `SpecError`."""
     from cluster.spec import SpecError
 
     try:
-        return replace(spec, gateway=replace(spec.gateway, **files))  # type: ignore[arg-type]
+        return replace(spec, gateway=replace(spec.gateway, **changes))  # type: ignore[arg-type]
     except ValueError as error:
         raise SpecError(f"gateway: {error}") from None
 

@@ -14,7 +14,7 @@ from cluster.cli.launch import (
     check_servers,
     spec_to_serve,
     with_default_http,
-    with_files,
+    with_gateway,
     with_http,
     with_port,
 )
@@ -59,6 +59,10 @@ REPLICAS = click.IntRange(1, 1024)
     metavar="SECONDS",
     help="Time that running requests get to finish after Ctrl-C or SIGTERM; a second Ctrl-C cuts them.",
 )
+@server_option("--tool-call-parser", metavar="NAME",
+    help="How the model writes tool calls, see docs/http.md. [default: as its chat template shows]")  # fmt: skip
+@server_option("--reasoning-parser", metavar="NAME",
+    help="How the model marks its reasoning, see docs/http.md. [default: as its chat template shows]")  # fmt: skip
 @server_option("--log-format", type=click.Choice(["text", "json"]), help="Log format of every process (to stderr).")
 @gateway_file_options
 def serve(
@@ -70,6 +74,8 @@ def serve(
     port: int | None,
     http_port: int | None,
     no_http: bool,
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
     log_format: str | None,
     grace_s: float,
     no_gateways: bool,
@@ -107,7 +113,8 @@ def serve(
         spec = with_default_http(spec, click.echo)
     if log_format is not None:
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
-    spec = with_files(spec, files)
+    parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+    spec = with_gateway(spec, files | {key: name for key, name in parsers.items() if name is not None})
     begin(spec.logs, "serve")
     if not no_gateways:
         check_servers(spec)

@@ -18,7 +18,7 @@ ClusterError (`cluster.events`)
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -118,13 +118,15 @@ class Gateway:
         model: str = "",
         tenant: str = "",
         send_delta: SendDelta | None = None,
+        keep: Collection[int] = (),
     ) -> AsyncGenerator[GatewayEvent, None]:
         """Yields Accepted, text deltas, each answer's end, and Completed. Joins deltas that a slow consumer left.
 
         Deltas of several answers interleave and have the answer's `index`. With `best_of` above n, deltas come only
         after all answers have ended. `client_id`: a second id for `cancel`, which several requests may share.
         `deadline_s` counts from now. `send_delta` gets deltas, in order, while the iterator waits for its next event;
-        the iterator then skips them. Closing the iterator cancels the request on its workers.
+        the iterator then skips them. `keep`: special tokens that have text even if others are skipped. Closing the
+        iterator cancels the request on its workers.
         Errors: `cluster.events`, `InvalidRequest`, and those above.
         """
         arrived_ns = now_ns()
@@ -141,7 +143,7 @@ class Gateway:
             sampling = self._resolve(sampling, len(tokens))
             shares = self._context.spec.gateway.share_prefixes
             request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant, shares_prefixes=shares)
-            running.pump = asyncio.create_task(self._pump(request, running.output, arrived_ns, deadline_s))
+            running.pump = asyncio.create_task(self._pump(request, running.output, arrived_ns, deadline_s, keep))
             while (event := await running.output.take()) is not None:
                 yield event
         finally:
@@ -298,7 +300,12 @@ class Gateway:
         return limit, why
 
     async def _pump(
-        self, request: Request, output: RequestOutputCollector, arrived_ns: int, deadline_s: float | None
+        self,
+        request: Request,
+        output: RequestOutputCollector,
+        arrived_ns: int,
+        deadline_s: float | None,
+        keep: Collection[int],
     ) -> None:
         """Move events from the dispatcher to the collector; the server reads them at its own pace.
 
@@ -312,7 +319,7 @@ class Gateway:
                 index,
                 each,
                 request.id,
-                self._text_stream(each.sampling, index),
+                self._text_stream(each.sampling, index, keep),
                 RequestOutputCollector() if ranked else output,
                 partial(self._context.dispatcher.finish, each.id),
             )
@@ -336,8 +343,8 @@ class Gateway:
         except Exception as error:
             output.fail(error)
 
-    def _text_stream(self, sampling: SamplingParams, index: int) -> TextStream:
-        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
+    def _text_stream(self, sampling: SamplingParams, index: int, keep: Collection[int]) -> TextStream:
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens, keep=keep)
         return TextStream(detokenizer, sampling, index)
 
 

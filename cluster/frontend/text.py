@@ -5,7 +5,7 @@ Pure, except for the tokenizer that callers pass. Knows no cluster and no wire f
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,11 +49,16 @@ class Tokenizer(Protocol):
         """Class, size, special tokens and chat template of the tokenizer, as JSON."""
         ...
 
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids of special tokens, by their texts."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]: ...
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = ...,
@@ -69,7 +74,9 @@ class Tokenizer(Protocol):
         """Load what `check_grammar` needs."""
         ...
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> Detokenizer:
+        """`keep`: special tokens that are not skipped."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +123,19 @@ class ChatPrompt:
     """(role, content) messages, rendered by the model's chat template.
 
     `tools`: JSON objects that describe functions, in the template's format. `template_kwargs`: a JSON object with
-    further variables of the template; empty: none.
+    further variables of the template; empty: none. `message_fields`: a JSON object for each message, with its fields
+    besides role and content; empty: no message has any.
     """
 
     messages: tuple[tuple[str, str], ...]
     tools: tuple[str, ...] = ()
     template_kwargs: str = ""
+    message_fields: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        texts = (*(role + content for role, content in self.messages), *self.tools, self.template_kwargs)
+        messages = (role + content for role, content in self.messages)
+        texts = (*messages, *self.tools, self.template_kwargs, *self.message_fields)
         return sum(len(text.encode(errors="surrogatepass")) for text in texts)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -134,7 +144,9 @@ class ChatPrompt:
         for index, (role, _) in enumerate(self.messages):
             if not role:
                 raise InvalidRequest(f"prompt.chat.messages[{index}].role", "is empty; give a role such as user")
-        messages = [{"role": role, "content": content} for role, content in self.messages]
+        messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in self.messages]
+        for message, fields in zip(messages, self.message_fields, strict=False):
+            message |= json.loads(fields)
         tools = [_json_object(f"prompt.chat.tools[{index}]", text) for index, text in enumerate(self.tools)]
         variables = _json_object("chat_template_kwargs", self.template_kwargs or "{}")
         return tuple(tokenizer.apply_chat_template(messages, tools=tools, template_kwargs=variables))

@@ -1,7 +1,7 @@
 """Several answers to one request through the whole stack: gateway, dispatcher, workers, and a real model."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ class Numbers(ByteDetokenizer):
 
 
 class NumberTokenizer(ByteTokenizer):
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Numbers:
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> Numbers:
         return Numbers()
 
 

@@ -58,7 +58,7 @@ def _check_name(name: object) -> None:
 
 def render(
     templates: Templates,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
 ) -> str:
@@ -68,11 +68,34 @@ def render(
     """
     template = templates if isinstance(templates, str) else _chosen(templates, bool(tools))
     return _compiled(template).render(
-        messages=[dict(message) for message in messages],
+        messages=[_message(message) for message in messages],
         tools=[dict(tool) for tool in tools] or None,
         documents=None,
         **variables,
     )
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call. Most templates expect an object; to those that expect its JSON, it is a text."""
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    message = dict(given)
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": _Arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+    return message
 
 
 def _chosen(templates: Mapping[str, str], has_tools: bool) -> str:

@@ -6,7 +6,7 @@ The gateway owns one; workers see only token ids.
 
 import ctypes
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -101,6 +101,13 @@ class ModelTokenizer:
             "chat_template": self._templates,
         }
 
+    @cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids of special tokens, by their texts."""
+        return {
+            each.content: number for number, each in self._backend.get_added_tokens_decoder().items() if each.special
+        }
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of plain text.
 
@@ -117,7 +124,7 @@ class ModelTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = NOTHING,
@@ -125,9 +132,10 @@ class ModelTokenizer:
     ) -> tuple[int, ...]:
         """Token ids of a conversation, each message with "role" and "content", up to the start of the answer.
 
-        `tools` are passed to the template unchanged; if there are several templates, tools select "tool_use".
-        `template_kwargs` are additional variables of the template. Raises `InvalidRequest` if there are no messages or
-        a malformed one, or the template is missing, rejects them, ignores the tools or has no such variable.
+        A message may have `tool_calls` (with objects as arguments) and other fields that templates know. `tools` are
+        passed to the template unchanged; if there are several templates, tools select "tool_use". `template_kwargs` are
+        additional variables of the template. Raises `InvalidRequest` if there are no messages or a malformed one, or
+        the template is missing, rejects them, ignores tools or calls, or has no such variable.
         """
         if self._templates is None:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt instead")
@@ -136,6 +144,9 @@ class ModelTokenizer:
         for index, message in enumerate(messages):
             if not all(isinstance(message.get(part), str) for part in ("role", "content")):
                 raise InvalidRequest(f"messages[{index}]", "needs a text 'role' and a text 'content'")
+            if message.get("tool_calls") and "tool_calls" not in str(self._templates):
+                why = "are ignored by this model's chat template; describe them in the content"
+                raise InvalidRequest(f"messages[{index}].tool_calls", why)
         self._check_variables(template_kwargs)
         options = dict(template_kwargs) | {"add_generation_prompt": add_generation_prompt}
         text = self._rendered(self._templates, messages, tools, options)
@@ -146,7 +157,7 @@ class ModelTokenizer:
     def _rendered(
         self,
         templates: Templates,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> str:
@@ -195,9 +206,11 @@ class ModelTokenizer:
         """For the gateway, which compiles to check."""
         return grammar_compiler(self._folder)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> "IncrementalDetokenizer":
-        """A new one for one answer."""
-        return IncrementalDetokenizer(self, skip_special_tokens)
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> "IncrementalDetokenizer":
+        """A new one for one answer. `keep`: special tokens that are not skipped."""
+        if not skip_special_tokens or not keep:
+            return IncrementalDetokenizer(self, skip_special_tokens)
+        return IncrementalDetokenizer(self, False, frozenset(self.special_ids.values()).difference(keep))
 
 
 def _variables(templates: Templates | None) -> frozenset[str] | None:
@@ -233,8 +246,11 @@ class IncrementalDetokenizer:
                       └ text already returned ─┘└─ pushed ──┘
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, skip_special_tokens: bool, skipped: Collection[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skipped = skipped
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []  # tokens as context, then those whose text is still to be returned
         self._returned = 0  # tokens of the window whose text has been returned
@@ -243,6 +259,8 @@ class IncrementalDetokenizer:
         """The text that is complete with these tokens; it may be empty."""
         text = ""
         for token in tokens:
+            if token in self._skipped:
+                continue
             self._window.append(token)
             text += self._advance(final=False)
         return text

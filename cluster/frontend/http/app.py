@@ -4,8 +4,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from email.message import Message
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -41,18 +43,28 @@ from cluster.frontend.http.preprocess import (
     tokenize,
 )
 from cluster.frontend.http.reply import ParsedRequest, Reply
+from cluster.frontend.http.tool_fields import ToolRequest
 from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
+from cluster.frontend.tools.call_grammar import call_grammar
+from cluster.frontend.tools.formats import CALLS, AnswerFormat, AnswerParser, answer_format
 from cluster.observe.trace_context import set_trace_headers
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
+from workers.request import Grammar
 
 logger = logging.getLogger(__name__)
 
 READY_RETRY_S = 1.0
+LAST_TOKENS = 32  # of a prompt; where its template has begun the reasoning, they say so
 GENERATIONS: Mapping[str, type[Generation]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 READERS = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
+NO_TOOLS = ToolRequest({})
+NO_PARSER = (
+    "cannot be called: this model's chat template has no known format of calls; leave them out, set tool_choice to "
+    f"none, or serve with gateway.tool_call_parser (or --tool-call-parser): {', '.join(CALLS)}"
+)
 LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `LARGE_BYTES` of a prompt: 5 ms
 
 
@@ -131,8 +143,46 @@ class _Routes:
         return Echo(text_from(self._gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        form = ChatFormat(self._gateway.tokenizer, bool(body.logprobs))
-        return self._reply(body, _prompts(body, request), request, form)
+        tools, prompts, form = body.tool_request, _prompts(body, request), self._answer_format
+        if tools is None:
+            form = replace(form, calls=None)
+        elif form.calls is None:
+            raise InvalidRequest("tools", NO_PARSER)
+        if form.calls is None and form.reasoning is None:
+            return self._reply(body, prompts, request, ChatFormat(self._gateway.tokenizer, bool(body.logprobs)))
+        is_reasoning = False
+        if form.reasoning is not None:
+            self._gateway.check_model(body.model or "")
+            with body.client_errors():
+                (tokens,) = [await self._gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
+            prompts = [TokenPrompt(tokens)]
+            is_reasoning = form.reasoning.is_open(text_from(self._gateway.tokenizer, tokens[-LAST_TOKENS:]))
+        return self._parsed_reply(body, prompts, request, form, tools or NO_TOOLS, is_reasoning)
+
+    def _parsed_reply(
+        self,
+        body: ChatBody,
+        prompts: Sequence[PromptInput],
+        request: Request,
+        form: AnswerFormat,
+        tools: ToolRequest,
+        is_reasoning: bool,
+    ) -> Response:
+        tokenizer = self._gateway.tokenizer
+        special = {each: tokenizer.special_ids[each] for each in form.markers if each in tokenizer.special_ids}
+        parser = partial(AnswerParser, form, tools.schemas, is_reasoning=is_reasoning, most_calls=tools.most_calls)
+        grammar = None
+        if tools.must_call:
+            single = tools.most_calls == 1
+            grammar = call_grammar(form, tools.schemas, special, is_reasoning=is_reasoning, is_single=single)
+        answers = ChatFormat(tokenizer, bool(body.logprobs), parser)
+        return self._reply(body, prompts, request, answers, grammar, special.values())
+
+    @cached_property
+    def _answer_format(self) -> AnswerFormat:
+        spec, template = self._context.spec.gateway, self._gateway.tokenizer.info.get("chat_template")
+        texts = template.values() if isinstance(template, dict) else [template or ""]
+        return answer_format("\n".join(texts), spec.tool_call_parser, spec.reasoning_parser)
 
     def _reply(
         self,
@@ -140,6 +190,8 @@ class _Routes:
         prompts: Sequence[PromptInput],
         request: Request,
         form: CompletionFormat | ChatFormat,
+        grammar: Grammar | None = None,
+        keep: Collection[int] = (),
     ) -> Response:
         headers = parse_headers(request.headers, request.scope[NAME])
         if self._gateway.traces:
@@ -147,9 +199,10 @@ class _Routes:
         if not headers.name.is_prefix:
             more = log_fields(self._context.name, headers.name.unique)
             logger.info("request %s has x-request-id %.500r", headers.name.unique, headers.name.given, extra=more)
+        sampling = body.sampling(self._gateway.default_sampling)
         parsed = ParsedRequest(
             prompts,
-            body.sampling(self._gateway.default_sampling),
+            sampling if grammar is None else replace(sampling, grammar=grammar),
             headers,
             model=body.model or "",
             client_names=body.client_names,
@@ -157,6 +210,7 @@ class _Routes:
             include_usage=body.include_usage,
             usage_in_chunks=body.usage_in_chunks,
             scores_only=body.scores_only,
+            keep=keep,
         )
         return Reply(self._gateway, parsed, form, self._context.model.name, self._encoding)
 

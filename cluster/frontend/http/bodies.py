@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
 from cluster.events import Unservable
 from cluster.frontend.http.structured import grammar_from
+from cluster.frontend.http.tool_fields import CallHistory, ToolRequest, tool_request
 from cluster.frontend.http.unsupported import check_message, check_stream_options, check_supported
 from cluster.frontend.text import ChatPrompt, RawPrompt, TextPrompt, TokenPrompt, check_depth
 from workers.errors import InvalidRequest
@@ -225,13 +226,16 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """`name` is not passed to the chat template."""
+    """`name` is not passed to the chat template; a tool's message has the name of the tool instead."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | Annotated[list[TextPart], _FirstError()] | None = None
     name: str | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    reasoning_content: str | None = None
 
 
 class ChatBody(Generation):
@@ -243,6 +247,7 @@ class ChatBody(Generation):
     top_logprobs: int | None = None
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -250,7 +255,7 @@ class ChatBody(Generation):
     def client_names(self) -> Mapping[str, str]:
         tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         names = {"prompt": "messages", "sampling.max_tokens": tokens, "sampling.logprobs": "top_logprobs"}
-        return {**super().client_names, **names}
+        return {"sampling.grammar": "tools", **super().client_names, **names}
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -263,12 +268,15 @@ class ChatBody(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self) -> list[RawPrompt]:
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice", "is not supported, because answers have no tool_calls; leave it out")
-        if self.tools and self.tool_choice != "none":
-            why = "are not supported, because answers have no tool_calls; leave them out, or set tool_choice to none"
-            raise InvalidRequest("tools", why)
-        return [_chat_prompt(self, [])]
+        return [_chat_prompt(self, [] if self.tool_request is None else self.tools)]
+
+    @property
+    def tool_request(self) -> ToolRequest | None:
+        """None: the answer calls no tools, and the model sees none. Raises `InvalidRequest`."""
+        asked = tool_request(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if asked is not None and (found := grammar_from(vars(self))) is not None:
+            raise InvalidRequest(found[0], "leaves no room for a tool call; leave it out, or set tool_choice to none")
+        return asked
 
 
 class TokenizeBody(Body):
@@ -348,11 +356,25 @@ def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | No
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "is not supported with messages; the chat template has them")
     messages = tuple((each.role, _content(index, each)) for index, each in enumerate(body.messages or ()))
+    fields = _message_fields(body.messages or ())
     for index, tool in enumerate(tools or ()):
         check_depth(f"tools[{index}]", tool)
     check_depth("chat_template_kwargs", body.chat_template_kwargs)
     variables = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
-    return ChatPrompt(messages, tuple(map(json.dumps, tools or ())), variables)
+    return ChatPrompt(messages, tuple(map(json.dumps, tools or ())), variables, fields)
+
+
+def _message_fields(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    """As `ChatPrompt.message_fields`."""
+    calls, found = CallHistory(), []
+    for index, message in enumerate(messages):
+        fields = calls.read(
+            index, message.role, {"tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
+        )
+        if message.reasoning_content:
+            fields["reasoning_content"] = message.reasoning_content
+        found.append(fields)
+    return tuple(map(json.dumps, found)) if any(found) else ()
 
 
 def _content(index: int, message: ChatMessage) -> str:

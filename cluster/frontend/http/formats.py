@@ -4,17 +4,24 @@ Pure, except for the tokenizer. Knows no connection. Owned by one reply, because
 """
 
 import codecs
+import secrets
+import string
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.events import Completed
 from cluster.frontend.text import TextDelta, Tokenizer, text_from
+from cluster.frontend.tools.answer import AnswerDelta
+from cluster.frontend.tools.formats import AnswerParser
 from workers.request import FinishReason, TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 FINISH = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+ID_LETTERS = string.ascii_letters + string.digits
+ID_LENGTH = 9  # of a call: Mistral's templates take no other
 
 Choice = dict[str, Any]
 
@@ -30,8 +37,8 @@ class Format(Protocol):
         """A whole answer."""
         ...
 
-    def part(self, index: int, delta: TextDelta) -> Choice:
-        """A chunk with new text or tokens."""
+    def part(self, index: int, delta: TextDelta) -> Choice | None:
+        """A chunk with new text or tokens; None: there is nothing to tell yet."""
         ...
 
     def end(self, index: int, finish: FinishReason) -> Choice:
@@ -117,22 +124,54 @@ class ChatFormat:
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, logprobs: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, logprobs: bool, make_parser: Callable[[], AnswerParser] | None = None
+    ) -> None:
+        """`make_parser`: for one answer; None: all its text is content."""
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self._make_parser = make_parser
+        self._parsers: dict[int, AnswerParser] = {}  # of answers that stream
         self._begun: set[int] = set()
 
     def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        logprobs = self._logprobs_json(answer)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": FINISH[finish]}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        reason = FINISH[finish]
+        if self._make_parser is not None:
+            parser = self._make_parser()
+            whole = parser.push(answer.text).joined(parser.flush())
+            calls = [_call_json(each.index, each.name, each.arguments) for each in whole.calls]
+            message["content"] = whole.content or (None if calls else "")
+            message |= {"reasoning_content": whole.reasoning} if whole.reasoning else {}
+            message |= {"tool_calls": [_without_index(each) for each in calls]} if calls else {}
+            reason = _reason(parser, finish)
+        return {"index": index, "message": message, "logprobs": self._logprobs_json(answer), "finish_reason": reason}
 
-    def part(self, index: int, delta: TextDelta) -> Choice:
-        new = self._role(index) | {"content": delta.text}
-        return {"index": index, "delta": new, "logprobs": self._logprobs_json(delta), "finish_reason": None}
+    def part(self, index: int, delta: TextDelta) -> Choice | None:
+        new = self._parsed(index, delta)
+        logprobs = self._logprobs_json(delta)
+        if new is None and not logprobs:
+            return None
+        return {"index": index, "delta": self._role(index) | (new or {}), "logprobs": logprobs, "finish_reason": None}
 
     def end(self, index: int, finish: FinishReason) -> Choice:
-        return {"index": index, "delta": self._role(index), "logprobs": None, "finish_reason": FINISH[finish]}
+        reason, new = FINISH[finish], {}
+        if self._make_parser is not None:
+            parser = self._parser(index)
+            new, reason = _delta_json(parser.flush()), _reason(parser, finish)
+        return {"index": index, "delta": self._role(index) | new, "logprobs": None, "finish_reason": reason}
+
+    def _parsed(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
+        if self._make_parser is None:
+            return {"content": delta.text}
+        found = self._parser(index).push(delta.text)
+        return _delta_json(found) if found else None
+
+    def _parser(self, index: int) -> AnswerParser:
+        if index not in self._parsers:
+            assert self._make_parser is not None, "callers have checked"
+            self._parsers[index] = self._make_parser()
+        return self._parsers[index]
 
     def _role(self, index: int) -> dict[str, str]:
         """The role for the first chunk of an answer; empty for later chunks."""
@@ -158,6 +197,28 @@ class ChatFormat:
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text = text_from(self._tokenizer, (token,))
         return {"token": text, "logprob": _finite(logprob), "bytes": list(self._tokenizer.token_bytes(token))}
+
+
+def _delta_json(delta: AnswerDelta) -> dict[str, Any]:
+    calls = [_call_json(each.index, each.name, each.arguments) for each in delta.calls]
+    found = {"content": delta.content, "reasoning_content": delta.reasoning, "tool_calls": calls}
+    return {name: value for name, value in found.items() if value}
+
+
+def _call_json(index: int, name: str, arguments: str) -> dict[str, Any]:
+    """`name`: empty, if the call has begun before."""
+    if not name:
+        return {"index": index, "function": {"arguments": arguments}}
+    call_id = "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+    return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _without_index(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name != "index"}
+
+
+def _reason(parser: AnswerParser, finish: FinishReason) -> str:
+    return "tool_calls" if parser.num_calls and finish is not FinishReason.LENGTH else FINISH[finish]
 
 
 @dataclass(slots=True)

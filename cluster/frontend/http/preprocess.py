@@ -55,11 +55,11 @@ def read_generation(
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     with body.client_errors():
         encoded = tuple(_encode(tokenizer, prompt, bounds, echo) for prompt in prompts)
-    left_out = {"prompt", "messages", "tools", "chat_template_kwargs"}
+    left_out = {"prompt", "messages", "chat_template_kwargs"}
     emptied: dict[str, Any] = {name: [] for name in REQUIRED & kind.model_fields.keys()}
     fields = body.model_dump(exclude_unset=True, exclude=left_out) | emptied
     for name, value in fields.items():
-        if len(pickle.dumps(value)) > MAX_FIELD_BYTES:
+        if name != "tools" and len(pickle.dumps(value)) > MAX_FIELD_BYTES:  # tools have a limit of their own
             raise InvalidRequest(name, f"has more than {MAX_FIELD_BYTES >> 10} KiB; send less")
     return PreprocessedBody(fields, encoded)
 

@@ -7,7 +7,7 @@ error status; one that fails later gets an `error` event. A client that disconne
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +44,7 @@ class ParsedRequest:
     include_usage: bool
     usage_in_chunks: bool
     scores_only: bool  # the answers themselves are dropped
+    keep: Collection[int] = ()  # special tokens that have text
 
     def events(self, gateway: Gateway, send_delta: SendDelta | None) -> list[AsyncGenerator[GatewayEvent, None]]:
         """One iterator for each prompt; closing it cancels the prompt's request. `send_delta`: for a single prompt."""
@@ -67,6 +68,7 @@ class ParsedRequest:
             model=self.model,
             tenant=headers.tenant,
             send_delta=send_delta,
+            keep=self.keep,
         )
         async with aclosing(events):
             async for event in events:
@@ -155,8 +157,9 @@ class Reply(Response):
                         await self._begin(event, {"content-type": EVENTS, "x-accel-buffering": "no"}, send)
                 case TextDelta():
                     if self._count(event):
-                        part = partial(self._format.part, self._choice(prompt, event.index), event)
-                        await _send_body(send, self._chunk(await self._encoded(part, _is_long(event))))
+                        part = partial(self._part, self._choice(prompt, event.index), event)
+                        if choice := await self._encoded(part, _is_long(event)):
+                            await _send_body(send, self._chunk(choice))
                 case TextEnd():
                     end = partial(self._format.end, self._choice(prompt, event.index), event.finish)
                     await _send_body(send, self._chunk(await self._encoded(end, in_thread=False)))
@@ -170,9 +173,15 @@ class Reply(Response):
         """Send a delta of the only prompt at once, if the client is ready and the delta is short."""
         if self._writer is None or not self._writer.is_ready or _is_long(delta):
             return False
-        if self._count(delta):
-            self._writer.write(self._chunk(msgspec.json.encode(self._format.part(delta.index, delta))))
+        if self._count(delta) and (choice := self._part(delta.index, delta)) is not None:
+            self._writer.write(self._chunk(msgspec.json.encode(choice)))
         return True
+
+    def _part(self, choice: int, delta: TextDelta) -> Choice | None:
+        part = self._format.part(choice, delta)
+        if part is None and self._request.usage_in_chunks:
+            return {"index": choice, "delta": {}, "logprobs": None, "finish_reason": None}
+        return part
 
     def _count(self, delta: TextDelta) -> bool:
         """Count its tokens. Returns whether there is something to send.
@@ -182,11 +191,14 @@ class Reply(Response):
         self._sent.completion_tokens += len(delta.tokens)
         return bool(delta.text or delta.logprobs or delta.prompt_logprobs or self._request.usage_in_chunks)
 
-    async def _encoded(self, build: Callable[[], Choice], in_thread: bool) -> bytes:
-        """A choice as JSON. Encodes long ones in a thread, so that they do not delay other requests' tokens."""
+    async def _encoded(self, build: Callable[[], Choice | None], in_thread: bool) -> bytes:
+        """A choice as JSON; empty without one. Encodes long ones in a thread, so that they do not delay other
+        requests' tokens.
+        """
 
         def encoded() -> bytes:
-            return msgspec.json.encode(build())
+            choice = build()
+            return b"" if choice is None else msgspec.json.encode(choice)
 
         if not in_thread:
             return encoded()

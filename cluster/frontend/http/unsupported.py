@@ -14,7 +14,7 @@ OFF: tuple[object, ...] = (None, False, "", [], {})
 IGNORED = frozenset(
     (
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("service_tier", "prediction", "parallel_tool_calls"),
+        *("service_tier", "prediction"),
     )
 )
 # Fields of OpenAI, vLLM and SGLang, each with the values that pass.
@@ -48,10 +48,7 @@ INSTEAD = {
     "priority": "use the header x-diptych-slo-class: a class has a priority",
     **dict.fromkeys(("regex", "ebnf", "json_schema"), "use structured_outputs"),
 }
-MESSAGE_FIELDS = (
-    *("tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "audio"),
-    *("reasoning", "reasoning_content"),
-)
+MESSAGE_FIELDS = (*("function_call", "refusal", "annotations", "audio", "reasoning"),)
 STREAM_FIELDS = ("include_obfuscation",)
 
 
@@ -67,13 +64,13 @@ def check_supported(body: Mapping[object, object], known: Collection[str]) -> No
 
 
 def check_message(index: int, message: Mapping[str, object]) -> None:
-    """Like `check_supported`, for the fields of a chat message besides role, content and name."""
+    """Like `check_supported`, for the fields of a chat message besides those of `ChatMessage`."""
     for name, value in message.items():
         where = f"messages[{index}].{name[:MAX_NAME_CHARS]}"
         if name not in MESSAGE_FIELDS:
             raise _unknown(where)
         if not _is_one_of(value, OFF):
-            raise InvalidRequest(where, "is not supported; send a tool's call and its result as content")
+            raise InvalidRequest(where, "is not supported; leave it out")
 
 
 def check_stream_options(options: Mapping[str, object]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from types import MappingProxyType
@@ -41,6 +41,7 @@ class ByteDetokenizer:
 
 class ByteTokenizer:
     longest_text_bytes: int | None = None
+    special_ids: Mapping[str, int] = MappingProxyType({})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -50,12 +51,12 @@ class ByteTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[int, ...]:
-        named = "".join(f"[{tool['name']}]" for tool in tools)
+        named = "".join(f"[{tool.get('function', tool)['name']}]" for tool in tools)
         return self.encode(named + "".join(f"<{message['role']}>{message['content']}\n" for message in messages))
 
     def token_bytes(self, token: int) -> bytes:
@@ -67,7 +68,7 @@ class ByteTokenizer:
     def load_grammars(self) -> None:
         """Nothing to load."""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> ByteDetokenizer:
         return ByteDetokenizer()
 
 

@@ -1,7 +1,7 @@
 """Answers with many log probabilities are written down apart from the event loop, where others' tokens are due."""
 
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ class Watched(ByteTokenizer):
     def __init__(self) -> None:
         self.decoded: dict[int, int] = {}
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> ByteDetokenizer:
         thread = threading.get_ident()
         self.decoded[thread] = self.decoded.get(thread, 0) + 1
         return super().detokenizer()

@@ -1,6 +1,6 @@
 """A local cluster with all there is to measure: two gateways that answer HTTP, a policy, classes, vLLM's names."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,7 @@ class Dots:
 
 
 class DotTokenizer(ByteTokenizer):
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Dots:  # type: ignore[override]
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> Dots:  # type: ignore[override]
         return Dots()
 
 

@@ -1,6 +1,6 @@
 """Modelled workers behind a real gRPC server, in this process."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -24,6 +24,7 @@ class AnyTokenizer:
 
     has_chat_template = False
     longest_text_bytes: int | None = None
+    special_ids: Mapping[str, int] = MappingProxyType({})
     info: Mapping[str, Any] = MappingProxyType({})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -31,7 +32,7 @@ class AnyTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
@@ -47,7 +48,7 @@ class AnyTokenizer:
     def load_grammars(self) -> None:
         """Nothing to load."""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> "AnyTokenizer":
+    def detokenizer(self, *, skip_special_tokens: bool = True, keep: Collection[int] = ()) -> "AnyTokenizer":
         return self
 
     def push(self, tokens: Sequence[int]) -> str:

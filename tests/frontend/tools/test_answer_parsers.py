@@ -1,0 +1,149 @@
+"""Parsers of answers: the parts do not depend on how the text is cut, and no text is lost or makes one fail."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.frontend.tools.answer import AnswerDelta
+from cluster.frontend.tools.formats import CALLS, REASONING, AnswerFormat, AnswerParser
+from cluster.spec import REASONING_PARSERS, TOOL_CALL_PARSERS
+
+SCHEMAS: dict[str, Any] = {
+    "look": {"type": "object", "properties": {"at": {"type": "string"}, "times": {"type": "integer"}}},
+    "wait": {"type": "object", "properties": {}},
+}
+LOOK = {"at": 'the "sea" {[</tool_call>\\', "times": 3}
+# A text in each format, and its content and calls.
+WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
+    "hermes": [
+        (
+            f'I look.\n<tool_call>\n{{"name": "look", "arguments": {json.dumps(LOOK)}}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {}, "name": "wait"}</tool_call>\n',
+            "I look.\n",
+            [("look", LOOK), ("wait", {})],
+        ),
+        ('<tool_call>{"name": "wait"}</tool_call> Done.', "Done.", [("wait", {})]),
+        ('<tool_call>{"id": [1, "}"], "name": "wait", "arguments": "{}"}</tool_call>', "", [("wait", {})]),
+        ("a <tool_call> b </tool_call>", "a <tool_call> b </tool_call>", []),
+        ('<tool_call><tool_call>{"name": "wait"}', "<tool_call>", [("wait", {})]),
+    ],
+}
+CASES = [(name, *case) for name, cases in WRITTEN.items() for case in cases]
+
+
+def parsed(form: AnswerFormat, pieces: Sequence[str], **options: Any) -> AnswerDelta:
+    parser = AnswerParser(form, SCHEMAS, **options)
+    found = AnswerDelta()
+    for piece in pieces:
+        found = found.joined(parser.push(piece))
+    return found.joined(parser.flush())
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    ends = sorted(place % (len(text) + 1) for place in places)
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def form(calls: str, reasoning: str = "deepseek_r1") -> AnswerFormat:
+    return AnswerFormat(CALLS[calls], REASONING[reasoning])
+
+
+def test_every_format_has_a_name_in_the_cluster_file_and_a_test() -> None:
+    assert ("auto", "none", *CALLS) == TOOL_CALL_PARSERS and ("auto", "none", *REASONING) == REASONING_PARSERS
+    assert set(WRITTEN) == set(CALLS)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_a_text_has_its_content_and_calls_however_it_is_cut(
+    name: str, text: str, content: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    whole = parsed(form(name), [text])
+    assert (whole.content, whole.reasoning) == (content, "")
+    assert [(each.name, json.loads(each.arguments)) for each in whole.calls] == calls
+    assert parsed(form(name), list(text)) == whole
+    for place in range(len(text)):
+        assert parsed(form(name), cut(text, [place])) == whole
+
+
+@pytest.mark.parametrize("name", CALLS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_text_parses_and_does_not_depend_on_its_cuts(name: str, data: st.DataObject) -> None:
+    calls = CALLS[name]
+    parts = [
+        calls.open.replace("NAME", "look"),
+        calls.close,
+        calls.begin,
+        calls.end,
+        *calls.markers,
+        "<think>",
+        "</think>",
+    ]
+    words = st.sampled_from([*parts, *(part[:3] for part in parts), '{"a": "b\\"', "}", "[", '"', "\\", ",", " ", "\n"])
+    pieces = data.draw(st.lists(words | st.text(max_size=8), max_size=12))
+    text = "".join(pieces)
+    is_reasoning = data.draw(st.booleans())
+    whole = parsed(form(name), [text], is_reasoning=is_reasoning)
+    places = data.draw(st.lists(st.integers(0, 400), max_size=20))
+    assert parsed(form(name), pieces, is_reasoning=is_reasoning) == whole
+    assert parsed(form(name), cut(text, places), is_reasoning=is_reasoning) == whole
+
+
+@pytest.mark.parametrize("name", CALLS)
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(["alpha", "beta", "Z", "1", "é"]) | st.sampled_from([" ", "\n", ". "]), max_size=12))
+def test_text_without_markers_is_content(name: str, words: list[str]) -> None:
+    text = "".join(words)
+    assert parsed(form(name), words) == AnswerDelta(text)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_words_around_and_inside_of_broken_calls_are_kept(name: str) -> None:
+    """No word is lost, wherever a call breaks off."""
+    text, *_ = WRITTEN[name][0]
+    for place in range(1, len(text)):
+        found = parsed(form(name), [f"first {text[:place]}"])
+        assert found.content.startswith("first")
+        if "look" in text[:place]:
+            assert "look" in found.content + "".join(each.name for each in found.calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_reasoning", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n\nYes", False, "hm\n", "Yes"),
+        ("hm</think>Yes", True, "hm", "Yes"),
+        ("hm", True, "hm", ""),
+        ("<think>\n\n</think>\n\nYes", False, "", "Yes"),
+        (" Yes <think>no</think>", False, "", " Yes <think>no</think>"),
+        (" \n", False, "", " \n"),
+    ],
+)
+def test_reasoning_comes_first_and_apart(text: str, is_reasoning: bool, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        assert parsed(form("hermes"), pieces, is_reasoning=is_reasoning) == AnswerDelta(content, reasoning)
+
+
+def test_after_the_last_call_that_is_wanted_the_text_is_dropped() -> None:
+    text, *_ = WRITTEN["hermes"][0]
+    found = parsed(form("hermes"), [text + "And more."], most_calls=1)
+    assert (found.content, [each.name for each in found.calls]) == ("I look.\n", ["look"])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_long_answer_is_read_once(name: str) -> None:
+    """The work of a piece does not grow with the text before it: what the parser keeps is bounded by its markers."""
+    calls = CALLS[name]
+    parser = AnswerParser(form(name), SCHEMAS)
+    parser.push(calls.begin + calls.open.replace("NAME", "look") + '{"at": "')
+    for _ in range(2000):
+        parser.push("word ")
+        assert len(parser._text._text) < 100
+    parser = AnswerParser(form(name), SCHEMAS)
+    for _ in range(2000):
+        parser.push("word <")
+        assert len(parser._text._text) < 100
