@@ -199,13 +199,13 @@ async def test_a_prompt_that_does_not_fit_has_openais_code(
         ({"messages": [{"role": "", "content": "hi"}]}, "messages[0].role", "is empty"),
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls",
-            "not supported",
+            "messages[0].tool_calls[0]",
+            "a function with name",
         ),
         (
             {"messages": [{"role": "tool", "content": "3", "tool_call_id": "1"}]},
             "messages[0].tool_call_id",
-            "not supported",
+            "no call of an earlier message",
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "look"}}]},
@@ -218,7 +218,7 @@ async def test_a_prompt_that_does_not_fit_has_openais_code(
             "only parts with text",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
-        ({"tool_choice": "required"}, "tool_choice", "no tool_calls"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),

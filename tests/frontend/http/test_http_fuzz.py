@@ -42,8 +42,16 @@ values = st.recursive(
     ),
     max_leaves=12,
 )
+calls = st.fixed_dictionaries({"id": scalars, "type": st.just("function"), "function": values})
 words = st.text(min_size=1, max_size=8) | st.sampled_from(["user", "assistant", "\ud800", "{{ 1 }}"])
-messages = st.lists(st.fixed_dictionaries({"role": words | scalars, "content": words | values}), min_size=1, max_size=3)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": words | scalars, "content": words | values},
+        optional={"tool_calls": values | st.lists(calls, max_size=2), "tool_call_id": scalars},
+    ),
+    min_size=1,
+    max_size=3,
+)
 sane: dict[str, st.SearchStrategy[Any]] = {
     "prompt": words | st.text(max_size=20) | st.lists(st.integers(0, 255), max_size=5) | st.lists(st.text(max_size=4)),
     "messages": messages,
@@ -55,7 +63,18 @@ sane: dict[str, st.SearchStrategy[Any]] = {
     "best_of": st.none() | st.integers(0, 4),
     "logprobs": st.none() | st.booleans() | st.integers(0, 21),
     "temperature": st.floats(-1, 3),
-    "tools": st.lists(st.dictionaries(words, values, max_size=2), max_size=2),
+    "tools": st.lists(
+        st.dictionaries(words, values, max_size=2)
+        | st.fixed_dictionaries(
+            {
+                "type": st.just("function"),
+                "function": st.fixed_dictionaries({"name": st.sampled_from("ab"), "parameters": values}),
+            }
+        ),
+        max_size=2,
+    ),
+    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "a"}}]),
+    "parallel_tool_calls": st.booleans(),
     "stop": words | st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=3),
     "logit_bias": st.dictionaries(st.integers(-1, 300).map(str), st.floats(-101, 101), max_size=3),
 }
@@ -111,7 +130,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     folder = write_tiny_llama(tmp_path_factory.mktemp("fuzz") / "tiny")
     with asyncio.Runner() as runner:
         dispatcher, stack = FakeDispatcher(), AsyncExitStack()
-        there, _ = runner.run(stack.enter_async_context(opened(dispatcher, partial(ModelTokenizer, folder))))
+        parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+        there, _ = runner.run(stack.enter_async_context(opened(dispatcher, partial(ModelTokenizer, folder), **parsers)))
         yield Fuzzed(runner, there, dispatcher)
         runner.run(stack.aclose())
 

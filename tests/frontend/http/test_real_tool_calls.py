@@ -38,11 +38,11 @@ WEATHER: dict[str, Any] = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-TOOLS = [
+TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "Weather of a city", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
-QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
+QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
 ENGINE = EngineConfig(block_size=16, kv_blocks=128, max_batch_tokens=256, max_running=4, threads=1)
 
 
@@ -119,7 +119,7 @@ async def test_a_result_goes_back_to_the_model(there: tuple[Clients, str]) -> No
         tools=TOOLS,
         tool_choice=named,
         temperature=0.0,
-        max_tokens=80,  # type: ignore[arg-type]
+        max_tokens=80,
     )
     message = first.choices[0].message
     assert message.tool_calls
@@ -130,7 +130,7 @@ async def test_a_result_goes_back_to_the_model(there: tuple[Clients, str]) -> No
         messages=history,
         tools=TOOLS,
         temperature=0.0,
-        max_tokens=24,  # type: ignore[arg-type]
+        max_tokens=24,
     )
     assert last.choices[0].message.content or last.choices[0].message.tool_calls
     counted = [

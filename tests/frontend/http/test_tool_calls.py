@@ -160,7 +160,8 @@ async def test_without_tools_a_call_is_text_and_reasoning_still_apart(
 async def test_every_token_has_its_logprobs_while_a_call_is_held_back(
     there: Clients, dispatcher: FakeDispatcher
 ) -> None:
-    stream = await there.openai.chat.completions.create(**ASK, tools=TOOLS, stream=True, logprobs=True)
+    asked: dict[str, Any] = ASK | {"tools": TOOLS, "stream": True, "logprobs": True}
+    stream: AsyncStream[ChatCompletionChunk] = await there.openai.chat.completions.create(**asked)
     tokens = [
         each.token
         async for chunk in stream
