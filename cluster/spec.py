@@ -124,8 +124,6 @@ class PoolSpec:
             raise ValueError("min_replicas and max_replicas come together; write replicas: {min: 1, max: 4}")
         if self.cache.host and not self.engine.prefix_caching:
             raise ValueError("cache keeps what the prefix cache evicts, but engine.prefix_caching is off")
-        if self.cache.remote is not None and self.parallel.world_size > 1:
-            raise ValueError("cache.remote is for workers of one rank; leave it out, or parallel")
         least, most = self.bounds
         if not 0 <= least <= self.replicas <= most <= MAX_REPLICAS:
             raise ValueError(

@@ -200,7 +200,7 @@ class CacheConfig:
     disk: DiskCacheConfig | None = None
     """On a local disk, for workers with `host`."""
     remote: RemoteCacheConfig | None = None
-    """A server of KV, for workers of one rank with `host`. It is asked for what the disk does not have."""
+    """A server of KV, for workers with `host`. It is asked for what the disk does not have."""
     pins: ByteSize = NO_BYTES
     """The part of `host` that `diptych cache warm --pin` may fill with prompts, at most half. 0: nothing is pinned."""
 

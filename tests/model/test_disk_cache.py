@@ -53,7 +53,9 @@ def config(folder: Path | None, **engine: object) -> WorkerConfig:
 
 
 def disk_of(executor: SoloExecutor) -> DiskCache | None:
-    return executor._rank.disk
+    found = executor._rank.caches.get(Tier.DISK)
+    assert found is None or isinstance(found, DiskCache)
+    return found
 
 
 @dataclass

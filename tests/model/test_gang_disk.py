@@ -10,9 +10,12 @@ import pytest
 from kvtransfer.open import SharedMemory
 from tests.model.test_disk_cache import WAIT_S, Client, config
 from tests.model.tiny import write_tiny_llama
-from workers.config import ByteSize, CacheConfig, ParallelConfig
+from workers.config import ByteSize, CacheConfig, ParallelConfig, RemoteCacheConfig
+from workers.engine.cache_log import Tier
 from workers.errors import RankLost
+from workers.executor.disk_cache import DiskCache
 from workers.executor.gang import open_gang
+from workers.executor.gang_store import GangStore
 from workers.executor.rank_server import RankTasks
 from workers.executor.remote_rank import RemoteRank
 from workers.kv_store.slab import SLAB_FILES
@@ -31,13 +34,18 @@ def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 
 
 async def answers(
-    model: ModelFolder, folder: Path | None, parallel: ParallelConfig, numbers: Sequence[int]
+    model: ModelFolder, folder: Path | None, parallel: ParallelConfig, numbers: Sequence[int], url: str = ""
 ) -> tuple[list[list[int]], int, TierStats | None]:
-    """Ask one worker, then close it. Returns tokens, how many of the prompts were not computed, and the disk's part."""
+    """Ask one worker, then close it. Returns tokens, how many of the prompts were not computed, and the store's part.
+
+    The store is a disk in `folder`, or a server.
+    """
     made = replace(config(folder, kv_blocks=24), parallel=parallel)
     if made.cache.disk is not None:
         disk = replace(made.cache.disk, size=ByteSize(6 << 20))
         made = replace(made, cache=CacheConfig(ByteSize(1 << 20), disk))
+    if url:
+        made = replace(made, cache=CacheConfig(ByteSize(1 << 20), remote=RemoteCacheConfig(url)))
     shared = SharedMemory()
     executor = await open_gang(made, model, "w-1", RankTasks(lambda _: model, shared), shared)
     worker = await Worker.open(made, "w-1", executor, heartbeat_s=0.25)
@@ -45,11 +53,10 @@ async def answers(
     listening = asyncio.ensure_future(worker.subscribe("t", client.take))
     await asyncio.sleep(0)
     found = [await client.answer(number, PROMPTS[number]) for number in numbers]
-    if executor._disk is not None:
-        async with asyncio.timeout(WAIT_S):
-            while executor._disk._asking:
-                await asyncio.sleep(0.001)
-    tiers = [tier for tier in worker.engine.stats().tiers if tier.name == "disk"]
+    async with asyncio.timeout(WAIT_S):
+        while any(store._asking for store in executor._stores):
+            await asyncio.sleep(0.001)
+    tiers = [tier for tier in worker.engine.stats().tiers if tier.name in ("disk", "remote")]
     listening.cancel()
     await worker.close()
     return [tokens for tokens, _ in found], sum(cached for _, cached in found), tiers[0] if tiers else None
@@ -106,15 +113,15 @@ async def test_a_lost_rank_ends_a_read_and_what_is_forgotten_is_gone_on_all_rank
     executor = await open_gang(made, nine_heads, "w-1", RankTasks(lambda _: nine_heads, shared), shared)
     (disk,) = executor.stores(lambda: None)
     disk.watch(lambda name, prefix: None, lambda name: None)
-    assert executor._disk is not None
-    first, second = executor._disk._own.store.names[:2]
+    assert isinstance(disk, GangStore) and isinstance(disk._own, DiskCache)
+    first, second = disk._own.store.names[:2]
 
     async def arrives(name: bytes) -> bool:
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         disk.read(name, 0, WAIT_S, lambda arrived, _: told.set_result(arrived))
         return await asyncio.wait_for(told, WAIT_S)
 
-    def lost(self: RemoteRank, name: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
+    def lost(self: RemoteRank, tier: Tier, name: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
         reply: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(reply.set_exception, RankLost("gone"))
         return reply
@@ -125,8 +132,6 @@ async def test_a_lost_rank_ends_a_read_and_what_is_forgotten_is_gone_on_all_rank
     assert await arrives(first)
     disk.forget([first])
     assert not await arrives(first) and await arrives(second)
-    assert [await other.read_block(name, 0, WAIT_S) for other in executor._others for name in (first, second)] == [
-        False,
-        True,
-    ]
+    (other,) = executor._others
+    assert [await other.read_block(Tier.DISK, name, 0, WAIT_S) for name in (first, second)] == [False, True]
     await executor.close()

@@ -53,7 +53,7 @@ async def answers(
         found, not_computed = await client.ask(number)
         tokens.append(found)
         cached += not_computed
-    tier = next(iter(executor._rank._stores), None)
+    tier = executor._rank.caches.get(Tier.REMOTE)
     assert tier is None or isinstance(tier, RemoteCache)
     if tier is not None:
         async with asyncio.timeout(WAIT_S):

@@ -54,7 +54,6 @@ def test_a_pool_has_host_memory_and_a_disk() -> None:
         ({"host": 1, "remote": {"url": "redis://:p@h"}}, {}, r"remote\.url has a password, .* put it into a file"),
         ({"host": 1, "remote": REMOTE | {"ca_file": "/ca"}}, {}, r"remote\.ca_file is for TLS; write rediss://"),
         ({"host": 1, "remote": REMOTE | {"speed": 0}}, {}, r"remote\.speed and remote\.size are above 0"),
-        ({"host": 1, "remote": REMOTE}, {"parallel": {"tensor": 2}}, r"cache\.remote is for workers of one rank"),
         ({"ram": 1}, {}, r"pools\[0\]\.cache\.ram: unknown key; known keys here: host, disk, remote, pins"),
         ({"host": "8GiB", "pins": "5GiB"}, {}, r"pools\[0\]\.cache: pins \(.*\) must be at most half of host"),
         ({"host": 1}, {"engine": {"prefix_caching": False}}, r"cache keeps .* engine\.prefix_caching is off"),

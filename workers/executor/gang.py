@@ -34,7 +34,7 @@ from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError, RankLost, WorkerError
 from workers.executor.bubble import BubbleMeter
-from workers.executor.gang_disk import GangDisk
+from workers.executor.gang_store import GangStore
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
 from workers.executor.rank import Rank, RankStep
@@ -74,7 +74,7 @@ class GangExecutor:
         self._connections = connections
         self._steps: set[asyncio.Future[RankStep]] = set()
         connections.failure.add_done_callback(lambda _: own.abort())
-        self._disk = None if own.disk is None else GangDisk(own.disk, others, facts.layout.block_bytes)
+        self._stores = tuple(GangStore(cache, others, facts.layout.block_bytes) for cache in own.caches.values())
         self._bubble = BubbleMeter(config.parallel.pipeline)
 
     @property
@@ -125,9 +125,9 @@ class GangExecutor:
         return self._own.ticks + sum(other.ticks for other in self._others)
 
     def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
-        if self._disk is not None:
-            self._disk.changed = changed
-        return () if self._disk is None else (self._disk,)
+        for store in self._stores:
+            store.changed = changed
+        return self._stores
 
     def shards(self) -> tuple[ShardAddress, ...]:
         others = (other.shard for other in self._others)
@@ -168,8 +168,8 @@ class GangExecutor:
         await self._connections.close()
         self._own.abort()
         await self._own.close()
-        if self._disk is not None:
-            await self._disk.close()
+        for store in self._stores:
+            await store.close()
 
     async def _cause(self, error: Exception, calls: "set[asyncio.Future[RankStep]]") -> Exception:
         """The failed rank's own error. It leaves the gang when it fails, so its neighbors' errors may arrive first."""

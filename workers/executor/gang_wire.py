@@ -17,6 +17,7 @@ import workers.errors
 from kvtransfer.rpc.connection import RpcProtocol
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, ReadStats
+from workers.engine.cache_log import Tier
 from workers.engine.step import StepPlan
 from workers.executor.rank import RankStep
 from workers.request import Grammar
@@ -49,22 +50,25 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class WriteBlock(msgspec.Struct, frozen=True, tag=True):
-    """To the rank's disk, from its host memory. The answer: whether it is there."""
+    """To the rank's store of this tier, from its host memory. The answer: whether it is there."""
 
+    tier: Tier
     name: bytes
     prefix: int | None
     block: int
 
 
 class ReadBlock(msgspec.Struct, frozen=True, tag=True):
-    """From the rank's disk. The answer, in time: whether it has arrived."""
+    """From the rank's store of this tier. The answer, in time: whether it has arrived."""
 
+    tier: Tier
     name: bytes
     block: int
     timeout_s: float
 
 
 class ForgetBlocks(msgspec.Struct, frozen=True, tag=True):
+    tier: Tier
     names: tuple[bytes, ...]
 
 

@@ -90,8 +90,7 @@ class Rank:
         masks: GrammarMasks | None = None,
     ) -> None:
         """`masks` None: this rank does not sample, or grammars are not installed."""
-        self.disk = disk
-        self._stores = tuple(store for store in (disk, remote) if store is not None)
+        self.caches = {cache.tier: cache for cache in (disk, remote) if cache is not None}
         self._masks = masks
         self._part = part
         self._pool = pool
@@ -162,9 +161,9 @@ class Rank:
 
     def stores(self, changed: Callable[[], None]) -> tuple[DiskCache | RemoteCache, ...]:
         """As in the `Executor` port."""
-        for store in self._stores:
-            store.changed = changed
-        return self._stores
+        for cache in self.caches.values():
+            cache.changed = changed
+        return tuple(self.caches.values())
 
     def shard(self) -> ShardAddress:
         return self._transports.shard()
@@ -210,8 +209,8 @@ class Rank:
             await self._transports.close()
             await asyncio.gather(*self._scrubbing)
             await self._lender.close()
-            for store in self._stores:
-                await store.close()
+            for cache in self.caches.values():
+                await cache.close()
         finally:
             await self._thread.run(self._part.close)
             await self._thread.close()

@@ -17,7 +17,6 @@ from kvtransfer.rpc.handshake import CallerHandshake
 from kvtransfer.ticket import ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.executor import gang_wire as wire
-from workers.executor.disk_cache import DiskCache
 from workers.executor.opening import open_rank
 from workers.executor.rank import Rank
 from workers.executor.rank_spec import RankSpec
@@ -94,16 +93,16 @@ class _Service:
                 return await self._pull(number, order)
             case wire.Forget(incarnation):
                 return await self._rank.forget(incarnation)
-            case wire.WriteBlock(name, prefix, block):
-                return await self._disk.written(name, prefix, block)
-            case wire.ReadBlock(name, block, timeout_s):
-                return await self._disk.arrived(name, block, timeout_s)
+            case wire.WriteBlock(tier, name, prefix, block):
+                return await self._rank.caches[tier].written(name, prefix, block)
+            case wire.ReadBlock(tier, name, block, timeout_s):
+                return await self._rank.caches[tier].arrived(name, block, timeout_s)
             case wire.Close():
                 return await self._end(whole=True)
 
     def _on_message(self, message: wire.ForgetBlocks | wire.Alive) -> None:
         if isinstance(message, wire.ForgetBlocks):
-            self._disk.forget(message.names)
+            self._rank.caches[message.tier].forget(message.names)
 
     async def _open(self) -> ShardAddress:
         assert self._opening is None, "opened twice"
@@ -121,8 +120,8 @@ class _Service:
         except Exception:
             logger.exception("rank %d of %s cannot open", spec.rendezvous.rank, spec.config.name)
             raise
-        if rank.disk is not None:
-            rank.disk.watch(lambda name, prefix: None, lambda name: None)  # it learns what others store
+        for each in rank.caches.values():
+            each.watch(lambda name, prefix: None, lambda name: None)  # it learns what others store
         return rank
 
     async def _pull(self, number: int, order: PullOrder) -> ReadStats:
@@ -135,12 +134,6 @@ class _Service:
         """Raises if the leader did not wait for `Open`."""
         assert self._opening is not None, "a call before Open"
         return self._opening.result()
-
-    @property
-    def _disk(self) -> DiskCache:
-        disk = self._rank.disk
-        assert disk is not None, "the leader has one too, and asks only then"
-        return disk
 
     def _status(self) -> wire.Moved | wire.Alive:
         """Sent every second. A rebuilt transport has a new address."""

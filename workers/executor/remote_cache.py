@@ -56,18 +56,26 @@ class RemoteCache:
 
     def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         async def write() -> None:
-            done(await self.store.write(name, self._host[block].data, prefix))
+            done(await self.written(name, prefix, block))
 
         self._begin(write())
+
+    async def written(self, name: bytes, prefix: int | None, block: int) -> bool:
+        """As `write`."""
+        return await self.store.write(name, self._host[block].data, prefix)
 
     def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         async def read() -> None:
             begun_s = time.monotonic()
-            arrived = await self.store.read(name, self._host[block].data, timeout_s)
+            arrived = await self.arrived(name, block, timeout_s)
             done(arrived, time.monotonic() - begun_s)
             self._tell()
 
         self._begin(read())
+
+    async def arrived(self, name: bytes, block: int, timeout_s: float) -> bool:
+        """As `read`."""
+        return await self.store.read(name, self._host[block].data, timeout_s)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)

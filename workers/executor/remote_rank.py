@@ -10,6 +10,7 @@ from kvtransfer.rpc.connection import RpcConnection
 from kvtransfer.rpc.frames import FrameStream
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
+from workers.engine.cache_log import Tier
 from workers.engine.step import StepPlan
 from workers.errors import RankLost
 from workers.executor import gang_wire as wire
@@ -72,14 +73,14 @@ class RemoteRank:
     async def forget(self, incarnation: str) -> None:
         await self._connection.begin(wire.Forget(incarnation))
 
-    def write_block(self, name: bytes, prefix: int | None, block: int) -> "asyncio.Future[bool]":
-        return self._connection.begin(wire.WriteBlock(name, prefix, block))
+    def write_block(self, tier: Tier, name: bytes, prefix: int | None, block: int) -> "asyncio.Future[bool]":
+        return self._connection.begin(wire.WriteBlock(tier, name, prefix, block))
 
-    def read_block(self, name: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
-        return self._connection.begin(wire.ReadBlock(name, block, timeout_s))
+    def read_block(self, tier: Tier, name: bytes, block: int, timeout_s: float) -> "asyncio.Future[bool]":
+        return self._connection.begin(wire.ReadBlock(tier, name, block, timeout_s))
 
-    def forget_blocks(self, names: tuple[bytes, ...]) -> None:
-        self._connection.notify(wire.ForgetBlocks(names))
+    def forget_blocks(self, tier: Tier, names: tuple[bytes, ...]) -> None:
+        self._connection.notify(wire.ForgetBlocks(tier, names))
 
     def disconnect(self, error: Exception) -> None:
         """All calls raise `error`; the rank exits when it notices."""

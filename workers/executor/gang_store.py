@@ -1,6 +1,6 @@
-"""The disk of a gang: each rank stores its shard of a block, and a block is there if all ranks have theirs.
+"""A store of a gang: each rank stores its shard of a block, and a block is there if all ranks have theirs.
 
-The leader's index decides what is looked for. A rank that misses makes the block a miss for all. Each rank keeps its
+The leader's own store says what is looked for. A rank that misses makes the block a miss for all. Each rank keeps its
 own deadline, so its host memory is free for others once it has answered.
 """
 
@@ -11,22 +11,20 @@ from typing import Any
 
 from msgspec import structs
 
-from workers.engine.cache_log import Tier
 from workers.executor.disk_cache import DiskCache
+from workers.executor.remote_cache import RemoteCache
 from workers.executor.remote_rank import RemoteRank
 from workers.stats import TierStats
 
 
-class GangDisk:
+class GangStore:
     """`BlockStore` of a GangExecutor, which closes it after the ranks' connections. Its rank closes `own`.
 
     `block_bytes`: of a block on all ranks. Statistics are the leader's, as bytes of all ranks.
     """
 
-    tier = Tier.DISK
-    shared_as = ""
-
-    def __init__(self, own: DiskCache, others: Sequence[RemoteRank], block_bytes: int) -> None:
+    def __init__(self, own: DiskCache | RemoteCache, others: Sequence[RemoteRank], block_bytes: int) -> None:
+        self.tier, self.shared_as = own.tier, own.shared_as
         self._own, self._others, self._block_bytes = own, others, block_bytes
         self._share = own.stats().block_bytes / block_bytes
         self.read_byte_s = own.read_byte_s * self._share  # all ranks read at the same time
@@ -37,11 +35,15 @@ class GangDisk:
         return self._own.watch(added, gone)
 
     def find(self, names: Sequence[bytes], timeout_s: float, found: Callable[[int], None]) -> None:
-        self._own.find(names, timeout_s, found)
+        def told(count: int) -> None:
+            found(count)
+            self.changed()
+
+        self._own.find(names, timeout_s, told)
 
     def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         own = self._own.written(name, prefix, block)
-        self._ask([own, *(other.write_block(name, prefix, block) for other in self._others)], done)
+        self._ask([own, *(other.write_block(self.tier, name, prefix, block) for other in self._others)], done)
 
     def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
         begun_s = time.monotonic()
@@ -51,7 +53,7 @@ class GangDisk:
             self.changed()
 
         own = self._own.arrived(name, block, timeout_s)
-        self._ask([own, *(other.read_block(name, block, timeout_s) for other in self._others)], told)
+        self._ask([own, *(other.read_block(self.tier, name, block, timeout_s) for other in self._others)], told)
 
     def _ask(self, ranks: Sequence[Awaitable[bool]], done: Callable[[bool], None]) -> None:
         """`done` once all ranks have answered, or are lost: until then they may use their host blocks."""
@@ -68,7 +70,7 @@ class GangDisk:
         names = tuple(names)
         self._own.forget(names)
         for other in self._others:
-            other.forget_blocks(names)
+            other.forget_blocks(self.tier, names)
 
     def stats(self) -> TierStats:
         own = self._own.stats()
