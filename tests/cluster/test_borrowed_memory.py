@@ -120,6 +120,27 @@ async def test_a_lender_gets_its_blocks_back_for_its_own_requests(model: Path, m
         await subject.settle()
 
 
+async def test_blocks_come_back_when_there_is_room(
+    model: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers lend. The blocks of the second one come back, with digests, while tokens are computed."""
+    monkeypatch.setattr("workers.engine.borrowing.Moves._pays", lambda *_: True)
+    async with cluster(small(model)) as subject:
+        running = await subject.begin(asked("long"), 5)
+        owner = borrower(subject)
+        moves = owner.engine._kv.moves
+        async with asyncio.timeout(20.0):
+            while len(list(moves.remote())) < 2:
+                await asyncio.sleep(0.001)
+            moves._low = 4  # blocks; there is room now
+            while len(list(moves.remote())) == 2:
+                await asyncio.sleep(0.001)
+        assert not running.done() and owner._stats().pulls.arrived == 1
+        events = await running
+        assert tokens_of(events) == alone and completed(events).attempts == 1
+        await subject.settle()
+
+
 async def test_a_recalled_loan_that_no_worker_takes_costs_another_attempt(
     model: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

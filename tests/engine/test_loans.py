@@ -44,12 +44,14 @@ class Town:
     borrower: Engine
     lenders: dict[str, Engine]
     patience: int = 0
+    move_s: float = 0.0  # as measured, for a block; 0: blocks come back only when they are recalled
     device: Device = field(default_factory=lambda: Device(BLOCK))
     emitted: list[Any] = field(default_factory=list)
     moves: list[tuple[BlockMove | tuple[SpanReturn, Lease], int]] = field(default_factory=list)
     num_moves: int = 0
     num_returns: int = 0  # to another lender, or
     num_back: int = 0  # into the borrower's pool
+    blocks_back: int = 0
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -128,6 +130,9 @@ class Town:
             if not self.borrower.moved(move, RemoteKV(name, loan, held + move.count)):
                 lender.loans.repay(loan)
             self.num_moves += 1
+            if self.move_s:
+                self.borrower.learn_move(self.move_s * move.count, move.count)
+                self.borrower.learn_wait(1.0)
             return
         self.borrower.not_moved(move, "no worker lends blocks")
 
@@ -144,6 +149,7 @@ class Town:
         if wanted.blocks:
             self.device.copy(source, lease.blocks, wanted.blocks)
             self.num_back += self.borrower.returned(wanted, None)
+            self.blocks_back += len(wanted.blocks)
             lender.leases.drop(lease.key)
             return
         for name, (other, target) in self.device.lenders.items():
@@ -300,6 +306,66 @@ def test_a_recalled_span_comes_back_if_there_is_room() -> None:
     assert len(answer_of(town, long)) == 300
 
 
+def beside_another(move_s: float) -> tuple[Town, Request]:
+    """A sequence that has borrowed while another one had most of the pool, and that other one has ended."""
+    town = Town(large(120, max_batch_tokens=32), {"a": large(130)}, patience=2, move_s=move_s)
+    beside, long = request("beside", prompt(1201)[1:], max_tokens=60), request("long", prompt(900), max_tokens=200)
+    town.ask(town.borrower, beside)
+    while not tokens_of(town.emitted, beside.key):
+        town.step()
+    town.ask(town.borrower, long, borrows=True)
+    borrowing(town)
+    while town.borrower.holds(beside.key):
+        town.step()
+    return town, long
+
+
+def test_blocks_come_back_when_there_is_room_again() -> None:
+    town, long = beside_another(move_s=0.5)
+    num_moves = town.num_moves
+    while list(town.borrower.remote()):
+        town.step()
+    assert town.borrower.holds(long.key)
+    town.run()
+    assert (town.num_back, town.num_moves) == (1, num_moves)
+    assert len(answer_of(town, long)) == 200
+
+
+def test_blocks_stay_where_their_way_back_takes_longer_than_the_waits_it_saves() -> None:
+    town, long = beside_another(move_s=20.0)  # a span of 8 blocks or more, and 200 tokens with a second each
+    town.run()
+    assert town.num_back == 0 and len(answer_of(town, long)) == 200
+
+
+def test_blocks_stay_while_others_wait_for_memory() -> None:
+    town, long = beside_another(move_s=0.01)
+    for number in range(9):  # one more than run at once
+        town.ask(town.borrower, request(f"s{number}", prompt(50 + number)[number:], max_tokens=150))
+    while town.borrower.stats().waiting:
+        town.step()
+        assert town.num_back == 0
+    town.run()
+    assert len(answer_of(town, long)) == 200
+
+
+def test_pulls_take_no_more_time_than_the_waits_when_memory_comes_and_goes() -> None:
+    town = Town(large(120, max_batch_tokens=32), {"a": large(130)}, move_s=4.0)
+    long = request("long", prompt(300), max_tokens=800)
+    town.ask(town.borrower, long, borrows=True)
+    number = num_waits = 0
+    while town.step():
+        sequences = town.borrower._sequences
+        if tokens_of(town.emitted, long.key) and sequences.keys() == {long.key} and not sequences[long.key].remote:
+            number += 1
+            fills = (town.borrower.pool.num_free - 6) * BLOCK
+            town.ask(town.borrower, request(f"s{number}", prompt(fills + number)[number:], max_tokens=80))
+        if long.key in sequences and sequences[long.key].remote:
+            num_waits += 1
+            town.borrower.abort(f"s{number}/0")
+    assert town.num_back >= 3 and len(answer_of(town, long)) == 800
+    assert town.blocks_back * 4.0 < num_waits * 1.0
+
+
 def test_a_recall_that_nobody_can_follow_ends_the_loan_at_its_deadline() -> None:
     town = Town(large(34), {"a": large(130)})
     long, own = request("long", prompt(1000), max_tokens=200), request("own", prompt(1900))
@@ -341,6 +407,8 @@ def test_a_request_that_ends_while_its_span_comes_back_leaves_nothing() -> None:
     aborts=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 3)), max_size=3),
     own=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 2), st.integers(1, 2000)), max_size=4),
     recalls=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 2)), max_size=4),
+    move_s=st.sampled_from([0.0, 0.01, 0.5]),
+    least=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_every_answer_is_whole_or_fails_and_every_block_comes_back(
     kv_blocks: int,
@@ -350,13 +418,18 @@ def test_every_answer_is_whole_or_fails_and_every_block_comes_back(
     aborts: list[tuple[int, int]],
     own: list[tuple[int, int, int]],
     recalls: list[tuple[int, int]],
+    move_s: float,
+    least: float,
 ) -> None:
-    """`own`: requests of lenders, which recall loans; `recalls`: without such a reason."""
-    town = Town(large(kv_blocks), {f"w{place}": large(blocks) for place, blocks in enumerate(lenders)}, patience)
+    """`own`: requests of lenders, which recall loans; `recalls`: without such a reason. Those of at least this share of
+    the pool borrow.
+    """
+    engines = {f"w{place}": large(blocks) for place, blocks in enumerate(lenders)}
+    town = Town(large(kv_blocks), engines, patience, move_s)
     room = (kv_blocks - 2) * BLOCK
     asked = [request(f"r{place}", prompt(length), max_tokens=20) for place, length in enumerate(lengths)]
     for each in asked:
-        town.ask(town.borrower, each, borrows=len(each.prompt) + 20 > min(room, town.borrower.max_length))
+        town.ask(town.borrower, each, borrows=len(each.prompt) + 20 > least * room)
     aborted, steps = set(), 0
     while town.step() or steps <= 200:
         for key in [f"r{place}/0" for when, place in aborts if when == steps]:

@@ -1,7 +1,8 @@
 """The blocks of this worker's sequences that other workers hold, and their moves there and back.
 
     pool nearly full ──BlockMove──> leases the oldest full blocks ──moved──> frees them, and attends remotely
-    lender recalls ──SpanReturn──> reads the span back, or another lender reads it ──returned──> repays the loan
+    room again ──SpanReturn──> reads the newest span back ──returned──> repays the loan
+    lender recalls ──SpanReturn──> the same, or another lender reads it
 
 Pure. Source: rBlocks and their debts, Lin et al., Infinite-LLM (arXiv 2401.02669).
 """
@@ -15,6 +16,7 @@ from workers.engine.sequence import Sequence, SpanReturn
 from workers.engine.step import ELSEWHERE, RemoteKV
 
 MOVED_SHARE = 0.25  # of its full blocks that a sequence moves at a time
+NEWEST = 0.2  # weight of the newest of the measured times
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,16 @@ class Moves:
         self._due: list[BlockMove] = []
         self._due_returns: list[SpanReturn] = []
         self._repaid: list[RemoteKV] = []
+        self._block_s = 0.0  # to move a block
+        self._token_s = 0.0  # that a token waits for each lender of its sequence
+
+    def learn_move(self, seconds: float, num_blocks: int) -> None:
+        """A lender has read this many blocks."""
+        self._block_s = _learned(self._block_s, seconds / num_blocks)
+
+    def learn_wait(self, seconds: float) -> None:
+        """A token waits this long for a lender, in all layers together."""
+        self._token_s = _learned(self._token_s, seconds)
 
     def add(self, sequence: Sequence) -> None:
         self._borrowing[sequence.key] = sequence
@@ -63,7 +75,7 @@ class Moves:
             if sequence.returning is not None:
                 self._drop(sequence.returning)
         sequence.remote.clear()
-        sequence.num_moving = sequence.moves_from = 0
+        sequence.num_moving = sequence.moves_from = sequence.moved_at = 0
         sequence.returning = None
 
     def remote(self) -> Iterator[RemoteKV]:
@@ -97,10 +109,12 @@ class Moves:
 
     # ---- to lenders --------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Decide which moves are due."""
-        if not self._borrowing or self._pool.num_free >= self._low:
+    def start(self, *, is_short: bool) -> None:
+        """Decide which moves and returns are due. `is_short`: other sequences wait for memory."""
+        if not self._borrowing:
             return
+        if self._pool.num_free >= self._low:
+            return None if is_short else self._pull_back()
         for sequence in self._borrowing.values():
             first = sequence.num_remote
             full = sequence.num_computed // self._pool.block_size - first
@@ -152,6 +166,28 @@ class Moves:
                     fits = self._pool.num_free - span.num_blocks >= self._low
                     self._return(sequence, span, here=fits and place == len(sequence.remote))
 
+    def _pull_back(self) -> None:
+        """Read a sequence's newest span back where that pays, and what it still may need has room beside it."""
+        for sequence in self._borrowing.values():
+            if not sequence.remote or not self._can_move(sequence) or not sequence.blocks:
+                continue
+            span, size = sequence.remote[-1], self._pool.block_size
+            to_come = sequence.most_to_come
+            growth = -(-(len(sequence.tokens) + to_come) // size) - len(sequence.blocks)
+            if (
+                self._pays(span.num_blocks, sequence.num_computed - sequence.moved_at, to_come)
+                and self._pool.num_free - span.num_blocks - growth >= self._low
+            ):
+                self._return(sequence, span, here=True)
+
+    def _pays(self, num_blocks: int, tokens_since: int, tokens_to_come: int) -> bool:
+        """Whether a pull takes less time than the waits that it saves.
+
+        As many tokens as pay for it must have waited since the last move or return, too. So the pulls of a sequence
+        whose memory comes and goes, or that ends early, take no more time than its waits.
+        """
+        return num_blocks * self._block_s < min(tokens_since, tokens_to_come) * self._token_s
+
     def _return(self, sequence: Sequence, span: RemoteKV, *, here: bool) -> None:
         blocks = self._pool.allocate(span.num_blocks) if here else ()
         sequence.returning = SpanReturn(sequence.key, span, tuple(blocks))
@@ -172,7 +208,7 @@ class Moves:
         """The lender still has the only copy."""
         sequence = self._borrowing.get(wanted.key)
         if sequence is not None and sequence.returning is wanted:
-            sequence.returning = None
+            sequence.returning, sequence.moved_at = None, sequence.num_computed
         self._drop(wanted)
 
     def _drop(self, wanted: SpanReturn) -> None:
@@ -199,7 +235,7 @@ class Moves:
         assert sequence.num_remote == first + count, f"{span} is not what {sequence.key} moved"
         self._pool.free(sequence.blocks[first : first + count])
         sequence.blocks[first : first + count] = [ELSEWHERE] * count
-        sequence.num_moving = 0
+        sequence.num_moving, sequence.moved_at = 0, sequence.num_computed
 
     def _bring_back(self, sequence: Sequence, wanted: SpanReturn, span: RemoteKV | None) -> None:
         place = sequence.remote.index(wanted.span)
@@ -209,4 +245,8 @@ class Moves:
             sequence.blocks[first : first + len(wanted.blocks)] = wanted.blocks
         self._returning.remove(wanted)
         self._repaid.append(wanted.span)
-        sequence.returning = None
+        sequence.returning, sequence.moved_at = None, sequence.num_computed
+
+
+def _learned(known: float, seconds: float) -> float:
+    return known + NEWEST * (seconds - known) if known else seconds

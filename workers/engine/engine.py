@@ -291,6 +291,14 @@ class Engine:
         """The span could not be read from its lender, which still has it."""
         self._kv.moves.not_returned(wanted)
 
+    def learn_move(self, seconds: float, num_blocks: int) -> None:
+        """A lender has read this many blocks."""
+        self._kv.moves.learn_move(seconds, num_blocks)
+
+    def learn_wait(self, seconds: float) -> None:
+        """A token waits this long for a lender, in all layers together."""
+        self._kv.moves.learn_wait(seconds)
+
     def offer_loan(self, number: int, count: int, now_s: float) -> Lease:
         """Lease the first `count` blocks of a loan to its borrower, or to another lender. Raises `LeaseLost`."""
         blocks = self.loans.ready(number, count, now_s)
@@ -357,7 +365,7 @@ class Engine:
         """
         if ahead and not self._scheduler.runs_ahead:
             return None
-        self._kv.moves.start()
+        self._kv.moves.start(is_short=bool(self._scheduler.queues.waiting))
         self._loads.schedule(now_s)
         step = self._scheduler.schedule(now_s, ahead=ahead)
         if missing := self._kv.take_missing():

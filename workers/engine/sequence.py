@@ -88,6 +88,7 @@ class Sequence:
     num_moving: int = 0  # blocks behind these that are being moved
     returning: "SpanReturn | None" = None  # that is being brought back
     moves_from: int = 0  # computed tokens from which on it moves blocks again, after no lender took them
+    moved_at: int = 0  # computed tokens at its last move or return
     number: int = 0  # of the prompt in the engine's order of arrival
     was_preempted: bool = False
     from_stores: dict[int, Tier] = field(default_factory=dict)  # numbers of blocks that were read for it, not yet used
@@ -186,10 +187,15 @@ class Sequence:
         return not (self.hold or self.borrows or sampling.penalises or sampling.grammar is not None)
 
     @property
+    def most_to_come(self) -> int:
+        """How many more tokens it can get."""
+        most, room = self.request.sampling.max_tokens, self.max_length - len(self.tokens)
+        return room if most is None else min(room, most - self.num_output)
+
+    @property
     def ends_next(self) -> bool:
         """Whether the next token is certainly the last one."""
-        most = self.request.sampling.max_tokens
-        return len(self.tokens) + 1 >= self.max_length or (most is not None and self.num_output + 1 >= most)
+        return self.most_to_come <= 1
 
     def draw(self, position: int, end_tokens: tuple[int, ...]) -> Draw:
         """How to sample the token at this position."""

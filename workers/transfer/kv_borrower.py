@@ -5,6 +5,7 @@ Knows moves, loans and peers; knows no KV byte.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -55,6 +56,7 @@ class KVBorrower:
         self._tasks: set[asyncio.Task[None]] = set()
         self._renewal: asyncio.TimerHandle | None = None
         self._executor = executor
+        self._num_layers = executor.facts.layout.num_layers
         self._can_borrow = False
 
     def add(self, key: str, lenders: tuple[PeerAddress, ...]) -> None:
@@ -128,7 +130,9 @@ class KVBorrower:
         client, _ = await self._peer_links.meet(lender)
         ticket = self._ticket(self._engine.begin_move(move, asyncio.get_running_loop().time()))
         loan, held = (last.loan, last.num_blocks) if last is not None else (0, 0)
+        begun_s = time.monotonic()
         number = await client.borrow(ticket, loan, held * self._block_size, MOVE_S)
+        self._engine.learn_move(time.monotonic() - begun_s, move.count)
         return RemoteKV(lender.incarnation, number, held + move.count)
 
     async def _return(self, wanted: SpanReturn) -> None:
@@ -197,7 +201,10 @@ class KVBorrower:
             query.query,
             query.state,
         )
-        return await client.attend(request, ATTEND_S)
+        begun_s = time.monotonic()
+        state = await client.attend(request, ATTEND_S)
+        self._engine.learn_wait((time.monotonic() - begun_s) * self._num_layers)
+        return state
 
     def _arm(self) -> None:
         """Renew loans while there are any."""
