@@ -1,7 +1,7 @@
 """`diptych plan`: the best cluster for a load, or what one instance of a model delivers."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,16 @@ import click
 from cluster.cli.comparison import positive_slo
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json, say
-from cluster.cli.search import INTERRUPTED, cut_short, search
+from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 
 if TYPE_CHECKING:
+    from cluster.offline.plan.budget import Budget
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.request import PlanRequest
     from workers.request import SLO
 
 INSTANCE_S, PLACEMENT_S = 120.0, 600.0  # default time limits
+FIRST_S = 50.0  # the first verdict is what is known by then, if it is not certain earlier
 TTFT_S, TPOT_S = 1.0, 0.05  # default SLOs with --prompt
 USERS = "1,8,64"
 
@@ -39,6 +41,7 @@ class PlanOptions:
     target: float
     objective: str
     network: str
+    price: tuple[str, ...]
     costs: str
     kv_dtype: str | None
     prompt: str | None
@@ -72,6 +75,12 @@ class PlanOptions:
     "--network", type=click.Choice(("fast", "slow")), default="fast", show_default=True, help="Network between nodes."
 )
 @click.option(
+    "--price",
+    multiple=True,
+    metavar="NAME=DOLLARS",
+    help="Dollars an hour of one GPU, or a JSON file of {name: dollars}; repeatable. [default: dated list prices]",
+)
+@click.option(
     "--source", "costs", default="best", show_default=True, help="Source of step times: best, roofline, vidur, ..."
 )
 @click.option("--kv-dtype", type=click.Choice(("int8",)), help="KV dtype. [default: of the weights]")
@@ -95,8 +104,9 @@ class PlanOptions:
 def plan(**options: Any) -> None:
     """Find the best cluster for a load: whether to disaggregate, pools, parallelism, replicas, chunk sizes.
 
-    An estimate from closed forms comes at once; then everything is simulated with the shipped scheduling code. Nothing
-    needs a GPU. --prompt and --output ask what one instance delivers: TTFT, TPOT and throughput.
+    An estimate from closed forms comes at once, for each kind of GPU. A first verdict comes within a minute: what the
+    estimate favors, simulated with the shipped scheduling code. Then more is simulated until --limit. Nothing needs a
+    GPU. --prompt and --output ask what one instance delivers: TTFT, TPOT and throughput.
 
     At --limit, or on Ctrl-C (exit status 130), the best answer so far is printed and marked as incomplete.
 
@@ -131,6 +141,7 @@ def _kinds(options: PlanOptions) -> list[str]:
 
 
 def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "PlanLoad", slo: "SLO") -> "PlanRequest":
+    from cluster.offline.plan.dollars import parse_prices
     from cluster.offline.plan.request import PlanRequest
 
     return PlanRequest(
@@ -148,6 +159,7 @@ def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "Pl
         seeds=tuple(range(options.seeds)),
         source=options.costs,
         kv_dtype=options.kv_dtype or "",
+        prices=parse_prices(options.price, hardware),
     )
 
 
@@ -169,13 +181,19 @@ def _print_answer(options: PlanOptions, lines: list[str], value: dict[str, Any],
 
 
 def _place(options: PlanOptions) -> None:
-    from msgspec import to_builtins
-
     from cluster.offline.plan.estimate import outline
     from cluster.offline.plan.load import PlanLoad
-    from cluster.offline.plan.placement import PlacementSearch
-    from cluster.offline.plan.report import estimate_lines, plan_json, plan_lines, write_plan
-    from cluster.offline.plan.verdict import judge
+    from cluster.offline.plan.placement import PlacementResult, PlacementSearch
+    from cluster.offline.plan.report import (
+        estimate_lines,
+        estimates_json,
+        first_json,
+        first_lines,
+        plan_json,
+        plan_lines,
+        write_plan,
+    )
+    from cluster.offline.plan.verdict import FirstVerdict, first_verdict, judge
     from cluster.offline.workload.load import load_workload
 
     _need(options, "model", "hardware", "gpus", "workload", "ttft", "tpot")
@@ -184,15 +202,37 @@ def _place(options: PlanOptions) -> None:
     estimates = outline(request)
     _print_estimate(options, estimate_lines(request, estimates))
     limit_s = options.limit or PLACEMENT_S
-    found, ended_by = search(
-        limit_s,
-        options.processes,
-        lambda budget, progress: PlacementSearch(request, budget.each, progress.update, budget.past).search(),
-    )
+    told: list[FirstVerdict] = []
+
+    def begin(budget: "Budget", progress: SearchProgress) -> "Callable[[], PlacementResult]":
+        first = estimates.contenders(request)
+        placement = PlacementSearch(request, budget.each, progress.update, budget.past, first, budget.processes)
+
+        def interim(seconds: float) -> list[str]:
+            if told or not (placement.race.decided or seconds >= FIRST_S):
+                return []
+            told.append(first_verdict(request, placement.race, seconds))
+            return [] if options.as_json else first_lines(request, told[0])
+
+        def refined() -> PlacementResult:
+            found = placement.search()
+            if not told:
+                told.append(first_verdict(request, placement.race, budget.limit_s - budget.left_s))
+            return found
+
+        progress.interim = interim
+        return refined
+
+    found, ended_by = search(limit_s, options.processes, begin)
     verdict = judge(request, found.options, found.complete) if found.options else None
     if verdict is not None and options.out is not None:
         say(f"written to {options.out}. {write_plan(options.out, request, found, verdict)}")
-    value = {**plan_json(request, found, verdict), "estimates": to_builtins(estimates)}
+    layers = {
+        "estimates": estimates_json(request, estimates),
+        "does_not_fit": estimates.refused,
+        "first": first_json(request, told[0]) if told else None,
+    }
+    value = {**plan_json(request, found, verdict), **layers}
     _print_answer(options, plan_lines(request, found, verdict), value, ended_by, limit_s)
     if verdict is None and options.out is not None:
         raise click.ClickException(f"{options.out} was not written: nothing was decided in time; give a longer --limit")
@@ -227,7 +267,9 @@ def _measure_instances(options: PlanOptions) -> None:
     _print_estimate(options, [*lines, *(f"  {each}" for each in refused)])
     limit_s = options.limit or INSTANCE_S
     found, ended_by = search(
-        limit_s, options.processes, lambda budget, progress: answers(instances, users, budget.each, progress.update)
+        limit_s,
+        options.processes,
+        lambda budget, progress: lambda: answers(instances, users, budget.each, progress.update),
     )
     value = {**instance_json(requests[0], lengths, found), "does_not_fit": refused}
     _print_answer(options, instance_lines(requests[0], lengths, found), value, ended_by, limit_s)

@@ -1,10 +1,13 @@
-"""Runs a search with a time limit: shows progress, and ends at Ctrl-C with the best answer so far."""
+"""Runs a search with a time limit: shows progress and a first answer, and ends at Ctrl-C with the best so far."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, TypeVar
+
+import click
 
 from cluster.cli.screen import console, say
 
@@ -23,8 +26,11 @@ INTERRUPTED = 130  # the exit status after Ctrl-C, as in shells
 class SearchProgress:
     """A bar of the elapsed time and a row per item; without `live`, a line on stderr per changed item.
 
-    Any thread may call `update`; the waiting thread calls `tick`.
+    Any thread may call `update`; the waiting thread calls `tick`. `interim` gets the seconds since the start and
+    returns lines to print on stdout at once, above the bar; usually none.
     """
+
+    interim: Callable[[float], list[str]] = staticmethod(lambda seconds: [])
 
     def __init__(self, limit_s: float, live: "Live | None" = None) -> None:
         self._limit_s = limit_s
@@ -37,6 +43,8 @@ class SearchProgress:
         self._rows[what] = status
 
     def tick(self, left_s: float) -> None:
+        if lines := self.interim(self._limit_s - left_s):
+            self._print(lines)
         rows = list(self._rows.items())
         if self._live is not None:
             self._draw(self._live, rows, left_s)
@@ -47,6 +55,14 @@ class SearchProgress:
                     self._shown[what] = status
                     say(f"{what}: {status} (at most {left_s:.0f} s left)")
 
+    def _print(self, lines: list[str]) -> None:
+        if self._live is not None:
+            self._live.stop()
+        click.echo("\n".join([*lines, ""]))
+        sys.stdout.flush()
+        if self._live is not None:
+            self._live.start()
+
     def _draw(self, live: "Live", rows: list[tuple[str, str]], left_s: float) -> None:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
@@ -54,7 +70,7 @@ class SearchProgress:
 
         head, table = Table.grid(padding=(0, 1)), Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._limit_s, completed=self._limit_s - left_s, width=WIDTH)
-        head.add_row("simulating", bar, f"at most {left_s:.0f} s left; Ctrl-C prints the best so far")
+        head.add_row("simulating", bar, f"{left_s:.0f} s left; Ctrl-C: best so far")
         for row in rows:
             table.add_row(*row)
         live.update(Group(head, table), refresh=True)
@@ -64,8 +80,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def search(limit_s: float, processes: int | None, work: "Callable[[Budget, SearchProgress], T]") -> tuple[T, str]:
-    """The result of `work`, and what ended it early; empty: nothing."""
+def search(
+    limit_s: float, processes: int | None, begin: "Callable[[Budget, SearchProgress], Callable[[], T]]"
+) -> tuple[T, str]:
+    """The result of what `begin` returns, and what ended it early; empty: nothing."""
     from rich.live import Live
 
     from cluster.offline.plan.budget import Budget
@@ -74,7 +92,7 @@ def search(limit_s: float, processes: int | None, work: "Callable[[Budget, Searc
     display = Live(console=out, transient=True, auto_refresh=False) if out.is_terminal else nullcontext()
     with display as live, Budget(limit_s, processes or cores()) as budget:
         progress = SearchProgress(limit_s, live)
-        found = budget.run(lambda: work(budget, progress), progress.tick)
+        found = budget.run(begin(budget, progress), progress.tick)
         return found, budget.ended_by
 
 

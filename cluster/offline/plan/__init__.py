@@ -4,5 +4,6 @@ request     the question, validated                 search      the best of many
 deploy      a layout as a cluster to simulate       trial       one candidate under one load
 placement   DistServe's algorithms and colocated    verdict     whether to disaggregate
 estimate    closed forms, without simulation        report      the plan as text, JSON and YAML
+race        the first verdict, on few layouts       dollars     what serving costs
 instance    TTFT, TPOT and throughput of one instance
 """

@@ -34,6 +34,7 @@ class Budget:
 
     def __init__(self, limit_s: float, processes: int) -> None:
         self.limit_s = limit_s
+        self.processes = processes
         self.ended_by = ""
         self._start_s = time.monotonic()
         context = get_context("spawn")

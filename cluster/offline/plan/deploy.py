@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from cluster.offline.plan.request import PlanRequest
-from cluster.offline.sim.cluster import PoolModel
-from cluster.offline.sim.compare import Case
+from cluster.offline.sim.case import Case, PoolModel
 from cluster.offline.sim.fleet import BLOCK_SIZE, MAX_RUNNING, pool_model
 from cluster.offline.sim.systems import PROMPT_BATCH, RARE_HEARTBEATS
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Resources, Role

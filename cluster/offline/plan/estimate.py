@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from cluster.offline.plan.deploy import Layout
+from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.layouts import Layouts, Rated
 from cluster.offline.plan.load import PlanLoad
-from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.shapes import instances
-from cluster.offline.plan.trial import MARGIN, Trial, full_trial
+from cluster.offline.plan.trial import MARGIN, Trial, full_trial, prompt_seconds
 from cluster.spec import Role
 
 CAVEAT = "Estimate from step costs alone, without queueing: a load near these rates waits, and attains less"
-SAMPLED = 128
+SAMPLED = 64
+GRAIN = 0.1  # closed forms do not tell layouts apart that differ by less
+NEAR, MOST_CONTENDERS = 0.8, 4  # share of the best closed form that is simulated too, and how many at most
 Lengths = tuple[int, int]  # tokens of a prompt and of its answer
 
 
@@ -42,10 +44,15 @@ class Estimate:
 
     @property
     def description(self) -> str:
-        return (
-            f"{self.name}: fits with KV for {self.kv_tokens:,} tokens ({self.at_once} of the long requests); "
-            f"TTFT {ms_range(self.ttft_s)}, TPOT {ms_range(self.tpot_s)}; {self.throughput}"
-        )
+        return f"{self.name}: {self.fit}; {self.latency}; {self.throughput}"
+
+    @property
+    def fit(self) -> str:
+        return f"fits with KV for {self.kv_tokens:,} tokens ({self.at_once} of the long requests)"
+
+    @property
+    def latency(self) -> str:
+        return f"TTFT {ms_range(self.ttft_s)}, TPOT {ms_range(self.tpot_s)}"
 
     @property
     def throughput(self) -> str:
@@ -62,7 +69,7 @@ def estimate(trial: Trial, ends: tuple[Lengths, Lengths], target: float, name: s
     def ttft_s(prompt: int) -> float:
         """Chunks of one prompt overlap in the pipeline stages."""
         return min(
-            costs[pool.name].prefill_seconds(prompt)
+            prompt_seconds(pool, costs[pool.name], prompt)
             / min(pool.parallel.pipeline, ceil(prompt / pool.engine.max_batch_tokens))
             for pool in prefilling
         )
@@ -118,22 +125,79 @@ def rank_by_estimate(request: PlanRequest, trials: Sequence[Trial], keep: int) -
     """The `keep` best by closed forms."""
     hopeful = [trial for trial in trials if trial.unloaded >= request.target - MARGIN and trial.estimate > 0.0]
     rated = [(trial, min(trial.estimate, trial.max_rate)) for trial in hopeful]
-    rated.sort(key=lambda each: -min(each[1], request.rate or inf) / each[0].weight)
+    rated.sort(key=lambda each: (-min(each[1], request.rate or inf) / each[0].weight, -each[1] / each[0].weight))
     return rated[:keep]
 
 
-def outline(request: PlanRequest) -> list[Estimate]:
-    """The best colocated and the best split layout by closed forms. Raises `PlanError` when nothing fits."""
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """`estimates`: of each kind of GPU the best colocated and the best split layout, and of several kinds together the
+    best split. `refused`: why a kind has none, by name."""
+
+    estimates: tuple[Estimate, ...]
+    refused: dict[str, str]
+
+    def contenders(self, request: PlanRequest) -> list[Layout]:
+        """The best colocated and the best split layout, and others that promise nearly as much; best first."""
+
+        def merit(each: Estimate) -> float:
+            rate = min(each.rate, request.rate or inf)
+            return rate if request.objective == "throughput" else rate / each.weight
+
+        ranked = sorted((each for each in self.estimates if each.rate), key=merit, reverse=True)
+        best = {each.layout.kind: each for each in reversed(ranked)}
+        near = [each for each in ranked if each in best.values() or merit(each) >= NEAR * merit(ranked[0])]
+        layouts = [each.layout for each in near][:MOST_CONTENDERS]
+        if request.rate is not None or request.objective == "throughput":
+            return layouts
+        return [each.times(1) if each.kind == "colocated" else each for each in layouts]  # equal by value
+
+
+def outline(request: PlanRequest) -> Outline:
+    """Raises `PlanError` when nothing fits."""
     request = replace(request, load=thinned(request.load))
-    shapes = instances(request)
-    layouts = Layouts(request, lambda what, trials, keep: rank_by_estimate(request, trials, keep))
-    split = layouts.split(shapes)[:1]
-    room = max((layout.gpus for layout in split), default=request.gpus)
-    found = [*layouts.filled(layouts.colocated(shapes), room), *split]
     ends = median_and_p99(request.load)
-    return [estimate(full_trial(request, layout), ends, request.target) for layout in found]
+    found: list[Estimate] = []
+    refused = {}
+    for name in request.hardware:
+        alone = replace(request, hardware=(name,))
+        try:
+            shapes = instances(alone)
+        except PlanError as error:
+            refused[name] = str(error)
+            continue
+        layouts = _outlined(alone, shapes) or [_closest(alone, shapes)]
+        found += [estimate(full_trial(alone, layout), ends, request.target) for layout in layouts]
+    if not found:
+        raise PlanError("; ".join(refused.values()))
+    if len(request.hardware) > 1 and not refused:
+        mixed = [each for each in _layouts(request).split(instances(request), GRAIN)[:1] if _kinds(each) > 1]
+        found += [estimate(full_trial(request, layout), ends, request.target) for layout in mixed]
+    return Outline(tuple(found), refused)
+
+
+def _kinds(layout: Layout) -> int:
+    return len({group.hardware for group in layout.groups})
+
+
+def _layouts(request: PlanRequest) -> Layouts:
+    return Layouts(request, lambda what, trials, keep: rank_by_estimate(request, trials, keep))
+
+
+def _outlined(request: PlanRequest, shapes: Sequence[WorkerGroup]) -> list[Layout]:
+    """The best colocated and the best split layout."""
+    layouts = _layouts(request)
+    split = layouts.split(shapes, GRAIN)[:1]
+    room = max((layout.gpus for layout in split), default=request.gpus)
+    return [*layouts.filled(layouts.colocated(shapes), room), *split]
+
+
+def _closest(request: PlanRequest, shapes: Sequence[WorkerGroup]) -> Layout:
+    """Where no layout meets the SLO: the instance that meets it for the most requests alone."""
+    trials = [full_trial(request, Layout("colocated", (group,))) for group in shapes]
+    return max(trials, key=lambda each: (each.unloaded, each.gpus)).layout
 
 
 def ms_range(seconds: tuple[float, float]) -> str:
-    low, high = (f"{1e3 * each:.3g}" for each in seconds)
+    low, high = (f"{1e3 * each:.3g}" for each in sorted(seconds))
     return f"{low} ms" if low == high else f"{low} to {high} ms"

@@ -25,9 +25,9 @@ from cluster.offline.scoring.figures import Percentiles, percentiles
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
 from cluster.offline.scoring.records import Served
 from cluster.offline.scoring.request_recorder import RequestRecorder
+from cluster.offline.sim.case import Case
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import SimCluster, open_cluster
-from cluster.offline.sim.compare import Case
 from cluster.offline.workload.arrivals import Arrival, Workload, WorkloadError
 from cluster.offline.workload.lengths import Uniform
 from cluster.offline.workload.prompts import request as sim_request

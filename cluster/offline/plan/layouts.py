@@ -36,17 +36,24 @@ class Layouts:
         trials = [full_trial(self._request, Layout("colocated", (group,))) for group in colocated(shapes)]
         return self._rank("colocated instances", trials, 1)
 
-    def split(self, shapes: Sequence[WorkerGroup]) -> list[Layout]:
-        """The `VERIFIED` most valuable, smaller ones first among equals."""
+    def split(self, shapes: Sequence[WorkerGroup], grain: float = 0.01) -> list[Layout]:
+        """The `VERIFIED` most valuable, the smallest first of those that are this share from the best."""
         request = self._request
         sized = self._close(shapes) if request.network == "slow" else self._phases(shapes)
 
+        def weight(layout: Layout) -> float:
+            return sum(group.gpus * request.weight(group.hardware) for group in layout.groups)
+
+        best = max((rate / weight(layout) for rate, layout in sized), default=0.0)
+
         def rank(each: tuple[float, Layout]) -> tuple[float, float]:
             rate, layout = each
-            weight = sum(group.gpus * request.weight(group.hardware) for group in layout.groups)
             if request.rate is not None:
-                return weight, -rate
-            return (-rate if request.objective == "throughput" else -round(rate / weight, 6)), weight
+                return weight(layout), -rate
+            if request.objective == "throughput":
+                return -rate, weight(layout)
+            value = rate / weight(layout)
+            return (-best, weight(layout)) if value >= best * (1.0 - grain) else (-value, weight(layout))
 
         return [layout for _, layout in sorted(sized, key=rank)[:VERIFIED]]
 

@@ -1,5 +1,6 @@
 """The best placement for a load: split as DistServe searches it, and colocated.
 
+    first          what closed forms favor, simulated whole with one seed (`race`)
     fast network   prefill instances alone against TTFT, decode instances alone against TPOT, each for the highest
                    goodput per GPU; then as many of each as the rate needs, or the GPUs allow     (algorithm 1)
     slow network   pairs that keep KV inside nodes, simulated together                            (algorithm 2)
@@ -21,38 +22,34 @@ from statistics import fmean
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import rank_by_estimate
 from cluster.offline.plan.layouts import Layouts, Rated
+from cluster.offline.plan.option import Option
+from cluster.offline.plan.race import MAX_ADDED, Race, enlarged
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.search import FLOOR, SLACK, Effort, Found, SearchOutcome, best_of
 from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import Trial, full_trial
 from cluster.offline.scoring.figures import Attainment
-from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, TimeUp, goodput, trying
+from cluster.offline.scoring.goodput import (
+    MAX_STRIDE,
+    NEAR_STRIDE,
+    Map,
+    Probes,
+    Search,
+    TimeUp,
+    goodput,
+    trying,
+)
 
-COLOCATED_UNTIL, SPLIT_UNTIL = 0.25, 0.6  # shares of the time after which no more instances are tried
-MAX_ADDED = 4  # instances added to a layout that does not serve the rate after all
+FIRST_UNTIL, COLOCATED_UNTIL, SPLIT_UNTIL = (
+    0.25,
+    0.4,
+    0.65,
+)  # shares of the time after which no more instances are tried
 COARSE = 0.05  # relative tolerance where only the ranking matters
 
+BEST_SO_FAR = "best so far"
+
 OnProgress = Callable[[str, str], None]  # what is tried, how far it is
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A layout, simulated whole. `serves`: its mean attainment at the requested rate, if there is one."""
-
-    layout: Layout
-    trial: Trial
-    goodput: Goodput
-    serves: Attainment | None = None
-
-    @property
-    def value(self) -> float:
-        """Goodput per unit of weight."""
-        return self.goodput.rate / self.trial.weight
-
-    @property
-    def values(self) -> list[float]:
-        """By seed."""
-        return [rate / self.trial.weight for rate in self.goodput.by_seed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,8 @@ class PlacementResult:
 
 
 class PlacementSearch:
-    """One search. `each` may be an executor's `map`; `past` returns whether a share of the time is over.
+    """One search. `each` may be an executor's `map` over `width` processes; `past` returns whether a share of the time
+    is over. `first`: layouts to simulate before all others; `race` has what is known of them at any time.
 
     Once `each` raises `TimeUp`, the result is what is known by then.
     """
@@ -81,6 +79,8 @@ class PlacementSearch:
         each: Map = map,
         on_progress: OnProgress = lambda what, how_far: None,
         past: Callable[[float], bool] = lambda share: False,
+        first: Sequence[Layout] = (),
+        width: int = 1,
     ) -> None:
         self._request = request
         self._each = each
@@ -92,11 +92,14 @@ class PlacementSearch:
         self._until = 1.0  # share of the time that the current step may use
         self._notes: list[str] = []
         self._closest: tuple[float, str] = (-1.0, "")  # attainment, description
+        self._best: Option | None = None
+        self.race = Race(request, first, each, width, self._on_first, self._on_option)
 
     def search(self) -> PlacementResult:
         """Raises `PlanError`, with what comes closest, when nothing fits or nothing meets the SLO."""
         start_s = time.perf_counter()
         shapes = instances(self._request)
+        self._run_race()
         layouts = Layouts(self._request, self._ranked, self._on_near_miss)
         self._until = COLOCATED_UNTIL
         colocated = layouts.colocated(shapes)
@@ -112,8 +115,28 @@ class PlacementSearch:
             options += [hybrid] if hybrid else []
         if not options and self._complete:
             raise PlanError(self._no_answer())
+        if not self._complete:  # what was only simulated first is known too
+            seen = {option.layout for option in options}
+            options += [option for option in self.race.options if option.layout not in seen]
         wall_s = time.perf_counter() - start_s
         return PlacementResult(tuple(options), tuple(self._notes), self._requests, wall_s, self._complete)
+
+    def _run_race(self) -> None:
+        try:
+            self.race.run(partial(self._past, FIRST_UNTIL))
+        except TimeUp:
+            self._complete = False
+        self._requests += self.race.requests
+
+    def _on_first(self, layout: str, rate: float) -> None:
+        self._on_progress("first verdict", f"trying {rate:.3g} requests/s on {layout}")
+
+    def _on_option(self, option: Option) -> None:
+        """Show it if it is the best so far."""
+        if self._best is None or option.merit(self._request) > self._best.merit(self._request):
+            self._best = option
+            held = f"{option.goodput.rate:.3g} requests/s on {option.trial.gpus} GPUs"
+            self._on_progress(BEST_SO_FAR, f"at least {held}: {option.layout.description}")
 
     def _ranked(self, what: str, trials: Sequence[Trial], keep: int) -> Rated:
         if not trials:
@@ -164,7 +187,7 @@ class PlacementSearch:
 
     def _simulated(self, layout: Layout) -> Option | None:
         request = self._request
-        trial, serves = full_trial(request, layout), None
+        trial, serves = self._whole(layout), None
         if request.rate is not None:
             for _ in range(MAX_ADDED + 1):
                 serves = self._at(trial, request.rate)
@@ -173,18 +196,22 @@ class PlacementSearch:
                 self._on_near_miss(
                     serves.both, f"{layout.description} attains {serves.both:.1%} at {request.rate:g} requests/s"
                 )
-                layout = _enlarged(layout, serves, request.target)
+                layout = enlarged(layout, serves, request.target)
                 if layout.gpus > request.gpus:
                     return None
-                trial = full_trial(request, layout)
+                trial = self._whole(layout)
             else:
                 return None
         self._verifying += 1
         what = f"layout {self._verifying} whole, with all seeds"
         cap = max(trial.max_rate * SLACK, request.rate or 0.0)
-        search = Search(request.rate or min(trial.estimate, cap) / 2.0, cap / FLOOR, cap, request.tolerance)
+        begun = next((each for each in self.race.contenders if each.trial.layout == layout and each.held), None)
+        start = min(cap, begun.held) if begun else min(trial.estimate, cap) / 2.0
+        stride = NEAR_STRIDE if begun else MAX_STRIDE
+        search = Search(request.rate or start, min(start, cap / FLOOR), cap, request.tolerance, stride)
+        known = {(each.rate, each.seed): each.attained for each in begun.probes} if begun else {}
         found = goodput(
-            Probes(trial, self._each),
+            Probes(trial, self._each, known),
             search,
             request.slo,
             target=request.target,
@@ -195,7 +222,9 @@ class PlacementSearch:
         self._requests += len(found.probes) * trial.requests
         self._complete = self._complete and found.complete
         if found.rate > 0.0:
-            return Option(layout, trial, found, serves)
+            option = Option(layout, trial, found, serves)
+            self._on_option(option)
+            return option
         if not found.complete:
             raise TimeUp
         near = found.closest
@@ -203,6 +232,9 @@ class PlacementSearch:
             near.attained.both, f"{layout.description} attains {near.attained.both:.1%} at {near.rate:.3g} requests/s"
         )
         return None
+
+    def _whole(self, layout: Layout) -> Trial:
+        return replace(full_trial(self._request, layout), give_up=self._request.target)
 
     def _at(self, trial: Trial, rate: float) -> Attainment:
         """The mean over the seeds."""
@@ -226,11 +258,3 @@ class PlacementSearch:
 
 def _best(found: Found | None) -> str:
     return f"; best {found.candidate.name}: {found.rate:.4g} requests/s" if found is not None and found.rate else ""
-
-
-def _enlarged(layout: Layout, attained: Attainment, target: float) -> Layout:
-    """One more instance of the phase that misses its SLO."""
-    counts = [group.replicas for group in layout.groups]
-    misses_tpot = attained.broken(target)[:1] == ("TPOT",)
-    counts[-1 if misses_tpot else 0] += 1
-    return layout.times(*counts)

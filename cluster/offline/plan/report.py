@@ -1,17 +1,19 @@
 """A plan as text, as JSON, and as a cluster file that `serve` reads. Pure, except that it writes the file."""
 
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
 
-from cluster.offline.plan.deploy import spec_of
-from cluster.offline.plan.estimate import CAVEAT, Estimate
-from cluster.offline.plan.placement import Option, PlacementResult
+from cluster.offline.plan.deploy import Layout, spec_of
+from cluster.offline.plan.dollars import price_line, serving_cost
+from cluster.offline.plan.estimate import CAVEAT, Outline
+from cluster.offline.plan.option import Option
+from cluster.offline.plan.placement import PlacementResult
 from cluster.offline.plan.request import PlanRequest
-from cluster.offline.plan.verdict import PlanVerdict
+from cluster.offline.plan.verdict import FirstVerdict, PlanVerdict
 from cluster.offline.scoring.figures import slo_text
 from cluster.spec import ClusterSpec
 from cluster.spec_file import FILE_DEFAULTS
@@ -41,9 +43,24 @@ def plan_lines(request: PlanRequest, found: PlacementResult, verdict: PlanVerdic
     return [*lines, "", *found.notes, *_provenance(request, chosen), requests]
 
 
+def first_lines(request: PlanRequest, first: FirstVerdict) -> list[str]:
+    """The first simulated answer."""
+    head = f"First verdict after {first.after_s:.0f} s ({first.requests:,} requests simulated, one seed):"
+    if first.verdict is None:
+        return [head, f"  no layout that closed forms favor {'meets' if first.decided else 'has met'} the SLO"]
+    lines = [head, first.verdict.words]
+    for option in first.verdict.options:
+        lines += [f"  {option.layout.description}", *(f"    {line}" for line in _evidence(request, option))]
+    return [*lines, "More layouts and all seeds are simulated now; Ctrl-C prints the best so far."]
+
+
 def _evidence(request: PlanRequest, option: Option) -> list[str]:
     lines = [option.goodput.summary]
-    if request.unit != "GPU":
+    if (cost := serving_cost(request, option.layout, request.rate or option.goodput.rate)) is not None:
+        lines.append(cost.words)
+    if request.rate is None and (copies := request.gpus // option.layout.gpus) > 1:
+        lines.append(f"{request.gpus} GPUs hold {copies} of this layout")
+    if request.unit == "W":
         lines.append(f"{option.trial.weight:g} {request.unit}, {option.value:.4g} requests/s for each {request.unit}")
     if option.serves is not None:
         met = option.serves
@@ -68,10 +85,42 @@ def _provenance(request: PlanRequest, option: Option) -> list[str]:
     return list(dict.fromkeys(profile.provenance for profile in profiles))
 
 
-def estimate_lines(request: PlanRequest, found: Sequence[Estimate]) -> list[str]:
+def estimate_lines(request: PlanRequest, found: Outline) -> list[str]:
     """The answer before anything is simulated."""
     lines = [f"{request.shape.name} for {request.load.source.name}: {slo_text(request.slo)}", f"{CAVEAT}."]
-    return lines + ([f"  {each.description}" for each in found] or ["  no layout meets the SLO, even without load"])
+    for each in found.estimates:
+        cost = serving_cost(request, each.layout, min(each.rate, request.rate or inf))
+        lines += [
+            each.name,
+            f"  {each.fit}",
+            f"  a request alone: {each.latency}",
+            f"  {each.throughput}",
+            *([f"  {cost.words}"] if cost else []),
+        ]
+    lines += [f"{name}: {why}" for name, why in found.refused.items()]
+    return [*lines, price_line(request)]
+
+
+def estimates_json(request: PlanRequest, found: Outline) -> list[dict[str, Any]]:
+    return [
+        to_builtins(each) | {"cost": _cost_json(request, each.layout, min(each.rate, request.rate or inf))}
+        for each in found.estimates
+    ]
+
+
+def first_json(request: PlanRequest, first: FirstVerdict) -> dict[str, Any]:
+    found = first.verdict
+    return {
+        "verdict": found.words if found else "not decided in time",
+        "options": [_option_json(request, option) for option in found.options] if found else [],
+        "decided": first.decided,
+        "after_s": first.after_s,
+        "simulated_requests": first.requests,
+    }
+
+
+def _cost_json(request: PlanRequest, layout: Layout, rate: float) -> Any:
+    return to_builtins(serving_cost(request, layout, rate))
 
 
 def plan_json(request: PlanRequest, found: PlacementResult, verdict: PlanVerdict | None) -> dict[str, Any]:
@@ -89,6 +138,7 @@ def plan_json(request: PlanRequest, found: PlacementResult, verdict: PlanVerdict
             "network": request.network,
             "workload": request.load.source.name,
             "seeds": list(request.seeds),
+            "prices": {name: sheet.price_per_hour for name, sheet in request.sheets.items()},
         },
         "verdict": verdict.words if verdict else "not decided in time",
         "options": [_option_json(request, option) for option in verdict.options] if verdict else [],
@@ -109,6 +159,7 @@ def _option_json(request: PlanRequest, option: Option) -> dict[str, Any]:
         "gpus": option.layout.gpus,
         "weight": option.trial.weight,
         "weight_unit": request.unit,
+        "cost": _cost_json(request, option.layout, request.rate or found.rate),
         "goodput": {
             "requests_per_s": found.rate,
             "low": found.low,

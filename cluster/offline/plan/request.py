@@ -1,5 +1,6 @@
 """The question for the planner, validated once. Knows hardware and models by name; simulates nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -45,6 +46,7 @@ class PlanRequest:
     source: str = BEST
     kv_dtype: str = ""  # int8, or that of the weights
     max_requests: int = 1_000_000  # simulated in the whole search
+    prices: Mapping[str, float] = field(default_factory=dict)  # $/hour by kind, instead of the data sheets'
     sheets: dict[str, Hardware] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +56,8 @@ class PlanRequest:
                 raise PlanError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if not self.hardware or len(set(self.hardware)) != len(self.hardware):
             raise PlanError("hardware: name one or more different kinds")
+        if strange := sorted(set(self.prices) - set(self.hardware)):
+            raise PlanError(f"a price is given for {strange[0]}, which --hardware does not name")
         shape_of(self.model)
         object.__setattr__(self, "sheets", {name: self._sheet(name) for name in self.hardware})
 
@@ -78,8 +82,9 @@ class PlanRequest:
 
     def _sheet(self, name: str) -> Hardware:
         sheet = hardware_of(name)
+        sheet = replace(sheet, price_per_hour=self.prices.get(name, sheet.price_per_hour))
         if self.objective == "cost" and sheet.price_per_hour is None:
-            raise PlanError(f"no price of {name} is known; give a hardware file with price_per_hour")
+            raise PlanError(f"no price of {name} is known; give it with --price {name}=DOLLARS an hour")
         return sheet if self.nodes is None else replace(sheet, gpus_per_node=self.gpus // self.nodes)
 
     @cached_property

@@ -13,14 +13,13 @@ from cluster.offline.plan.request import PlanRequest
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import probe_span_s
 from cluster.offline.scoring.records import RequestOutcome, Run, Served
-from cluster.offline.sim.compare import Case
-from cluster.offline.sim.run import RunOptions, simulate
+from cluster.offline.sim.case import Case
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import PoolSpec, Role
 from workers.costs import CostModel
 from workers.request import SLO
 
-MAX_LENGTHENING = 8  # a run at a high rate has at most this many times `requests`
+MAX_LENGTHENING = 8
 MARGIN = 0.05  # a sample of a few hundred requests attains at most this much more than the whole load
 MIN_CHUNK = 16  # prompt tokens beside decodes
 
@@ -31,7 +30,7 @@ class Trial:
 
     `estimate`: expected requests/s; `max_rate`: an upper bound. `unloaded`: share of requests that meet the SLO on an
     idle machine; no load attains more. `weight`: the GPUs as the objective counts them. With `give_up`, a run ends once
-    it can no longer attain this share.
+    it is certain whether it attains this share. A run at a high rate has at most `lengthening` times `requests`.
     """
 
     layout: Layout
@@ -45,6 +44,7 @@ class Trial:
     max_rate: float
     unloaded: float
     give_up: float | None = None
+    lengthening: int = MAX_LENGTHENING
 
     @property
     def name(self) -> str:
@@ -53,20 +53,27 @@ class Trial:
     def __call__(self, rate: float, seed: int) -> Attainment:
         run = self.run(rate, seed)
         attained = attainment(run, self.slo)
-        if self.give_up is None or attained.both >= self.give_up:
+        if self.give_up is None:
             return attained
-        given_up = attainment_so_far(run, self.slo)
-        return given_up if given_up.both < self.give_up else attained
+        so_far = attainment_so_far(run, self.slo)
+        return so_far if (so_far.both >= self.give_up) == (attained.both >= self.give_up) else attained
+
+    def count(self, rate: float) -> int:
+        """Requests of a run at this rate."""
+        outputs = [each.output_tokens for each in self.load.arrivals]
+        span_s = probe_span_s(self.slo, sum(outputs) / len(outputs))
+        return min(self.requests * self.lengthening, max(self.requests, ceil(rate * span_s)))
 
     def run(self, rate: float, seed: int) -> Run:
         """Simulate until the last request has ended or missed its deadline."""
-        outputs = [each.output_tokens for each in self.load.arrivals]
-        span_s = probe_span_s(self.slo, sum(outputs) / len(outputs))
-        count = min(self.requests * MAX_LENGTHENING, max(self.requests, ceil(rate * span_s)))
-        workload = self.load.at(rate, seed, count)
-        misses = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals))
+        from cluster.offline.sim.run import RunOptions, simulate
+
+        workload = self.load.at(rate, seed, self.count(rate))
+        arrivals = len(workload.arrivals)
+        misses = None if self.give_up is None else int((1.0 - self.give_up) * arrivals)
+        met = None if self.give_up is None else ceil(self.give_up * arrivals)
         until_s = last_deadline_s(workload, self.slo)
-        options = RunOptions(seed=seed, slo=self.slo, until_s=until_s, max_missed=misses, system=self.name)
+        options = RunOptions(seed=seed, slo=self.slo, until_s=until_s, max_missed=misses, min_met=met, system=self.name)
         return simulate(self.case.spec, self.case.models, workload, options)
 
 
@@ -131,7 +138,7 @@ def last_deadline_s(workload: Workload, slo: SLO) -> float | None:
 
 
 def attainment_so_far(run: Run, slo: SLO) -> Attainment:
-    """The attainment of a run that was given up, over the requests that had ended or missed an SLO by then.
+    """The attainment of a run that was cut short, over the requests that had ended or missed an SLO by then.
 
     Counting the others as missed would make the run look worse than it was.
     """
@@ -160,6 +167,12 @@ def _met(each: Served, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
 # ---- closed forms ------------------------------------------------------------------------------------------------
 
 
+def prompt_seconds(pool: PoolSpec, cost: CostModel, tokens: int) -> float:
+    """Of one prompt in steps of at most the pool's chunk, one after the other."""
+    chunk = pool.engine.max_batch_tokens
+    return sum(cost.prefill_seconds(min(chunk, tokens - done), done) for done in range(0, tokens, chunk))
+
+
 def _busy_share(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], slo: SLO, target: float) -> float:
     """How busy prompts may keep the pool while the slowest request of the target still meets its TTFT.
 
@@ -167,7 +180,7 @@ def _busy_share(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], sl
     """
     if pool.role is Role.DECODE or slo.ttft_s is None:
         return 1.0
-    unloaded = sorted(cost.prefill_seconds(each.prompt_tokens) / pool.parallel.pipeline for each in arrivals)
+    unloaded = sorted(prompt_seconds(pool, cost, each.prompt_tokens) / pool.parallel.pipeline for each in arrivals)
     slowest_s = unloaded[min(len(unloaded) - 1, int(target * len(unloaded)))]
     left_s = max(slo.ttft_s - slowest_s, 0.01 * slo.ttft_s)
     return left_s / (left_s + sum(unloaded) / len(unloaded))
@@ -183,7 +196,7 @@ def _unloaded(
         cost = costs[pool.name]
         if each.prompt_tokens + each.output_tokens > pool.engine.kv_blocks * pool.engine.block_size:
             return False
-        ttft_s = cost.prefill_seconds(each.prompt_tokens) / pool.parallel.pipeline
+        ttft_s = prompt_seconds(pool, cost, each.prompt_tokens) / pool.parallel.pipeline
         if pool.role is not Role.DECODE and ttft_s > ttft_slo_s:
             return False
         decodes = pool.role is not Role.PREFILL and each.output_tokens > 1
@@ -214,11 +227,16 @@ def capacity(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_
     prefill_s = decode_s = 0.0
     if pool.role is not Role.DECODE:
         together = max(1, engine.max_batch_tokens // prompt)
-        prefill_s = cost.mixed_seconds(((prompt, 0),) * together, 0, 0) / together
+        prefill_s = (
+            cost.mixed_seconds(((prompt, 0),) * together, 0, 0) / together
+            if prompt <= engine.max_batch_tokens
+            else prompt_seconds(pool, cost, prompt)
+        )
     if pool.role is Role.PREFILL or output <= 1:
         bound = stages / max(prefill_s, 1e-9)
         return Capacity(bound, bound)
-    max_batch = max(1, min(engine.max_running, engine.kv_blocks * engine.block_size // context))
+    room = min(engine.max_running, engine.kv_blocks * engine.block_size // context)
+    max_batch = max(1, room // pool.parallel.pipeline)  # the sequences of a worker are spread over its stages
     batch = _largest_batch(cost, max_batch, context, tpot_s)
     decode_s = output * cost.decode_seconds(batch, batch * context) / batch
     bound = stages / max(prefill_s, decode_s, 1e-9)

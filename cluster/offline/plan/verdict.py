@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from math import inf
 from statistics import fmean
 
-from cluster.offline.plan.placement import Option
+from cluster.offline.plan.option import Option
+from cluster.offline.plan.race import Race
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.scoring.goodput import half_width
 
@@ -24,6 +25,22 @@ class PlanVerdict:
     @property
     def chosen(self) -> Option:
         return self.options[0]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstVerdict:
+    """What was known `after_s` seconds: by one seed, of the layouts that closed forms favor. `verdict`: None while no
+    layout has met the SLO. `decided`: no further run of them would change it."""
+
+    verdict: PlanVerdict | None
+    decided: bool
+    after_s: float
+    requests: int
+
+
+def first_verdict(request: PlanRequest, race: Race, after_s: float) -> FirstVerdict:
+    decided, options = race.decided, race.options
+    return FirstVerdict(judge(request, options, decided) if options else None, decided, after_s, race.requests)
 
 
 def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:

@@ -8,7 +8,7 @@ goodputs of the seeds: it covers the differences between seeds, not the error of
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
 from statistics import fmean, stdev
@@ -150,13 +150,13 @@ class Goodput:
         )
 
     def _partial_summary(self, asked: str) -> str:
-        tried = f"{len(self.probes)} runs"
+        tried = f"{len(self.probes)} run{'s' * (len(self.probes) != 1)}"
         if not self.probes:
             return f"goodput not known: the time was up before a first run had ended ({asked})"
         low, bounds = min(self.by_seed), [each for each in self.broke if each is not None]
         below = f"below {max(bounds):.4g} requests/s" if bounds else ""
         held = " and ".join(filter(None, (f"at least {low:.4g} requests/s" if low else "", below)))
-        return f"goodput {held} on {self.gpus} {self.unit}s: {asked}; the time was up after {tried}"
+        return f"goodput {held} on {self.gpus} {self.unit}s: {asked}; known from {tried}"
 
     def as_json(self) -> dict[str, Any]:
         import msgspec
@@ -191,12 +191,15 @@ class Probes:
     """The attainment of one system by (rate, seed), evaluated through `each` and cached for other targets.
 
     `attain(rate, seed)` must be deterministic. `each` may be an executor's `map`; `attain` must then be picklable.
+    `known`: results that exist already.
     """
 
-    def __init__(self, attain: Attain, each: Map = map) -> None:
+    def __init__(
+        self, attain: Attain, each: Map = map, known: Mapping[tuple[float, int], Attainment] | None = None
+    ) -> None:
         self._attain = attain
         self._each = each
-        self._known: dict[tuple[float, int], Attainment] = {}
+        self._known = dict(known or {})
 
     def at(self, wanted: Sequence[tuple[float, int]]) -> list[Attainment]:
         """The attainment of each pair; pairs not known yet are evaluated in one call."""

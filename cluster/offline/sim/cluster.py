@@ -11,57 +11,15 @@ from cluster.control.scaling_loop import Decider
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.offline.scoring.records import StepRecord, WorkerRecord
+from cluster.offline.sim.case import PoolModel as PoolModel
 from cluster.offline.sim.environment import RemoteWorker, SharedMachine, Slowdown
 from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
-from workers.costs import CostModel
 from workers.engine.step import StepPlan
 from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, ModelledRemoteServer, Observe, Pace
-from workers.profiles.shapes import ModelShape
 from workers.server import WorkerServer
-
-
-@dataclass(frozen=True, slots=True)
-class PoolModel:
-    """The simulated workers of one pool. `kv_token_bytes`: of one token, on all ranks of a worker together.
-
-    `call_s`: network seconds of a call to a worker. `shape` is for calls to lenders (None: SmolLM2-135M's) and, with
-    `peak_flops` of a worker, for the MFU.
-    """
-
-    cost: CostModel
-    kv_token_bytes: int = 46_080
-    context_length: int = 1 << 20
-    vocab_size: int = 32_000
-    call_s: float = 0.0
-    shape: ModelShape | None = None
-    peak_flops: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kv_token_bytes < 4 or self.kv_token_bytes % 4:
-            raise ValueError(f"kv_token_bytes is {self.kv_token_bytes}; it must be a positive multiple of 4")
-
-    @property
-    def _calls(self) -> AttentionCalls:
-        shape = self.shape
-        return SMOLLM2_CALLS if shape is None else AttentionCalls(shape.layers, shape.heads, shape.head_dim)
-
-    def modelled(self, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer]) -> Modelled:
-        # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
-        return Modelled(
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=self.kv_token_bytes // 4,
-            dtype="bfloat16",
-            context_length=self.context_length,
-            vocab_size=self.vocab_size,
-            calls=self._calls,
-            servers=servers,
-            observe=observe,
-            pace=pace,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +127,7 @@ class SimRuntime(LocalRuntime):
         model = self._models[pool]
         meter = Meter(order.config.name, pool, self._trace)
         pace = None if self._machine is None else partial(self._machine.spend, pool)
-        meter.server = modelled_worker(order, model.cost, model.modelled(meter.observe, pace, self._servers))
+        meter.server = modelled_worker(order, model.cost, _modelled(model, meter.observe, pace, self._servers))
         self.meters[meter.name].append(meter)
         return meter.server
 
@@ -247,3 +205,22 @@ class _NoServer:
 
     async def close(self, grace_s: float) -> None:
         """Nothing to close."""
+
+
+def _modelled(
+    model: PoolModel, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer]
+) -> Modelled:
+    shape = model.shape
+    # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
+    return Modelled(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=model.kv_token_bytes // 4,
+        dtype="bfloat16",
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        calls=SMOLLM2_CALLS if shape is None else AttentionCalls(shape.layers, shape.heads, shape.head_dim),
+        servers=servers,
+        observe=observe,
+        pace=pace,
+    )

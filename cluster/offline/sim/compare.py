@@ -1,7 +1,7 @@
 """Several systems under the same load: one run of each, or the goodput of each, on one or more processes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,29 +11,17 @@ from multiprocessing import get_context
 from cluster.offline.scoring.figures import Attainment, attainment
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
-from cluster.offline.sim.cluster import DEFAULT_ENVIRONMENT, Environment, PoolModel
+from cluster.offline.sim.case import Case as Case
+from cluster.offline.sim.cluster import DEFAULT_ENVIRONMENT, Environment
 from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.sim.systems import phase_seconds
 from cluster.offline.workload.arrivals import Workload
 from cluster.offline.workload.changes import resampled
-from cluster.spec import ClusterSpec, Role
+from cluster.spec import Role
 from workers.request import SLO
 
 MAX_REQUESTS = 20_000  # of one probe
 CUT_AFTER = 30.0  # a probe ends this many SLOs after its last arrival; requests that still wait have missed them
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A cluster to simulate. `models` by pool name."""
-
-    name: str
-    spec: ClusterSpec
-    models: Mapping[str, PoolModel]
-
-    @property
-    def gpus(self) -> int:
-        return sum(pool.num_ranks for pool in self.spec.pools)
 
 
 @contextmanager

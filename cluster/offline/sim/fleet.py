@@ -1,16 +1,20 @@
 """Workers to simulate, from a model and a GPU or from a profile: how much KV they hold, what their steps cost."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from cluster.offline.sim.cluster import Environment, PoolModel
+from cluster.offline.sim.case import PoolModel
 from cluster.offline.sim.systems import EqualWorkers
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import Hardware, hardware_of
-from workers.profiles.measured import ClusterProfile
 from workers.profiles.shapes import ModelShape, shape_of
 from workers.profiles.sources import BEST, CROSS, NetworkLink, link_of, profile_of
+
+if TYPE_CHECKING:
+    from cluster.offline.sim.cluster import Environment
+    from workers.profiles.measured import ClusterProfile
 
 BLOCK_SIZE = 16
 MAX_RUNNING = 256  # sequences of one worker; vLLM's default
@@ -103,7 +107,7 @@ def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> di
     return made
 
 
-def measured_models(profile: ClusterProfile, spec: ClusterSpec) -> dict[str, PoolModel]:
+def measured_models(profile: "ClusterProfile", spec: ClusterSpec) -> dict[str, PoolModel]:
     """By pool name. Raises `ProfileError` for a pool that the profile lacks."""
     return {
         pool.name: PoolModel(
@@ -117,7 +121,9 @@ def measured_models(profile: ClusterProfile, spec: ClusterSpec) -> dict[str, Poo
     }
 
 
-def environment_of(profile: ClusterProfile) -> Environment:
+def environment_of(profile: "ClusterProfile") -> "Environment":
     """All measured workers share one machine, if any two of them were measured side by side."""
+    from cluster.offline.sim.cluster import Environment
+
     slowdown = {(each.pool, each.other): each.ratio for each in profile.neighbours}
     return Environment(slowdown or None, profile.door_s)

@@ -41,7 +41,8 @@ class Leaked(RuntimeError):
 class RunOptions:
     """`trace`: record every step. `until_s`: end the run this long after the first arrival.
 
-    `max_missed`: end it as soon as more requests than this can no longer meet `slo`.
+    `max_missed`: end it as soon as more requests than this can no longer meet `slo`; `min_met`: as soon as this many
+    have ended and met it.
     """
 
     seed: int = 0
@@ -51,6 +52,7 @@ class RunOptions:
     max_missed: int | None = None
     system: str = ""
     environment: Environment = DEFAULT_ENVIRONMENT
+    min_met: int | None = None
 
 
 def simulate(
@@ -89,7 +91,8 @@ class _Load:
         ]
         self._open: set[asyncio.Task[None]] = set()
         self._missed: set[int] = set()
-        self._too_many = asyncio.Event()
+        self._met = 0
+        self._certain = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # by an unexpected error
 
     def _now_s(self) -> float:
@@ -99,11 +102,11 @@ class _Load:
         loop = asyncio.get_running_loop()
         sending = asyncio.ensure_future(self._send())
         watching = asyncio.ensure_future(self._notice_stall())
-        missing = asyncio.ensure_future(self._too_many.wait())
+        certain = asyncio.ensure_future(self._certain.wait())
         limit_s = self._options.until_s
         cut = None if limit_s is None else limit_s - (loop.time() - self._begin_s)
         try:
-            ends: set[asyncio.Future[Any]] = {sending, watching, missing, self._broken}
+            ends: set[asyncio.Future[Any]] = {sending, watching, certain, self._broken}
             await asyncio.wait(ends, timeout=cut, return_when=asyncio.FIRST_COMPLETED)
             for done in (self._broken, watching, sending):
                 if done.done():
@@ -111,10 +114,10 @@ class _Load:
         finally:
             watching.cancel()
             sending.cancel()
-            missing.cancel()
+            certain.cancel()
             for task in self._open:
                 task.cancel()
-            await asyncio.wait({sending, watching, missing, *self._open})
+            await asyncio.wait({sending, watching, certain, *self._open})
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()
@@ -147,6 +150,9 @@ class _Load:
             for timer in due:
                 timer.cancel()
             self._judge(recorder)
+            self._met += recorder.can_meet(slo)
+            if self._met == self._options.min_met:
+                self._certain.set()
 
         task.add_done_callback(ended)
 
@@ -156,7 +162,7 @@ class _Load:
         self._missed.add(recorder.index)
         assert self._options.max_missed is not None, "only judged when there is a limit"
         if len(self._missed) > self._options.max_missed:
-            self._too_many.set()
+            self._certain.set()
 
     async def _one(self, recorder: RequestRecorder) -> None:
         dispatchers = self._cluster.dispatchers

@@ -1,5 +1,7 @@
 """Closed forms agree with a simulation without queueing."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -40,14 +42,14 @@ def test_a_rate_is_estimated_only_where_the_slo_can_be_met() -> None:
 
 def test_an_outline_has_the_best_colocated_and_the_best_split_layout() -> None:
     question = plan_request(gpus=2)
-    found = outline(question)
+    found = outline(question).estimates
     assert [each.layout.kind for each in found] == ["colocated", "split"]
     assert all(0 < each.gpus <= 2 and each.rate > 0.0 for each in found)
 
 
 def test_an_outline_for_a_rate_has_as_many_gpus_as_the_rate_needs() -> None:
     one = trial().estimate
-    found = {each.layout.kind: each for each in outline(plan_request(gpus=8, rate=2.5 * one))}
+    found = {each.layout.kind: each for each in outline(plan_request(gpus=8, rate=2.5 * one)).estimates}
     assert 3 <= found["colocated"].gpus <= 4 and 3 <= found["split"].gpus <= 4
     assert all(each.rate >= 2.5 * one for each in found.values())
 
@@ -57,3 +59,24 @@ def test_a_large_load_is_thinned_to_what_a_closed_form_needs() -> None:
     few = thinned(load)
     assert len(few.arrivals) <= 128
     assert few.arrivals[0] == load.arrivals[0]
+
+
+def test_every_kind_of_gpu_has_its_own_estimate() -> None:
+    found = outline(plan_request(hardware=("l4", "h100-80gb"), gpus=2))
+    kinds = [{group.hardware for group in each.layout.groups} for each in found.estimates]
+    assert {"l4"} in kinds and {"h100-80gb"} in kinds
+
+
+def test_a_kind_that_cannot_meet_the_slo_says_why() -> None:
+    (found,) = outline(plan_request(slo=SLO(0.4, 0.001))).estimates
+    assert found.rate == 0.0 and "TPOT" in found.broken
+
+
+def test_closed_forms_load_no_simulator() -> None:
+    probe = (
+        "import sys, cluster.cli.plan, cluster.offline.plan.report, cluster.offline.workload.load;"
+        "heavy = ('numpy', 'torch', 'ray', 'grpc', 'cluster.dispatch.dispatcher', 'workers.engine.engine');"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -87,7 +87,7 @@ def test_when_the_time_is_up_the_answer_is_what_is_known() -> None:
     assert found.ttft_s[0] == pytest.approx(found.instance.estimate.ttft_s[0], rel=1e-3)
     assert found.throughput is not None and len(found.throughput.probes) == 2
     words = instance_lines(QUESTION, LENGTHS, [found])[-1]
-    assert "the time was up after 2 runs" in words
+    assert "known from 2 runs" in words
     assert instance_json(QUESTION, LENGTHS, [found])["complete"] is False
 
 

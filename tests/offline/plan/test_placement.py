@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
-from cluster.offline.plan.placement import Option, PlacementResult, PlacementSearch
+from cluster.offline.plan.option import Option
+from cluster.offline.plan.placement import PlacementResult, PlacementSearch
 from cluster.offline.plan.report import plan_json, plan_lines, write_plan
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.trial import full_trial
@@ -144,7 +145,7 @@ def test_a_rate_that_is_too_much_names_what_the_closest_attains() -> None:
         ({"nodes": 3, "gpus": 4}, "nodes is 3"),
         ({"objective": "joy"}, "objective 'joy' is not one of"),
         ({"hardware": ()}, "hardware"),
-        ({"hardware": ("h200",), "objective": "cost"}, "price of h200"),
+        ({"hardware": ("l20",), "objective": "cost"}, "price of l20"),
         ({"seeds": ()}, "seeds"),
         ({"requests": 1}, "requests is 1"),
     ],

@@ -24,11 +24,14 @@ def plan(*words: str) -> Result:
 
 def test_a_plan_is_printed_and_written(tmp_path: Path) -> None:
     out = tmp_path / "plan.yaml"
-    result = plan(*SMALL, "--rate", "1", "-o", str(out), "--json")
+    result = plan(*SMALL, "--rate", "1", "-o", str(out), "--price", "l4=0.6", "--json")
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout)
     assert value["options"][0]["gpus"] == 1
     assert value["verdict"].startswith("Do not disaggregate")
+    assert value["estimates"][0]["cost"]["dollars_h"] == value["question"]["prices"]["l4"] == 0.6
+    assert value["first"]["decided"] and value["first"]["options"][0]["goodput"]["requests_per_s"] >= 1.0
+    assert value["options"][0]["cost"]["dollars_per_million_output_tokens"] > 0.0
     assert load_spec(out).pools[0].hardware == "l4"
 
 
@@ -55,7 +58,10 @@ def test_an_instance_has_three_answers() -> None:
         ([*SMALL, "--model", "llama-3-70b"], 1, "does not fit: it needs 8 l4"),
         ([*SMALL, "--workload", "nothing.csv"], 1, "nothing.csv"),
         ([*SMALL, "--ttft", "0.0001"], 1, "closest:"),
-        ([*SMALL, "--objective", "cost"], 1, "price of l4"),
+        ([*SMALL, "--hardware", "l20", "--objective", "cost"], 1, "--price l20=DOLLARS"),
+        ([*SMALL, "--price", "l4"], 1, "--price is 'l4'"),
+        ([*SMALL, "--price", "l4=-1"], 1, "the price of l4 is -1"),
+        ([*SMALL, "--price", "h100=2"], 1, "a price is given for h100, which --hardware does not name"),
         ([*SMALL, "--prompt", "9-5", "--output", "5"], 1, "--prompt is '9-5'"),
         ([*SMALL, "--prompt", "9", "--output", "5", "--users", "x"], 2, "--users is 'x'"),
     ],

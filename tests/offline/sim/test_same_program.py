@@ -69,7 +69,7 @@ LEAVES = {
     "cluster.offline.sim.network.Pipe",
     "cluster.offline.sim.cluster.SimRuntime",
     "cluster.offline.sim.cluster.SimCluster",
-    "cluster.offline.sim.cluster.PoolModel",
+    "cluster.offline.sim.case.PoolModel",
     "cluster.offline.sim.cluster.Environment",
     "cluster.offline.sim.cluster.Meter",
     "cluster.offline.sim.cluster._NoServer",

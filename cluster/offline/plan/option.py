@@ -1,0 +1,35 @@
+"""A layout that was simulated whole, and what it costs. Pure."""
+
+from dataclasses import dataclass
+
+from cluster.offline.plan.deploy import Layout
+from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.trial import Trial
+from cluster.offline.scoring.figures import Attainment
+from cluster.offline.scoring.goodput import Goodput
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`serves`: its mean attainment at the requested rate, if there is one."""
+
+    layout: Layout
+    trial: Trial
+    goodput: Goodput
+    serves: Attainment | None = None
+
+    @property
+    def value(self) -> float:
+        """Goodput per unit of weight."""
+        return self.goodput.rate / self.trial.weight
+
+    @property
+    def values(self) -> list[float]:
+        """By seed."""
+        return [rate / self.trial.weight for rate in self.goodput.by_seed]
+
+    def merit(self, request: PlanRequest) -> float:
+        """The higher, the better, by the request's objective."""
+        if request.rate is not None:
+            return 1.0 / self.trial.weight
+        return self.goodput.rate if request.objective == "throughput" else self.value
