@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from diptych.view import MAX_RANKS as MAX_RANKS
 from diptych.view import PLACEMENTS as PLACEMENTS
@@ -183,7 +183,7 @@ class RemoteCacheConfig:
         parts = urlsplit(self.url)
         if parts.scheme not in ("redis", "rediss") or not parts.hostname:
             raise ValueError(f"remote.url {self.url!r} is no server; write redis://HOST:PORT/0, or rediss:// for TLS")
-        if parts.password is not None:
+        if parts.password is not None or "password" in parse_qs(parts.query):
             raise ValueError("remote.url has a password, which others would see; put it into a file: password_file")
         if self.ca_file and parts.scheme != "rediss":
             raise ValueError("remote.ca_file is for TLS; write rediss:// in remote.url, or leave it out")

@@ -1,6 +1,7 @@
 """A real (small, random) model whose prefixes go to a real server and come back on other workers: no token changes."""
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.open import SharedMemory
+from tests.frontend.http.certificates import Authority
 from tests.kv_store.redis_server import RedisServer
+from tests.kv_store.tls_endpoint import tls_endpoint
 from tests.model.test_disk_cache import BLOCK_BYTES, WAIT_S, Client, config
 from workers.config import ByteSize, CacheConfig, RemoteCacheConfig, WorkerConfig
 from workers.engine.cache_log import Tier
@@ -114,13 +117,86 @@ async def test_a_worker_starts_without_its_server_and_says_so(tiny: ModelFolder,
     assert "reads stopped: " in tier.stats().trouble and "writes stopped: " in tier.stats().trouble
 
 
-async def test_a_missing_password_file_or_library_is_one_error_at_the_start(
-    tiny: ModelFolder, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path, "ours")
+
+
+def over_tls(made: WorkerConfig, port: int, ca: Path, password_file: str = "") -> WorkerConfig:
+    behind = RemoteCacheConfig(f"rediss://127.0.0.1:{port}/0", password_file, ca_file=str(ca))
+    return replace(made, cache=replace(made.cache, remote=behind))
+
+
+async def test_prefixes_come_back_over_tls_with_a_password(
+    tiny: ModelFolder, tmp_path: Path, authority: Authority
+) -> None:
+    server, password = RedisServer(tmp_path, "--requirepass", "right"), tmp_path / "password"
+    password.write_text("right\n")
+    server.start()
+    try:
+        with tls_endpoint(server.port, authority.sign("server")) as port:
+            made = over_tls(remote(server), port, authority.ca, str(password))
+            expected, _, tier = await answers(tiny, made, range(10))
+            assert tier is not None and tier.stats().written_bytes > 10 * tier.stats().block_bytes
+            found, cached, tier = await answers(tiny, replace(made, name="other"), range(10))
+            assert found == expected and cached > 0 and tier is not None and tier.stats().read_bytes > 0
+            assert not tier.stats().failures and not tier.stats().trouble
+            password.write_text("wrong")
+            found, cached, tier = await answers(tiny, made, range(3))
+            assert (found, cached) == (expected[:3], 0) and tier is not None
+            assert "reads stopped: " in tier.stats().trouble and "password" in tier.stats().trouble
+    finally:
+        server.kill()
+
+
+TLS_MISTAKES = {
+    "another authority": "unable to get local issuer certificate",
+    "expired": "certificate has expired",
+    "another name": "IP address mismatch",
+    "a server without TLS": "one without TLS does not answer either: write redis://",
+    "a client without TLS": "Connection closed by server|reset by peer",
+}
+
+
+@pytest.mark.parametrize("mistake", TLS_MISTAKES)
+async def test_what_is_wrong_with_tls_stops_the_tier_with_its_reason_and_changes_no_token(
+    tiny: ModelFolder,
+    server: RedisServer,
+    tmp_path: Path,
+    authority: Authority,
+    mistake: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = Authority(tmp_path, "other")
+    expected, _, _ = await answers(tiny, config(None, prefix_caching=False), range(5))
+    await answers(tiny, remote(server), range(5))  # it has all blocks
+    pair = authority.sign("server", hours=-0.1 if mistake == "expired" else 1.0)
+    if mistake == "another name":
+        pair = authority.sign("server", "127.0.0.2")
+    caplog.clear()
+    with tls_endpoint(server.port, pair) as port:
+        ca = other.ca if mistake == "another authority" else authority.ca
+        made = over_tls(remote(server, "other"), server.port if mistake == "a server without TLS" else port, ca)
+        if mistake == "a client without TLS":
+            made = replace(made, cache=replace(made.cache, remote=RemoteCacheConfig(f"redis://127.0.0.1:{port}/0")))
+        found, cached, tier = await answers(tiny, made, range(5))
+    assert found == expected and cached == 0 and tier is not None and tier.stats().read_bytes == 0
+    assert re.search(f"reads stopped: .*({TLS_MISTAKES[mistake]})", tier.stats().trouble), tier.stats().trouble
+    lines = [each.getMessage() for each in caplog.records if "reads of the remote KV store" in each.getMessage()]
+    assert len(lines) == 1 and "are stopped" in lines[0], lines
+
+
+async def test_a_missing_file_or_library_is_one_error_at_the_start(
+    tiny: ModelFolder, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = remote(server)
     missing = replace(made, cache=replace(made.cache, remote=RemoteCacheConfig(server.url, password_file="/missing")))
     with pytest.raises(KVStoreError, match=r"password_file.*/missing"):
         await open_solo(missing, tiny, "w-1", SharedMemory())
+    (no_certificate := tmp_path / "key.pem").write_text("none")
+    for ca, problem in ((tmp_path / "missing", "No such file"), (no_certificate, "NO_CERTIFICATE")):
+        with pytest.raises(KVStoreError, match=f"cache.remote.ca_file {ca}: .*{problem}"):
+            await open_solo(over_tls(made, server.port, ca), tiny, "w-1", SharedMemory())
     monkeypatch.setitem(__import__("sys").modules, "workers.kv_store.remote_store", None)
     with pytest.raises(KVStoreError, match=r"pip install 'diptych\[remote\]'"):
         await open_solo(made, tiny, "w-1", SharedMemory())

@@ -4,6 +4,7 @@ engine's `BlockStore` port.
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from hashlib import blake2b
@@ -129,6 +130,10 @@ def open_remote_cache(config: WorkerConfig, pool: KVPool) -> RemoteCache | None:
         password = Path(remote.password_file).read_text().strip() if remote.password_file else None
     except OSError as error:
         raise KVStoreError(f"cache.remote.password_file: {error}") from None
+    try:
+        ssl.create_default_context(cafile=remote.ca_file or None)
+    except OSError as error:
+        raise KVStoreError(f"cache.remote.ca_file {remote.ca_file}: {error}") from None
     computed_by, block_bytes = kv_fingerprint(config, pool), pool.region.layout.block_bytes
     store = open_remote_store(remote.url, password, remote.ca_file or None, computed_by, block_bytes)
     logger.info("%s: %s, read at %.0f MB/s", config.name, remote.url, 1e-6 / store.read_byte_s)

@@ -22,6 +22,7 @@ from typing import NamedTuple, cast
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeout
 from redis.retry import Retry
 
 from workers.errors import KVStoreError
@@ -381,6 +382,8 @@ def open_remote_store(
         read_byte_s = _measure(client, f"diptych:{fingerprint.hex()}:probe", PAGE_BYTES + block_bytes)
     except FAILURES as error:
         problem = str(error)
+        if url.startswith("rediss") and isinstance(error, TimeoutError | RedisTimeout):
+            problem += " (one without TLS does not answer either: write redis:// for it)"
     return RemoteStore(client, fingerprint, block_bytes, read_byte_s, problem)
 
 

@@ -31,10 +31,13 @@ class Authority:
         self.ca = folder / f"{name}-ca.pem"
         self.ca.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str, *hosts: str, password: bytes | None = None) -> Pair:
-        """A certificate for these hosts; without any, for 127.0.0.1 and localhost. Files of the name are replaced."""
+    def sign(self, name: str, *hosts: str, password: bytes | None = None, hours: float = 1.0) -> Pair:
+        """A certificate for these hosts; without any, for 127.0.0.1 and localhost. Files of the name are replaced.
+
+        `hours`: from now until it expires; it was valid an hour ago.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
-        made = _builder(_named(name), self._name, key.public_key())
+        made = _builder(_named(name), self._name, key.public_key(), hours)
         alternatives = [_host(each) for each in hosts or ("127.0.0.1", "localhost")]
         made = made.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}-key.pem")
@@ -45,11 +48,13 @@ class Authority:
         return pair
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, hours: float = 1.0
+) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     made = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     made = made.serial_number(x509.random_serial_number())
-    return made.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=1))
+    return made.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(hours=hours))
 
 
 def _named(name: str) -> x509.Name:
