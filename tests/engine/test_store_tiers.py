@@ -1,6 +1,7 @@
 """Prefixes that go through host memory to a disk and back, on a memory that records every token."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -470,3 +471,65 @@ class DiskMachine(HostMachine):
 
 DiskMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 TestDiskMachine = DiskMachine.TestCase
+
+
+class FixedCost(LinearCost):
+    """An estimate that does not learn."""
+
+    def scaled(self, ratio: float) -> "FixedCost":
+        return self
+
+
+TOKENS = FixedCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # a second each: a prompt of 40 waits for two in vain
+
+
+def waiting(disk: RecordedDisk, *others: int, kv_blocks: int = 18, **config: Any) -> Engine:
+    """A prompt that waits for its disk, and others of so many tokens behind it."""
+    subject = engine(kv_blocks=kv_blocks, host_cache_blocks=20, cost=TOKENS, block_bytes=1000, stores=[disk], **config)
+    for number in range(6):
+        subject.add(disk.know(request(f"r{number}", prompt(100 * (1 + number)), max_tokens=1)), 0.0, hold=False)
+        run_to_end(subject, 0.0, disk)
+        while disk.pending:
+            disk.run()
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    for number, length in enumerate(others):
+        subject.add(disk.know(request(f"o{number}", prompt(800 + 20 * number, length), max_tokens=1)), 0.0, hold=False)
+    return subject
+
+
+def first_steps(subject: Engine, disk: RecordedDisk) -> list[str]:
+    """What is computed before the prompt that waits, while nothing arrives."""
+    found = []
+    while (plan := step(subject, 0.0, disk)[0]) is not None:
+        found += [chunk.key for chunk in plan.chunks]
+    return found
+
+
+def test_prompts_that_are_computed_while_one_waits_for_its_disk_go_first() -> None:
+    disk = RecordedDisk()
+    subject = waiting(disk, 1, 9, 1)
+    assert first_steps(subject, disk) == ["o0/0", "o2/0"], "two seconds are left, and nine tokens take nine"
+    disk.run_all()
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and plan.chunks[0].key == "again/0" and plan.swap_in
+
+
+def test_a_prompt_that_waits_is_next_when_it_has_waited_long_enough_whoever_comes() -> None:
+    disk = RecordedDisk()
+    subject, order = waiting(disk), list[set[str]]()
+    for number in range(5):
+        subject.add(disk.know(request(f"n{number}", prompt(800 + number, 1), max_tokens=1)), number / 2, hold=False)
+        plan, _ = step(subject, number / 2, disk)
+        order.append({chunk.key for chunk in plan.chunks} if plan is not None else set())
+    assert order == [{"n0/0"}, {"n1/0"}, {"n2/0"}, set(), {"again/0", "n3/0", "n4/0"}], "a step takes a second"
+
+
+@pytest.mark.parametrize("config", [{"kv_blocks": 13}, {"max_running": 1}, {"batching": "orca"}])
+def test_nobody_goes_first_who_would_take_its_blocks_or_its_slot(config: dict[str, Any]) -> None:
+    """It needs ten blocks of eleven, and the other one takes one: none would be left for its answer."""
+    disk = RecordedDisk()
+    subject = waiting(disk, 1, **config)
+    assert step(subject, 0.0, disk)[0] is None
+    disk.run_all()
+    plan, _ = step(subject, 0.0, disk)
+    assert plan is not None and "again/0" in {chunk.key for chunk in plan.chunks}

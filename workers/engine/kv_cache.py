@@ -83,6 +83,17 @@ class KVCacheManager:
             num_tokens = sequence.max_length if most is None else len(sequence.request.prompt) + most
         return -(-min(num_tokens, sequence.max_length) // self._pool.block_size)
 
+    def leaves(self, sequence: Sequence, others: Items[Sequence]) -> bool:
+        """Whether the others still fit when this prompt has come, whatever is cached of them."""
+        num_blocks = sum(-(-len(each.tokens) // self._pool.block_size) for each in (sequence, *others))
+        return not self._reserves_answer and num_blocks + len(self._running) < self._pool.num_free
+
+    def num_ready(self, sequence: Sequence) -> int:
+        """How many of the prompt's tokens are on the device."""
+        size = self._pool.block_size
+        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.salt)
+        return size * self._pool.num_known(sequence.hashes[: (len(sequence.tokens) - 1) // size])
+
     # ---- a sequence comes --------------------------------------------------------------------------------------
 
     def place(self, sequence: Sequence, moves: BlockMoves) -> bool:

@@ -135,13 +135,15 @@ class Loads:
         self._now_s = max(self._now_s, now_s)
         self.wakes_at_s = math.inf
 
-    def waits(self, sequence: Sequence, seconds: StepSeconds) -> bool:
-        """Whether a prompt whose turn it is should wait for what is read."""
+    def waits_until_s(self, sequence: Sequence, seconds: StepSeconds) -> float | None:
+        """Until when a prompt whose turn it is should wait for what is read, at most; None: it should not."""
         loading = self._loadings.get(sequence)
         if loading is None:
-            return False
+            return None
         first = self._num_here(loading.names[: loading.end]) * self._size
-        return self._tokens_now(loading, first, seconds) == 0
+        if self._tokens_now(loading, first, seconds):
+            return None
+        return max(loading.find_until_s or 0.0, loading.wait_until_s or 0.0)
 
     def tokens_now(self, sequence: Sequence, seconds: StepSeconds) -> int:
         """How many of its missing tokens the next step should compute, at most."""

@@ -1,6 +1,7 @@
 """The waiting and the running sequences of one engine, and which prompt is next. Knows no block. Pure."""
 
 from collections import deque
+from collections.abc import Collection
 from itertools import islice
 
 from workers.config import EngineConfig
@@ -48,14 +49,19 @@ class Queues:
         elif sequence.state in (State.WAITING, State.SWAPPED):
             self.waiting.remove(sequence)
 
-    def next(self, now_s: float) -> Sequence | None:
-        """The next sequence, if a slot is free: preempted ones first, then by the configured order.
+    @property
+    def num_slots(self) -> int:
+        """How many more sequences may run."""
+        return self._config.max_running - len(self.running)
+
+    def next(self, now_s: float, passed: Collection[Sequence] = ()) -> Sequence | None:
+        """The next sequence but the `passed` ones, if a slot is free: preempted ones first, then by configured order.
 
         A prompt is skipped while its sibling is computing the same tokens, which it will share.
         """
-        if len(self.running) >= self._config.max_running:
+        if self.num_slots <= 0:
             return None
-        candidates = (each for each in self.waiting if not self._awaits_sibling(each))
+        candidates = (each for each in self.waiting if each not in passed and not self._awaits_sibling(each))
         first = next(candidates, None)
         if first is None or self._config.prompt_order == "fcfs" or first.was_preempted:
             return first

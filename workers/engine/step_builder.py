@@ -16,6 +16,8 @@ from workers.engine.queues import Queues
 from workers.engine.race import StepSeconds
 from workers.engine.sequence import Sequence, State
 
+MOST_PASSED = 8  # in one step: each is looked at
+
 
 @dataclass(slots=True)
 class Slice:
@@ -68,6 +70,8 @@ class StepBuilder:
         self._estimate = estimate
         self._rows = rows
         self._coming = coming
+        self._passed: list[Sequence] = []  # not admitted in this step, though others behind them may be
+        self._reading: dict[Sequence, float] = {}  # those of them that wait for what is read -> until when
         self._chosen: set[Sequence] = set()
         self._stopped: set[Sequence] = set()  # in flight; preempted once they are not
 
@@ -126,18 +130,32 @@ class StepBuilder:
         return count
 
     def admit(self, most: int | None = None) -> Sequence | None:
-        sequence = self._queues.next(self.now_s)
-        if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
-            return None
-        self.at_hand = sequence
-        if sequence.state is State.WAITING and self._loads.waits(sequence, self._times()):
-            return None
-        give_blocks = self._kv.swap_in if sequence.state is State.SWAPPED else self._kv.place
-        if not give_blocks(sequence, self.moves):
-            return None
-        self._queues.start(sequence)
-        self.admitted.append(sequence)
-        return sequence
+        while len(self._passed) < MOST_PASSED:
+            sequence = self._queues.next(self.now_s, self._passed)
+            if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
+                return None
+            self.at_hand = sequence
+            until_s = self._loads.waits_until_s(sequence, self._times()) if sequence.state is State.WAITING else None
+            if until_s is None and (not self._reading or self._may_pass(sequence)):
+                give_blocks = self._kv.swap_in if sequence.state is State.SWAPPED else self._kv.place
+                if not give_blocks(sequence, self.moves):
+                    return None
+                self._queues.start(sequence)
+                self.admitted.append(sequence)
+                return sequence
+            self._passed.append(sequence)
+            if until_s is not None:
+                self._reading[sequence] = until_s
+        return None
+
+    def _may_pass(self, sequence: Sequence) -> bool:
+        """Whether a prompt is computed before those of earlier turns have waited long enough for what is read, and
+        leaves them their slots and blocks.
+        """
+        if self._queues.num_slots <= len(self._reading) or not self._kv.leaves(sequence, tuple(self._reading)):
+            return False
+        first = self._kv.num_ready(sequence)
+        return self.now_s + self._times().now(len(sequence.tokens) - first, first) <= min(self._reading.values())
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Get a free block: withdraw what was restored for readers, then preempt younger sequences, or else this one.
