@@ -24,8 +24,11 @@ ROUTING = (
     *("distserve", "splitwise", "mooncake", "mooncake-local", "slo"),
 )
 ADMISSION = ("none", "predictive", "slo")
-TOOL_CALL_PARSERS = ("auto", "none", "hermes")
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "glm45")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "openai", "gemma4", "functiongemma", "deepseek_v3", "deepseek_v31", "mistral_args", "mistral"),
+    *("glm45", "qwen3_coder", "hermes", "llama3_json", "pythonic"),
+)
+REASONING_PARSERS = ("auto", "none", "openai_gptoss", "gemma4", "mistral", "deepseek_r1", "qwen3", "glm45")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
 MAX_REPLICAS = 1024

@@ -3,11 +3,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.model.tiny import write_tiny_llama
 from tests.model.vocabularies import KINDS, write_tokenizer
 from workers.errors import InvalidRequest, ModelError
 from workers.model.folder import ModelFolder
@@ -221,6 +223,60 @@ def test_further_variables_reach_the_template_and_others_are_refused(tmp_path: P
     for name in ("enable_thought", "messages", "tokenize", "bos_token"):
         with pytest.raises(InvalidRequest, match=f"chat_template_kwargs.{name}: is no variable .* enable_thinking"):
             tokenizer.apply_chat_template(TALK, template_kwargs={name: True})
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [
+        ("{% if reasoning_effort %}<{{ reasoning_effort }}>{% endif %}", "low", "<low>"),
+        ("{% if enable_thinking %}<think>{% endif %}", "low", "<think>"),
+        ("{% if enable_thinking %}<think>{% endif %}", "none", ""),
+        ("{% if thinking %}<think>{% endif %}", "high", "<think>"),
+        ("", "none", ""),
+    ],
+)
+def test_the_effort_of_reasoning_is_what_the_template_knows(
+    tmp_path: Path, template: str, effort: str, expected: str
+) -> None:
+    tokenizer = with_template(tmp_path / "model", template + PLAIN)
+    tokens = tokenizer.apply_chat_template(TALK, template_kwargs={"reasoning_effort": effort})
+    assert tokenizer.decode(tokens) == f"{expected}[user]ab"
+
+
+def test_effort_is_refused_where_the_template_knows_none(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"chat_template_kwargs\.reasoning_effort: is no variable"):
+        with_template(tmp_path / "model", PLAIN).apply_chat_template(TALK, template_kwargs={"reasoning_effort": "low"})
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+]
+
+
+@pytest.mark.parametrize(
+    "shown", ["call.function.arguments | tojson", "'' + call.function.arguments + ''", "call.function.arguments"]
+)
+def test_the_arguments_of_a_call_are_an_object_and_where_a_text_is_wanted_its_json(tmp_path: Path, shown: str) -> None:
+    calls = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ " + shown + " }}{% endfor %}"
+    template = "{% for message in messages %}" + calls + "{% endfor %}"
+    tokenizer = with_template(tmp_path / "model", template)
+    assert tokenizer.decode(tokenizer.apply_chat_template(CALLED)) == 'look{"at": "é"}'
+
+
+def test_calls_that_the_template_ignores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.tool_calls: are ignored"):
+        with_template(tmp_path / "model", PLAIN).apply_chat_template(CALLED)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_can_be_kept_one_by_one(tmp_path: Path, skip: bool) -> None:
+    tokenizer = ModelTokenizer(write_tiny_llama(tmp_path / "model"))
+    begin, end = (tokenizer.special_ids[each] for each in ("<|im_start|>", "<|im_end|>"))
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=skip, keep=[end])
+    text = detokenizer.push([begin, *tokenizer.encode("a"), end, *tokenizer.encode("b")]) + detokenizer.flush()
+    assert text == ("a<|im_end|>b" if skip else "<|im_start|>a<|im_end|>b")
 
 
 def test_a_template_that_recurses_into_what_a_client_sends_rejects_it(tmp_path: Path) -> None:

@@ -134,8 +134,9 @@ class ModelTokenizer:
 
         A message may have `tool_calls` (with objects as arguments) and other fields that templates know. `tools` are
         passed to the template unchanged; if there are several templates, tools select "tool_use". `template_kwargs` are
-        additional variables of the template. Raises `InvalidRequest` if there are no messages or a malformed one, or
-        the template is missing, rejects them, ignores tools or calls, or has no such variable.
+        additional variables of the template; one that knows no `reasoning_effort` gets `enable_thinking`. Raises
+        `InvalidRequest` if there are no messages or a malformed one, or the template is missing, rejects them, ignores
+        tools or calls, or has no such variable.
         """
         if self._templates is None:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt instead")
@@ -147,6 +148,7 @@ class ModelTokenizer:
             if message.get("tool_calls") and "tool_calls" not in str(self._templates):
                 why = "are ignored by this model's chat template; describe them in the content"
                 raise InvalidRequest(f"messages[{index}].tool_calls", why)
+        template_kwargs = self._with_effort(template_kwargs)
         self._check_variables(template_kwargs)
         options = dict(template_kwargs) | {"add_generation_prompt": add_generation_prompt}
         text = self._rendered(self._templates, messages, tools, options)
@@ -165,6 +167,17 @@ class ModelTokenizer:
             return render(templates, messages, tools, self._special_tokens | dict(options))
         except REJECTIONS as error:
             raise InvalidRequest("messages", f"the model's chat template rejects them: {error}") from error
+
+    def _with_effort(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`reasoning_effort` as this template knows it: many only think or do not."""
+        effort, known = variables.get("reasoning_effort"), self._variables
+        if effort is None or known is None or "reasoning_effort" in known:
+            return variables
+        others = {name: value for name, value in variables.items() if name != "reasoning_effort"}
+        for name in ("enable_thinking", "thinking"):
+            if name in known:
+                return {name: effort != "none"} | others
+        return others if effort == "none" else variables
 
     def _check_variables(self, names: Iterable[str]) -> None:
         for name in names:

@@ -22,11 +22,13 @@ from workers.errors import InvalidRequest
 from workers.request import MOST_BIASES, SamplingParams
 
 MAX_PROMPTS = 1024  # of one request; `cluster.frontend.http.reply` bounds how many of them run at once
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Scalar fields with the same name and meaning in `SamplingParams`.
 SCALARS = (
     *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "n", "best_of", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+EFFORT_NAME = {"chat_template_kwargs.reasoning_effort": "reasoning_effort"}
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -248,6 +250,7 @@ class ChatBody(Generation):
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -255,7 +258,7 @@ class ChatBody(Generation):
     def client_names(self) -> Mapping[str, str]:
         tokens = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         names = {"prompt": "messages", "sampling.max_tokens": tokens, "sampling.logprobs": "top_logprobs"}
-        return {"sampling.grammar": "tools", **super().client_names, **names}
+        return {"sampling.grammar": "tools", **super().client_names, **names, **EFFORT_NAME}
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -291,6 +294,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
     @classmethod
     def known_fields(cls) -> Collection[str]:
@@ -298,7 +302,7 @@ class TokenizeBody(Body):
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        return {} if self.messages is None else {"prompt": "messages"}
+        return {} if self.messages is None else {"prompt": "messages", **EFFORT_NAME}
 
     def input(self) -> RawPrompt:
         if (self.prompt is None) == (self.messages is None):
@@ -360,8 +364,18 @@ def _chat_prompt(body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | No
     for index, tool in enumerate(tools or ()):
         check_depth(f"tools[{index}]", tool)
     check_depth("chat_template_kwargs", body.chat_template_kwargs)
-    variables = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
+    variables = json.dumps(_variables(body)) if _variables(body) else ""
     return ChatPrompt(messages, tuple(map(json.dumps, tools or ())), variables, fields)
+
+
+def _variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Of the chat template."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return body.chat_template_kwargs or {}
+    if effort not in EFFORTS:
+        raise InvalidRequest("reasoning_effort", f"{effort[:40]!r} is not supported; {', '.join(EFFORTS)} are")
+    return {"reasoning_effort": effort, **(body.chat_template_kwargs or {})}
 
 
 def _message_fields(messages: Sequence[ChatMessage]) -> tuple[str, ...]:

@@ -8,40 +8,72 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.frontend.tools.answer import AnswerDelta, AnswerOutput, Schemas
-from cluster.frontend.tools.readers import Reader, tagged_json
+from cluster.frontend.tools.readers import (
+    Reader,
+    bare_json,
+    deepseek,
+    gemma,
+    harmony,
+    mistral,
+    pythonic,
+    tagged_json,
+    tagged_pairs,
+)
 from cluster.frontend.tools.text_input import SPACE, TextInput, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Arguments that are no JSON: `pair` with KEY and VALUE for each, `between` two of them.
+
+    A text as a value is between two `quote`; if that is empty, it goes on to what follows it; None: it is JSON.
+    `is_nested`: objects and lists are written in this way, too.
+    """
+
+    pair: str
+    between: str
+    quote: str | None = None
+    is_nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """How a model writes calls:
 
-        begin open{...}close between open{...}close end
+        begin open arguments close between open arguments close end
 
-    `open` contains NAME. `signs`: texts of which a chat template with this format has all.
+    `open` contains NAME. `between` None: one call only. `arguments` None: they are JSON. `signs`: texts of which a chat
+    template with this format has all. `markers`: what may be a special token.
     """
 
     signs: tuple[str, ...]
     read: Reader
     open: str
     close: str
-    between: str = "\n"
+    between: str | None = "\n"
     begin: str = ""
     end: str = ""
-    markers: tuple[str, ...] = ()  # special tokens in some tokenizers
+    markers: tuple[str, ...] = ()
+    arguments: Pairs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning comes first, between `start` and `end`; a prompt may have the start."""
+    """Reasoning comes first, between `start` and `end`; a prompt may have the start. `after`: what follows the end.
+
+    `channels` reads all of an answer instead: reasoning is anywhere in it.
+    """
 
     signs: tuple[str, ...]
     start: str
     end: str
+    after: str = ""
+    channels: Reader | None = None
+    markers: tuple[str, ...] = ()
 
     def is_open(self, prompt: str) -> bool:
         """Whether this prompt, or its end, leaves reasoning begun."""
-        return prompt.rfind(self.start) > prompt.rfind(self.end)
+        return self.channels is None and prompt.rfind(self.start) > prompt.rfind(self.end)
 
     def read(self, text: TextInput, output: AnswerOutput) -> Wait[None]:
         """Reasoning, if the answer begins with it."""
@@ -56,17 +88,134 @@ class ReasoningFormat:
         yield from text.until((self.end,), output.reasoning)
 
 
+CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+DEEPSEEK = tuple(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+BEGIN, CALL, SEP, CALL_END, END = DEEPSEEK
+# The first whose signs a template has.
 CALLS: Mapping[str, CallFormat] = {
+    "openai": CallFormat(
+        ("<|channel|>", "<|message|>"),
+        harmony,
+        " to=functions.NAME<|channel|>commentary json<|message|>",
+        "",  # the model ends with <|call|>
+        between=None,
+        markers=CHANNELS,
+    ),
+    "gemma4": CallFormat(
+        ("<|tool_call>", "<tool_call|>"),
+        gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+        "<|tool_call>call:NAME{",
+        "}<tool_call|>",
+        between="",
+        markers=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        arguments=Pairs("KEY:VALUE", ",", '<|"|>', is_nested=True),
+    ),
+    "functiongemma": CallFormat(
+        ("<start_function_call>",),
+        gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+        "<start_function_call>call:NAME{",
+        "}<end_function_call>",
+        between="",
+        markers=("<start_function_call>", "<end_function_call>", "<escape>"),
+        arguments=Pairs("KEY:VALUE", ",", "<escape>", is_nested=True),
+    ),
+    "deepseek_v3": CallFormat(
+        (BEGIN, "```json"),
+        deepseek(f"function {SEP}", "```json", f"``` {CALL_END}"),
+        f"{CALL}function{SEP}NAME\n```json\n",
+        f"\n```{CALL_END}",
+        begin=BEGIN,
+        end=END,
+        markers=DEEPSEEK,
+    ),
+    "deepseek_v31": CallFormat(
+        (BEGIN,),
+        deepseek("", SEP, CALL_END),
+        f"{CALL}NAME{SEP}",
+        CALL_END,
+        between="",
+        begin=BEGIN,
+        end=END,
+        markers=DEEPSEEK,
+    ),
+    "mistral_args": CallFormat(
+        ("[TOOL_CALLS]", "[ARGS]"),
+        mistral,
+        "[TOOL_CALLS]NAME[ARGS]",
+        "",
+        between="",
+        markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ),
+    "mistral": CallFormat(
+        ("[TOOL_CALLS]",),
+        mistral,
+        '{"name": "NAME", "arguments": ',
+        "}",
+        between=", ",
+        begin="[TOOL_CALLS][",
+        end="]",
+        markers=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ),
+    "glm45": CallFormat(
+        ("<tool_call>", "<arg_key>"),
+        tagged_pairs(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>"),
+        "<tool_call>NAME",
+        "\n</tool_call>",
+        markers=(*TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        arguments=Pairs("\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>", "", ""),
+    ),
+    "qwen3_coder": CallFormat(
+        ("<tool_call>", "<function="),
+        tagged_pairs(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function> </tool_call>"),
+        "<tool_call>\n<function=NAME>",
+        "\n</function>\n</tool_call>",
+        markers=TOOL_CALL,
+        arguments=Pairs("\n<parameter=KEY>\nVALUE\n</parameter>", "", ""),
+    ),
     "hermes": CallFormat(
-        ("<tool_call>",),
-        tagged_json("<tool_call>", "</tool_call>"),
+        ("<tool_call>", "</tool_call>", '"arguments'),
+        tagged_json(*TOOL_CALL),
         '<tool_call>\n{"name": "NAME", "arguments": ',
         "}\n</tool_call>",
-        markers=("<tool_call>", "</tool_call>"),
+        markers=TOOL_CALL,
+    ),
+    "llama3_json": CallFormat(
+        ('{"name": function name, "parameters": ',),
+        bare_json,
+        '{"name": "NAME", "parameters": ',
+        "}",
+        between="; ",
+        markers=("<|python_tag|>",),
+    ),
+    "pythonic": CallFormat(
+        ("func_name1(params_name1=params_value1",),
+        pythonic,
+        "NAME(",
+        ")",
+        between=", ",
+        begin="[",
+        end="]",
+        markers=("<|python_start|>", "<|python_end|>"),
+        arguments=Pairs("KEY=VALUE", ", "),
     ),
 }
 THINK = ReasoningFormat(("</think>",), "<think>", "</think>")
-REASONING: Mapping[str, ReasoningFormat] = dict.fromkeys(("deepseek_r1", "qwen3", "glm45"), THINK)
+REASONING: Mapping[str, ReasoningFormat] = {
+    "openai_gptoss": ReasoningFormat(
+        ("<|channel|>", "<|message|>"),
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        "<|start|>assistant",
+        channels=harmony,
+        markers=CHANNELS,
+    ),
+    "gemma4": ReasoningFormat(
+        ("<|channel>thought",), "<|channel>thought\n", "<channel|>", markers=("<|channel>", "<channel|>")
+    ),
+    "mistral": ReasoningFormat(("[THINK]", "[/THINK]"), "[THINK]", "[/THINK]"),
+    **dict.fromkeys(("deepseek_r1", "qwen3", "glm45"), THINK),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +228,10 @@ class AnswerFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """What the parser needs to see, even where it is a special token."""
-        found = () if self.reasoning is None else (self.reasoning.start, self.reasoning.end)
-        return found if self.calls is None else (*found, *self.calls.markers)
+        found = () if self.calls is None else self.calls.markers
+        if self.reasoning is None:
+            return found
+        return (*found, *(self.reasoning.markers or (self.reasoning.start, self.reasoning.end)))
 
 
 def answer_format(template: str, calls: str, reasoning: str) -> AnswerFormat:
@@ -119,6 +270,9 @@ class AnswerParser:
         return self._output.take()
 
     def _read(self, form: AnswerFormat, schemas: Schemas, is_reasoning: bool) -> Wait[None]:
+        if form.reasoning is not None and form.reasoning.channels is not None:
+            yield from form.reasoning.channels(self._text, self._output, {} if form.calls is None else schemas)
+            return
         if form.reasoning is not None:
             yield from (form.reasoning.read_open if is_reasoning else form.reasoning.read)(self._text, self._output)
         if form.calls is not None:

@@ -60,6 +60,10 @@ class TextInput:
         """The next character, which stays; empty at the end."""
         return self._text[self._position] if (yield from self.more()) else ""
 
+    def any(self) -> Wait[str]:
+        """The next character; empty at the end."""
+        return self._take(self._position + 1) if (yield from self.more()) else ""
+
     def run(self, pattern: re.Pattern[str]) -> Wait[str]:
         """The longest run of certain characters; `pattern` is one character class, repeated."""
         parts = []

@@ -67,7 +67,7 @@ ASKED: dict[str, dict[str, object]] = {
 # Tested elsewhere, or no sampling.
 OTHERS = {
     *("model", "stream", "stream_options", "prompt", "messages", "tools", "tool_choice"),
-    "parallel_tool_calls",
+    *("parallel_tool_calls", "reasoning_effort"),
     "chat_template_kwargs",
     *("n", "best_of", "add_special_tokens", "echo"),
 }

@@ -44,10 +44,15 @@ I look.
 
 
 class ToolTokenizer(ByteTokenizer):
-    info: Mapping[str, Any] = {"chat_template": "{{ tools }}<tool_call></tool_call></think>"}
+    info: Mapping[str, Any] = {"chat_template": '{{ tools }}<tool_call>{"arguments"}</tool_call></think>'}
 
     def apply_chat_template(self, messages: Any, *, tools: Any = (), template_kwargs: Any = None) -> tuple[int, ...]:
         return self.encode(json.dumps([messages, tools]))
+
+
+class OpenTokenizer(ToolTokenizer):
+    def apply_chat_template(self, messages: Any, *, tools: Any = (), template_kwargs: Any = None) -> tuple[int, ...]:
+        return self.encode("<think>no</think> hi <think>\n")
 
 
 @pytest.fixture
@@ -212,6 +217,35 @@ async def test_a_large_body_keeps_its_tools(there: Clients, dispatcher: FakeDisp
     small = parts(await whole(there, tools=TOOLS))
     assert parts(await whole(there, tools=TOOLS, metadata={"a": "z" * 5000})) == small
     assert json.loads(bytes(dispatcher.requests[-1].prompt))[1] == TOOLS
+
+
+async def test_the_effort_of_reasoning_reaches_the_template(dispatcher: FakeDispatcher) -> None:
+    seen: list[Any] = []
+
+    class EffortTokenizer(ToolTokenizer):
+        def apply_chat_template(
+            self, messages: Any, *, tools: Any = (), template_kwargs: Any = None
+        ) -> tuple[int, ...]:
+            seen.append(dict(template_kwargs))
+            return (1,)
+
+    async with opened(dispatcher, EffortTokenizer) as (there, _):
+        dispatcher.script = scripted("Yes")
+        await whole(there, reasoning_effort="low", extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+        assert seen[-1] == {"reasoning_effort": "low", "enable_thinking": True}
+        refused = await there.http.post("/v1/chat/completions", json=ASK | {"reasoning_effort": "much"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning_effort")
+
+
+async def test_reasoning_that_the_prompt_has_begun_is_apart(dispatcher: FakeDispatcher) -> None:
+    async with opened(dispatcher, OpenTokenizer) as (there, _):
+        dispatcher.script = scripted("hm</think>Yes")
+        (answer,) = parts(await whole(there))
+        assert (answer["reasoning"], answer["content"]) == ("hm", "Yes")
+        assert await streamed(there) == [answer]
+        await whole(there, tools=TOOLS, tool_choice="required")
+        grammar = dispatcher.requests[-1].sampling.grammar
+        assert grammar is not None and "\nstart: r" in grammar.text
 
 
 def called(**fields: Any) -> list[dict[str, Any]]:

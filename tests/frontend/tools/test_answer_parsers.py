@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.frontend.tools.answer import AnswerDelta
-from cluster.frontend.tools.formats import CALLS, REASONING, AnswerFormat, AnswerParser
+from cluster.frontend.tools.formats import CALLS, REASONING, AnswerFormat, AnswerParser, answer_format
 from cluster.spec import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 SCHEMAS: dict[str, Any] = {
@@ -31,6 +31,119 @@ WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
         ("a <tool_call> b </tool_call>", "a <tool_call> b </tool_call>", []),
         ('<tool_call><tool_call>{"name": "wait"}', "<tool_call>", [("wait", {})]),
     ],
+    "llama3_json": [
+        (
+            f'{{"name": "look", "parameters": {json.dumps(LOOK)}}}; {{"parameters": {{}}, "name": "wait"}}',
+            "",
+            [("look", LOOK), ("wait", {})],
+        ),
+        ('<|python_tag|>{"name": "wait", "parameters": {}} Done.', "Done.", [("wait", {})]),
+        ('{"name": "wait", "parameters": {}}; Done.', "; Done.", [("wait", {})]),
+        ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "Ann", "parameters": {"age": 3}}', []),
+        ('{"name": "wait"}', '{"name": "wait"}', []),
+        (" {", " {", []),
+    ],
+    "mistral": [
+        (
+            f'I look.[TOOL_CALLS] [{{"name": "look", "arguments": {json.dumps(LOOK)}}}, {{"name": "wait", "arguments": '
+            '{}, "id": "123456789"}]',
+            "I look.",
+            [("look", LOOK), ("wait", {})],
+        ),
+        ("[TOOL_CALLS]look{}", "", [("look", {})]),
+        ("[TOOL_CALLS] look", "[TOOL_CALLS] look", []),
+    ],
+    "mistral_args": [
+        (
+            f"[TOOL_CALLS]look[CALL_ID]123[ARGS]{json.dumps(LOOK)}[TOOL_CALLS]wait[ARGS]{{}}",
+            "",
+            [("look", LOOK), ("wait", {})],
+        ),
+        ("[TOOL_CALLS]look[ARGS]3", "[TOOL_CALLS]look[ARGS]3", []),
+    ],
+    "deepseek_v3": [
+        (
+            "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+            + json.dumps(LOOK)
+            + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>wait\n```json\n{}\n```"
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "I look.",
+            [("look", LOOK), ("wait", {})],
+        ),
+        ("<｜tool▁call▁begin｜>look", "<｜tool▁call▁begin｜>look", []),
+    ],
+    "deepseek_v31": [
+        (
+            f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{json.dumps(LOOK)}<｜tool▁call▁end｜>"
+            "<｜tool▁call▁begin｜>wait<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "I look.",
+            [("look", LOOK), ("wait", {})],
+        ),
+    ],
+    "glm45": [
+        (
+            'I look.\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>the "sea" {</arg_value>\n'
+            "<arg_key>times</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>wait\n</tool_call>",
+            "I look.\n",
+            [("look", {"at": 'the "sea" {', "times": 3}), ("wait", {})],
+        ),
+        ("<tool_call>look<arg_key>at</arg_key><arg_value>3</arg_value></tool_call>", "", [("look", {"at": "3"})]),
+        ("<tool_call>look at", "<tool_call>look at", []),
+    ],
+    "qwen3_coder": [
+        (
+            "I look.\n<tool_call>\n<function=look>\n<parameter=at>\nthe sea\n  {\n</parameter>\n<parameter=times>\n3\n"
+            "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=wait>\n</function>\n</tool_call>",
+            "I look.\n",
+            [("look", {"at": "the sea\n  {", "times": 3}), ("wait", {})],
+        ),
+        ("<tool_call><function=>", "<tool_call><function=>", []),
+    ],
+    "pythonic": [
+        (
+            "[look(at='the \"sea\" ([)', times=-3), wait(), look(at=\"it's\", all=[True, null, {'a': 1.5}])]",
+            "",
+            [
+                ("look", {"at": 'the "sea" ([)', "times": -3}),
+                ("wait", {}),
+                ("look", {"at": "it's", "all": [True, None, {"a": 1.5}]}),
+            ],
+        ),
+        ("<|python_start|>[wait()]<|python_end|>", "", [("wait", {})]),
+        ("[1, 2]", "[1, 2]", []),
+        ("[look(at=go())]", "[look(at=go())]", []),
+        ("[look(1e999)]", "[look(1e999)]", []),
+        ("[look(at=1e999)]", "[look(at=1e999)]", []),
+    ],
+    "gemma4": [
+        (
+            'I look.<|tool_call>call:look{at:<|"|>the "sea" {<|"|>,times:3,all:[true,{a:<|"|>b<|"|>}]}<tool_call|>'
+            "<|tool_call>call:wait{}<tool_call|>",
+            "I look.",
+            [("look", {"at": 'the "sea" {', "times": 3, "all": [True, {"a": "b"}]}), ("wait", {})],
+        ),
+        ("<|tool_call>call:look", "<|tool_call>call:look", []),
+    ],
+    "functiongemma": [
+        (
+            "<start_function_call>call:look{at:<escape>the sea<escape>,times:3}<end_function_call>"
+            "<start_function_call>call:wait{}<end_function_call>",
+            "",
+            [("look", {"at": "the sea", "times": 3}), ("wait", {})],
+        ),
+    ],
+    "openai": [
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+            f"<|constrain|>json<|message|>{json.dumps(LOOK)}<|call|><|start|>assistant to=functions.wait<|channel|>"
+            "commentary json<|message|>{}<|call|>",
+            "I look.",
+            [("look", LOOK), ("wait", {})],
+        ),
+        (" to=functions.wait<|channel|>commentary json<|message|>{}", "", [("wait", {})]),
+        ("<|channel|>final<|message|>Done.<|return|>", "Done.", []),
+        ("Done.", "Done.", []),
+    ],
 }
 CASES = [(name, *case) for name, cases in WRITTEN.items() for case in cases]
 
@@ -48,13 +161,21 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
-def form(calls: str, reasoning: str = "deepseek_r1") -> AnswerFormat:
-    return AnswerFormat(CALLS[calls], REASONING[reasoning])
+def form(calls: str) -> AnswerFormat:
+    return AnswerFormat(CALLS[calls], REASONING["openai_gptoss" if calls == "openai" else "deepseek_r1"])
 
 
 def test_every_format_has_a_name_in_the_cluster_file_and_a_test() -> None:
     assert ("auto", "none", *CALLS) == TOOL_CALL_PARSERS and ("auto", "none", *REASONING) == REASONING_PARSERS
     assert set(WRITTEN) == set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_format_is_found_by_the_markers_of_a_template(name: str) -> None:
+    """The first of those that share markers is the one with most of them."""
+    assert answer_format(" ".join(CALLS[name].signs), "auto", "none").calls is CALLS[name]
+    assert answer_format("{{ messages }}", "auto", "auto") == AnswerFormat(None, None)
+    assert answer_format("{{ messages }}", name, "none").calls is CALLS[name]
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
@@ -126,6 +247,26 @@ def test_words_around_and_inside_of_broken_calls_are_kept(name: str) -> None:
 def test_reasoning_comes_first_and_apart(text: str, is_reasoning: bool, reasoning: str, content: str) -> None:
     for pieces in ([text], list(text)):
         assert parsed(form("hermes"), pieces, is_reasoning=is_reasoning) == AnswerDelta(content, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "content"),
+    [
+        ("mistral", "[THINK]hm[/THINK]Yes", "hm", "Yes"),
+        ("gemma4", "<|channel>thought\nhm\n<channel|>Yes", "hm\n", "Yes"),
+        (
+            "openai_gptoss",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+            "hm",
+            "Yes",
+        ),
+    ],
+)
+def test_each_format_of_reasoning(name: str, text: str, reasoning: str, content: str) -> None:
+    plain = AnswerFormat(None, REASONING[name])
+    for pieces in ([text], list(text)):
+        assert parsed(plain, pieces) == AnswerDelta(content, reasoning)
+    assert answer_format(" ".join(REASONING[name].signs), "auto", "auto").reasoning is REASONING[name]
 
 
 def test_after_the_last_call_that_is_wanted_the_text_is_dropped() -> None:
