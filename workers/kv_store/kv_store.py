@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from workers.errors import KVStoreError
+from workers.kv_store.abandoned import remove_abandoned
 from workers.kv_store.device_health import DeviceHealth
 from workers.kv_store.io_threads import BlockCopy, IOThreads
 from workers.kv_store.peer_slabs import PeerSlab, PeerSlabs
@@ -417,6 +418,7 @@ def open_kv_store(folder: Path, size_bytes: int, block_bytes: int, fingerprint: 
             f"give {folder} at least {store_bytes(1, block_bytes)} bytes"
         )
     slab = open_slab(folder, num_slots, block_bytes, encode_title(fingerprint, block_bytes))
+    remove_abandoned(folder)  # its own is locked
     try:
         return KVStore(slab, fingerprint)
     except BaseException as error:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class SlabInUse(KVStoreError):
-    """Another worker has the file open."""
+    """Another worker has the file open, or has just deleted it."""
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
@@ -77,6 +77,8 @@ class Slab:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file closes
         except BlockingIOError:
             raise SlabInUse(f"{self.path} belongs to another worker") from None
+        if not is_at(self._file, self.path):
+            raise SlabInUse(f"{self.path} was deleted by another worker")
 
     def _allocate(self, num_bytes: int) -> None:
         """Give the file exactly this size. Checks the free space first: a failed allocation may fill the disk."""
@@ -184,6 +186,14 @@ def whole(num_bytes: int, buffer: memoryview) -> None:
     """Raises `OSError` if a read or write of this many bytes was not that of the buffer."""
     if num_bytes != len(buffer):
         raise OSError(errno.EIO, f"{num_bytes} of {len(buffer)} bytes")
+
+
+def is_at(file: int, path: Path) -> bool:
+    """Whether this open file is still the one with this name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def slab_bytes(num_slots: int, block_bytes: int) -> int:
