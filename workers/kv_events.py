@@ -12,6 +12,7 @@ from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
 GRAIN = 128  # tokens
+KV_TIERS = ("device", "host", "disk", "remote")  # the fields of `KVEvents`
 _NAME_BITS = 60  # two digits of a Python integer, which takes a third less memory than 64 bits do
 
 

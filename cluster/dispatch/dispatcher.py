@@ -150,6 +150,7 @@ class Dispatcher:
             role_changes=self.discovery.role_changes(),
             queued=len(self._admission_queue.queue),
             uncovered=self._runner.uncovered,
+            dropped_names=self._policy.index.dropped,
             totals=self._metrics.snapshot(),
         )
 

@@ -285,3 +285,4 @@ def test_a_full_index_knows_no_further_names_until_others_are_gone() -> None:
     index.forget("a")
     index.take("b", "1", news([6, 7]))
     assert index.matches([7]) == {"b": Match(1)} and len(index._device.holders) == 3
+    assert index.dropped == (("device", 1), ("host", 0), ("disk", 0), ("remote", 0))

@@ -117,12 +117,14 @@ def test_counts_add_up_and_labels_are_bounded(ended: list[Ended]) -> None:
 def test_metrics_count_migrations_and_role_changes() -> None:
     moves = ("anew", "moved", 4), ("role", "stayed", 1)
     result = replace(standing(), moves=moves, moved_bytes=5000, role_changes=(("decode", "prefill", 2),))
+    result = replace(result, dropped_names=(("disk", 7),))
     lines = exposition(result, "g").splitlines()
     for line in (
         'diptych_moves_total{gateway="g",outcome="moved",reason="anew"} 4.0',
         'diptych_moves_total{gateway="g",outcome="stayed",reason="role"} 1.0',
         'diptych_moved_bytes_total{gateway="g"} 5000.0',
         'diptych_role_changes_total{from="decode",gateway="g",to="prefill"} 2.0',
+        'diptych_prefix_index_dropped_total{gateway="g",tier="disk"} 7.0',
     ):
         assert line in lines
     assert not any("elastic_decisions" in line for line in lines), "no elastic policy"

@@ -38,6 +38,8 @@ def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts 
     yield counter("diptych_moves", text, labels, pairs(MOVES, attainment.moves))
     text = "Requests served by workers of another role, since none of this role was ready."
     yield counter("diptych_uncovered_requests", text, ("gateway", "role"), rows(attainment.uncovered))
+    text = "Cached prefixes for which this gateway's prefix index had no room."
+    yield counter("diptych_prefix_index_dropped", text, ("gateway", "tier"), rows(attainment.dropped_names))
     moved = [((gateway,), attainment.moved_bytes)]
     yield counter("diptych_moved_bytes", "KV fetched for migrations of decodes.", ("gateway",), moved)
     labels = ("gateway", "from", "to")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import compress
 from typing import NamedTuple
 
-from workers.kv_events import GRAIN, KVEvents, NameChanges, chain
+from workers.kv_events import GRAIN, KV_TIERS, KVEvents, NameChanges, chain
 
 __all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
 
@@ -91,6 +91,7 @@ class _TierIndex:
 
     def __init__(self, most_names: int) -> None:
         self.holders = _Holders()
+        self.dropped = 0  # names that did not fit
         self._most_names = most_names
         self._names: dict[Bits, array[int]] = {}
         self._least: dict[Bits, int] = {}  # number of names below which compaction does not pay
@@ -103,6 +104,7 @@ class _TierIndex:
         added = changes.added
         if len(self.holders) + len(added) > self._most_names:  # the index is full: what is new is not known
             added = tuple(name for name in added if name in self.holders)
+            self.dropped += len(changes.added) - len(added)
         names = self._names.setdefault(bit, array("Q"))
         for name in added:
             self.holders.add(name, bit)
@@ -233,6 +235,11 @@ class PrefixIndex:
             self._readers[told] = readers
         return readers
 
+    @property
+    def dropped(self) -> tuple[tuple[str, int], ...]:
+        """Names that were not taken because the index was full, by tier."""
+        return tuple((name, tier.dropped) for name, tier in zip(KV_TIERS, self._tiers, strict=True))
+
     def is_of(self, worker: str, incarnation: str) -> bool:
         """Whether the index describes this incarnation of the worker."""
         return self._incarnations.get(worker) == incarnation
@@ -268,7 +275,7 @@ class PrefixIndex:
         if server and not self._sharing.get(server, 0) & bit:
             self._sharing[server] = self._sharing.get(server, 0) | bit
             self._readers.clear()
-        for tier, changes in zip(self._tiers, (events.device, events.host, events.disk, events.remote), strict=True):
+        for tier, changes in zip(self._tiers, (getattr(events, tier) for tier in KV_TIERS), strict=True):
             if events.whole:
                 tier.forget(bit)
             tier.change(bit, changes)
