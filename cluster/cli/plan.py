@@ -185,6 +185,7 @@ def _place(options: PlanOptions) -> None:
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.placement import PlacementResult, PlacementSearch
     from cluster.offline.plan.report import (
+        changes_json,
         estimate_lines,
         estimates_json,
         first_json,
@@ -209,10 +210,13 @@ def _place(options: PlanOptions) -> None:
         placement = PlacementSearch(request, budget.each, progress.update, budget.past, first, budget.processes)
 
         def interim(seconds: float) -> list[str]:
-            if told or not (placement.race.decided or seconds >= FIRST_S):
+            """At `FIRST_S`, and when it is decided."""
+            if not placement.race.decided and (told or seconds < FIRST_S):
+                return []
+            if told and told[-1].decided:
                 return []
             told.append(first_verdict(request, placement.race, seconds))
-            return [] if options.as_json else first_lines(request, told[0])
+            return [] if options.as_json else first_lines(request, told[-1])
 
         def refined() -> PlacementResult:
             found = placement.search()
@@ -230,7 +234,8 @@ def _place(options: PlanOptions) -> None:
     layers = {
         "estimates": estimates_json(request, estimates),
         "does_not_fit": estimates.refused,
-        "first": first_json(request, told[0]) if told else None,
+        "what_if": changes_json(request, estimates),
+        "first": first_json(request, told[-1]) if told else None,
     }
     value = {**plan_json(request, found, verdict), **layers}
     _print_answer(options, plan_lines(request, found, verdict), value, ended_by, limit_s)

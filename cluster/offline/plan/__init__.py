@@ -5,5 +5,6 @@ deploy      a layout as a cluster to simulate       trial       one candidate un
 placement   DistServe's algorithms and colocated    verdict     whether to disaggregate
 estimate    closed forms, without simulation        report      the plan as text, JSON and YAML
 race        the first verdict, on few layouts       dollars     what serving costs
+why         what binds it, and what would help      option      a layout simulated whole
 instance    TTFT, TPOT and throughput of one instance
 """

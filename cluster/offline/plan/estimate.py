@@ -14,6 +14,7 @@ from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.shapes import instances
 from cluster.offline.plan.trial import MARGIN, Trial, full_trial, prompt_seconds
+from cluster.offline.plan.why import Binding, bindings, margins
 from cluster.spec import Role
 
 CAVEAT = "Estimate from step costs alone, without queueing: a load near these rates waits, and attains less"
@@ -28,7 +29,7 @@ class Estimate:
     """`ttft_s` and `tpot_s`: of a short and of a long request, alone. `kv_tokens`: KV of one decoding worker.
 
     `at_once`: how many long requests that KV holds. `rate`: expected requests/s; 0 if too few requests would meet the
-    SLO even on an idle machine, and then `broken` says why.
+    SLO even on an idle machine, and then `broken` says why. `bindings` and `margins`: why it is no more.
     """
 
     layout: Layout
@@ -41,6 +42,8 @@ class Estimate:
     tpot_s: tuple[float, float]
     rate: float
     broken: str
+    bindings: tuple[Binding, ...] = ()
+    margins: str = ""
 
     @property
     def description(self) -> str:
@@ -54,12 +57,17 @@ class Estimate:
     def latency(self) -> str:
         return f"TTFT {ms_range(self.ttft_s)}, TPOT {ms_range(self.tpot_s)}"
 
+    def merit(self, request: PlanRequest) -> float:
+        """The higher, the better, by the request's objective."""
+        rate = min(self.rate, request.rate or inf)
+        return rate if request.objective == "throughput" else rate / self.weight
+
     @property
     def throughput(self) -> str:
         return f"about {self.rate:.3g} requests/s" if self.rate else f"0 requests/s: {self.broken}"
 
 
-def estimate(trial: Trial, ends: tuple[Lengths, Lengths], target: float, name: str = "") -> Estimate:
+def estimate(request: PlanRequest, trial: Trial, ends: tuple[Lengths, Lengths], name: str = "") -> Estimate:
     """`ends`: a short and a long request."""
     pools = trial.case.spec.pools
     prefilling = [pool for pool in pools if pool.role is not Role.DECODE]
@@ -80,7 +88,7 @@ def estimate(trial: Trial, ends: tuple[Lengths, Lengths], target: float, name: s
     kv_tokens = min(pool.engine.kv_blocks * pool.engine.block_size for pool in decoding)
     short, long = ends
     ttfts_s, tpots_s = (ttft_s(short[0]), ttft_s(long[0])), (tpot_s(*short), tpot_s(*long))
-    hopeful = trial.unloaded >= target - MARGIN
+    hopeful = trial.unloaded >= request.target - MARGIN
     return Estimate(
         layout=trial.layout,
         name=name or trial.name,
@@ -91,6 +99,8 @@ def estimate(trial: Trial, ends: tuple[Lengths, Lengths], target: float, name: s
         ttft_s=ttfts_s,
         tpot_s=tpots_s,
         rate=min(trial.estimate, trial.max_rate) if hopeful else 0.0,
+        bindings=tuple(bindings(request, trial)) if hopeful else (),
+        margins=margins(trial, ttfts_s),
         broken="" if hopeful else _broken(trial, ttfts_s[0], tpots_s[0]),
     )
 
@@ -137,12 +147,15 @@ class Outline:
     estimates: tuple[Estimate, ...]
     refused: dict[str, str]
 
+    def best(self, request: PlanRequest) -> Estimate | None:
+        """The most promising one; None: none meets the SLO."""
+        return max((each for each in self.estimates if each.rate), key=lambda each: each.merit(request), default=None)
+
     def contenders(self, request: PlanRequest) -> list[Layout]:
         """The best colocated and the best split layout, and others that promise nearly as much; best first."""
 
         def merit(each: Estimate) -> float:
-            rate = min(each.rate, request.rate or inf)
-            return rate if request.objective == "throughput" else rate / each.weight
+            return each.merit(request)
 
         ranked = sorted((each for each in self.estimates if each.rate), key=merit, reverse=True)
         best = {each.layout.kind: each for each in reversed(ranked)}
@@ -167,12 +180,12 @@ def outline(request: PlanRequest) -> Outline:
             refused[name] = str(error)
             continue
         layouts = _outlined(alone, shapes) or [_closest(alone, shapes)]
-        found += [estimate(full_trial(alone, layout), ends, request.target) for layout in layouts]
+        found += [estimate(alone, full_trial(alone, layout), ends) for layout in layouts]
     if not found:
         raise PlanError("; ".join(refused.values()))
     if len(request.hardware) > 1 and not refused:
         mixed = [each for each in _layouts(request).split(instances(request), GRAIN)[:1] if _kinds(each) > 1]
-        found += [estimate(full_trial(request, layout), ends, request.target) for layout in mixed]
+        found += [estimate(request, full_trial(request, layout), ends) for layout in mixed]
     return Outline(tuple(found), refused)
 
 

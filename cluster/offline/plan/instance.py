@@ -110,7 +110,7 @@ def _instance(request: PlanRequest, lengths: LengthRanges, group: WorkerGroup) -
     gpus, name = group.gpus_each, group.hardware
     if gpus > 1:
         name = f"{gpus} x {name} (TP{group.tensor} PP{group.pipeline})"
-    return Instance(request, lengths, group, trial, estimate(trial, lengths.ends, request.target, name))
+    return Instance(request, lengths, group, trial, estimate(request, trial, lengths.ends, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,18 @@ class Option:
         """By seed."""
         return [rate / self.trial.weight for rate in self.goodput.by_seed]
 
+    @property
+    def headroom(self) -> str:
+        """How many requests met each SLO at the highest rate that held, and which SLO breaks above it."""
+        held = [each for each in self.goodput.probes if each.rate in self.goodput.by_seed]
+        if not held:
+            return ""
+        one = min(held, key=lambda each: each.attained.both)
+        target = self.goodput.target
+        breaks = f"; above, {' and '.join(self.goodput.limits)} breaks first" if self.goodput.limits else ""
+        met = f"TTFT met by {one.attained.ttft:.1%} and TPOT by {one.attained.tpot:.1%}"
+        return f"at {one.rate:.4g} requests/s {met} of requests, {target:.0%} needed{breaks}"
+
     def merit(self, request: PlanRequest) -> float:
         """The higher, the better, by the request's objective."""
         if request.rate is not None:

@@ -14,6 +14,7 @@ from cluster.offline.plan.option import Option
 from cluster.offline.plan.placement import PlacementResult
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.plan.verdict import FirstVerdict, PlanVerdict
+from cluster.offline.plan.why import changes
 from cluster.offline.scoring.figures import slo_text
 from cluster.spec import ClusterSpec
 from cluster.spec_file import FILE_DEFAULTS
@@ -47,7 +48,8 @@ def first_lines(request: PlanRequest, first: FirstVerdict) -> list[str]:
     """The first simulated answer."""
     head = f"First verdict after {first.after_s:.0f} s ({first.requests:,} requests simulated, one seed):"
     if first.verdict is None:
-        return [head, f"  no layout that closed forms favor {'meets' if first.decided else 'has met'} the SLO"]
+        some = f"no layout that closed forms favor {'meets' if first.decided else 'has met'} the SLO"
+        return [head, f"  {some if first.requests else 'no run has ended yet; this machine is slow or busy'}"]
     lines = [head, first.verdict.words]
     for option in first.verdict.options:
         lines += [f"  {option.layout.description}", *(f"    {line}" for line in _evidence(request, option))]
@@ -56,6 +58,8 @@ def first_lines(request: PlanRequest, first: FirstVerdict) -> list[str]:
 
 def _evidence(request: PlanRequest, option: Option) -> list[str]:
     lines = [option.goodput.summary]
+    if option.headroom:
+        lines.append(option.headroom)
     if (cost := serving_cost(request, option.layout, request.rate or option.goodput.rate)) is not None:
         lines.append(cost.words)
     if request.rate is None and (copies := request.gpus // option.layout.gpus) > 1:
@@ -96,9 +100,29 @@ def estimate_lines(request: PlanRequest, found: Outline) -> list[str]:
             f"  a request alone: {each.latency}",
             f"  {each.throughput}",
             *([f"  {cost.words}"] if cost else []),
+            *(f"  {one.words}" for one in each.bindings),
+            *([f"  {each.margins}"] if each.rate else []),
         ]
     lines += [f"{name}: {why}" for name, why in found.refused.items()]
+    lines += _change_lines(request, found)
     return [*lines, price_line(request)]
+
+
+def _change_lines(request: PlanRequest, found: Outline) -> list[str]:
+    """For the most promising layout."""
+    best = found.best(request)
+    if best is None:
+        return []
+    lines = [f"What a change would bring, by closed forms, to {best.name}:"]
+    for change in changes(request, best.layout):
+        rate = f"{change.rate:.3g} requests/s ({change.gain:+.0%})" if abs(change.gain) >= 0.005 else "no more"
+        lines.append(f"  {change.words}: {rate if change.rate else 'the SLO cannot be met'}")
+    return lines
+
+
+def changes_json(request: PlanRequest, found: Outline) -> Any:
+    best = found.best(request)
+    return None if best is None else {"of": best.name, "changes": to_builtins(changes(request, best.layout))}
 
 
 def estimates_json(request: PlanRequest, found: Outline) -> list[dict[str, Any]]:
@@ -160,6 +184,7 @@ def _option_json(request: PlanRequest, option: Option) -> dict[str, Any]:
         "weight": option.trial.weight,
         "weight_unit": request.unit,
         "cost": _cost_json(request, option.layout, request.rate or found.rate),
+        "headroom": option.headroom,
         "goodput": {
             "requests_per_s": found.rate,
             "low": found.low,

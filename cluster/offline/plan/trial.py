@@ -235,15 +235,28 @@ def capacity(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_
     if pool.role is Role.PREFILL or output <= 1:
         bound = stages / max(prefill_s, 1e-9)
         return Capacity(bound, bound)
-    room = min(engine.max_running, engine.kv_blocks * engine.block_size // context)
-    max_batch = max(1, room // pool.parallel.pipeline)  # the sequences of a worker are spread over its stages
-    batch = _largest_batch(cost, max_batch, context, tpot_s)
+    max_batch = _most_at_once(pool, context)
+    batch, _ = decode_batch(pool, cost, arrivals, tpot_s)
     decode_s = output * cost.decode_seconds(batch, batch * context) / batch
     bound = stages / max(prefill_s, decode_s, 1e-9)
     if pool.role is Role.DECODE:
         return Capacity(bound, bound)
     usual = stages * _mixed_rate(cost, prompt, output, context, engine.max_batch_tokens, max_batch, tpot_s)
     return Capacity(min(usual, bound), bound)
+
+
+def _most_at_once(pool: PoolSpec, context: int) -> int:
+    """Decodes of one step; the sequences of a worker are spread over its stages."""
+    engine = pool.engine
+    room = min(engine.max_running, engine.kv_blocks * engine.block_size // context)
+    return max(1, room // pool.parallel.pipeline)
+
+
+def decode_batch(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_s: float | None) -> tuple[int, int]:
+    """The largest batch that fits and meets the TPOT SLO, and the mean context of its sequences."""
+    prompt = round(sum(each.prompt_tokens for each in arrivals) / len(arrivals))
+    context = prompt + round(sum(each.output_tokens for each in arrivals) / len(arrivals) / 2)
+    return _largest_batch(cost, _most_at_once(pool, context), context, tpot_s), context
 
 
 def _largest_batch(cost: CostModel, max_batch: int, context: int, tpot_s: float | None) -> int:

@@ -24,7 +24,7 @@ def trial(**changed: object) -> Trial:
 def test_alone_latencies_are_those_of_an_idle_simulation() -> None:
     fixed = PlanLoad.of(load_workload("poisson:rate=4,lengths=600/15,count=40"))
     one = trial(load=fixed)
-    found = estimate(one, median_and_p99(fixed), 0.9)
+    found = estimate(plan_request(load=fixed), one, median_and_p99(fixed))
     (served, *_) = replace(one, load=fixed, requests=10).run(0.01, 0).served
     assert found.ttft_s[0] == pytest.approx(served.ttft_s, rel=1e-3)
     assert found.tpot_s[0] == pytest.approx(served.tpot_s, rel=1e-2)
@@ -33,10 +33,11 @@ def test_alone_latencies_are_those_of_an_idle_simulation() -> None:
 
 def test_a_rate_is_estimated_only_where_the_slo_can_be_met() -> None:
     ends = ((200, 5), (600, 15))
-    assert estimate(trial(), ends, 0.9).rate > 0.0
-    slow = estimate(trial(slo=SLO(0.4, 0.001)), ends, 0.9)
+    question = plan_request()
+    assert estimate(question, trial(), ends).rate > 0.0
+    slow = estimate(question, trial(slo=SLO(0.4, 0.001)), ends)
     assert slow.rate == 0.0 and "TPOT" in slow.description and "the SLO is 1 ms" in slow.description
-    late = estimate(trial(slo=SLO(0.001, 0.1)), ends, 0.9)
+    late = estimate(question, trial(slo=SLO(0.001, 0.1)), ends)
     assert late.rate == 0.0 and "TTFT" in late.broken
 
 
