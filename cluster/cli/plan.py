@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.cli.address import access_options
 from cluster.cli.comparison import positive_slo
 from cluster.cli.groups import GroupedCommand
 from cluster.cli.screen import print_json, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
+from cluster.cli.trace import duration
+from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.offline.plan.budget import Budget
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.request import PlanRequest
+    from cluster.offline.plan.running import Tried
+    from diptych.history import Window
+    from diptych.view import ClusterView
     from workers.request import SLO
 
 INSTANCE_S, PLACEMENT_S = 120.0, 600.0  # default time limits
@@ -47,6 +53,9 @@ class PlanOptions:
     prompt: str | None
     output: str | None
     users: str
+    from_cluster: str | None
+    profile: Path | None
+    last_s: float
     requests: int
     seeds: int
     processes: int | None
@@ -87,6 +96,21 @@ class PlanOptions:
 @click.option("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
 @click.option("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
 @click.option("--users", default=USERS, show_default=True, help="With --prompt: numbers of concurrent users.")
+@click.option("--from-cluster", metavar="ADDRESS", help="Gateway of a running cluster: ask what it should change.")
+@click.option(
+    "--profile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --from-cluster: its measured costs, the output of `diptych profile`.",
+)
+@click.option(
+    "--last",
+    "last_s",
+    default="1h",
+    show_default=True,
+    metavar="TIME",
+    callback=duration,
+    help="With --from-cluster: its load of this time, as far as the gateway remembers.",
+)
 @click.option(
     "--requests", type=click.IntRange(10, 100_000), default=300, show_default=True, help="Requests of one run."
 )
@@ -101,12 +125,14 @@ class PlanOptions:
 )
 @click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as a cluster YAML.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-def plan(**options: Any) -> None:
+@access_options
+def plan(access: Access, **options: Any) -> None:
     """Find the best cluster for a load: whether to disaggregate, pools, parallelism, replicas, chunk sizes.
 
     An estimate from closed forms comes at once, for each kind of GPU. A first verdict comes within a minute: what the
     estimate favors, simulated with the shipped scheduling code. Then more is simulated until --limit. Nothing needs a
-    GPU. --prompt and --output ask what one instance delivers: TTFT, TPOT and throughput.
+    GPU. --prompt and --output ask what one instance delivers: TTFT, TPOT and throughput. --from-cluster takes a running
+    cluster's load and says whether roles, replicas or parallel settings should change.
 
     At --limit, or on Ctrl-C (exit status 130), the best answer so far is printed and marked as incomplete.
 
@@ -117,12 +143,15 @@ def plan(**options: Any) -> None:
       diptych plan --model llama-2-70b --hardware a100-80gb,h100-80gb --gpus 64 --rate 12 --objective cost \\
           --workload AzureLLMInferenceTrace_conv.csv.gz --ttft 1 --tpot 0.1
       diptych plan --model llama-3-8b --hardware h100-80gb,l4 --prompt 1500-2000 --output 500
+      diptych plan --from-cluster 127.0.0.1:50051 --profile profile.json --ttft 1 --tpot 0.1 --last 1h
     """
     from cluster.offline.plan.request import PlanError
 
     chosen = PlanOptions(**options)
     try:
-        if chosen.prompt or chosen.output:
+        if chosen.from_cluster is not None:
+            _advise(chosen, access)
+        elif chosen.prompt or chosen.output:
             _measure_instances(chosen)
         else:
             _place(chosen)
@@ -278,6 +307,40 @@ def _measure_instances(options: PlanOptions) -> None:
     )
     value = {**instance_json(requests[0], lengths, found), "does_not_fit": refused}
     _print_answer(options, instance_lines(requests[0], lengths, found), value, ended_by, limit_s)
+
+
+def _advise(options: PlanOptions, access: Access) -> None:
+    """What the running cluster should change."""
+    import asyncio
+
+    from cluster.offline.plan.running import advice_json, advice_lines, observed, try_all
+    from diptych.client import AsyncClient
+    from workers.profiles.measured import load
+
+    async def asked() -> "tuple[ClusterView, Window]":
+        async with AsyncClient(options.from_cluster or "", access=access) as client:
+            _, window = await client.trace(last_s=options.last_s)
+            return (await client.status()).view, window
+
+    _need(options, "profile", "ttft", "tpot")
+    profile = load(options.profile or Path())
+    slo = positive_slo(options.ttft, options.tpot)
+    view, window = asyncio.run(asked())
+    running = observed(view, window, profile, slo, options.target)
+    tried: list[Tried] = []
+
+    def begin(budget: "Budget", progress: SearchProgress) -> Callable[[], None]:
+        def run() -> None:
+            for each in try_all(running, budget.each):
+                tried.append(each)
+                met = f"{each.attained.both:.1%} of requests meet the SLO"
+                progress.update(each.arrangement.description(profile), met)
+
+        return run
+
+    limit_s = options.limit or INSTANCE_S
+    _, ended_by = search(limit_s, options.processes, begin)
+    _print_answer(options, advice_lines(running, tried), advice_json(running, tried), ended_by, limit_s)
 
 
 def _users(text: str) -> list[int]:

@@ -21,7 +21,7 @@ SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
 SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def _duration(ctx: click.Context, option: click.Parameter, given: str | None) -> float | None:
+def duration(ctx: click.Context, option: click.Parameter, given: str | None) -> float | None:
     """60, 60s, 5m or 1h, as seconds."""
     if given is None:
         return None
@@ -58,7 +58,7 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     "--last",
     "last_s",
     metavar="TIME",
-    callback=_duration,
+    callback=duration,
     help="Window up to now: 60s, 5m or 1h. [default: 60s]",
 )
 @click.option(

@@ -6,5 +6,6 @@ placement   DistServe's algorithms and colocated    verdict     whether to disag
 estimate    closed forms, without simulation        report      the plan as text, JSON and YAML
 race        the first verdict, on few layouts       dollars     what serving costs
 why         what binds it, and what would help      option      a layout simulated whole
+running     what a running cluster should change
 instance    TTFT, TPOT and throughput of one instance
 """

@@ -1,0 +1,280 @@
+"""What a running cluster should change: its own load, simulated on its own measured costs. Pure, except for the runs.
+
+Workers are those of the profile, each with the KV that its pool has now. Roles, replicas and, where pools differ in TP
+or PP, the parallel setting of each role are tried, up to one worker more or less than the cluster has. Engine settings
+are the defaults.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+from msgspec import to_builtins
+
+from cluster.offline.plan.request import PlanError
+from cluster.offline.scoring.figures import Attainment, attainment, slo_text
+from cluster.offline.scoring.goodput import Map, TimeUp
+from cluster.offline.sim.case import PoolModel
+from cluster.offline.workload.arrivals import Arrival, Workload
+from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
+from diptych.history import Window
+from diptych.view import ClusterView, WorkerState
+from workers.config import EngineConfig, ParallelConfig
+from workers.profiles.measured import ClusterProfile, PoolProfile
+from workers.request import SLO
+
+MOST_TRIED = 32  # arrangements, those closest to the current one first
+MOST_REQUESTS = 2000  # of the load, the latest ones
+BLOCK_SIZE = 16
+RARE_HEARTBEATS = HealthSpec(heartbeat_s=1.0, dead_after_s=10.0)
+
+Part = tuple[Role, str, int]  # a role, the measured pool whose workers have it, and how many
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Workers by role."""
+
+    parts: tuple[Part, ...]
+
+    def description(self, profile: ClusterProfile) -> str:
+        def named(part: Part) -> str:
+            role, pool, count = part
+            measured = profile.pool(pool)
+            return f"{count} x {role.value} TP{measured.tensor} PP{measured.pipeline}"
+
+        return " + ".join(named(part) for part in self.parts)
+
+    def workers(self, role: Role) -> int:
+        return sum(count for at, _, count in self.parts if at is role)
+
+    def ranks(self, profile: ClusterProfile) -> int:
+        return sum(count * _ranks(profile.pool(pool)) for _, pool, count in self.parts)
+
+    def distance(self, other: "Arrangement") -> int:
+        """How many workers would have to change."""
+        mine, theirs = ({(role, pool): count for role, pool, count in each.parts} for each in (self, other))
+        return sum(abs(mine.get(key, 0) - theirs.get(key, 0)) for key in mine.keys() | theirs.keys())
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A cluster, its latest load, and what its workers cost. `kv_tokens`: of one worker, by pool."""
+
+    profile: ClusterProfile
+    load: Workload
+    now: Arrangement
+    kv_tokens: Mapping[str, int]
+    slo: SLO
+    target: float
+
+    @property
+    def rate(self) -> float:
+        """Requests/s."""
+        return len(self.load.arrivals) / max(self.load.arrivals[-1].at_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """An arrangement, and the shares of requests that met the SLOs."""
+
+    arrangement: Arrangement
+    attained: Attainment
+
+
+def observed_load(window: Window) -> Workload:
+    """Its finished requests, at their times. Raises `PlanError`."""
+    done = sorted(
+        (each for each in window.traces if each.prompt_tokens and each.output_tokens and each.outcome == "completed"),
+        key=lambda each: each.arrived_ns,
+    )[-MOST_REQUESTS:]
+    if len(done) < 2:
+        raise PlanError(
+            f"the gateway remembers {len(done)} finished requests of this time, too few to plan for; give a longer "
+            "--last; gateway.trace_s and gateway.trace_requests set how much it keeps"
+        )
+    begin_ns = done[0].arrived_ns
+    return Workload(
+        "the cluster's load",
+        tuple(Arrival((each.arrived_ns - begin_ns) / 1e9, each.prompt_tokens, each.output_tokens) for each in done),
+        notes=(f"{sum(each.cached_tokens for each in done)} cached prompt tokens count as computed",),
+    )
+
+
+def observed(view: ClusterView, window: Window, profile: ClusterProfile, slo: SLO, target: float) -> RunningCluster:
+    """Raises `PlanError`, and `ProfileError` for a pool that the profile lacks."""
+    ready = [worker for worker in view.workers if worker.state is WorkerState.READY]
+    if not ready:
+        raise PlanError("the cluster has no ready worker")
+    kv_tokens = {profile.pool(worker.pool).pool: worker.capacity_tokens for worker in ready}
+    parts = sorted({(worker.role, worker.pool) for worker in ready}, key=lambda each: (each[0].value, each[1]))
+    now = Arrangement(
+        tuple((role, pool, sum((each.role, each.pool) == (role, pool) for each in ready)) for role, pool in parts)
+    )
+    return RunningCluster(profile, observed_load(window), now, kv_tokens, slo, target)
+
+
+def _ranks(pool: PoolProfile) -> int:
+    return pool.tensor * pool.pipeline
+
+
+def arrangements(running: RunningCluster) -> list[Arrangement]:
+    """The current one first, then the others from near to far. Splits need a measured KV link."""
+    profile = running.profile
+    pools = [profile.pool(name) for name in running.kv_tokens]
+    largest, ranks = max(map(_ranks, pools)), running.now.ranks(profile)
+    found = [each for each in _all(running, pools, ranks + largest) if each.ranks(profile) >= ranks - largest]
+    found.sort(key=lambda each: (each.distance(running.now), each.ranks(profile)))
+    return [running.now, *(each for each in found if each != running.now)][:MOST_TRIED]
+
+
+def _all(running: RunningCluster, pools: list[PoolProfile], most_ranks: int) -> Iterator[Arrangement]:
+    """With at most this many ranks. Of pools with the same parallel setting, the one that has the role now stands."""
+    now = {role: pool for role, pool, _ in running.now.parts}
+    for role, pool in product((Role.MIXED,), _kinds(pools, now.get(Role.MIXED))):
+        for count in range(1, most_ranks // _ranks(pool) + 1):
+            yield Arrangement(((role, pool.pool, count),))
+    if not running.profile.links:
+        return
+    for one, two in product(_kinds(pools, now.get(Role.PREFILL)), _kinds(pools, now.get(Role.DECODE))):
+        for count in range(1, most_ranks // _ranks(one) + 1):
+            for other in range(1, (most_ranks - count * _ranks(one)) // _ranks(two) + 1):
+                yield Arrangement(((Role.DECODE, two.pool, other), (Role.PREFILL, one.pool, count)))
+
+
+def _kinds(pools: list[PoolProfile], preferred: str | None) -> list[PoolProfile]:
+    """One pool of each parallel setting."""
+    found = {(each.tensor, each.pipeline): each for each in pools}
+    return list((found | {(each.tensor, each.pipeline): each for each in pools if each.pool == preferred}).values())
+
+
+def attained(running: RunningCluster, arrangement: Arrangement) -> Attainment:
+    """Simulate the load on it."""
+    from cluster.offline.sim.cluster import Environment
+    from cluster.offline.sim.run import RunOptions, simulate
+
+    profile = running.profile
+    ratio = max((each.ratio for each in profile.neighbours), default=0.0)
+    slowdown = {(one.value, two.value): ratio for one, two in product(Role, Role)} if ratio else None
+    options = RunOptions(slo=running.slo, environment=Environment(slowdown, profile.door_s))
+    run = simulate(_spec(running, arrangement), _models(running, arrangement), running.load, options)
+    return attainment(run, running.slo)
+
+
+def _spec(running: RunningCluster, arrangement: Arrangement) -> ClusterSpec:
+    def pool_of(role: Role, name: str, count: int) -> PoolSpec:
+        measured = running.profile.pool(name)
+        engine = EngineConfig(block_size=BLOCK_SIZE, kv_blocks=running.kv_tokens[name] // BLOCK_SIZE, max_waiting=4096)
+        return PoolSpec(
+            role.value, role, count, parallel=ParallelConfig(measured.tensor, measured.pipeline), engine=engine
+        )
+
+    pools = tuple(pool_of(*part) for part in arrangement.parts)
+    requests = 2 * sum(pool.replicas * pool.engine.max_running for pool in pools)
+    return ClusterSpec(
+        model=running.profile.model,
+        pools=pools,
+        gateway=GatewaySpec(max_requests=requests, slo=running.slo),
+        health=RARE_HEARTBEATS,
+    )
+
+
+def _models(running: RunningCluster, arrangement: Arrangement) -> dict[str, PoolModel]:
+    """KV moves as slowly as over the slowest measured link."""
+    profile = running.profile
+    links = [link for link in profile.links if link.bytes_per_s > 0.0]
+    latency_s = max((link.latency_s for link in links), default=0.0)
+    byte_s = max((1.0 / link.bytes_per_s for link in links), default=0.0)
+    return {
+        role.value: PoolModel(
+            replace(profile.pool(name).served, transfer_latency_s=latency_s, transfer_byte_s=byte_s),
+            kv_token_bytes=profile.kv_token_bytes or 4,
+            context_length=profile.context_length,
+            vocab_size=profile.vocab_size,
+            call_s=profile.pool(name).call_s,
+        )
+        for role, name, _ in arrangement.parts
+    }
+
+
+def try_all(running: RunningCluster, each: Map = map) -> Iterator[Tried]:
+    """In the order of `arrangements`, until the time is up."""
+    wanted = arrangements(running)
+    try:
+        for one, met in zip(wanted, each(attained, [running] * len(wanted), wanted), strict=False):
+            yield Tried(one, met)
+    except TimeUp:
+        return
+
+
+def advice(running: RunningCluster, tried: Sequence[Tried]) -> str:
+    """What to change. `tried`: the current arrangement first."""
+    if not tried:
+        return "Not decided in time: give a longer --limit"
+    profile, target = running.profile, running.target
+    now, ranks = tried[0], running.now.ranks(running.profile)
+    meets = [each for each in tried if each.attained.both >= target]
+    fewer = [each for each in meets if each.arrangement.ranks(profile) < ranks]
+    if now in meets and not fewer:
+        return f"Change nothing: {now.attained.both:.1%} of requests meet the SLO"
+    if not meets:
+        best = max(tried, key=lambda each: (each.attained.both, -each.arrangement.ranks(profile)))
+        tells = f"{best.attained.both:.1%} with {best.arrangement.description(profile)}, {now.attained.both:.1%} now"
+        return f"No arrangement of up to one worker more meets the SLO for {target:.0%} of requests; closest: {tells}"
+    best = min(meets, key=lambda each: (each.arrangement.ranks(profile), each.arrangement.distance(running.now)))
+    what = " and ".join(_differences(profile, running.now, best.arrangement))
+    return (
+        f"Change {what}: {best.arrangement.description(profile)} meets the SLO for {best.attained.both:.1%} of "
+        f"requests, {running.now.description(profile)} for {now.attained.both:.1%}"
+    )
+
+
+def _differences(profile: ClusterProfile, now: Arrangement, then: Arrangement) -> list[str]:
+    def settings(arrangement: Arrangement) -> set[tuple[int, int]]:
+        return {(profile.pool(pool).tensor, profile.pool(pool).pipeline) for _, pool, _ in arrangement.parts}
+
+    off = [then.workers(role) - now.workers(role) for role in Role]
+    return [
+        what
+        for what, changed in (
+            ("roles", max(off) > 0 > min(off)),
+            ("replicas", sum(off) != 0),
+            ("parallel settings", settings(now) != settings(then)),
+        )
+        if changed
+    ]
+
+
+def advice_lines(running: RunningCluster, tried: Sequence[Tried]) -> list[str]:
+    profile, load = running.profile, advice_json(running, tried)["load"]
+    lines = [
+        f"{load['requests']} requests in {load['seconds']:.0f} s: {load['rate']:.3g} requests/s; on average prompts of "
+        f"{load['prompt']:.0f} and answers of {load['output']:.0f} tokens",
+        f"costs measured {profile.date[:10]} on {profile.machine}; {slo_text(running.slo)}",
+    ]
+    for number, each in enumerate(tried):
+        met, name = each.attained, each.arrangement.description(profile)
+        now = "" if number else " (now)"
+        lines.append(f"  {name}{now}: {met.both:.1%} meet both (TTFT {met.ttft:.1%}, TPOT {met.tpot:.1%})")
+    return [*lines, advice(running, tried), *running.load.notes]
+
+
+def advice_json(running: RunningCluster, tried: Sequence[Tried]) -> dict[str, Any]:
+    profile, arrivals = running.profile, running.load.arrivals
+    return {
+        "load": {
+            "requests": len(arrivals),
+            "seconds": arrivals[-1].at_s,
+            "rate": running.rate,
+            "prompt": fmean(each.prompt_tokens for each in arrivals),
+            "output": fmean(each.output_tokens for each in arrivals),
+        },
+        "now": running.now.description(profile),
+        "tried": [
+            {"arrangement": each.arrangement.description(profile), "attained": to_builtins(each.attained)}
+            for each in tried
+        ],
+        "advice": advice(running, tried),
+    }
