@@ -3,19 +3,25 @@
     local      a worker whose pool holds the sequence
     10 %, ...  a worker with a smaller pool, and a lender: each step sends queries there and gets attention states back
 
-All workers are in this process, so a lender's attention competes with the borrower for cores, as on one host.
+The lender is a process of its own. One sequence is computed at a time.
 """
 
 import asyncio
 import random
+import sys
 import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+import msgspec
+
 from benchmarks.bundle_reader import BundleReader
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
+from benchmarks.shutdown import wait_for_shutdown
 from benchmarks.timed_request import random_prompt
+from cluster.offline.load.processes import Child
+from kvtransfer.ticket import PeerAddress
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.ops.span import SPAN
@@ -27,27 +33,29 @@ PROMPT, ANSWER = 2048, 64  # tokens
 QUICK_PROMPT = 512
 BLOCK = 16
 CHUNK = 128  # tokens of a step
-SHARES = (0.1, 0.5, 0.9)
+START_TIMEOUT_S = 120.0
+POOLS = {"10 %": 1.02, "50 %": 0.68, "90 %": 0.258}  # of the sequence's tokens; this share of it is then elsewhere
 TABLE = f"A sequence of {PROMPT} tokens, part of its KV on another worker"
 
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
-    """Raises `ModelError`, or RuntimeError if a request fails."""
-    return asyncio.run(_measure(rounds, QUICK_PROMPT if quick else PROMPT, progress))
+    """Raises `ModelError`, `ProcessFailed`, or RuntimeError if a request fails."""
+    num_prompt = QUICK_PROMPT if quick else PROMPT
+    with Child([sys.executable, "-m", "benchmarks.borrowed", str(2 * (num_prompt + ANSWER))]) as child:
+        line = child.wait_line("lender at ", START_TIMEOUT_S).text
+        lender = msgspec.json.decode(line.partition("lender at ")[2], type=PeerAddress)
+        return asyncio.run(_measure(rounds, num_prompt, lender, progress))
 
 
-async def _measure(rounds: int, num_prompt: int, progress: Progress) -> BenchmarkPart:
+async def _measure(rounds: int, num_prompt: int, lender: PeerAddress, progress: Progress) -> BenchmarkPart:
     token_s: dict[str, list[float]] = defaultdict(list)
     ttft_s: dict[str, list[float]] = defaultdict(list)
     borrowed: dict[str, list[float]] = defaultdict(list)
     async with AsyncExitStack() as stack:
         total = num_prompt + ANSWER
-        lender = await _open(stack, "lender", 2 * total)
         borrowers = {"local": await _open(stack, "local", 2 * total)}
-        for share in SHARES:
-            # A borrower keeps two steps' worth of its blocks free, and moves whole spans.
-            pool = max(total * (1 - share) + 2 * CHUNK, 4 * SPAN)
-            borrowers[f"{share:.0%}"] = await _open(stack, f"b{share:.0%}", int(pool))
+        for name, share in POOLS.items():
+            borrowers[name] = await _open(stack, name, max(int(total * share), 4 * SPAN))
         readers: dict[str, BundleReader] = {}
         for name, worker in borrowers.items():
             readers[name] = await BundleReader.open(worker, "bench")
@@ -68,7 +76,7 @@ async def _measure(rounds: int, num_prompt: int, progress: Progress) -> Benchmar
             Figure(TABLE, name, "each token", "ms", spread(token_s[name])),
             Figure(TABLE, name, "of local", "x", ratios(token_s[name], token_s["local"])),
         ]
-    return BenchmarkPart("borrowed", tuple(figures), (), ("Borrower and lender are one process, a thread each.",))
+    return BenchmarkPart("borrowed", tuple(figures), (), ("Borrower and lender are a process each.",))
 
 
 async def _open(stack: AsyncExitStack, name: str, num_tokens: int) -> Worker:
@@ -81,13 +89,13 @@ async def _open(stack: AsyncExitStack, name: str, num_tokens: int) -> Worker:
 
 
 async def _run(
-    worker: Worker, reader: BundleReader, lender: Worker, prompt: tuple[int, ...], number: int
+    worker: Worker, reader: BundleReader, lender: PeerAddress, prompt: tuple[int, ...], number: int
 ) -> tuple[float, float, float]:
     """Seconds to the first token, seconds for each later one, and the share of the KV that the lender had."""
     sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=ANSWER, ignore_eos=True)
     request = Request(f"r{number}", prompt, sampling, reply_to="bench")
     begun_s = time.perf_counter()
-    await worker.generate(request, (await lender.address(),))
+    await worker.generate(request, (lender,))
     times: list[float] = []
     share = 0.0
     while len(times) < ANSWER:
@@ -99,3 +107,15 @@ async def _run(
         remote = sum(each.num_blocks for each in worker.engine.remote())
         share = max(share, remote * BLOCK / (len(prompt) + max(1, len(times))))
     return times[0] - begun_s, (times[-1] - times[0]) / (ANSWER - 1), share
+
+
+async def _lend(num_tokens: int) -> None:
+    """The lender's process, until its input ends."""
+    async with AsyncExitStack() as stack:
+        lender = await _open(stack, "lender", num_tokens)
+        print("lender at", msgspec.json.encode(await lender.address()).decode(), flush=True)
+        await wait_for_shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(_lend(int(sys.argv[1])))

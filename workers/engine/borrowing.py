@@ -15,7 +15,7 @@ from workers.engine.blocks import BlockPool
 from workers.engine.sequence import Sequence, SpanReturn
 from workers.engine.step import ELSEWHERE, RemoteKV
 
-MOVED_SHARE = 0.25  # of its full blocks that a sequence moves at a time
+MOVED_SHARE = 0.25  # of its full blocks that a sequence moves at a time, if it may need as many
 NEWEST = 0.2  # weight of the newest of the measured times
 
 
@@ -118,7 +118,8 @@ class Moves:
         for sequence in self._borrowing.values():
             first = sequence.num_remote
             full = sequence.num_computed // self._pool.block_size - first
-            count = max(int(MOVED_SHARE * full), self._span) // self._span * self._span
+            lacking = self._growth(sequence) + self._low - self._pool.num_free
+            count = max(min(int(MOVED_SHARE * full) // self._span, -(-lacking // self._span)), 1) * self._span
             is_refused = sequence.num_computed < sequence.moves_from and self._pool.num_free
             if not is_refused and self._can_move(sequence) and sequence.blocks and count <= full:
                 sequence.num_moving = count
@@ -149,6 +150,11 @@ class Moves:
             return None
         return sequence
 
+    def _growth(self, sequence: Sequence) -> int:
+        """Blocks that it may still need."""
+        num_tokens = len(sequence.tokens) + sequence.most_to_come
+        return -(-num_tokens // self._pool.block_size) - len(sequence.blocks)
+
     def _can_move(self, sequence: Sequence) -> bool:
         return not (sequence.num_moving or sequence.returning or sequence.doomed)
 
@@ -171,13 +177,10 @@ class Moves:
         for sequence in self._borrowing.values():
             if not sequence.remote or not self._can_move(sequence) or not sequence.blocks:
                 continue
-            span, size = sequence.remote[-1], self._pool.block_size
-            to_come = sequence.most_to_come
-            growth = -(-(len(sequence.tokens) + to_come) // size) - len(sequence.blocks)
-            if (
-                self._pays(span.num_blocks, sequence.num_computed - sequence.moved_at, to_come)
-                and self._pool.num_free - span.num_blocks - growth >= self._low
-            ):
+            span = sequence.remote[-1]
+            room = self._pool.num_free - self._growth(sequence) - self._low
+            since = sequence.num_computed - sequence.moved_at
+            if span.num_blocks <= room and self._pays(span.num_blocks, since, sequence.most_to_come):
                 self._return(sequence, span, here=True)
 
     def _pays(self, num_blocks: int, tokens_since: int, tokens_to_come: int) -> bool:
