@@ -2,7 +2,7 @@
 
 compute thread   layer's query ──> states of all remote chunks at once ──> attention continues from them
 event loop       each chunk: lender after lender, in the order of their spans
-lender's thread  query and state ──> state after its span
+lender           query and state ──> state after its span
 """
 
 import asyncio
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 REMOTE_TIMEOUT_S = 5.0  # for the states of one layer
 STEP_WAIT_S = 60.0  # for those of all layers; below the pump's limit for a step
 MAX_QUERY_BYTES = 4 << 20  # of one call; longer queries take several
+MOST_AT_ONCE = 1 << 22  # numbers of a query times keys: at most some 2 ms on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +127,29 @@ class RemoteStates:
 
 
 class Lender:
-    """Attends to blocks of a rank's pool on a thread of its own, beside the rank's steps. Owned by a Rank."""
+    """Attends to blocks of a rank's pool beside the rank's steps. Owned by a Rank.
+
+    What takes longer, or waits for a GPU, runs on a thread of its own. To hand over a decode would take longer than it.
+    """
 
     def __init__(self, model: Decoder, blocks: Tensor, name: str) -> None:
         self._model = model
         self._blocks = blocks
         self._name = name
         self._thread: ThreadPoolExecutor | None = None
+        self._is_single = False
 
     async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
         """As in the `Executor` port."""
         work = self._checked(blocks, query)
+        num_keys = len(blocks) * self._blocks.shape[4]
+        # More threads would compete with the compute thread.
+        if not self._blocks.is_cuda and len(query.query) // 4 * num_keys <= MOST_AT_ONCE:
+            if not self._is_single:
+                torch.set_num_threads(1)  # of the event loop's thread
+                self._is_single = True
+            return work()
         if self._thread is None:
-            # More threads would compete with the compute thread.
             self._thread = ThreadPoolExecutor(
                 1, f"{self._name}-lender", initializer=torch.set_num_threads, initargs=(1,)
             )
