@@ -70,13 +70,15 @@ class NotComputable(ClusterError):
 class Delta(Struct, frozen=True, gc=False):
     """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice.
 
-    The first delta has `prompt_logprobs`, if requested: from the prompt's second token on.
+    The first delta has `prompt_logprobs`, if requested: from the prompt's second token on. `token_s`: when each token
+    arrived, if that was before now.
     """
 
     tokens: tuple[int, ...]
     first_position: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    token_s: tuple[float, ...] = ()
 
 
 Event = Queued | Accepted | Delta | Completed

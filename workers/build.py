@@ -51,9 +51,17 @@ def build_worker(
         stands_for = modelled or Modelled()
         facts = modelled_facts(config.engine.block_size, stands_for)
         speed = cost or config.cost or ZERO_COST
-        observe, pace, servers = stands_for.observe, stands_for.pace, stands_for.servers
         return open_modelled_executor(
-            config, facts, speed, incarnation, shared, stands_for.calls, observe, pace, servers
+            config,
+            facts,
+            speed,
+            incarnation,
+            shared,
+            stands_for.calls,
+            observe=stands_for.observe,
+            pace=stands_for.pace,
+            servers=stands_for.servers,
+            repeats=stands_for.repeats,
         )
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}

@@ -1,11 +1,12 @@
 """A request as workers see it: token ids, how to sample, and what comes back.
 
-Knows no text (the gateway encodes and decodes), no device and no clock. Everything here crosses processes.
+Knows no text (the gateway encodes and decodes), no device and no clock. Everything but `LateReader` crosses processes.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -227,6 +228,7 @@ class TokensOut(Struct, frozen=True, gc=False, tag=True):
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token on; with the first output token
     cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens); with the first output token
+    token_s: tuple[float, ...] = ()  # when each was sampled, on the reader's clock; only of outputs told late
 
 
 class TicketOut(Struct, frozen=True, gc=False, tag=True):
@@ -272,6 +274,20 @@ class Bundle(Struct, frozen=True, gc=False):
 
     outputs: tuple[Output, ...]
     stats: WorkerStats
+
+
+class LateReader(Protocol):
+    """A subscriber that takes outputs late, in the order of their times."""
+
+    def attach(self, catch_up: Callable[[bool], object]) -> None:
+        """`catch_up(False)` tells the statistics, `catch_up(True)` the outputs too, up to now."""
+        ...
+
+    def on_late_stats(self, stats: WorkerStats, at_s: float) -> None:
+        """Statistics that were true at `at_s`, when a step ended."""
+        ...
+
+    def on_late_tokens(self, outputs: Sequence[TokensOut]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
 from workers.engine.pump import Pump
+from workers.engine.repeats import Repeats
 from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
@@ -35,7 +36,7 @@ from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerErro
 from workers.kv_events import KVEvents
 from workers.log_fields import log_fields
 from workers.mailbox import Mailbox
-from workers.request import Bundle, FailedOut, Output, Request, Reservation, TicketOut
+from workers.request import Bundle, FailedOut, LateReader, Output, Request, Reservation, TicketOut
 from workers.stats import WorkerInfo, WorkerStats
 from workers.transfer.kv_borrower import KVBorrower
 from workers.transfer.kv_fetcher import KVFetcher
@@ -97,7 +98,10 @@ class Worker:
         self._reservations = ReservationQueue(self.engine, self._granted)
         self._peer_links = PeerLinks(config, executor)
         self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
-        self._pump = Pump(self.engine, executor, self._deliver, asyncio.get_running_loop().time)
+        now_s = asyncio.get_running_loop().time
+        self._late_readers: dict[str, LateReader] = {}  # by subscriber
+        self._repeats = Repeats(self.engine, executor, self._late_reader, self._stats, now_s, heartbeat_s)
+        self._pump = Pump(self.engine, executor, self._deliver, now_s, self._repeats)
         self._lender = KVLender(config, self.engine, executor, self._kv_fetcher, self._ticket, self._changed)
         self._borrower = KVBorrower(
             config, self.engine, executor, self._peer_links, self._kv_fetcher, self._ticket, self._changed
@@ -266,6 +270,7 @@ class Worker:
     async def hold_prefix(self, request: Request) -> TransferTicket | None:
         """Hold the cached part of this prompt's prefix for one reader. None: there is none that it could read."""
         self._accept(request)
+        self.engine.catch_up()
         tokens = (*request.prompt, *request.generated)
         lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
         self._arm()
@@ -314,6 +319,7 @@ class Worker:
     async def cache_since(self, last: int, reach: int) -> KVEvents:
         """Prefix cache changes for a reader at this position; (0, 0): a reader that knows nothing. See `KVEvents`."""
         self._require_open()
+        self.engine.catch_up()
         return self.engine.pool.log.since(last, reach)
 
     async def cancel(self, key: str) -> None:
@@ -338,18 +344,22 @@ class Worker:
         subscriber: str,
         on_bundle: Callable[[Bundle], object],
         room: Callable[[], Awaitable[object]] | None = None,
+        late: LateReader | None = None,
     ) -> None:
         """Send the outputs of this subscriber's requests, at most one bundle a step, and heartbeats between them.
 
         Runs until it is cancelled or the worker ends, and ends the requests. `room` returns when another bundle may be
-        sent; meanwhile outputs are merged. Raises `WorkerError` for a name in use, or when there was no room for
-        `SUBSCRIBER_TIMEOUT_S`, and the errors of all calls.
+        sent; meanwhile outputs are merged. `late` gets the tokens of steps that run as one. Raises `WorkerError` for a
+        name in use, or when there was no room for `SUBSCRIBER_TIMEOUT_S`, and the errors of all calls.
         """
         self._require_open()
         if subscriber in self._mailboxes:
             raise WorkerError(f"{subscriber} subscribed before; choose another name")
         mailbox = self._mailboxes[subscriber] = Mailbox()
         outputs: tuple[Output, ...] = ()
+        if late is not None:
+            self._late_readers[subscriber] = late
+            late.attach(self._repeats.catch_up)
         try:
             while True:
                 on_bundle(Bundle(outputs, self._stats()))
@@ -362,8 +372,13 @@ class Worker:
                         raise WorkerError(f"{subscriber} took no outputs for {seconds}; its requests ended")
                 outputs = await mailbox.take(self._heartbeat_s)
                 self._require_open()
+                while not outputs and self._repeats.is_told(late):  # the steps are its heartbeat
+                    self._repeats.catch_up(False)
+                    outputs = await mailbox.take(self._heartbeat_s)
+                    self._require_open()
         finally:
             mailbox.close()
+            self._late_readers.pop(subscriber, None)
             if self._mailboxes.get(subscriber) is mailbox:
                 self._unsubscribe(subscriber)
 
@@ -414,6 +429,9 @@ class Worker:
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+    def _late_reader(self, key: str) -> LateReader | None:
+        return self._late_readers.get(self._routes.get(key, ""))
 
     def _stats(self) -> WorkerStats:
         return self.engine.stats(self._executor.bubble_share, self._kv_fetcher.pulls)

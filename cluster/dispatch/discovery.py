@@ -101,6 +101,7 @@ class WorkerDiscovery:
 
     def picture(self) -> ClusterView:
         """The membership with the latest statistics, without ages. Unchanged parts are the same objects."""
+        self.catch_up()
         if self._picture is None or self._stale:  # called for each request
             for name in self._stale & self._seen.keys():
                 client, view = self.clients.get(name), self._members[name].view
@@ -152,7 +153,13 @@ class WorkerDiscovery:
 
     def sent(self) -> dict[str, Sent]:
         """The work sent to each worker since its latest statistics."""
+        self.catch_up()
         return self._sent.copy()
+
+    def catch_up(self, *, with_tokens: bool = False) -> None:
+        """Take the statistics, and perhaps the tokens, that workers in this process have not told yet."""
+        for client in self.clients.values():
+            client.catch_up(with_tokens=with_tokens)
 
     async def audit(self) -> ClusterView:
         """The view, with each ready worker's check of its block accounting."""

@@ -143,6 +143,7 @@ class Dispatcher:
 
     def slo_attainment(self) -> GatewayAttainment:
         """SLO attainment of this gateway's requests, with migrations and role changes."""
+        self.discovery.catch_up(with_tokens=True)
         return replace(
             self._slo_scores.attainment(self._policy.lengths.calibration()),
             moves=self._migrations.counts(),
@@ -160,6 +161,7 @@ class Dispatcher:
 
     def recent(self) -> Recent:
         """Traffic of each worker since this gateway started, and the latest events."""
+        self.discovery.catch_up(with_tokens=True)
         return self.history.recent(member.view.name for member in self.discovery.membership.members)
 
     def window(self, begin_ns: int, end_ns: int) -> Window:

@@ -79,6 +79,7 @@ class RequestRunner:
 
     def decode_contexts(self) -> dict[str, int]:
         """The tokens so far of each attempt that decodes, by key."""
+        self._discovery.catch_up(with_tokens=True)
         return {
             state.request.key: state.num_tokens
             for state in self._running.values()
@@ -295,6 +296,7 @@ class RequestRunner:
                 raise
         finally:
             state.running = None
+            attempt.decode.worker.catch_up()
         if state.is_replaced:
             state.watch.lap("prefill_queue")
             return None
@@ -312,16 +314,23 @@ class RequestRunner:
         assert output.first_position == len(state.sent), (
             f"request {state.request.id}: token {output.first_position} came after {len(state.sent)} tokens"
         )
-        num_tokens = len(output.tokens)
         state.sent.extend(output.tokens)
-        gap_s = state.timing.tokens(num_tokens, state.now_s())
+        if output.token_s:
+            for at_s in output.token_s:
+                self._count(state, 1, at_s)
+        else:
+            self._count(state, len(output.tokens), state.now_s())
+        delta = Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs, output.token_s)
+        state.emit(delta)
+        if output.prefilled:
+            self._on_prefilled(state, output)
+
+    def _count(self, state: RequestState, num_tokens: int, at_s: float) -> None:
+        gap_s = state.timing.tokens(num_tokens, at_s)
         for count_tokens in state.token_observers:
             count_tokens(num_tokens, gap_s)
         if gap_s is None:
             self._observer.on_first_token(state.request)
-        state.emit(Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs))
-        if output.prefilled:
-            self._on_prefilled(state, output)
 
     def _on_prefilled(self, state: RequestState, output: TokensOut) -> None:
         placement = state.placement

@@ -6,7 +6,7 @@ A worker is lost if its process is gone, or if it is silent for `dead_after_s` w
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from cluster.runtime.runtime_errors import WorkerGone
 from diptych.view import WorkerState, WorkerView
 from diptych.watchdog import Watchdog
 from workers.errors import WorkerError
-from workers.request import Bundle, Output
+from workers.request import Bundle, Output, TokensOut
 from workers.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class WorkerClient:
         self._changed = changed
         self._cache = cache
         self._handlers: dict[str, OnMessage] = {}
+        self._catch_up: Callable[[bool], object] | None = None
         self._loop = asyncio.get_running_loop()
         self.last_bundle_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._on_silence, shares_ticks=True)
@@ -94,6 +95,7 @@ class WorkerClient:
 
     def join(self, key: str, on_message: OnMessage, prompt_tokens: int) -> None:
         """Send outputs for `key` to `on_message`, and `WorkerLost` if the worker is lost."""
+        self.catch_up(with_tokens=False)
         self._handlers[key] = on_message
         sent = self._sent.get(self.name, NOTHING_SENT)
         self._sent[self.name] = Sent(sent.prompt_tokens + prompt_tokens, sent.sequences + 1)
@@ -102,11 +104,34 @@ class WorkerClient:
 
     def redirect(self, key: str, on_message: OnMessage) -> None:
         """Replace the subscriber of a `key` that joined before."""
+        self.catch_up()
         if key in self._handlers:
             self._handlers[key] = on_message
 
     def leave(self, key: str) -> None:
+        self.catch_up()
         self._handlers.pop(key, None)
+
+    # ---- late outputs ------------------------------------------------------------------------------------------
+
+    def attach(self, catch_up: Callable[[bool], object]) -> None:
+        self._catch_up = catch_up
+
+    def catch_up(self, *, with_tokens: bool = True) -> None:
+        """Take what a worker in this process has not told yet, up to now: statistics, and perhaps tokens."""
+        if self._catch_up is not None and self.lost is None:
+            self._catch_up(with_tokens)
+
+    def on_late_stats(self, stats: WorkerStats, at_s: float) -> None:
+        if self.lost is None:
+            self._heard(stats, at_s)
+
+    def on_late_tokens(self, outputs: Sequence[TokensOut]) -> None:
+        if self.lost is None:
+            try:
+                self._route(outputs)
+            except Exception as error:
+                self._failed(error)
 
     async def close(self) -> None:
         self._silence.close()
@@ -118,7 +143,8 @@ class WorkerClient:
 
     async def _listen(self) -> None:
         try:
-            await self.handle.subscribe(self.subscriber, self._on_bundle)
+            late = self if self._cache is None else None  # cache events are read when statistics come
+            await self.handle.subscribe(self.subscriber, self._on_bundle, late=late)
         except (WorkerGone, WorkerError) as error:
             self.give_up(f"{type(error).__name__}: {error}")
         except Exception as error:
@@ -138,17 +164,23 @@ class WorkerClient:
         self.give_up(f"unexpected {type(error).__name__}: {error}")
 
     def _take(self, bundle: Bundle) -> None:
-        self._silence.reset()
-        self.last_bundle_s = self._loop.time()
         if not self.has_answered:
             self.has_answered = True
             self._changed()
-        self.stats = bundle.stats
-        self.touched()
-        self._sent.pop(self.name, None)
+        self._heard(bundle.stats, self._loop.time())
         if self._cache is not None:
             self._cache.on_stats(bundle.stats.cache_number)
-        for output in bundle.outputs:
+        self._route(bundle.outputs)
+
+    def _heard(self, stats: WorkerStats, at_s: float) -> None:
+        self._silence.reset()
+        self.last_bundle_s = at_s
+        self.stats = stats
+        self.touched()
+        self._sent.pop(self.name, None)
+
+    def _route(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
             on_message = self._handlers.get(output.key)
             if on_message is not None:
                 on_message(output)
@@ -161,6 +193,7 @@ class WorkerClient:
         """Mark the worker as lost, and notify its attempts. Only the first reason counts."""
         if self.lost is not None:
             return
+        self.catch_up()
         logger.warning("worker %s is lost: %s", self.name, reason)
         self.lost = reason
         self.touched()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from kvtransfer.errors import TransferError
 from kvtransfer.ticket import TransferTicket
-from workers.request import Bundle, Request, Reservation
+from workers.request import Bundle, LateReader, Request, Reservation
 from workers.rpc import CONNECT_S, METHODS, WorkerConnection
 
 CALL_TIMEOUT_S = 10.0
@@ -55,7 +55,9 @@ class RpcStub:
         if opening.exception() is None:
             await opening.result().close()
 
-    async def subscribe(self, subscriber: str, on_bundle: Callable[[Bundle], object]) -> None:
+    async def subscribe(
+        self, subscriber: str, on_bundle: Callable[[Bundle], object], *, late: LateReader | None = None
+    ) -> None:
         """Once for each stub. The caller watches for silence: this call has no timeout."""
         self._on_bundle = on_bundle
         try:

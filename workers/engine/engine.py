@@ -10,7 +10,7 @@ Time is an argument. Used only from its worker's event loop; knows no device, no
 
 import logging
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from collections.abc import Sequence as Items
 
 from msgspec import structs
@@ -30,6 +30,7 @@ from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, SpanReturn, State
 from workers.engine.slo import slot_refusal
+from workers.engine.steady import Sample, SteadyDecodes, num_alike
 from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
 from workers.engine.store_tiers import StoreTier
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
@@ -111,6 +112,8 @@ class Engine:
         self._steps = 0
         self._step_s = 0.0
         self._non_finite = 0
+        self._steady: SteadyDecodes | None = None
+        self._catch_up: Callable[[bool], object] | None = None
 
     # ---- taking requests ---------------------------------------------------------------------------------------
 
@@ -121,6 +124,7 @@ class Engine:
         `borrows`: it may be longer than the pool; while memory is short, its blocks move to lenders (`take_moves`).
         Raises `InvalidRequest` or `Overloaded`.
         """
+        self.catch_up()
         self._refuse_known(request)
         max_length = self._longest if borrows else self.max_length
         check_prompt(request, max_length, self._vocab_size)
@@ -163,6 +167,7 @@ class Engine:
 
     def grant(self, sequence: Sequence) -> Reservation:
         """Reserve blocks for a wanted prompt. Raises `Overloaded`, or `InvalidRequest` if its key is in use by now."""
+        self.catch_up()
         request = sequence.request
         self._refuse_known(request)
         if refusal := self._refusal(sequence):
@@ -219,6 +224,7 @@ class Engine:
 
         `goes_on`: compute the rest and sample without waiting for `decode`, because no token was sampled elsewhere.
         """
+        self.catch_up()
         sequence = self.reserved(key)
         arrived = sequence.request.num_tokens if num_tokens is None else num_tokens
         sequence.num_computed = max(arrived, sequence.cached_tokens)
@@ -229,6 +235,7 @@ class Engine:
 
     def decode(self, key: str, tokens: Items[int], now_s: float) -> None:
         """Decode after these tokens, generated elsewhere, once the KV is here. Missing KV is computed first."""
+        self.catch_up()
         sequence = self.reserved(key)
         if sequence.decode_called_s is not None:
             raise InvalidRequest("request.id", f"{key} is already decoding")
@@ -249,6 +256,7 @@ class Engine:
         It continues here until it is aborted, whatever happens to the lease. None: there is no full block, so the
         target must compute everything. Raises `UnknownSequence`.
         """
+        self.catch_up()
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed or sequence.hold or sequence.state is State.RESERVED:
             raise UnknownSequence(f"{key} does not decode here; it ended or has not started")
@@ -285,10 +293,12 @@ class Engine:
 
     def returned(self, wanted: SpanReturn, span: RemoteKV | None) -> bool:
         """The blocks of this return have their KV, or another lender has it (`span`). False: nobody wants it."""
+        self.catch_up()
         return self._kv.moves.returned(wanted, span)
 
     def not_returned(self, wanted: SpanReturn) -> None:
         """The span could not be read from its lender, which still has it."""
+        self.catch_up()
         self._kv.moves.not_returned(wanted)
 
     def learn_move(self, seconds: float, num_blocks: int) -> None:
@@ -466,8 +476,58 @@ class Engine:
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """How long a step takes. One that only copies or digests says nothing about others."""
         if plan.chunks:
-            self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
+            self._took(seconds)
             self._estimate.learn(plan, seconds)
+
+    def _took(self, seconds: float) -> None:
+        self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
+
+    # ---- steps that are alike ------------------------------------------------------------------------------------
+
+    def num_alike(self, most: int) -> int:
+        """How many steps, from the one in flight on and up to `most`, compute one token of the same sequences.
+
+        It holds until another method changes the engine. Only the last of them may end a sequence.
+        """
+        busy = len(self.leases) or len(self.loans) or self._stores or self.pool.host.num_blocks
+        sequences = () if busy else self._scheduler.only_decodes
+        return num_alike(sequences, self.pool, most) if sequences else 1
+
+    def begin_alike(self, sample: Sample, catch_up: Callable[[bool], object]) -> None:
+        """Such steps run as one: `next_alike` after each but the last, and `end_alike` before the last is committed.
+
+        `catch_up` is called before the engine is read (False) or changed (True), to report what has ended by then.
+        """
+        self._steady = SteadyDecodes(self._scheduler.only_decodes, self._kv, self.pool, sample)
+        self._catch_up = catch_up
+
+    def next_alike(self, seconds: float) -> None:
+        """The step in flight took so long, and the next one begins."""
+        steady = self._steady
+        assert steady is not None, "no steps run as one"
+        self._took(seconds)
+        self._estimate.learn_decodes(steady.batch, steady.context_tokens, seconds)
+        steady.next()
+        self._kv.take_missing()  # no loan could give it
+        self._steps += 1
+
+    def drain_alike(self, ends_s: Items[float]) -> list[TokensOut]:
+        """The tokens of these steps since the last call. `ends_s`: of all that have ended."""
+        assert self._steady is not None, "no steps run as one"
+        return self._steady.outputs(ends_s)
+
+    def end_alike(self) -> StepPlan:
+        """The plan of the step in flight, which is the last one. Everything before it was drained."""
+        assert self._steady is not None, "no steps run as one"
+        sequences, self._steady, self._catch_up = self._steady.sequences, None, None
+        size, now_s = self.pool.block_size, math.nan  # all have begun
+        chunks = tuple([each.chunk(each.num_computed, 1, size, self._eos, now_s) for each in sequences])
+        return StepPlan(self._steps, chunks)
+
+    def catch_up(self) -> None:
+        """Call before changing what the engine owns other than by its methods."""
+        if self._catch_up is not None:
+            self._catch_up(True)
 
     def _save(self, saved: Items[tuple[bytes, int]]) -> None:
         for store in self._stores:
@@ -510,6 +570,7 @@ class Engine:
 
     def abort(self, key: str) -> bool:
         """End a sequence and the lease of its KV, without further outputs; False when there is neither."""
+        self.catch_up()
         leased = self.leases.drop(key)
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed:
@@ -524,6 +585,7 @@ class Engine:
         self, key: str, reason: str, *, corrupt: bool = False, final: bool = False, unlinked: bool = False
     ) -> None:
         """Abort, and report the reason to the subscriber. For the flags, see `FailedOut`."""
+        self.catch_up()
         if key in self._sequences:
             self._outputs.append(FailedOut(key, reason, corrupt, final, unlinked))
         self.abort(key)
@@ -566,6 +628,8 @@ class Engine:
 
     def expire(self, now_s: float) -> None:
         """Reclaim leases and loans of silent peers, and end pins; a prompt computed for a silent reader fails."""
+        if len(self.leases) or len(self.loans):
+            self.catch_up()
         self.pool.host.expire_pins(now_s)
         self.loans.expire(now_s)
         for lease in self.leases.expire(now_s):
@@ -595,6 +659,8 @@ class Engine:
         return sequence is None or sequence.doomed
 
     def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS) -> WorkerStats:
+        if self._catch_up is not None:
+            self._catch_up(False)
         queued_tokens = num_reserved = 0
         hits = self.pool.hits
         for each in self._sequences.values():
@@ -642,6 +708,7 @@ class Engine:
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""
+        self.catch_up()
         self.pool.check(
             [
                 *(s.blocks for s in self._sequences.values()),

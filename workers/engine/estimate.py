@@ -14,7 +14,7 @@ _FADE = 0.9  # decay of the sums below with each step that has prompts
 _BOUND = 100.0  # largest correction of one step
 
 
-def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
+def step_parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
     """Prompts (tokens, computed before), number of decodes, and their context tokens.
 
     A chunk of one token that is sampled from is a decode.
@@ -33,7 +33,7 @@ def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
 
 def plan_seconds(cost: CostModel, plan: StepPlan) -> float:
     """Predicted seconds of this plan."""
-    return cost.mixed_seconds(*_parts(plan))
+    return cost.mixed_seconds(*step_parts(plan))
 
 
 def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
@@ -64,13 +64,20 @@ class StepEstimate:
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Correct the estimate: `plan` took `seconds` through all stages, without waits for other plans."""
-        prompts, batch, context_tokens = _parts(plan)
+        prompts, batch, context_tokens = step_parts(plan)
         expected = self._given.mixed_seconds(prompts, batch, context_tokens)
         if prompts:
             alone_s = sum(self._alone_seconds(*prompt) for prompt in prompts)
             self._prompts_took_s = _FADE * self._prompts_took_s + seconds
             self._prompts_alone_s = _FADE * self._prompts_alone_s + alone_s
         seconds -= self._given.swap_seconds((len(plan.swap_out) + len(plan.swap_in)) * self._block_bytes) / 2
+        self._correct(expected, seconds)
+
+    def learn_decodes(self, batch: int, context_tokens: int, seconds: float) -> None:
+        """As `learn`, of a step of decodes alone without swaps."""
+        self._correct(self._given.mixed_seconds((), batch, context_tokens), seconds)
+
+    def _correct(self, expected: float, seconds: float) -> None:
         if expected <= 0.0 or seconds <= 0.0:
             return
         ratio = min(max(seconds / expected, 1 / _BOUND), _BOUND)

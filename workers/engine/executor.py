@@ -3,6 +3,7 @@
 Implementations live in `workers.executor`. All methods are called from one event loop.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,6 +53,29 @@ RemoteAttend = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
 """The state after the KV that a lender holds. Called on the event loop. Raises `TransferError`."""
 
 
+class RepeatedStep(Protocol):
+    """Steps in a row that decode the same sequences. `ends_s`: on the loop's clock. `result`: of the last one."""
+
+    seconds: list[float]
+    ends_s: list[float]
+    result: asyncio.Future[StepResult]
+
+    def end(self, index: int) -> None:
+        """This step has ended; called in order, for all but the last."""
+        ...
+
+    def sample(self, key: str, position: int, count: int) -> list[int]:
+        """The tokens of this sequence from this position on; none of them is an end token."""
+        ...
+
+    def shorten(self, count: int) -> None:
+        """Only `count` steps run: the ones that have ended, the one in flight, and perhaps more."""
+        ...
+
+
+Repeat = Callable[[StepPlan, int, Callable[[], StepPlan]], RepeatedStep]
+
+
 class Executor(Protocol):
     """`depth` plans may be in flight at once: 1 for one rank, the number of stages for a pipeline.
 
@@ -78,6 +102,13 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         """Run one plan, in the order of the calls. Not cancellable: a started step runs to its end."""
+        ...
+
+    @property
+    def repeat(self) -> Repeat | None:
+        """Runs a plan of decodes and so many steps like it in all, each for the next token. At the end of the last one
+        the function that it gets is called for its plan. None: this executor knows no step before it has run.
+        """
         ...
 
     def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:

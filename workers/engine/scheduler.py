@@ -177,6 +177,15 @@ class Scheduler:
         return flight.sequences
 
     @property
+    def only_decodes(self) -> Items[Sequence]:
+        """The sequences of the step in flight if it computes all that run, none waits, and it copies nothing."""
+        if len(self._flights) != 1 or self.queues.waiting:
+            return ()
+        sequences, moves = self._flights[0].sequences, self._flights[0].moves
+        copies = moves.leaving or moves.saving or moves.held or moves.swap_out or moves.swap_in
+        return () if copies or len(sequences) != len(self.queues.running) else sequences
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._flights)
 

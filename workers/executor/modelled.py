@@ -7,7 +7,6 @@ with a pattern computed from the tokens, so that digests and copies can be check
 
 import asyncio
 import time
-import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from workers.config import CacheConfig, WorkerConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.estimate import plan_seconds
-from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
+from workers.engine.executor import ModelFacts, RemoteAttend, RepeatedStep, SpanQuery
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.executor.bubble import BubbleMeter
 from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
@@ -36,6 +35,7 @@ from workers.executor.modelled_lending import AttentionCalls as AttentionCalls
 from workers.executor.modelled_lending import ModelledLender, ask_lenders, local_part
 from workers.executor.modelled_remote import ModelledRemote
 from workers.executor.modelled_remote import ModelledRemoteServer as ModelledRemoteServer
+from workers.executor.modelled_repeat import ModelledRepeat, modelled_tokens
 from workers.request import Grammar, TokenLogprobs
 
 
@@ -44,13 +44,7 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
 
     Skips the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
     """
-    request_id = key.partition("/")[0]
-    token = (zlib.crc32(request_id.encode()) + position * 7919) % vocab_size
-    for _ in range(vocab_size):
-        if token not in never:
-            break
-        token = (token + 1) % vocab_size
-    return token
+    return modelled_tokens(key, position, 1, vocab_size, never)[0]
 
 
 Observe = Callable[[StepPlan, float, float], None]  # plan, begin of its first stage, end of its last stage
@@ -64,8 +58,8 @@ class Modelled:
     """The model sizes of a modelled worker; the defaults are SmolLM2-135M's KV.
 
     `calls`: to a lender, for a step. `servers`: remote servers of KV by URL, which workers that are to share them get
-    together. `observe` is called with every step. `pace` may stretch a step, for workers that
-    share a device; steps then run one at a time.
+    together. `observe` is called with every step. `pace` may stretch a step, for workers that share a device; steps
+    then run one at a time. `repeats`: steps that decode the same sequences run as one, and their tokens come late.
     """
 
     num_layers: int = 30
@@ -78,6 +72,7 @@ class Modelled:
     servers: dict[str, ModelledRemoteServer] = field(default_factory=dict)
     observe: Observe | None = None
     pace: Pace | None = None
+    repeats: bool = False
 
 
 def modelled_facts(
@@ -132,11 +127,14 @@ class ModelledExecutor:
         calls: AttentionCalls = SMOLLM2_CALLS,
         observe: Observe | None = None,
         pace: Pace | None = None,
+        repeats: bool = False,
     ) -> None:
         self.depth = depth
+        self.repeat = self._repeat if repeats and depth == 1 and pace is None and not fill else None
         self._calls = calls
         self._attend: RemoteAttend | None = None
-        self._lender = ModelledLender(cost, lambda: bool(self._running) or self._order.locked())
+        self._lender = ModelledLender(cost, self._is_busy)
+        self._repeated: ModelledRepeat | None = None  # the latest
         self._cache = cache
         self._servers = servers
         self._stores: tuple[ModelledDisk | ModelledRemote, ...] = ()
@@ -195,6 +193,25 @@ class ModelledExecutor:
         async with self._order:
             seconds = await pace(seconds)
         return self._compute(plan, begin_s, asyncio.get_running_loop().time(), seconds)
+
+    def _repeat(self, plan: StepPlan, count: int, last: Callable[[], StepPlan]) -> RepeatedStep:
+        self._repeated = ModelledRepeat(
+            plan,
+            count,
+            asyncio.get_running_loop().time(),
+            self._cost,
+            lent_s=self._lender.take_lent(),
+            observe=self._observe,
+            last=last,
+            finish=self._compute,
+            never=self.facts.eos_token_ids,
+            vocab_size=self.facts.vocab_size,
+        )
+        return self._repeated
+
+    def _is_busy(self) -> bool:
+        repeats = self._repeated is not None and not self._repeated.result.done()
+        return bool(self._running) or repeats or self._order.locked()
 
     def _end_oldest(self) -> None:
         step = self._running.popleft()
@@ -297,6 +314,7 @@ def open_modelled(
     observe: Observe | None = None,
     pace: Pace | None = None,
     servers: dict[str, ModelledRemoteServer] | None = None,
+    repeats: bool = False,
 ) -> ModelledExecutor:
     """A modelled executor with real transports over a small real pool, or with the modelled transport."""
     if facts.layout.block_size != config.engine.block_size:
@@ -332,6 +350,7 @@ def open_modelled(
         pace=pace,
         cache=config.cache,
         servers={} if servers is None else servers,
+        repeats=repeats,
     )
 
 

@@ -47,6 +47,7 @@ class KVLender:
         if self._fetcher.is_rounded(ticket):
             raise LoanRefused(f"{self._name} lends no blocks to {ticket.owner.worker}: its KV has another dtype")
         held, count = held_tokens // self._block_size, ticket.num_tokens // self._block_size
+        self._engine.catch_up()
         number, blocks = self._loans.take(count, _now_s(), loan, held)
         arrived = False
         try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.events import Accepted, Completed, Queued
+from cluster.events import Accepted, Completed, Delta, Queued
 from cluster.offline.scoring.records import RequestOutcome, Served
 from cluster.offline.workload.arrivals import Arrival
 from workers.request import SLO
@@ -37,9 +37,12 @@ class CountedAnswer:
 
 
 class RequestRecorder:
-    """One request in flight; owned by its sender. `clock`: seconds on the workload's time."""
+    """One request in flight; owned by its sender. `clock`: seconds on the workload's time, which is 0 at `zero_s` of
+    the clock that tells tokens' own times.
+    """
 
-    def __init__(self, index: int, arrival: Arrival, clock: Callable[[], float]) -> None:
+    def __init__(self, index: int, arrival: Arrival, clock: Callable[[], float], zero_s: float = 0.0) -> None:
+        self._zero_s = zero_s
         self.index = index
         self.arrival = arrival
         self.outcome = RequestOutcome.UNFINISHED
@@ -75,6 +78,8 @@ class RequestRecorder:
             self.outcome = RequestOutcome.FINISHED
         elif isinstance(event, CountedAnswer):
             self._settle(event)
+        elif isinstance(event, Delta) and event.token_s:
+            self._token_s.extend([at_s - self._zero_s for at_s in event.token_s])
         else:
             now_s = self._clock()
             for _ in event.tokens:

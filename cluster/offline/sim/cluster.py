@@ -27,13 +27,15 @@ class Environment:
     """What surrounds the workers. `slowdown`: they share one machine; without it each has its own.
 
     `frontend_s`: spent in the gateway before a request is dispatched. `stale_s`: age of the worker statistics that
-    gateways see; tokens are not delayed. `decider`: decides about roles instead of the elastic rule.
+    gateways see; tokens are not delayed. `decider`: decides about roles instead of the elastic rule. `repeats`: steps
+    that are alike run as one, which changes nothing but the time that a simulation takes.
     """
 
     slowdown: Slowdown | None = None
     frontend_s: float = 0.0
     stale_s: float = 0.0
     decider: Decider | None = None
+    repeats: bool = True
 
 
 @dataclass(slots=True)
@@ -120,6 +122,7 @@ class SimRuntime(LocalRuntime):
         self._machine = None if environment.slowdown is None else SharedMachine(environment.slowdown)
         self._stale_s = environment.stale_s
         self._servers: dict[str, ModelledRemoteServer] = {}
+        self._repeats = environment.repeats
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
     def _modelled(self, order: WorkerOrder) -> WorkerServer:
@@ -127,7 +130,8 @@ class SimRuntime(LocalRuntime):
         model = self._models[pool]
         meter = Meter(order.config.name, pool, self._trace)
         pace = None if self._machine is None else partial(self._machine.spend, pool)
-        meter.server = modelled_worker(order, model.cost, _modelled(model, meter.observe, pace, self._servers))
+        modelled = _modelled(model, meter.observe, pace, self._servers, repeats=self._repeats)
+        meter.server = modelled_worker(order, model.cost, modelled)
         self.meters[meter.name].append(meter)
         return meter.server
 
@@ -208,7 +212,7 @@ class _NoServer:
 
 
 def _modelled(
-    model: PoolModel, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer]
+    model: PoolModel, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer], *, repeats: bool
 ) -> Modelled:
     shape = model.shape
     # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
@@ -223,4 +227,5 @@ def _modelled(
         servers=servers,
         observe=observe,
         pace=pace,
+        repeats=repeats,
     )

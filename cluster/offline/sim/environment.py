@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from cluster.runtime.interface import WorkerHandle, WorkerStub
-from workers.request import Bundle
+from workers.request import Bundle, LateReader
 from workers.stats import WorkerStats
 
 Slowdown = Mapping[tuple[str, str], float]  # (pool, other pool) -> factor on steps of one while the other computes
@@ -99,7 +99,9 @@ class RemoteWorker:
         self.worker.at(incarnation)  # raises if that one is gone
         return cast(WorkerStub, self)
 
-    async def subscribe(self, subscriber: str, on_bundle: Callable[[Bundle], object]) -> None:
+    async def subscribe(
+        self, subscriber: str, on_bundle: Callable[[Bundle], object], *, late: LateReader | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         in_transit: deque[Bundle] = deque()  # timers that are due at the same time may fire in any order
 

@@ -87,7 +87,8 @@ class _Load:
         self._vocab_size = min(model.vocab_size for model in self._models.values())
         self._begin_s = asyncio.get_running_loop().time() - workload.arrivals[0].at_s
         self.recorders = [
-            RequestRecorder(index, arrival, self._now_s) for index, arrival in enumerate(workload.arrivals)
+            RequestRecorder(index, arrival, self._now_s, self._begin_s)
+            for index, arrival in enumerate(workload.arrivals)
         ]
         self._open: set[asyncio.Task[None]] = set()
         self._missed: set[int] = set()

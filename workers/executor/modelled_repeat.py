@@ -1,0 +1,85 @@
+"""Steps that decode the same sequences, one token each, by a modelled executor: their times are known beforehand."""
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from itertools import accumulate
+
+from workers.costs import CostModel
+from workers.engine.estimate import step_parts
+from workers.engine.step import StepPlan, StepResult
+
+Finish = Callable[[StepPlan, float, float, float], StepResult]  # plan, begin, end, seconds
+
+
+class ModelledRepeat:
+    """`RepeatedStep` of a modelled executor with one stage, which begins at `begin_s`.
+
+    `lent_s`: by which attention for borrowers delays the first step. `observe` gets each step but the last, `finish`
+    makes the result of the last one, whose plan `last` makes.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        count: int,
+        begin_s: float,
+        cost: CostModel,
+        *,
+        lent_s: float,
+        observe: Callable[[StepPlan, float, float], None] | None,
+        last: Callable[[], StepPlan],
+        finish: Finish,
+        never: tuple[int, ...],
+        vocab_size: int,
+    ) -> None:
+        _, batch, context_tokens = step_parts(plan)
+        self.seconds = [cost.mixed_seconds((), batch, context_tokens + each * batch) for each in range(count)]
+        self.seconds[0] += lent_s
+        self._times_s = [*accumulate(self.seconds, initial=begin_s)]
+        self.ends_s = self._times_s[1:]
+        loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[StepResult] = loop.create_future()
+        self._plan = plan
+        self._observe = observe
+        self._last = last
+        self._finish = finish
+        self._never = never
+        self._vocab_size = vocab_size
+        self._timer = loop.call_at(self.ends_s[-1], self._end)
+
+    def end(self, index: int) -> None:
+        if self._observe is not None:
+            end_s = self.ends_s[index]
+            self._observe(self._plan, end_s - self.seconds[index], end_s)
+
+    def sample(self, key: str, position: int, count: int) -> list[int]:
+        return modelled_tokens(key, position, count, self._vocab_size, self._never)
+
+    def shorten(self, count: int) -> None:
+        del self.seconds[count:], self.ends_s[count:], self._times_s[count + 1 :]
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(self.ends_s[-1], self._end)
+
+    def _end(self) -> None:
+        if self.result.done():  # the caller was cancelled
+            return
+        try:
+            begin_s, end_s = self._times_s[-2:]
+            self.result.set_result(self._finish(self._last(), begin_s, end_s, self.seconds[-1]))
+        except Exception as error:
+            self.result.set_exception(error)
+
+
+def modelled_tokens(key: str, position: int, count: int, vocab_size: int, never: tuple[int, ...] = ()) -> list[int]:
+    """The tokens that a modelled worker samples from `position` of the sequence on; the same in every attempt.
+
+    Skips the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
+    """
+    first = zlib.crc32(key.partition("/")[0].encode())
+    tokens = [(first + each * 7919) % vocab_size for each in range(position, position + count)]
+    for index, token in enumerate(tokens):
+        if token in never:
+            free = (each % vocab_size for each in range(token + 1, token + vocab_size))
+            tokens[index] = next((each for each in free if each not in never), token)
+    return tokens
