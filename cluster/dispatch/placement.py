@@ -5,6 +5,7 @@ Takes and returns values; knows no running request.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cluster.dispatch.admission_queue import AdmissionQueue
@@ -38,6 +39,7 @@ class Placer:
         sibling_worker: Callable[[str], str],
     ) -> None:
         self._gateway = gateway = spec.gateway
+        self._stats_s = spec.health.heartbeat_s
         self.uncovered = {pool.role: 0 for pool in spec.pools if pool.role is not Role.MIXED}  # requests
         self._classes = Classes(gateway)
         self._policy = policy
@@ -63,14 +65,29 @@ class Placer:
                         query = replace(query, avoid=frozenset())
                         continue
                     self._refuse_unservable(query.request)
-                    await self._discovery.change()
+                    await self._change(query.request)
         except TimeoutError:
-            none_ready = self._policy.choose(self.ask(query)) is None
-            what, cause = ("healthy worker", "no-worker") if none_ready else ("turn came", "waited")
+            what, cause = "turn came", "waited"
+            if self._waits_for_memory(query.request):
+                what = "memory on several workers"
+            elif self._policy.choose(self.ask(query)) is None:
+                what, cause = "healthy worker", "no-worker"
             raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0, cause=cause) from None
         if isinstance(answer, Placement):
             self.count_uncovered(answer)
         return answer, query.avoid
+
+    async def _change(self, request: Request) -> None:
+        """Wait for a change of the membership, or, where a request waits for the memory of several workers, for new
+        statistics.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._stats_s if self._waits_for_memory(request) else None):
+                await self._discovery.change()
+
+    def _waits_for_memory(self, request: Request) -> bool:
+        """Whether only several workers together can hold it."""
+        return 0 < self._largest_alone() <= request.num_tokens
 
     async def _live_answer(self, query: PlacementQuery, emit: Callable[[Event], None]) -> Placement | Refusal | None:
         """Like `_answer`, but asks again if a worker was lost before this coroutine continued."""
@@ -127,8 +144,11 @@ class Placer:
         return self._largest() > num_tokens
 
     def _largest(self) -> int:
+        return max(self._discovery.together(), self._largest_alone())
+
+    def _largest_alone(self) -> int:
         members = self._discovery.membership.members
-        return max(self._discovery.together(), max((member.view.capacity_tokens for member in members), default=0))
+        return max((member.view.capacity_tokens for member in members), default=0)
 
     def _refuse_unservable(self, request: Request) -> None:
         largest = self._largest()

@@ -34,6 +34,7 @@ class Work:
     correction: float = 1.0  # factor contained in `prefill_s`
     plain_tpot_s: float = 0.0  # predicted by the cost model, without corrections; 0: unknown
     is_guess: bool = False  # by default costs
+    borrows: bool = False  # memory of lenders, too
     is_cut: bool = False  # `prefill` computes the first `new_tokens` only, `decode` the rest
     tpot_slo_s: float | None = None
     computed_s: float = 0.0  # `_computed_s` of its decode worker when it started to decode
@@ -125,6 +126,10 @@ class ActiveRequests:
     def assigned(self, worker: str) -> DecodeLoad:
         """Sums over `decoding`."""
         return self._assigned.get(worker, _NOTHING)
+
+    def borrowing(self) -> list[Work]:
+        """Our requests with lenders."""
+        return [work for work in self if work.borrows]
 
     def changed(self) -> set[str]:
         """Workers with changed requests since the last call; for one reader that has a copy."""

@@ -116,7 +116,7 @@ class Policy:
 
         Only first attempts are refused or queued, and no parallel sample if another one of its prompt is running.
         """
-        placement = self._router.choose(ask) or self.lending.choose(ask)
+        placement = self._router.choose(ask) or self.lending.choose(ask, self.active.borrowing())
         if placement is None:
             return None
         if placement.predicted_ttft_s is None:
@@ -174,6 +174,7 @@ class Policy:
             plain_tpot_s=self._latency.plain_tpot_seconds(ask, decode),
             is_guess=not (self._latency.is_sure(prefill) and self._latency.is_sure(decode)),
             tpot_slo_s=request.slo.tpot_s,
+            borrows=bool(placement.lenders),
             is_cut=cut_tokens > 0,
         )
         self._router.began(ask, placement)

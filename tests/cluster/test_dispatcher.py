@@ -154,8 +154,8 @@ async def test_a_passed_deadline_names_the_phase_and_frees_both_workers(
 
 async def test_a_prompt_beyond_every_pool_is_unservable() -> None:
     async with cluster(split_spec(kv_blocks=20)) as subject:
-        with pytest.raises(Unservable, match="300 tokens"):
-            await subject.run(request("a", 300))
+        with pytest.raises(Unservable, match="500 tokens"):
+            await subject.run(request("a", 500))
         await subject.settle()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from cluster.policy.active_requests import Work
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.lending import MOST_LENDERS, Lending
 from cluster.policy.routing.router import Ask, Placement
@@ -49,6 +50,33 @@ def test_the_worker_with_most_free_memory_serves_it_and_the_next_ones_lend_first
     placement = Lending(spec()).choose(ask(POOL, *workers))
     assert placement is not None
     assert (placement.decode, placement.lenders) == ("b", ("c", "a"))  # d has nothing above the share it keeps
+
+
+def borrowing(decode: str, prompt: int, **fields: Any) -> Work:
+    settings: dict[str, Any] = {"began_s": 0.0, "first_token_s": 9.0} | fields
+    return Work("b/0", decode, decode, prompt, prompt, 10, 1.0, **settings)
+
+
+def test_a_request_waits_for_memory_that_earlier_ones_still_take() -> None:
+    workers = [worker("a"), worker("b"), worker("c"), worker("d")]  # 4,800 tokens to lend
+    lending, now = Lending(spec()), ask(POOL, *workers, now_s=100.0)
+    assert lending.choose(now, [borrowing("a", 3100, began_s=99.0)]) is not None
+    assert lending.choose(now, [borrowing("a", 3300, began_s=99.0)]) is None  # statistics do not show it yet
+    assert lending.choose(now, [borrowing("a", 3300)]) is not None  # no worker has prompt tokens left to compute
+    busy = structs.replace(workers[0], stats=structs.replace(workers[0].stats, queued_tokens=3300))
+    half = structs.replace(workers[0], stats=structs.replace(workers[0].stats, queued_tokens=1500))
+    for first, is_placed in ((busy, False), (half, True)):
+        placement = lending.choose(ask(POOL, first, *workers[1:], now_s=100.0), [borrowing("a", 3300)])
+        assert (placement is not None) is is_placed
+    decoding = borrowing("a", 3300, prefilled_s=50.0)
+    assert lending.choose(ask(POOL, busy, *workers[1:], now_s=100.0), [decoding]) is not None
+
+
+def test_each_worker_serves_one_of_them_before_another_serves_two() -> None:
+    workers = [worker("a"), worker("b", 90), worker("c", 90), worker("d", 90)]
+    placement = Lending(spec()).choose(ask(POOL, *workers, now_s=100.0), [borrowing("a", 100)])
+    assert placement is not None
+    assert (placement.decode, placement.lenders) == ("b", ("a", "c", "d"))
 
 
 def test_workers_that_failed_or_are_not_linked_or_not_ready_do_not_lend() -> None:

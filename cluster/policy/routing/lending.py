@@ -3,16 +3,18 @@
 Pure. Source: Lin et al., Infinite-LLM (arXiv 2401.02669). Which blocks move, and when: `workers.engine.loans`.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
-from cluster.policy.routing.picking import fitting
+from cluster.policy.active_requests import Work
+from cluster.policy.routing.picking import fitting, queued_tokens
 from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import ClusterSpec
 from diptych.view import WorkerState, WorkerView
 from workers.config import KEPT_SHARE
 
 MOST_LENDERS = 8  # of a request
+UNSEEN_S = 2.0  # statistics may not show a request yet that began so recently
 
 
 class Lending:
@@ -37,9 +39,10 @@ class Lending:
         longest = max(sums, default=0)
         return longest if self._limit is None else min(longest, self._limit)
 
-    def choose(self, ask: Ask) -> Placement | None:
-        """The worker with most free memory, and its lenders; None if a worker can hold the request, or all together
-        cannot.
+    def choose(self, ask: Ask, borrowing: Sequence[Work] = ()) -> Placement | None:
+        """The worker that serves the fewest of those that borrow already, with most free memory, and its lenders.
+
+        None if a worker can hold the request, or all together cannot now, beside those that borrow.
         """
         if not self._dtypes or not ask.alone or fitting(ask):
             return None
@@ -52,8 +55,10 @@ class Lending:
             and worker.pool in self._dtypes
         ]
         spare = {worker.name: self._spare_tokens(worker) for worker in ready}
+        promised = _promised_tokens(ask, ready, borrowing)
         ready.sort(key=lambda worker: (-spare[worker.name], worker.name))
-        for borrower in ready:
+        served = Counter(work.decode for work in borrowing)
+        for borrower in sorted(ready, key=lambda worker: served[worker.name]):
             lenders = [
                 worker.name
                 for worker in ready
@@ -62,7 +67,8 @@ class Lending:
                 and self._dtypes[worker.pool] == self._dtypes[borrower.pool]
                 and ask.view.linked(borrower.name, worker.name)
             ][:MOST_LENDERS]
-            if lenders and sum(spare[name] for name in (borrower.name, *lenders)) > ask.request.num_tokens:
+            room = sum(spare[name] for name in (borrower.name, *lenders)) - promised
+            if lenders and room > ask.request.num_tokens:
                 reason = "longer than any worker's KV pool: others hold a part"
                 return Placement(borrower.name, borrower.name, reason, lenders=tuple(lenders))
         return None
@@ -71,3 +77,19 @@ class Lending:
         stats = worker.stats
         blocks = stats.free_blocks - int(KEPT_SHARE * stats.total_blocks)
         return max(0, blocks) * self._block_sizes[worker.pool]
+
+
+def _promised_tokens(ask: Ask, workers: Iterable[WorkerView], borrowing: Sequence[Work]) -> int:
+    """Free memory that requests which borrow will still take: for answers, and for prompts not computed yet.
+
+    Requests that start without it take each other's memory, fail, and are computed again.
+    """
+    queued = {worker.name: queued_tokens(ask, worker) for worker in workers}
+    tokens = 0
+    for work in borrowing:
+        tokens += work.output_tokens
+        if ask.now_s - work.began_s < UNSEEN_S:
+            tokens += work.prompt_tokens
+        elif work.prefilled_s is None:
+            tokens += min(work.prompt_tokens, queued.get(work.decode, 0))
+    return tokens

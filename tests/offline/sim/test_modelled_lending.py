@@ -13,7 +13,7 @@ from cluster.offline.sim import clock
 from cluster.offline.sim.cluster import open_cluster
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
-from cluster.spec import ClusterSpec
+from cluster.spec import ClusterSpec, GatewaySpec
 from tests.offline.sim.cases import ENGINE, colocated, models, split, steady
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
@@ -40,6 +40,23 @@ def test_short_requests_are_served_beside_it() -> None:
     short = [Arrival(0.1 * number, 100, 20) for number in range(1, 30)]
     run = simulate(spec, models(spec), Workload("mix", (Arrival(0.0, 1900, 100), *short)))
     assert all(each.outcome is RequestOutcome.FINISHED for each in run.served)
+
+
+def test_long_requests_that_do_not_fit_together_wait_for_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    """Without that they take each other's memory, and each computes its prompt several times."""
+    spec = colocated(4, engine=SMALL)  # 3,360 tokens to lend
+    workload = Workload("long", tuple(Arrival(0.2 * number, 1900, 20) for number in range(6)))
+    run = simulate(spec, models(spec), workload)
+    assert all(each.outcome is RequestOutcome.FINISHED for each in run.served)
+    assert "no worker lends it blocks" not in caplog.text
+    assert sum(worker.prompt_tokens for worker in run.workers) == 6 * 1900
+
+
+def test_a_request_waits_for_memory_until_the_placement_timeout() -> None:
+    spec = replace(colocated(3, engine=SMALL), gateway=GatewaySpec(placement_timeout_s=1.5))
+    run = simulate(spec, models(spec), steady(2, 0.2, prompt=1900, output=100))
+    assert [each.outcome for each in run.served] == [RequestOutcome.FINISHED, RequestOutcome.REJECTED]
+    assert "no memory on several workers within 2 s" in run.served[1].detail
 
 
 def test_a_lender_that_loses_its_loans_costs_another_attempt() -> None:
