@@ -85,9 +85,9 @@ MEASURED = LinearCost(0.040, 0.0056, 0.7e-6, 0.0024, 12.0e-6, transfer_latency_s
 PROMPT, ANSWER, BLOCK = 2048, 64, 16
 
 
-@pytest.mark.parametrize(("pool", "held"), [(2156, 0.19), (1312, 0.62), (512, 0.94)])
+@pytest.mark.parametrize(("pool", "held"), [(2156, 0.12), (1312, 0.55), (512, 0.91)])
 def test_the_slowdown_is_that_of_real_workers(pool: int, held: float) -> None:
-    """There 1.64 to 1.75 times, whatever the lender holds."""
+    """There 1.64 to 1.75 times, whatever the lender holds. `pool`: tokens of the borrower; `held`: there, of the KV."""
 
     async def main() -> tuple[float, float, float]:
         async with AsyncExitStack() as stack:
