@@ -1,6 +1,7 @@
 """`diptych serve MODEL` without a file: its pools, its HTTP port, and how other commands find it."""
 
 import os
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,14 @@ def test_a_misspelled_model_has_a_suggestion() -> None:
     result = serve("SmolLM-135M", "--port", "0", "--no-http")
     assert result.exit_code == 1 and result.stdout == ""
     assert "no model 'SmolLM-135M': did you mean 'smollm2-135m'?" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("option", ["--tool-call-parser", "--reasoning-parser"])
+def test_an_unknown_parser_is_named_with_those_that_there_are(option: str) -> None:
+    result = serve("smollm2-135m", option, "Hermes", "--port", "0", "--no-http")
+    key = option[2:].replace("-", "_")
+    assert result.exit_code == 1
+    assert re.search(rf"gateway: {key} 'Hermes' is not one of auto, none, .*mistral", result.stderr)
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "tensor", "share"), [(0, 4, 2, 0), (2, 2, 1, 1), (1, 2, 1, 0.5)])

@@ -291,6 +291,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], _FirstError()] | None = None
     tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    tool_choice: Any = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -309,7 +310,7 @@ class TokenizeBody(Body):
             raise InvalidRequest("prompt", "or messages is needed, and not both")
         if self.prompt is not None:
             return TextPrompt(self.prompt, self.add_special_tokens is not False)
-        return _chat_prompt(self, self.tools)
+        return _chat_prompt(self, [] if self.tool_choice == "none" else self.tools)
 
 
 class DetokenizeBody(Body):

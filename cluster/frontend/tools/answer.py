@@ -49,7 +49,9 @@ class AnswerOutput:
         """`most_calls`: what follows them is dropped."""
         self.num_calls = 0
         self._most_calls = most_calls
-        self._delta = AnswerDelta()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[int, str, list[str]]] = []  # index, name, parts of the arguments
         self._space: list[str] = []  # that the answer begins with
         self._part = ""  # the one that the latest text belongs to
         self._has_reasoning = False
@@ -57,12 +59,14 @@ class AnswerOutput:
 
     def take(self) -> AnswerDelta:
         """What was added since the last call."""
-        delta, self._delta = self._delta, AnswerDelta()
+        calls = [CallDelta(index, name, "".join(parts)) for index, name, parts in self._calls]
+        delta = AnswerDelta("".join(self._content), "".join(self._reasoning), calls)
+        self._content, self._reasoning, self._calls = [], [], []
         return delta
 
     def end(self) -> None:
         if not self._part:
-            self._delta.content += "".join(self._space)
+            self._content += self._space
 
     def content(self, text: str) -> None:
         if self._part not in ("", "content"):
@@ -75,7 +79,7 @@ class AnswerOutput:
                 return
             text = "".join(self._space)
         self._part = "content"
-        self._delta.content += text
+        self._content.append(text)
 
     def reasoning(self, text: str) -> None:
         if self._is_full:
@@ -83,20 +87,20 @@ class AnswerOutput:
         self._part = "reasoning"
         text = text if self._has_reasoning else text.lstrip()
         self._has_reasoning = self._has_reasoning or bool(text)
-        self._delta.reasoning += text
+        self._reasoning.append(text)
 
     def begin(self, name: str) -> None:
         """A call of this tool begins."""
         self._is_full = self._is_full or self.num_calls == self._most_calls
         if not self._is_full:
             self._part = "call"
-            self._delta.calls.append(CallDelta(self.num_calls, name))
+            self._calls.append((self.num_calls, name, []))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """More of the latest call's arguments."""
         if not text or self._is_full:
             return
-        if not self._delta.calls:
-            self._delta.calls.append(CallDelta(self.num_calls - 1))
-        self._delta.calls[-1].arguments += text
+        if not self._calls:
+            self._calls.append((self.num_calls - 1, "", []))
+        self._calls[-1][2].append(text)

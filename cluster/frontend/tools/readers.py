@@ -34,16 +34,16 @@ MAX_DEPTH = 64  # of values that are read by their structure
 
 
 def tagged_json(start: str, end: str) -> Reader:
-    """A JSON object with name and arguments between two markers."""
+    """JSON objects with name and arguments, one or a list of them, between two markers."""
 
     def read(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
         while begun := (yield from text.until((start,), output.content)):
             text.attempt(begun)
-            if (yield from _json_call(text, output)):
-                yield from text.run(SPACE)
-                yield from text.literal(end)
-            else:
-                output.content(text.fail())
+            yield from text.run(SPACE)
+            yield from (_json_list if (yield from text.literal("[")) else _json_call)(text, output)
+            yield from text.run(SPACE)
+            yield from text.literal(end)
+            output.content(text.fail())
 
     return read
 
@@ -67,12 +67,7 @@ def mistral(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[Non
         text.attempt(begun)
         yield from text.run(SPACE)
         if (yield from text.literal("[")):
-            while (yield from _json_call(text, output)):
-                yield from text.run(SPACE)
-                if not (yield from text.literal(",")):
-                    yield from text.literal("]")
-                    break
-                text.attempt(",")
+            yield from _json_list(text, output)
         elif name := (yield from text.run(NAME)):
             if (yield from text.literal("[CALL_ID]")):
                 yield from text.run(NAME)
@@ -341,6 +336,16 @@ def _refuse(name: str) -> Any:
 def _json_text(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return json.dumps(value) if SURROGATE.search(text) else text
+
+
+def _json_list(text: TextInput, output: AnswerOutput) -> Wait[None]:
+    """Calls after an opening bracket. One that is none is left as an attempt."""
+    while (yield from _json_call(text, output)):
+        yield from text.run(SPACE)
+        if not (yield from text.literal(",")):
+            yield from text.literal("]")
+            break
+        text.attempt(",")
 
 
 def _json_call(text: TextInput, output: AnswerOutput, known: Container[str] | None = None) -> Wait[bool]:

@@ -129,7 +129,7 @@ async def test_an_invalid_chat_message_has_its_path(refusing: Clients, message: 
         ("/v1/chat/completions", "functions", [{"name": "look"}]),
         ("/v1/chat/completions", "function_call", {"name": "look"}),
         ("/v1/chat/completions", "chat_template", "{{ messages }}"),
-        ("/v1/chat/completions", "reasoning_effort", "high"),
+        ("/v1/completions", "reasoning_effort", "high"),
         ("/v1/chat/completions", "verbosity", "low"),
         ("/v1/chat/completions", "modalities", ["text", "audio"]),
         ("/v1/chat/completions", "return_token_ids", True),

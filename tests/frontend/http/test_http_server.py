@@ -157,6 +157,8 @@ async def test_tokens_are_counted_with_the_tools(there: Clients, dispatcher: Fak
     counted = (await there.http.post("/tokenize", json=body)).json()["tokens"]
     _ = [event async for event in there.grpc.chat([("user", "hi")], tools=tools, max_tokens=1)]
     assert tuple(counted) == dispatcher.requests[0].prompt
+    without = (await there.http.post("/tokenize", json=body | {"tool_choice": "none"})).json()["tokens"]
+    assert len(without) < len(counted)
 
 
 async def test_special_tokens_can_be_left_out() -> None:

@@ -28,6 +28,8 @@ WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
         ),
         ('<tool_call>{"name": "wait"}</tool_call> Done.', "Done.", [("wait", {})]),
         ('<tool_call>{"id": [1, "}"], "name": "wait", "arguments": "{}"}</tool_call>', "", [("wait", {})]),
+        ('<tool_call>[{"name": "wait"}, {"name": "look"}]</tool_call>', "", [("wait", {}), ("look", {})]),
+        ("a <tool_call></tool_call>", "a <tool_call></tool_call>", []),
         ("a <tool_call> b </tool_call>", "a <tool_call> b </tool_call>", []),
         ('<tool_call><tool_call>{"name": "wait"}', "<tool_call>", [("wait", {})]),
     ],
