@@ -5,7 +5,7 @@ requested rate, or more goodput per GPU by more than chance.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
 
@@ -40,7 +40,18 @@ class FirstVerdict:
 
 def first_verdict(request: PlanRequest, race: Race, after_s: float) -> FirstVerdict:
     decided, options = race.decided, race.options
-    return FirstVerdict(judge(request, options, decided) if options else None, decided, after_s, race.requests)
+    found = judge(request, options, decided) if options else None
+    missed = [each for each in race.contenders if not each.held and each.probes]
+    if found is not None and decided and missed:  # only tried where it would have to win
+        tells = [f"{each.trial.layout.kind} missed the SLO at {_rate(each.broke, each.trial.gpus)}" for each in missed]
+        best = found.chosen
+        tells.append(f"{best.layout.kind} met it at {_rate(best.goodput.rate, best.trial.gpus)}")
+        found = replace(found, words=f"{found.words.partition(':')[0]}: {', '.join(tells)}")
+    return FirstVerdict(found, decided, after_s, race.requests)
+
+
+def _rate(rate: float, gpus: int) -> str:
+    return f"{rate:.3g} requests/s on {gpus} GPUs"
 
 
 def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:

@@ -68,8 +68,12 @@ def test_a_loser_is_tried_no_more() -> None:
     question = plan_request(gpus=2)
     holds = {"colocated": caps(question)["colocated"] * 0.9, "split": 1e-9}
     runs = MadeUpRuns(holds)
-    race(question, runs).run()
+    made = race(question, runs)
+    made.run()
     assert sum(kind == "split" for kind, _ in runs.tried) == 1
+    found = first_verdict(question, made, 1.0)
+    assert found.verdict is not None
+    assert found.verdict.words.startswith("Do not disaggregate: split missed the SLO at")
 
 
 def test_what_is_known_when_the_time_is_up_advises_nothing() -> None:
