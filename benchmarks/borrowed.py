@@ -13,6 +13,8 @@ import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import pairwise
+from statistics import median
 
 import msgspec
 
@@ -91,7 +93,7 @@ async def _open(stack: AsyncExitStack, name: str, num_tokens: int) -> Worker:
 async def _run(
     worker: Worker, reader: BundleReader, lender: PeerAddress, prompt: tuple[int, ...], number: int
 ) -> tuple[float, float, float]:
-    """Seconds to the first token, seconds for each later one, and the share of the KV that the lender had."""
+    """Seconds to the first token, the median for each later one, and the share of the KV that the lender had."""
     sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=ANSWER, ignore_eos=True)
     request = Request(f"r{number}", prompt, sampling, reply_to="bench")
     begun_s = time.perf_counter()
@@ -106,7 +108,7 @@ async def _run(
                 times += [time.perf_counter()] * len(output.tokens)
         remote = sum(each.num_blocks for each in worker.engine.remote())
         share = max(share, remote * BLOCK / (len(prompt) + max(1, len(times))))
-    return times[0] - begun_s, (times[-1] - times[0]) / (ANSWER - 1), share
+    return times[0] - begun_s, median(later - earlier for earlier, later in pairwise(times)), share
 
 
 async def _lend(num_tokens: int) -> None:
