@@ -1,5 +1,7 @@
 """Prefixes fetched from another worker: what is held during the fetch, and what stays."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from tests.engine.driving import (
     step,
     tokens_of,
 )
+from workers.costs import LinearCost
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
 from workers.engine.engine import Engine
 from workers.engine.host_tier import BlockMoves
@@ -301,3 +304,66 @@ def test_blocks_balance_for_any_order_of_holds_and_fetches(steps: list[tuple[str
     side.leases.expire(99.0)
     side.check()
     assert side.pool.num_free == 12
+
+
+class FixedCost(LinearCost):
+    """An estimate that does not learn."""
+
+    def scaled(self, ratio: float) -> "FixedCost":
+        return self
+
+
+def fetching(byte_s: float) -> tuple[Engine, PrefixFetch]:
+    """A worker that gets 32 tokens, of ten bytes each, which it computes in a second each."""
+    cost = FixedCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, byte_s, 0.0)
+    subject = engine(kv_blocks=34, cost=cost, block_bytes=40)
+    return subject, subject.prefix_fetches.begin(range(1, 33), now_s=10.0)
+
+
+def ask(subject: Engine, tenant: str = "") -> None:
+    made = request("r", tuple(range(1, 41)), max_tokens=1)
+    subject.add(replace(made, tenant=tenant, shares_prefixes=not tenant), 12.0, hold=False)
+
+
+def test_a_prompt_whose_prefix_arrives_waits_for_it_and_computes_the_rest() -> None:
+    subject, fetch = fetching(byte_s=0.02)
+    ask(subject)
+    assert step(subject, 12.0)[0] is None
+    assert subject.wakes_at_s == pytest.approx(10.0 + 320 * 0.02 + 0.05 * 40), "as expected, and 5 % of computing it"
+    subject.prefix_fetches.end(fetch, arrived=True)
+    plan, _ = planned(subject, 13.0)
+    assert plan.chunks[0].first_position == 32
+    subject.check()
+
+
+@pytest.mark.parametrize("now_s", [13.0, 18.5])
+def test_a_prefix_that_does_not_arrive_or_is_late_is_computed(now_s: float) -> None:
+    subject, fetch = fetching(byte_s=0.02)
+    ask(subject)
+    assert step(subject, 12.0)[0] is None
+    if now_s < subject.wakes_at_s:
+        assert step(subject, now_s)[0] is None
+        subject.prefix_fetches.end(fetch, arrived=False)
+    plan, _ = planned(subject, now_s)
+    assert plan.chunks[0].first_position == 0
+
+
+def test_nothing_waits_for_what_is_computed_sooner_or_is_another_tenants() -> None:
+    subject, _ = fetching(byte_s=0.2)  # 62 seconds more, and 32 of computing
+    ask(subject)
+    assert planned(subject, 12.0)[0].chunks[0].first_position == 0
+    subject, _ = fetching(byte_s=0.02)
+    ask(subject, tenant="eve")
+    assert planned(subject, 12.0)[0].chunks[0].first_position == 0
+
+
+def test_prompts_behind_it_that_are_computed_until_then_go_first() -> None:
+    subject, fetch = fetching(byte_s=0.02)
+    ask(subject)
+    subject.add(request("long", tuple(range(100, 120)), max_tokens=1), 12.0, hold=False)
+    subject.add(request("short", (200, 201), max_tokens=1), 12.0, hold=False)
+    plan, _ = planned(subject, 12.0)
+    assert [chunk.key for chunk in plan.chunks] == ["short/0"]
+    subject.prefix_fetches.end(fetch, arrived=True)
+    plan, _ = planned(subject, 14.0)
+    assert plan.chunks[0].key == "r/0"

@@ -100,14 +100,14 @@ class Engine:
         self.loans = LoanBook(self.pool, lease_s)
         self._stores = [StoreTier(store, self.pool, block_bytes) for store in stores]
         self.pool.forget_in_stores = self._forget_in_stores
-        self._loads = Loads(self._stores, self.pool, self._estimate, block_bytes)
+        prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
+        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
+        self._loads = Loads(self._stores, self.pool, self._estimate, block_bytes, self.prefix_fetches)
         self._scheduler = Scheduler(
             config, self.pool, self.leases, self._loads, self._estimate, block_bytes=block_bytes, depth=depth
         )
         self._kv = self._scheduler.kv
         self._sequences: dict[str, Sequence] = {}
-        prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
-        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
         self._outputs: list[EngineOutput] = []
         self._steps = 0
         self._step_s = 0.0

@@ -4,7 +4,8 @@
     its turn comes                  computing goes on from what is here, and reads from the back (`race`)
     the two meet                    a step restores what was read, and computing goes on behind it
 
-A block that is missing, late or corrupt is computed. Pure: seconds are arguments, and stores tell how long reads took.
+A block that is missing, late or corrupt is computed. A prompt whose prefix is being fetched from another worker waits
+for it, if that is faster than computing. Pure: seconds are arguments, and stores tell how long reads took.
 """
 
 import math
@@ -15,6 +16,7 @@ from functools import partial
 
 from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.estimate import StepEstimate
+from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.race import Gap, StepSeconds, choose
 from workers.engine.sequence import Sequence, State
 from workers.engine.store_tiers import StoreTier
@@ -64,7 +66,14 @@ class Loads:
     `wakes_at_s`: when a prompt that waits now has waited long enough.
     """
 
-    def __init__(self, tiers: Items[StoreTier], pool: BlockPool, estimate: StepEstimate, block_bytes: int) -> None:
+    def __init__(
+        self,
+        tiers: Items[StoreTier],
+        pool: BlockPool,
+        estimate: StepEstimate,
+        block_bytes: int,
+        fetches: PrefixFetches,
+    ) -> None:
         self.wakes_at_s = math.inf
         self._tiers = tiers
         self._pool = pool
@@ -72,6 +81,7 @@ class Loads:
         self._size = pool.block_size
         self._estimate = estimate
         self._block_bytes = block_bytes
+        self._fetches = fetches
         self._loadings: dict[Sequence, _Loading] = {}
         self._reads: dict[bytes, _Read] = {}
         self._now_s = 0.0
@@ -139,11 +149,33 @@ class Loads:
         """Until when a prompt whose turn it is should wait for what is read, at most; None: it should not."""
         loading = self._loadings.get(sequence)
         if loading is None:
-            return None
+            return self._fetched_until_s(sequence, seconds)
         first = self._num_here(loading.names[: loading.end]) * self._size
         if self._tokens_now(loading, first, seconds):
             return None
         return max(loading.find_until_s or 0.0, loading.wait_until_s or 0.0)
+
+    def _fetched_until_s(self, sequence: Sequence, seconds: StepSeconds) -> float | None:
+        """The same for what is being fetched from another worker, if that is here before it could be computed."""
+        if not self._fetches or sequence.request.fresh or sequence.wants_prompt_logprobs or sequence.borrows:
+            return None
+        size, total = self._size, len(sequence.tokens)
+        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.salt)
+        names = sequence.hashes[: (total - 1) // size]
+        here = self._num_here(names)
+        fetch = self._fetches.going_on(names, here)
+        if fetch is None:
+            return None
+        first, end = here * size, min(len(fetch.hashes), len(names)) * size
+        compute_s = seconds.now(total - first, first)
+        num_bytes = (len(fetch.hashes) - fetch.num_shared) * self._block_bytes
+        here_s = fetch.begun_s + self._estimate.cost.transfer_seconds(num_bytes)
+        until_s = here_s + PATIENCE * compute_s
+        waited_s = max(here_s - self._now_s, seconds.floor_s) + seconds.later(total - end, end)
+        if self._now_s >= until_s or waited_s >= compute_s:
+            return None
+        self.wakes_at_s = min(self.wakes_at_s, until_s)
+        return until_s
 
     def tokens_now(self, sequence: Sequence, seconds: StepSeconds) -> int:
         """How many of its missing tokens the next step should compute, at most."""

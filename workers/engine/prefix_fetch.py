@@ -18,8 +18,9 @@ from workers.kv_events import chain, name_of_block
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixFetch:
-    """A prefix that is being fetched. Its first `num_shared` blocks were here already."""
+    """A prefix that is being fetched since `begun_s`. Its first `num_shared` blocks were here already."""
 
+    begun_s: float
     blocks: tuple[int, ...]
     num_shared: int
     hashes: tuple[bytes, ...]
@@ -34,6 +35,9 @@ class PrefixFetches:
         self._leases = leases
         self._prefix_blocks = prefix_blocks
         self._in_flight: set[PrefixFetch] = set()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
 
     def __iter__(self) -> Iterator[PrefixFetch]:
         return iter(self._in_flight)
@@ -66,7 +70,13 @@ class PrefixFetches:
         self._pool.free(shared[aligned:])
         return shared[:aligned]
 
-    def begin(self, tokens: Sequence[int], salt: str = "") -> PrefixFetch:
+    def going_on(self, hashes: Sequence[bytes], known: int) -> PrefixFetch | None:
+        """The longest of those that bring what follows the first `known` blocks of this prefix."""
+        wanted = tuple(hashes[known : known + 1])
+        found = (each for each in self._in_flight if wanted and each.hashes[known : known + 1] == wanted)
+        return max(found, key=lambda each: len(each.hashes), default=None)
+
+    def begin(self, tokens: Sequence[int], salt: str = "", now_s: float = 0.0) -> PrefixFetch:
         """Allocate blocks for a prefix that another worker holds. Raises `OutOfBlocks` and changes nothing."""
         hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
         shared = self.known(hashes)
@@ -76,7 +86,7 @@ class PrefixFetches:
         except OutOfBlocks:
             self._pool.free(shared)
             raise
-        fetch = PrefixFetch((*shared, *fresh), aligned, tuple(hashes), tuple(chain(tokens, salt=salt)))
+        fetch = PrefixFetch(now_s, (*shared, *fresh), aligned, tuple(hashes), tuple(chain(tokens, salt=salt)))
         self._in_flight.add(fetch)
         return fetch
 

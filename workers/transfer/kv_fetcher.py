@@ -123,7 +123,7 @@ class KVFetcher:
             return 0  # converted KV is rounded, so it differs from what this worker computes
         try:
             self._engine.catch_up()
-            fetch = self._engine.prefix_fetches.begin(tokens, request.cache_salt)
+            fetch = self._engine.prefix_fetches.begin(tokens, request.cache_salt, asyncio.get_running_loop().time())
         except OutOfBlocks:
             return 0
         arrived = False
