@@ -104,7 +104,7 @@ class ChildRequest:
                 if self._text.stopped:  # further tokens may have arrived after the call of `finish`
                     event = replace(event, finish=FinishReason.STOP, completion_tokens=self._text.num_tokens)
                 self.end = event
-                self.output.put(TextEnd(event.finish, self._index))
+                self.output.put(TextEnd(event.finish, self._index, self._text.stop))
 
 
 def emit_ranked(

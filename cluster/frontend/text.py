@@ -255,10 +255,14 @@ def text_from(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """One answer has ended: no delta with its index follows. Other answers of the request may still run."""
+    """One answer has ended: no delta with its index follows. Other answers of the request may still run.
+
+    `stop`: the stop string that has ended it, if one has.
+    """
 
     finish: FinishReason
     index: int = 0
+    stop: str = ""
 
 
 GatewayEvent = TextEvent | TextEnd
@@ -272,10 +276,11 @@ class StopStrings:
         emitted          … the answer is 42.          held back: \\n\\nQu
 
     Holds back the longest suffix of the text that is a prefix of a stop string, so no part of a stop string is emitted.
-    Owned by one `TextStream`.
+    Owned by one `TextStream`. `found`: the one that was found.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self.found = ""
         self._stops = tuple(stops)
         self._include = include
         self._longest = max(map(len, self._stops), default=0)
@@ -286,8 +291,9 @@ class StopStrings:
         text = self._held + piece
         end_start = self._first_stop(text) if armed else None
         if end_start is not None:
-            self._held = ""
-            return text[: end_start[0] if self._include else end_start[1]], True
+            end, start = end_start
+            self._held, self.found = "", text[start:end]
+            return text[: end if self._include else start], True
         keep = self._partial_length(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -331,6 +337,11 @@ class TextStream:
         self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.stopped = False
+
+    @property
+    def stop(self) -> str:
+        """The stop string that has ended it; empty: none has."""
+        return self._stops.found
 
     def push(self, delta: Delta) -> TextDelta | None:
         """The text that these tokens complete. Drops tokens after the one that completes a stop string."""

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from email.message import Message
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,8 @@ from cluster.frontend.http.bodies import (
 from cluster.frontend.http.failures import JSON, Failure, failure_of
 from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
 from cluster.frontend.http.headers import parse_headers
+from cluster.frontend.http.messages_body import CountTokensBody, MessagesBody, count_tokens_json
+from cluster.frontend.http.messages_wire import MessagesWire
 from cluster.frontend.http.middleware import NAME
 from cluster.frontend.http.openapi import route_options
 from cluster.frontend.http.preprocess import (
@@ -45,6 +47,7 @@ from cluster.frontend.http.preprocess import (
 from cluster.frontend.http.reply import ParsedRequest, Reply
 from cluster.frontend.http.tool_fields import ToolRequest
 from cluster.frontend.http.ui.routes import add_ui
+from cluster.frontend.http.wire import OpenAIWire, Wire
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
 from cluster.frontend.tools.call_grammar import call_grammar
@@ -58,7 +61,12 @@ logger = logging.getLogger(__name__)
 
 READY_RETRY_S = 1.0
 LAST_TOKENS = 32  # of a prompt; where its template has begun the reasoning, they say so
-GENERATIONS: Mapping[str, type[Generation]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+GENERATIONS: Mapping[str, type[Generation | MessagesBody]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+}
 READERS = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
 NO_TOOLS = ToolRequest({})
 NO_PARSER = (
@@ -76,6 +84,8 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
     for path, handler in (
         ("/v1/completions", routes.completions),
         ("/v1/chat/completions", routes.chat),
+        ("/v1/messages", routes.messages),
+        ("/v1/messages/count_tokens", routes.count_tokens),
         ("/tokenize", routes.tokenize),
         ("/detokenize", routes.detokenize),
     ):
@@ -117,6 +127,16 @@ class _BodyRoute(APIRoute):
         return handle
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The prompts of a request, and how their answers are sampled and read."""
+
+    prompts: Sequence[PromptInput]
+    make_parser: Callable[[], AnswerParser] | None = None  # of one answer; None: all its text is content
+    grammar: Grammar | None = None  # of tool calls
+    keep: Collection[int] = ()  # special tokens that have text
+
+
 class _Routes:
     """Owned by the application."""
 
@@ -130,11 +150,13 @@ class _Routes:
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         prompts, has_logprobs = _prompts(body, request), body.wanted_logprobs is not None
         if not body.echo:
-            return self._reply(body, prompts, request, CompletionFormat(self._gateway.tokenizer, has_logprobs))
+            form = CompletionFormat(self._gateway.tokenizer, has_logprobs)
+            return self._reply(body, Asked(prompts), request, self._openai(body, request, form))
         self._gateway.check_model(body.model or "")
         echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
         form = CompletionFormat(self._gateway.tokenizer, has_logprobs, echoes, body.n or 1)
-        return self._reply(body, [TokenPrompt(each.tokens) for each in echoes], request, form)
+        asked = Asked([TokenPrompt(each.tokens) for each in echoes])
+        return self._reply(body, asked, request, self._openai(body, request, form))
 
     async def _echo(self, prompt: PromptInput, num_output: int) -> Echo:
         tokens = await self._gateway.encode(prompt, num_output)
@@ -143,31 +165,42 @@ class _Routes:
         return Echo(text_from(self._gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        tools, prompts, form = body.tool_request, _prompts(body, request), self._answer_format
+        asked = await self._asked(body, body, request)
+        form = ChatFormat(self._gateway.tokenizer, bool(body.logprobs), asked.make_parser)
+        return self._reply(body, asked, request, self._openai(body, request, form))
+
+    async def messages(self, body: MessagesBody, request: Request) -> Response:
+        asked = await self._asked(body.chat, body, request)
+        wire = MessagesWire(request.scope[NAME].unique, self._context.model.name, asked.make_parser)
+        return self._reply(body, asked, request, wire)
+
+    async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
+        asked = await self._asked(body.chat, body, request)
+        (prompt,) = asked.prompts
+        tokens = prompt.tokens if isinstance(prompt, TokenPrompt) else await self._gateway.encode(prompt)
+        return Response(count_tokens_json(len(tokens)), media_type=JSON)
+
+    async def _asked(self, body: ChatBody, given: ChatBody | MessagesBody, request: Request) -> Asked:
+        """`given`: the body that the client sent."""
+        tools, prompts, form = body.tool_request, _prompts(given, request), self._answer_format
         if tools is None:
             form = replace(form, calls=None)
         elif form.calls is None:
             raise InvalidRequest("tools", NO_PARSER)
         if form.calls is None and form.reasoning is None:
-            return self._reply(body, prompts, request, ChatFormat(self._gateway.tokenizer, bool(body.logprobs)))
+            return Asked(prompts)
         is_reasoning = False
         if form.reasoning is not None:
             self._gateway.check_model(body.model or "")
-            with body.client_errors():
+            with given.client_errors():
                 (tokens,) = [await self._gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
             prompts = [TokenPrompt(tokens)]
             is_reasoning = form.reasoning.is_open(text_from(self._gateway.tokenizer, tokens[-LAST_TOKENS:]))
-        return self._parsed_reply(body, prompts, request, form, tools or NO_TOOLS, is_reasoning)
+        return self._parsed(prompts, form, tools or NO_TOOLS, is_reasoning)
 
-    def _parsed_reply(
-        self,
-        body: ChatBody,
-        prompts: Sequence[PromptInput],
-        request: Request,
-        form: AnswerFormat,
-        tools: ToolRequest,
-        is_reasoning: bool,
-    ) -> Response:
+    def _parsed(
+        self, prompts: Sequence[PromptInput], form: AnswerFormat, tools: ToolRequest, is_reasoning: bool
+    ) -> Asked:
         tokenizer = self._gateway.tokenizer
         special = {each: tokenizer.special_ids[each] for each in form.markers if each in tokenizer.special_ids}
         parser = partial(AnswerParser, form, tools.schemas, is_reasoning=is_reasoning, most_calls=tools.most_calls)
@@ -175,8 +208,7 @@ class _Routes:
         if tools.must_call:
             single = tools.most_calls == 1
             grammar = call_grammar(form, tools.schemas, special, is_reasoning=is_reasoning, is_single=single)
-        answers = ChatFormat(tokenizer, bool(body.logprobs), parser)
-        return self._reply(body, prompts, request, answers, grammar, special.values())
+        return Asked(prompts, parser, grammar, special.values())
 
     @cached_property
     def _answer_format(self) -> AnswerFormat:
@@ -184,15 +216,17 @@ class _Routes:
         texts = template.values() if isinstance(template, dict) else [template or ""]
         return answer_format("\n".join(texts), spec.tool_call_parser, spec.reasoning_parser)
 
-    def _reply(
-        self,
-        body: Generation,
-        prompts: Sequence[PromptInput],
-        request: Request,
-        form: CompletionFormat | ChatFormat,
-        grammar: Grammar | None = None,
-        keep: Collection[int] = (),
-    ) -> Response:
+    def _openai(self, body: Generation, request: Request, form: CompletionFormat | ChatFormat) -> OpenAIWire:
+        return OpenAIWire(
+            form,
+            request.scope[NAME].unique,
+            self._context.model.name,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            usage_in_chunks=body.usage_in_chunks,
+        )
+
+    def _reply(self, body: Generation | MessagesBody, asked: Asked, request: Request, wire: Wire) -> Response:
         headers = parse_headers(request.headers, request.scope[NAME])
         if self._gateway.traces:
             set_trace_headers(request.headers.items())
@@ -201,18 +235,16 @@ class _Routes:
             logger.info("request %s has x-request-id %.500r", headers.name.unique, headers.name.given, extra=more)
         sampling = body.sampling(self._gateway.default_sampling)
         parsed = ParsedRequest(
-            prompts,
-            sampling if grammar is None else replace(sampling, grammar=grammar),
+            asked.prompts,
+            sampling if asked.grammar is None else replace(sampling, grammar=asked.grammar),
             headers,
             model=body.model or "",
             client_names=body.client_names,
             stream=bool(body.stream),
-            include_usage=body.include_usage,
-            usage_in_chunks=body.usage_in_chunks,
-            scores_only=body.scores_only,
-            keep=keep,
+            scores_only=isinstance(body, CompletionBody) and body.scores_only,
+            keep=asked.keep,
         )
-        return Reply(self._gateway, parsed, form, self._context.model.name, self._encoding)
+        return Reply(self._gateway, parsed, wire, self._encoding)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         self._gateway.check_model(body.model or "")
@@ -274,7 +306,9 @@ class _Routes:
         }
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        return failure_of(error, servable(self._gateway.view), request.scope[NAME].unique).response()
+        return failure_of(error, servable(self._gateway.view), request.scope[NAME].unique).response(
+            request.scope["path"]
+        )
 
 
 async def _malformed(request: Request, error: Exception) -> Response:
@@ -286,10 +320,10 @@ async def _malformed(request: Request, error: Exception) -> Response:
         else:  # each path begins with "body"
             error = MalformedBody.of([each | {"loc": each["loc"][1:]} for each in errors], error.body)
     assert isinstance(error, MalformedBody)
-    return Failure(400, error.message, "invalid_request", error.path or None).response()
+    return Failure(400, error.message, "invalid_request", error.path or None).response(request.scope["path"])
 
 
-def _prompts(body: Generation, request: Request) -> Sequence[PromptInput]:
+def _prompts(body: Generation | MessagesBody, request: Request) -> Sequence[PromptInput]:
     """The prompts; those of a large body are already encoded."""
     encoded: Sequence[PromptInput] | None = getattr(request.state, "prompts", None)
     return body.prompts() if encoded is None else encoded

@@ -32,14 +32,14 @@ EFFORT_NAME = {"chat_template_kwargs.reasoning_effort": "reasoning_effort"}
 NOTHING: Mapping[str, Any] = {}
 
 
-class _FirstError(FailFast):
+class FirstError(FailFast):
     """Stops at the first error in a list. Unlike its base class, it is hashable and so works in unions."""
 
     __hash__ = object.__hash__
 
 
-Strings = Annotated[list[str], _FirstError()]
-Integers = Annotated[list[int], _FirstError()]
+Strings = Annotated[list[str], FirstError()]
+Integers = Annotated[list[int], FirstError()]
 
 
 class Body(BaseModel):
@@ -233,7 +233,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | Annotated[list[TextPart], _FirstError()] | None = None
+    content: str | Annotated[list[TextPart], FirstError()] | None = None
     name: str | None = None
     tool_calls: Any = None
     tool_call_id: Any = None
@@ -243,11 +243,11 @@ class ChatMessage(BaseModel):
 class ChatBody(Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], _FirstError()]
+    messages: Annotated[list[ChatMessage], FirstError()]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    tools: Annotated[list[dict[str, Any]], FirstError()] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -289,8 +289,8 @@ class TokenizeBody(Body):
     """
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], _FirstError()] | None = None
-    tools: Annotated[list[dict[str, Any]], _FirstError()] | None = None
+    messages: Annotated[list[ChatMessage], FirstError()] | None = None
+    tools: Annotated[list[dict[str, Any]], FirstError()] | None = None
     tool_choice: Any = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None

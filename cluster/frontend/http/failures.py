@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, with an HTTP status. `cluster.frontend.grpc.statuses` maps errors to codes."""
+"""Errors in OpenAI's and Anthropic's formats, with an HTTP status; `cluster.frontend.grpc.statuses` has the codes."""
 
 import json
 import math
@@ -33,6 +33,12 @@ FIELDS = (
     *(("prompt.text", "prompt"), ("prompt.tokens", "prompt")),
     ("tenant", "x-diptych-tenant"),
 )
+# Of Anthropic's API; others are invalid_request_error and api_error.
+MESSAGES = "/v1/messages"
+MESSAGES_TYPES = {
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"},
+    **{429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"},
+}
 NOTHING: Mapping[str, str] = {}
 
 
@@ -53,6 +59,14 @@ class Failure:
         return json.dumps({"error": error}).encode()
 
     @property
+    def messages_body(self) -> bytes:
+        """In the format of Anthropic's API, which does not name the field."""
+        kind = MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        where = f"{self.param}: " if self.param else ""
+        error = {"type": kind, "message": where + self.message.removeprefix(where)}
+        return json.dumps({"type": "error", "error": error}).encode()
+
+    @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
@@ -61,8 +75,10 @@ class Failure:
         wait_ms = math.ceil(self.retry_after_s * 1000)
         return {"retry-after": str(max(1, math.ceil(wait_ms / 1000))), "retry-after-ms": str(max(1, wait_ms))}
 
-    def response(self, **headers: str) -> Response:
-        return Response(self.body, self.status, self.headers | headers, JSON)
+    def response(self, path: str = "", **headers: str) -> Response:
+        """`path`: of the request, whose API has a format of its own for errors."""
+        body = self.messages_body if path.startswith(MESSAGES) else self.body
+        return Response(body, self.status, self.headers | headers, JSON)
 
 
 def failure_of(error: Exception, ready: bool, request_id: str = "", names: Mapping[str, str] = NOTHING) -> Failure:

@@ -244,10 +244,5 @@ class Usage:
         }
 
 
-def finishes(end: Completed) -> list[FinishReason]:
-    """The finish reason of each answer to a prompt, by index."""
-    return [each.finish for each in end.answers] or [end.finish]
-
-
 def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)

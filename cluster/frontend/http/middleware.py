@@ -22,6 +22,7 @@ OUTCOME = "diptych.outcome"
 REQUEST_ID = b"x-request-id"
 TENANT = b"x-diptych-tenant"
 MAX_NAME_CHARS = 100  # of a client's name; leaves room for the suffixes of requests, prompts and answers
+ANTHROPIC_KEY = b"x-api-key"
 OPEN_PATHS = ("/health", "/ready", "/ui/", *FILES)  # need no key
 ROUTES = {
     "/v1/completions": "completions",
@@ -132,10 +133,12 @@ class RequireKey:
         if scope["path"] not in OPEN_PATHS:
             headers = dict(scope["headers"])
             key, named = headers.get(b"authorization"), headers.get(TENANT, b"").decode("latin-1")
+            if key is None and ANTHROPIC_KEY in headers:
+                key = b"Bearer " + headers[ANTHROPIC_KEY]
             try:
                 tenant = self._guard.tenant(None if key is None else key.decode("latin-1"), named)
             except (KeyRefused, TenantRefused) as error:
-                await failure_of(error, ready=True).response()(scope, receive, send)
+                await failure_of(error, ready=True).response(scope["path"])(scope, receive, send)
                 return
             others = [pair for pair in scope["headers"] if pair[0] != TENANT]
             scope = {**scope, "headers": [*others, (TENANT, tenant.encode("latin-1"))]}

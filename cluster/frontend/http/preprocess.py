@@ -19,6 +19,7 @@ from cluster.frontend.http.bodies import (
     MalformedBody,
     TokenizeBody,
 )
+from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.text import (
     EncodedPrompt,
     PromptBounds,
@@ -46,7 +47,11 @@ class PreprocessedBody:
 
 
 def read_generation(
-    tokenizer: Tokenizer, kind: type[Generation], raw: bytes, bounds: PromptBounds, defaults: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    kind: type[Generation | MessagesBody],
+    raw: bytes,
+    bounds: PromptBounds,
+    defaults: Mapping[str, Any],
 ) -> PreprocessedBody:
     """Raises the gateway's errors for prompts, and `MalformedBody`."""
     body = _parse(kind, raw)
@@ -55,7 +60,7 @@ def read_generation(
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     with body.client_errors():
         encoded = tuple(_encode(tokenizer, prompt, bounds, echo) for prompt in prompts)
-    left_out = {"prompt", "messages", "chat_template_kwargs"}
+    left_out = {"prompt", "messages", "system", "chat_template_kwargs"}
     emptied: dict[str, Any] = {name: [] for name in REQUIRED & kind.model_fields.keys()}
     fields = body.model_dump(exclude_unset=True, exclude=left_out) | emptied
     for name, value in fields.items():

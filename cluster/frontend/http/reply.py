@@ -12,16 +12,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.events import Accepted, Completed
 from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.http.failures import JSON, failure_of
-from cluster.frontend.http.formats import Choice, Format, Usage, finishes
+from cluster.frontend.http.formats import Usage
 from cluster.frontend.http.headers import RequestHeaders
 from cluster.frontend.http.middleware import OUTCOME, WRITER, BodyWriter
+from cluster.frontend.http.wire import Wire
 from cluster.frontend.output_collector import SendDelta
 from cluster.frontend.text import GatewayEvent, PromptInput, TextDelta, TextEnd
 from workers.request import FinishReason, SamplingParams
@@ -41,8 +41,6 @@ class ParsedRequest:
     model: str
     client_names: Mapping[str, str]  # see `Body`
     stream: bool
-    include_usage: bool
-    usage_in_chunks: bool
     scores_only: bool  # the answers themselves are dropped
     keep: Collection[int] = ()  # special tokens that have text
 
@@ -81,24 +79,15 @@ class Reply(Response):
     `encoder_slots`: shared by all replies; each thread that encodes takes GIL time from the event loop.
     """
 
-    def __init__(
-        self, gateway: Gateway, request: ParsedRequest, form: Format, model: str, encoder_slots: asyncio.Semaphore
-    ) -> None:
+    def __init__(self, gateway: Gateway, request: ParsedRequest, wire: Wire, encoder_slots: asyncio.Semaphore) -> None:
         super().__init__()
         self._encoder_slots = encoder_slots
         self._gateway = gateway
         self._request = request
-        self._format = form
+        self._wire = wire
         self._begun = False
         self._writer: BodyWriter | None = None
         self._sent = Usage()  # so far
-        self._fields = {
-            "id": f"{form.prefix}-{request.headers.name.unique}",
-            "object": form.chunk_kind if request.stream else form.whole_kind,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._head = b"data: " + msgspec.json.encode(self._fields)[:-1] + b',"choices":['
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -111,15 +100,15 @@ class Reply(Response):
             ready, name = servable(self._gateway.view), self._request.headers.name
             failure = failure_of(error, ready, name.unique, self._request.client_names)
             if not self._begun:
-                await failure.response()(scope, receive, send)
+                await failure.response(scope["path"])(scope, receive, send)
                 return
             scope[OUTCOME].status = failure.status
-            await _send_body(send, b"event: error\ndata: " + failure.body + b"\n\n", last=True)
+            await _send_body(send, self._wire.failed(failure), last=True)
 
     async def _whole(self, events: AsyncGenerator[tuple[int, GatewayEvent], None], send: Send) -> None:
         accepted: Accepted | None = None
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
-        ends: dict[int, Completed] = {}
+        ends: dict[int, TextEnd] = {}
         usage = Usage()
         async for prompt, event in events:
             match event:
@@ -127,21 +116,18 @@ class Reply(Response):
                     accepted = accepted or event
                 case TextDelta():
                     deltas[self._choice(prompt, event.index)].append(event)
+                case TextEnd():
+                    ends[self._choice(prompt, event.index)] = event
                 case Completed():
-                    ends[prompt] = event
                     usage.add(event)
         assert accepted is not None, "a completed request was accepted"
-        answers = [
-            (choice, TextDelta.join(deltas.pop(choice, ())), finish)
-            for prompt, end in sorted(ends.items())
-            for choice, finish in ((self._choice(prompt, index), finish) for index, finish in enumerate(finishes(end)))
-        ]
+        answers = [(choice, TextDelta.join(deltas.pop(choice, ())), end) for choice, end in sorted(ends.items())]
         in_thread = any(_is_long(delta) for _, delta, _ in answers)  # then all: they may repeat one prompt's logprobs
-        choices = []
+        encoded = []
         for answer in answers:
-            choices.append(msgspec.Raw(await self._encoded(partial(self._format.whole, *answer), in_thread)))
+            encoded.append(await self._encoded(partial(self._wire.answer, *answer), in_thread))
             await asyncio.sleep(0)  # many short ones together take long, too
-        body = msgspec.json.encode(self._fields | {"choices": choices, "usage": usage.json})
+        body = self._wire.document(encoded, usage)
         await self._begin(accepted, {"content-type": JSON, "content-length": str(len(body))}, send)
         await _send_body(send, body, last=True)
 
@@ -155,66 +141,38 @@ class Reply(Response):
                     self._sent.prompt_tokens = sum(prompts.values())
                     if not self._begun:
                         await self._begin(event, {"content-type": EVENTS, "x-accel-buffering": "no"}, send)
+                        if first := self._wire.begin(self._sent):
+                            await _send_body(send, first)
                 case TextDelta():
-                    if self._count(event):
-                        part = partial(self._part, self._choice(prompt, event.index), event)
-                        if choice := await self._encoded(part, _is_long(event)):
-                            await _send_body(send, self._chunk(choice))
+                    self._sent.completion_tokens += len(event.tokens)
+                    part = partial(self._wire.part, self._choice(prompt, event.index), event, replace(self._sent))
+                    if encoded := await self._encoded(part, _is_long(event)):
+                        await _send_body(send, encoded)
                 case TextEnd():
-                    end = partial(self._format.end, self._choice(prompt, event.index), event.finish)
-                    await _send_body(send, self._chunk(await self._encoded(end, in_thread=False)))
+                    await _send_body(send, self._wire.end(self._choice(prompt, event.index), event, self._sent))
                 case Completed():
                     usage.add(event)
         self._sent = usage
-        last = self._chunk(b"", with_usage=True) if self._request.include_usage else b""
-        await _send_body(send, last + b"data: [DONE]\n\n", last=True)
+        await _send_body(send, self._wire.last(usage), last=True)
 
     def _send_delta(self, delta: TextDelta) -> bool:
         """Send a delta of the only prompt at once, if the client is ready and the delta is short."""
         if self._writer is None or not self._writer.is_ready or _is_long(delta):
             return False
-        if self._count(delta) and (choice := self._part(delta.index, delta)) is not None:
-            self._writer.write(self._chunk(msgspec.json.encode(choice)))
+        self._sent.completion_tokens += len(delta.tokens)
+        if encoded := self._wire.part(delta.index, delta, self._sent):
+            self._writer.write(encoded)
         return True
 
-    def _part(self, choice: int, delta: TextDelta) -> Choice | None:
-        part = self._format.part(choice, delta)
-        if part is None and self._request.usage_in_chunks:
-            return {"index": choice, "delta": {}, "logprobs": None, "finish_reason": None}
-        return part
-
-    def _count(self, delta: TextDelta) -> bool:
-        """Count its tokens. Returns whether there is something to send.
-
-        Tokens that end inside a character or a possible stop string have no text.
-        """
-        self._sent.completion_tokens += len(delta.tokens)
-        return bool(delta.text or delta.logprobs or delta.prompt_logprobs or self._request.usage_in_chunks)
-
-    async def _encoded(self, build: Callable[[], Choice | None], in_thread: bool) -> bytes:
-        """A choice as JSON; empty without one. Encodes long ones in a thread, so that they do not delay other
-        requests' tokens.
-        """
-
-        def encoded() -> bytes:
-            choice = build()
-            return b"" if choice is None else msgspec.json.encode(choice)
-
+    async def _encoded(self, encode: Callable[[], bytes], in_thread: bool) -> bytes:
+        """Encodes long parts in a thread, so that they do not delay other requests' tokens."""
         if not in_thread:
-            return encoded()
+            return encode()
         async with self._encoder_slots:
-            return await asyncio.to_thread(encoded)
+            return await asyncio.to_thread(encode)
 
     def _choice(self, prompt: int, index: int) -> int:
         return prompt * self._request.sampling.n + index
-
-    def _chunk(self, choice: bytes, *, with_usage: bool = False) -> bytes:
-        """An event with this choice, or with none."""
-        if not self._request.include_usage:
-            return self._head + choice + b"]}\n\n"
-        counted = with_usage or self._request.usage_in_chunks
-        usage = msgspec.json.encode(self._sent.json if counted else None)
-        return self._head + choice + b'],"usage":' + usage + b"}\n\n"
 
     async def _begin(self, accepted: Accepted, headers: dict[str, str], send: Send) -> None:
         headers |= {"cache-control": "no-store"}

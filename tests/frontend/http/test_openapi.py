@@ -7,6 +7,7 @@ import pytest
 from tests.frontend.http.opened import Clients
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 @pytest.fixture
@@ -21,8 +22,8 @@ def test_openapi_describes_errors(schema: dict[str, Any]) -> None:
     for path, operation in operations:
         answers = operation["responses"]
         refused = answers["default"]["content"]["application/json"]["schema"]
-        assert "422" not in answers and ("400" in answers) == (path in POSTS)
-        assert refused == {"$ref": "#/components/schemas/Error"}
+        assert "422" not in answers and ("400" in answers) == (path in POSTS + MESSAGES)
+        assert refused == {"$ref": f"#/components/schemas/{'MessagesError' if path in MESSAGES else 'Error'}"}
     assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
@@ -35,6 +36,16 @@ async def test_an_error_has_the_form_that_openapi_describes(there: Clients, sche
     assert answer.json()["error"].keys() == described["ErrorDetail"]["properties"].keys()
 
 
+@pytest.mark.parametrize("path", MESSAGES)
+async def test_an_error_of_messages_has_its_own_form(there: Clients, schema: dict[str, Any], path: str) -> None:
+    described = schema["components"]["schemas"]
+    for sent in ({"model": 3}, {"messages": [{"role": "x"}], "max_tokens": 3}):
+        answer = await there.http.post(path, json=sent)
+        assert answer.status_code == 400
+        assert answer.json().keys() == described["MessagesError"]["properties"].keys()
+        assert answer.json()["error"].keys() == described["MessagesErrorDetail"]["properties"].keys()
+
+
 async def test_each_route_has_the_content_type_that_openapi_describes(there: Clients, schema: dict[str, Any]) -> None:
     for path, methods in schema["paths"].items():
         if "get" not in methods or "{" in path:
@@ -42,7 +53,7 @@ async def test_each_route_has_the_content_type_that_openapi_describes(there: Cli
         (kind,) = methods["get"]["responses"]["200"]["content"]
         answer = await there.http.get(path)
         assert answer.headers["content-type"].startswith(kind), path
-    for path in POSTS[:2]:
+    for path in (*POSTS[:2], MESSAGES[0]):
         assert set(schema["paths"][path]["post"]["responses"]["200"]["content"]) == {
             "application/json",
             "text/event-stream",

@@ -1,0 +1,233 @@
+"""The body of Anthropic's messages API, read as the body of a chat. Pure.
+
+system, messages with blocks        ──> messages
+text, tool_use, thinking            ──> an assistant's content, tool_calls, reasoning_content
+tool_result                         ──> a message of role tool
+tools, tool_choice, stop_sequences  ──> tools, tool_choice and parallel_tool_calls, stop
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any
+
+from cluster.frontend.http.bodies import Body, ChatBody, FirstError
+from cluster.frontend.text import RawPrompt
+from workers.errors import InvalidRequest
+from workers.request import SamplingParams
+
+NOTHING: Mapping[str, Any] = {}
+IGNORED = {"cache_control", "citations", "caller"}  # of a block: they do not influence the answer
+CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
+
+PASSING = ("metadata", "service_tier", "inference_geo", "cache_control")  # they do not influence the answer
+
+
+class MessagesBody(Body):
+    """POST /v1/messages."""
+
+    messages: Annotated[list[dict[str, Any]], FirstError()]
+    max_tokens: int | None = None
+    system: str | Annotated[list[dict[str, Any]], FirstError()] | None = None
+    stop_sequences: Annotated[list[str], FirstError()] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: Annotated[list[dict[str, Any]], FirstError()] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        return {*cls.model_fields, *PASSING}
+
+    @property
+    def chat(self) -> ChatBody:
+        """The same request as a chat. Raises `InvalidRequest`."""
+        return self._as_chat[0]
+
+    @cached_property
+    def _as_chat(self) -> tuple[ChatBody, list[RawPrompt]]:
+        messages = [("system", each) for each in _system(self.system)]
+        messages += _messages(self.messages)
+        choice, parallel = _choice(self.tool_choice)
+        chat = ChatBody.model_validate(
+            {
+                "model": self.model,
+                "messages": [message for _, message in messages],
+                "max_tokens": self.max_tokens,
+                "stop": self.stop_sequences,
+                "stream": self.stream,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": self.top_k,
+                "tools": None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
+                "tool_choice": choice,
+                "parallel_tool_calls": parallel,
+                "chat_template_kwargs": _thinking(self.thinking),
+                "response_format": _format(self.output_config),
+            }
+        )
+        try:
+            _ = chat.tool_request
+            return chat, chat.prompts()
+        except InvalidRequest as error:
+            raise InvalidRequest(_renamed(error.field, [path for path, _ in messages]), error.message) from None
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        return {**self.chat.client_names, "sampling.stop": "stop_sequences"}
+
+    def prompts(self) -> list[RawPrompt]:
+        return self._as_chat[1]
+
+    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        if self.max_tokens is None:
+            raise InvalidRequest("max_tokens", "is missing; give the most tokens that an answer may have")
+        with self.client_errors():
+            return self.chat.sampling(defaults)
+
+
+class CountTokensBody(MessagesBody):
+    """POST /v1/messages/count_tokens."""
+
+    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
+        return self.chat.sampling(defaults)
+
+
+def _renamed(field: str, paths: Sequence[str]) -> str:
+    """The client's name of a field of the chat. `paths`: where its messages come from."""
+    if found := re.match(r"messages\[(\d+)\]", field):
+        return paths[int(found[1])] + field[found.end() :].replace(".tool_call_id", ".tool_use_id")
+    renamed = re.sub(r"^(tools\[\d+\]|tool_choice)\.function", r"\1", field)
+    return renamed.replace(".parameters", ".input_schema").replace(
+        "response_format.json_schema", "output_config.format"
+    )
+
+
+def _system(given: str | list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
+    if given:
+        text = given if isinstance(given, str) else "\n\n".join(_text(f"system[{at}]", b) for at, b in enumerate(given))
+        yield {"role": "system", "content": text}
+
+
+def _messages(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each message of the chat, and the path of what it is made from."""
+    for index, message in enumerate(given):
+        where = f"messages[{index}]"
+        role, content = message.get("role"), message.get("content")
+        _only(where, message, {"role", "content"})
+        if role not in ("user", "assistant"):
+            raise InvalidRequest(f"{where}.role", f"is {str(role)[:40]!r}; user and assistant are supported")
+        if isinstance(content, str):
+            yield where, {"role": role, "content": content}
+        elif not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+            raise InvalidRequest(f"{where}.content", "must be text or a list of blocks")
+        elif role == "user":
+            yield from _user(where, content)
+        else:
+            yield where, _assistant(where, content)
+    if given and given[-1].get("role") == "assistant":
+        raise InvalidRequest(f"messages[{len(given) - 1}]", "is the assistant's; an answer cannot continue it")
+
+
+def _user(where: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results first, as templates expect them behind their calls."""
+    texts = []
+    for at, block in enumerate(blocks):
+        here = f"{where}.content[{at}]"
+        if block.get("type") != "tool_result":
+            texts.append(_text(here, block))
+            continue
+        _only(here, block, {"type", "tool_use_id", "content", "is_error"})
+        content = block.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(_text(f"{here}.content[{number}]", each) for number, each in enumerate(content))
+        yield here, {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+    if texts or not blocks:
+        yield where, {"role": "user", "content": "".join(texts)}
+
+
+def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for at, block in enumerate(blocks):
+        here = f"{where}.content[{at}]"
+        match block.get("type"):
+            case "tool_use":
+                _only(here, block, {"type", "id", "name", "input"})
+                function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case "thinking":
+                _only(here, block, {"type", "thinking", "signature"})
+                thoughts.append(str(block.get("thinking") or ""))
+            case _:
+                texts.append(_text(here, block))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    message |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _text(where: str, block: Any) -> str:
+    if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+        kind = block.get("type") if isinstance(block, dict) else block
+        raise InvalidRequest(where, f"is a block of type {str(kind)[:40]!r}; only blocks with text are supported here")
+    _only(where, block, {"type", "text"})
+    return str(block["text"])
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"tools[{index}]"
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(f"{where}.type", f"is {str(tool['type'])[:40]!r}; only custom tools are supported")
+    _only(where, tool, {"type", "name", "description", "input_schema", "strict"})
+    renamed = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
+    return {"type": "function", "function": {ours: tool[theirs] for theirs, ours in renamed.items() if theirs in tool}}
+
+
+def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
+    """`tool_choice` and `parallel_tool_calls` of a chat."""
+    if given is None:
+        return None, None
+    kind = given.get("type")
+    _only("tool_choice", given, {"type", "name", "disable_parallel_tool_use"})
+    parallel = False if given.get("disable_parallel_tool_use") else None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": str(given.get("name"))}}, parallel
+    if not isinstance(kind, str) or kind not in CHOICES:
+        raise InvalidRequest("tool_choice.type", f"is {str(kind)[:40]!r}; auto, any, tool and none are supported")
+    return CHOICES[kind], parallel
+
+
+def _thinking(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The variable that chat templates have for it. The number of tokens is not bounded."""
+    kind = "disabled" if given is None else given.get("type")
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise InvalidRequest("thinking.type", f"is {str(kind)[:40]!r}; enabled, adaptive and disabled are supported")
+    return None if kind != "enabled" else {"enable_thinking": True}
+
+
+def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if not given:
+        return None
+    _only("output_config", given, {"format"})
+    form = given.get("format")
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise InvalidRequest("output_config.format", "must be of type json_schema")
+    _only("output_config.format", form, {"type", "schema"})
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+
+
+def _only(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in given.items():
+        if name not in known and name not in IGNORED and value is not None:
+            raise InvalidRequest(f"{where}.{name[:64]}", "is not supported; leave it out")
+
+
+def count_tokens_json(num_tokens: int) -> bytes:
+    """The answer of /v1/messages/count_tokens."""
+    return json.dumps({"input_tokens": num_tokens}).encode()
