@@ -41,10 +41,14 @@ from cluster.frontend.http.preprocess import (
     detokenize,
     read_detokenize,
     read_generation,
+    read_response,
     read_tokenize,
     tokenize,
 )
 from cluster.frontend.http.reply import ParsedRequest, Reply
+from cluster.frontend.http.response_store import ResponseStore
+from cluster.frontend.http.responses_body import Item, ResponsesBody
+from cluster.frontend.http.responses_wire import ResponsesWire
 from cluster.frontend.http.tool_fields import ToolRequest
 from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.http.wire import OpenAIWire, Wire
@@ -67,6 +71,7 @@ GENERATIONS: Mapping[str, type[Generation | MessagesBody]] = {
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
 }
+RESPONSES = "/v1/responses"
 READERS = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
 NO_TOOLS = ToolRequest({})
 NO_PARSER = (
@@ -84,6 +89,7 @@ def make_app(context: GatewayContext, gateway: Gateway, is_closing: Callable[[],
     for path, handler in (
         ("/v1/completions", routes.completions),
         ("/v1/chat/completions", routes.chat),
+        ("/v1/responses", routes.responses),
         ("/v1/messages", routes.messages),
         ("/v1/messages/count_tokens", routes.count_tokens),
         ("/tokenize", routes.tokenize),
@@ -146,6 +152,7 @@ class _Routes:
         self._is_closing = is_closing
         self._started_s = int(time.time())
         self._encoding = asyncio.Semaphore(1)
+        self._responses = ResponseStore()
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         prompts, has_logprobs = _prompts(body, request), body.wanted_logprobs is not None
@@ -173,6 +180,20 @@ class _Routes:
         asked = await self._asked(body.chat, body, request)
         wire = MessagesWire(request.scope[NAME].unique, self._context.model.name, asked.make_parser)
         return self._reply(body, asked, request, wire)
+
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        tenant = parse_headers(request.headers, request.scope[NAME]).tenant
+        history = self._responses.history(tenant, body.previous_response_id)
+        chat = body.chat_after(history)
+        asked = await self._asked(chat, chat, request)
+        name = f"resp_{request.scope[NAME].unique}"
+
+        def keep(output: list[Item]) -> None:
+            if body.store is not False:
+                self._responses.keep(tenant, name, history, [*body.items, *output])
+
+        wire = ResponsesWire(name, self._context.model.name, body.repeated, asked.make_parser, keep)
+        return self._reply(chat, asked, request, wire)
 
     async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
         asked = await self._asked(body.chat, body, request)
@@ -262,6 +283,10 @@ class _Routes:
             model, answer = await call(len(raw), READERS[path], raw, gateway.bounds)
             gateway.check_model(model)
             return Response(answer, media_type=JSON)
+        if path == RESPONSES:  # only this process has the conversation before it
+            request._json = await call(len(raw), read_response, raw)
+            request._body = b"{}"
+            return None
         body = await call(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
         request._json, request.state.prompts = body.fields, body.prompts
         request._body = b"{}"  # frees the large body; FastAPI checks that there is one

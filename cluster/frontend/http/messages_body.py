@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from cluster.frontend.http.bodies import Body, ChatBody, FirstError
+from cluster.frontend.http.unsupported import refuse_others
 from cluster.frontend.text import RawPrompt
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
@@ -119,7 +120,7 @@ def _messages(given: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[st
     for index, message in enumerate(given):
         where = f"messages[{index}]"
         role, content = message.get("role"), message.get("content")
-        _only(where, message, {"role", "content"})
+        refuse_others(where, message, {"role", "content"})
         if role not in ("user", "assistant"):
             raise InvalidRequest(f"{where}.role", f"is {str(role)[:40]!r}; user and assistant are supported")
         if isinstance(content, str):
@@ -142,7 +143,7 @@ def _user(where: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
         if block.get("type") != "tool_result":
             texts.append(_text(here, block))
             continue
-        _only(here, block, {"type", "tool_use_id", "content", "is_error"})
+        refuse_others(here, block, {"type", "tool_use_id", "content", "is_error", *IGNORED})
         content = block.get("content") or ""
         if not isinstance(content, str):
             content = "".join(_text(f"{here}.content[{number}]", each) for number, each in enumerate(content))
@@ -157,11 +158,11 @@ def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any
         here = f"{where}.content[{at}]"
         match block.get("type"):
             case "tool_use":
-                _only(here, block, {"type", "id", "name", "input"})
+                refuse_others(here, block, {"type", "id", "name", "input", *IGNORED})
                 function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "thinking":
-                _only(here, block, {"type", "thinking", "signature"})
+                refuse_others(here, block, {"type", "thinking", "signature", *IGNORED})
                 thoughts.append(str(block.get("thinking") or ""))
             case _:
                 texts.append(_text(here, block))
@@ -174,7 +175,7 @@ def _text(where: str, block: Any) -> str:
     if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
         kind = block.get("type") if isinstance(block, dict) else block
         raise InvalidRequest(where, f"is a block of type {str(kind)[:40]!r}; only blocks with text are supported here")
-    _only(where, block, {"type", "text"})
+    refuse_others(where, block, {"type", "text", *IGNORED})
     return str(block["text"])
 
 
@@ -182,7 +183,7 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     where = f"tools[{index}]"
     if tool.get("type") not in (None, "custom"):
         raise InvalidRequest(f"{where}.type", f"is {str(tool['type'])[:40]!r}; only custom tools are supported")
-    _only(where, tool, {"type", "name", "description", "input_schema", "strict"})
+    refuse_others(where, tool, {"type", "name", "description", "input_schema", "strict", *IGNORED})
     renamed = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
     return {"type": "function", "function": {ours: tool[theirs] for theirs, ours in renamed.items() if theirs in tool}}
 
@@ -192,7 +193,7 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
     if given is None:
         return None, None
     kind = given.get("type")
-    _only("tool_choice", given, {"type", "name", "disable_parallel_tool_use"})
+    refuse_others("tool_choice", given, {"type", "name", "disable_parallel_tool_use"})
     parallel = False if given.get("disable_parallel_tool_use") else None
     if kind == "tool":
         return {"type": "function", "function": {"name": str(given.get("name"))}}, parallel
@@ -212,20 +213,14 @@ def _thinking(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if not given:
         return None
-    _only("output_config", given, {"format"})
+    refuse_others("output_config", given, {"format"})
     form = given.get("format")
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         raise InvalidRequest("output_config.format", "must be of type json_schema")
-    _only("output_config.format", form, {"type", "schema"})
+    refuse_others("output_config.format", form, {"type", "schema"})
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-
-
-def _only(where: str, given: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in given.items():
-        if name not in known and name not in IGNORED and value is not None:
-            raise InvalidRequest(f"{where}.{name[:64]}", "is not supported; leave it out")
 
 
 def count_tokens_json(num_tokens: int) -> bytes:

@@ -9,7 +9,7 @@ from cluster.frontend.http.failures import MESSAGES
 
 METRICS = "/metrics"
 ERROR = {"$ref": "#/components/schemas/Error"}
-GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 class ErrorDetail(BaseModel):

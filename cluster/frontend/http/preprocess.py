@@ -20,6 +20,7 @@ from cluster.frontend.http.bodies import (
     TokenizeBody,
 )
 from cluster.frontend.http.messages_body import MessagesBody
+from cluster.frontend.http.responses_body import ResponsesBody
 from cluster.frontend.text import (
     EncodedPrompt,
     PromptBounds,
@@ -67,6 +68,11 @@ def read_generation(
         if name != "tools" and len(pickle.dumps(value)) > MAX_FIELD_BYTES:  # tools have a limit of their own
             raise InvalidRequest(name, f"has more than {MAX_FIELD_BYTES >> 10} KiB; send less")
     return PreprocessedBody(fields, encoded)
+
+
+def read_response(tokenizer: Tokenizer, raw: bytes) -> dict[str, Any]:
+    """The fields of a response's request. Raises `MalformedBody` and `InvalidRequest`."""
+    return _parse(ResponsesBody, raw).model_dump(exclude_unset=True)
 
 
 def read_tokenize(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tuple[str, bytes]:

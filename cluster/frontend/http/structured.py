@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.frontend.http.unsupported import refuse_others
 from cluster.frontend.text import check_depth
 from workers.errors import InvalidRequest
 from workers.request import Grammar
@@ -48,19 +49,19 @@ def _of_format(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     if not isinstance(kind, str) or kind not in FORMAT_FIELDS:
         rule = "text, json_object and json_schema are"
         raise InvalidRequest("response_format.type", f"{str(kind)[:40]!r} is not supported; {rule}")
-    _refuse_others("response_format", given, FORMAT_FIELDS[kind])
+    refuse_others("response_format", given, FORMAT_FIELDS[kind])
     if kind == "json_object":
         return "response_format", ANY_OBJECT
     where, wrapped = "response_format.json_schema", given.get("json_schema")
     if not isinstance(wrapped, dict) or wrapped.get("schema") is None:
         raise InvalidRequest(where, 'needs a schema: {"name": ..., "schema": {...}}')
-    _refuse_others(where, wrapped, SCHEMA_FIELDS)
+    refuse_others(where, wrapped, SCHEMA_FIELDS)
     return f"{where}.schema", _of_kind(f"{where}.schema", "json", wrapped["schema"])
 
 
 def _of_structured(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     asked = {name: value for name, value in given.items() if value is not None and value is not False}
-    _refuse_others("structured_outputs", asked, {*KINDS, "json_object"})
+    refuse_others("structured_outputs", asked, {*KINDS, "json_object"})
     if len(asked) > 1:
         names = " and ".join(asked)
         raise InvalidRequest("structured_outputs", f"has {names}; an answer has one grammar")
@@ -88,9 +89,3 @@ def _of_kind(where: str, kind: str, value: Any) -> Grammar:
             return Grammar("grammar", value)
     wanted = {"json": "a JSON schema", "choice": "a list of at least one string"}.get(kind, "text")
     raise InvalidRequest(where, f"must be {wanted}")
-
-
-def _refuse_others(where: str, given: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in given.items():
-        if name not in known and value is not None:
-            raise InvalidRequest(f"{where}.{name[:64]}", "is not supported; leave it out")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.frontend.http.unsupported import refuse_others
 from cluster.frontend.text import check_depth
 from cluster.frontend.tools.answer import Schemas
 from workers.errors import InvalidRequest
@@ -63,9 +64,9 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:
         function = tool.get("function")
         if not isinstance(function, dict):
             raise InvalidRequest(f"{where}.function", "is missing; give an object with name and parameters")
-        _check_fields(where, tool, TOOL_FIELDS)
+        refuse_others(where, tool, TOOL_FIELDS)
         name = _name(f"{where}.function.name", function)
-        _check_fields(f"{where}.function", function, FUNCTION_FIELDS)
+        refuse_others(f"{where}.function", function, FUNCTION_FIELDS)
         if name in schemas:
             raise InvalidRequest(f"{where}.function.name", f"{name!r} is the name of another tool; rename one")
         for field, kind, wanted in (("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")):
@@ -84,12 +85,6 @@ def _name(where: str, function: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidRequest(where, "must be 1 to 64 letters, digits, '_', '-' and '.'")
     return name
-
-
-def _check_fields(where: str, given: Mapping[str, Any], known: set[str]) -> None:
-    for name, value in given.items():
-        if name not in known and value is not None:
-            raise InvalidRequest(f"{where}.{name[:64]}", "is not supported; leave it out")
 
 
 class CallHistory:
@@ -130,8 +125,8 @@ class CallHistory:
         call_id = call.get("id")
         if not isinstance(call_id, str) or not call_id:
             raise InvalidRequest(f"{where}.id", "is missing; give the id that the answer had")
-        _check_fields(where, call, {"id", "type", "function", "index"})
-        _check_fields(f"{where}.function", function, {"name", "arguments"})
+        refuse_others(where, call, {"id", "type", "function", "index"})
+        refuse_others(f"{where}.function", function, {"name", "arguments"})
         name = self._names[call_id] = _name(f"{where}.function.name", function)
         arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -82,6 +82,13 @@ def check_stream_options(options: Mapping[str, object]) -> None:
             raise InvalidRequest(f"stream_options.{name}", "is not supported; leave it out")
 
 
+def refuse_others(where: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Raises `InvalidRequest` for the first field of an object that is not supported."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise InvalidRequest(f"{where}.{name[:MAX_NAME_CHARS]}", "is not supported; leave it out")
+
+
 def _unknown(name: str, known: Collection[str] = ()) -> InvalidRequest:
     shown = name[:MAX_NAME_CHARS].encode(errors="replace").decode()
     near = difflib.get_close_matches(shown, known, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.frontend.http.opened import Clients
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
@@ -53,7 +53,7 @@ async def test_each_route_has_the_content_type_that_openapi_describes(there: Cli
         (kind,) = methods["get"]["responses"]["200"]["content"]
         answer = await there.http.get(path)
         assert answer.headers["content-type"].startswith(kind), path
-    for path in (*POSTS[:2], MESSAGES[0]):
+    for path in (*POSTS[:3], MESSAGES[0]):
         assert set(schema["paths"][path]["post"]["responses"]["200"]["content"]) == {
             "application/json",
             "text/event-stream",

@@ -1,0 +1,42 @@
+"""The conversations that `previous_response_id` continues, in this gateway's memory."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from cluster.frontend.http.responses_body import Item
+from workers.errors import InvalidRequest
+
+MOST_RESPONSES = 1024
+MOST_BYTES = 64 << 20
+
+
+class ResponseStore:
+    """Bounded: the least recently used are dropped. A tenant finds only its own. Owned by the routes."""
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[tuple[str, str], tuple[list[Item], int]] = OrderedDict()
+        self._bytes = 0
+
+    def keep(self, tenant: str, name: str, history: Sequence[Item], new: Sequence[Item]) -> None:
+        """`history`, of an earlier response or empty, and `new` items: the conversation up to this response's end."""
+        items = [*history, *new]
+        size = len(msgspec.json.encode(items))
+        self._kept[tenant, name] = items, size
+        self._bytes += size
+        while len(self._kept) > self._most or self._bytes > self._most_bytes:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self._bytes -= dropped
+
+    def history(self, tenant: str, name: str | None) -> list[Item]:
+        """Raises `InvalidRequest`."""
+        if name is None:
+            return []
+        if (tenant, name) not in self._kept:
+            why = f"{name[:80]!r} is not known to this gateway; send the whole conversation as input"
+            raise InvalidRequest("previous_response_id", why)
+        self._kept.move_to_end((tenant, name))
+        return self._kept[tenant, name][0]

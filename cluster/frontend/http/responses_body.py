@@ -1,0 +1,235 @@
+"""The body of OpenAI's responses API, read as the body of a chat. Pure.
+
+instructions                            ──> the first message
+input, after what `previous_response_id` has: message, function_call, function_call_output, reasoning
+                                        ──> messages, tool_calls, messages of role tool, reasoning_content
+tools, tool_choice, text, reasoning     ──> those of a chat
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from cluster.frontend.http.bodies import Body, ChatBody, FirstError
+from cluster.frontend.http.unsupported import refuse_others
+from workers.errors import InvalidRequest
+
+TYPES = ("message", "function_call", "function_call_output", "reasoning")
+TEXTS = ("input_text", "output_text", "text")
+# They do not influence the answer.
+PASSING = (
+    *("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
+    *("include", "max_tool_calls", "stream_options"),
+)
+Item = dict[str, Any]
+
+
+class ResponsesBody(Body):
+    """POST /v1/responses."""
+
+    input: str | Annotated[list[Item], FirstError()]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Item], FirstError()] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: Item | None = None
+    reasoning: Item | None = None
+    truncation: str | None = None
+    background: bool | None = None
+
+    @classmethod
+    def known_fields(cls) -> Collection[str]:
+        return {*cls.model_fields, *PASSING}
+
+    @property
+    def items(self) -> list[Item]:
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    @property
+    def repeated(self) -> Item:
+        """Fields that the response has, too."""
+        names = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "truncation")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "tools": self.tools or [],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "text": self.text or {"format": {"type": "text"}},
+            "reasoning": self.reasoning,
+            "store": self.store is not False,
+        }
+
+    def chat_after(self, history: Sequence[Item]) -> "ResponsesChat":
+        """This request as a chat, behind these items of the conversation. Raises `InvalidRequest`."""
+        passing: Mapping[str, Any] = {"truncation": "disabled", "background": False, "top_logprobs": 0}
+        for name, value in passing.items():
+            if getattr(self, name) not in (None, value):
+                raise InvalidRequest(name, f"is not supported; leave it out, or send {json.dumps(value)}")
+        messages = [("instructions", {"role": "system", "content": self.instructions})] if self.instructions else []
+        messages += _messages([*((f"previous_response_id: item {at}", each) for at, each in enumerate(history)),
+                               *((f"input[{at}]", each) for at, each in enumerate(self.items))])  # fmt: skip
+        chat = ResponsesChat.model_validate(
+            {
+                "model": self.model,
+                "messages": [message for _, message in messages],
+                "max_tokens": self.max_output_tokens,
+                "stream": self.stream,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "tools": None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
+                "tool_choice": _choice(self.tool_choice),
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "response_format": _format(self.text),
+                "reasoning_effort": _effort(self.reasoning),
+            }
+        )
+        try:
+            _ = chat.tool_request, chat.prompts()
+        except InvalidRequest as error:
+            raise InvalidRequest(_renamed(error.field, [path for path, _ in messages]), error.message) from None
+        return chat
+
+
+class ResponsesChat(ChatBody):
+    """A chat whose errors name the fields of a response's request."""
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        names = {"prompt": "input", "sampling.max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+        return {**super().client_names, **names}
+
+
+def _messages(items: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Item]]:
+    """Each message of the chat, and the path of the item that it begins with.
+
+    Reasoning, text and calls in a row are one message of the assistant.
+    """
+    said: Item = {}
+    began = ""
+    for where, item in items:
+        if not isinstance(item, dict):
+            raise InvalidRequest(where, "must be an object")
+        part = _assistant_part(where, item)
+        if said and not _follows(said, part):
+            yield began, {"role": "assistant", "content": "", **said}
+            said = {}
+        if part is None:
+            yield where, _other(where, item)
+            continue
+        began = began if said else where
+        calls = [*said.get("tool_calls", ()), *part.pop("tool_calls", ())]
+        said |= part | ({"tool_calls": calls} if calls else {})
+    if said:
+        yield began, {"role": "assistant", "content": "", **said}
+
+
+def _follows(said: Item, part: Item | None) -> bool:
+    """Whether the part belongs to the same message: reasoning, then text, then calls."""
+    if part is None or said.keys() & part.keys() - {"tool_calls"}:
+        return False
+    return "tool_calls" in part or "tool_calls" not in said
+
+
+def _assistant_part(where: str, item: Item) -> Item | None:
+    match item.get("type", "message"):
+        case "message" if item.get("role") == "assistant":
+            refuse_others(where, item, {"type", "role", "content", "id", "status", "phase"})
+            return {"content": _text(f"{where}.content", item.get("content"))}
+        case "reasoning":
+            refuse_others(where, item, {"type", "content", "summary", "id", "status"})
+            parts = item.get("content") or ()
+            return {"reasoning_content": "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))}
+        case "function_call":
+            refuse_others(where, item, {"type", "call_id", "name", "arguments", "id", "status"})
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            return {"tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}]}
+    return None
+
+
+def _other(where: str, item: Item) -> Item:
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        refuse_others(where, item, {"type", "call_id", "output", "id", "status"})
+        return {
+            "role": "tool",
+            "tool_call_id": item.get("call_id"),
+            "content": _text(f"{where}.output", item.get("output")),
+        }
+    if kind != "message":
+        raise InvalidRequest(f"{where}.type", f"is {str(kind)[:40]!r}; only {', '.join(TYPES)} are supported")
+    refuse_others(where, item, {"type", "role", "content", "id", "status"})
+    role = item.get("role")
+    if role not in ("user", "system", "developer"):
+        raise InvalidRequest(
+            f"{where}.role", f"is {str(role)[:40]!r}; user, assistant, system and developer are supported"
+        )
+    text = _text(f"{where}.content", item.get("content"))
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(where, "must be text or a list of parts with text")
+    texts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if not isinstance(part, dict) or kind not in TEXTS or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}[{at}]", f"is a part of type {str(kind)[:40]!r}; only text is supported")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool(index: int, tool: Item) -> Item:
+    where = f"tools[{index}]"
+    if tool.get("type") != "function":
+        raise InvalidRequest(f"{where}.type", f"is {str(tool.get('type'))[:40]!r}; only 'function' is supported")
+    refuse_others(where, tool, {"type", "name", "description", "parameters", "strict"})
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(given: Any) -> Any:
+    if isinstance(given, dict) and given.get("type") == "function":
+        refuse_others("tool_choice", given, {"type", "name"})
+        return {"type": "function", "function": {"name": str(given.get("name"))}}
+    return given
+
+
+def _format(text: Item | None) -> Item | None:
+    if not text:
+        return None
+    refuse_others("text", text, {"format"})
+    form = text.get("format")
+    if not isinstance(form, dict):
+        return None
+    refuse_others("text.format", form, {"type", "name", "schema", "strict", "description"})
+    if form.get("type") != "json_schema":
+        return {"type": form.get("type")}
+    return {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
+
+
+def _effort(reasoning: Item | None) -> str | None:
+    """A summary is not made: the reasoning itself is in the answer."""
+    if not reasoning:
+        return None
+    refuse_others("reasoning", reasoning, {"effort", "summary"})
+    effort = reasoning.get("effort")
+    return None if effort is None else str(effort)
+
+
+def _renamed(field: str, paths: Sequence[str]) -> str:
+    """The client's name of a field of the chat. `paths`: where its messages come from."""
+    if found := re.match(r"messages\[(\d+)\]", field):
+        rest = field[found.end() :].replace(".tool_call_id", ".call_id")
+        return paths[int(found[1])] + re.sub(r"^\.tool_calls\[\d+\](\.function)?", "", rest)
+    renamed = re.sub(r"^(tools\[\d+\]|tool_choice)\.function", r"\1", field)
+    return renamed.replace("response_format.json_schema", "text.format").replace("reasoning_effort", "reasoning.effort")
