@@ -12,6 +12,7 @@ import tempfile
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 LAYOUT = "1"  # of the cached file
 MOST_FILES = 32  # kept in the cache; one of a large model takes up to 20 MB
 LIBRARIES = ("transformers", "tokenizers")
+LOADING = Lock()  # threads that import transformers at once may find half of it
 READ = (".json", ".jinja", ".model")  # kinds of files that transformers reads of a tokenizer
 
 
@@ -47,7 +49,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         pass
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("%s cannot be read (%s): reading %s instead", path, error, folder)
-    found = _by_transformers(folder)
+    with LOADING:
+        found = _by_transformers(folder)
     _keep(found, path)
     return found
 
