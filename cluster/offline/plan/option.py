@@ -45,3 +45,7 @@ class Option:
         if request.rate is not None:
             return 1.0 / self.trial.weight
         return self.goodput.rate if request.objective == "throughput" else self.value
+
+
+def rate_text(rate: float, gpus: int) -> str:
+    return f"{rate:.3g} requests/s on {gpus} GPU{'s' if gpus > 1 else ''}"

@@ -22,7 +22,7 @@ from statistics import fmean
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.estimate import rank_by_estimate
 from cluster.offline.plan.layouts import Layouts, Rated
-from cluster.offline.plan.option import Option
+from cluster.offline.plan.option import Option, rate_text
 from cluster.offline.plan.race import MAX_ADDED, Race, enlarged
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.search import FLOOR, SLACK, Effort, Found, SearchOutcome, best_of
@@ -135,7 +135,7 @@ class PlacementSearch:
         """Show it if it is the best so far."""
         if self._best is None or option.merit(self._request) > self._best.merit(self._request):
             self._best = option
-            held = f"{option.goodput.rate:.3g} requests/s on {option.trial.gpus} GPUs"
+            held = rate_text(option.goodput.rate, option.trial.gpus)
             self._on_progress(BEST_SO_FAR, f"at least {held}: {option.layout.description}")
 
     def _ranked(self, what: str, trials: Sequence[Trial], keep: int) -> Rated:

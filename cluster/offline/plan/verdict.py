@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import fmean
 
-from cluster.offline.plan.option import Option
+from cluster.offline.plan.option import Option, rate_text
 from cluster.offline.plan.race import Race
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.scoring.goodput import half_width
@@ -43,15 +43,13 @@ def first_verdict(request: PlanRequest, race: Race, after_s: float) -> FirstVerd
     found = judge(request, options, decided) if options else None
     missed = [each for each in race.contenders if not each.held and each.probes]
     if found is not None and decided and missed:  # only tried where it would have to win
-        tells = [f"{each.trial.layout.kind} missed the SLO at {_rate(each.broke, each.trial.gpus)}" for each in missed]
+        tells = [
+            f"{each.trial.layout.kind} missed the SLO at {rate_text(each.broke, each.trial.gpus)}" for each in missed
+        ]
         best = found.chosen
-        tells.append(f"{best.layout.kind} met it at {_rate(best.goodput.rate, best.trial.gpus)}")
+        tells.append(f"{best.layout.kind} met it at {rate_text(best.goodput.rate, best.trial.gpus)}")
         found = replace(found, words=f"{found.words.partition(':')[0]}: {', '.join(tells)}")
     return FirstVerdict(found, decided, after_s, race.requests)
-
-
-def _rate(rate: float, gpus: int) -> str:
-    return f"{rate:.3g} requests/s on {gpus} GPUs"
 
 
 def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:
