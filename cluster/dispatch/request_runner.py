@@ -250,7 +250,7 @@ class RequestRunner:
     def _make_attempt(self, state: RequestState, placement: Placement) -> Attempt:
         workers = self._discovery.clients
         return Attempt(
-            state.request,
+            self._bounded(state.request) if placement.lenders else state.request,
             prefill=workers[placement.prefill],
             decode=workers[placement.decode],
             watch=state.watch,
@@ -265,6 +265,14 @@ class RequestRunner:
             prefix_fetch_s=self._spec.transfer.read_timeout_s,
             lenders=[workers[name] for name in placement.lenders if name in workers],
         )
+
+    def _bounded(self, request: Request) -> Request:
+        """It borrows: its answer ends where several workers together are full."""
+        sampling = request.sampling
+        most_tokens = max(self._discovery.together() - len(request.prompt), sampling.min_tokens, 1)
+        if sampling.max_tokens is not None and sampling.max_tokens <= most_tokens:
+            return request
+        return replace(request, sampling=replace(sampling, max_tokens=most_tokens))
 
     def _reserving_s(self, state: RequestState) -> float:
         """Time limit of one reservation; no longer than the SLO allows."""

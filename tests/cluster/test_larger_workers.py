@@ -89,15 +89,19 @@ def test_a_prompt_that_fills_its_prefill_worker_does_not_end_the_answer(length: 
     clock.run(scene())
 
 
-def test_an_answer_that_fills_the_largest_worker_ends_by_length() -> None:
+@pytest.mark.parametrize(("block_size", "holds"), [(16, 320 + 128 - 16), (24, 480)])
+def test_an_answer_that_fills_its_worker_and_all_that_lend_ends_by_length(block_size: int, holds: int) -> None:
+    """Blocks of 24 tokens cannot be lent. Of the other's 240 tokens a span of 128 moves; one block stays free."""
+
     async def scene() -> None:
         spec = split_spec()
-        small = PoolSpec("small", Role.DECODE, 1, engine=SMALL)
-        pools = (replace(spec.pools[0], engine=SMALL), small)
+        engine = replace(SMALL, block_size=block_size)
+        small = PoolSpec("small", Role.DECODE, 1, engine=engine)
+        pools = (replace(spec.pools[0], engine=engine), small)
         async with opened("least-loaded", *pools) as subject:
             wanted = request("a", 99, max_tokens=800)
             events = await subject.run(wanted)
             assert completed(events).finish is FinishReason.LENGTH
-            assert tokens_of(events) == exact(wanted, 320 - 99)
+            assert tokens_of(events) == exact(wanted, holds - 99)
 
     clock.run(scene())

@@ -58,7 +58,7 @@ def borrowing(decode: str, prompt: int, **fields: Any) -> Work:
 
 
 def test_a_request_waits_for_memory_that_earlier_ones_still_take() -> None:
-    workers = [worker("a"), worker("b"), worker("c"), worker("d")]  # 4,800 tokens to lend
+    workers = [worker("a"), worker("b"), worker("c"), worker("d")]  # 4,800 tokens
     lending, now = Lending(spec()), ask(POOL, *workers, now_s=100.0)
     assert lending.choose(now, [borrowing("a", 3100, began_s=99.0)]) is not None
     assert lending.choose(now, [borrowing("a", 3300, began_s=99.0)]) is None  # statistics do not show it yet

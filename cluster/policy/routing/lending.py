@@ -5,16 +5,25 @@ Pure. Source: Lin et al., Infinite-LLM (arXiv 2401.02669). Which blocks move, an
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from cluster.policy.active_requests import Work
 from cluster.policy.routing.picking import fitting, queued_tokens
 from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import ClusterSpec
 from diptych.view import WorkerState, WorkerView
-from workers.config import KEPT_SHARE
+from workers.config import KEPT_SHARE, SPAN
 
 MOST_LENDERS = 8  # of a request
 UNSEEN_S = 2.0  # statistics may not show a request yet that began so recently
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Memory:
+    """Tokens of a worker: for a sequence of its own, which is never left without a free block, and to lend."""
+
+    own: int
+    lent: int
 
 
 class Lending:
@@ -29,14 +38,13 @@ class Lending:
 
     def longest(self, workers: Iterable[WorkerView]) -> int:
         """Tokens of the longest sequence that these workers can hold together; 0 if none of them lends."""
-        tokens: dict[str, list[int]] = defaultdict(list)
+        memories: dict[str, list[Memory]] = defaultdict(list)
         for worker in workers:
             if worker.pool in self._dtypes:
-                tokens[self._dtypes[worker.pool]].append(worker.capacity_tokens)
-        sums = [
-            int((1 - KEPT_SHARE) * sum(sorted(each)[-MOST_LENDERS - 1 :])) for each in tokens.values() if len(each) > 1
-        ]
-        longest = max(sums, default=0)
+                size, capacity = self._block_sizes[worker.pool], worker.capacity_tokens
+                memories[self._dtypes[worker.pool]].append(Memory(capacity - size, int((1 - KEPT_SHARE) * capacity)))
+        largest = (sorted(each)[-MOST_LENDERS - 1 :] for each in memories.values() if len(each) > 1)
+        longest = max((min(_room(one, each) for one in each) for each in largest), default=0)
         return longest if self._limit is None else min(longest, self._limit)
 
     def choose(self, ask: Ask, borrowing: Sequence[Work] = ()) -> Placement | None:
@@ -54,29 +62,35 @@ class Lending:
             and worker.name not in ask.avoid
             and worker.pool in self._dtypes
         ]
-        spare = {worker.name: self._spare_tokens(worker) for worker in ready}
+        memory = {worker.name: self._free(worker) for worker in ready}
         promised = _promised_tokens(ask, ready, borrowing)
-        ready.sort(key=lambda worker: (-spare[worker.name], worker.name))
+        ready.sort(key=lambda worker: (-memory[worker.name].lent, worker.name))
         served = Counter(work.decode for work in borrowing)
         for borrower in sorted(ready, key=lambda worker: served[worker.name]):
             lenders = [
                 worker.name
                 for worker in ready
                 if worker is not borrower
-                and spare[worker.name] > 0
+                and memory[worker.name].lent >= SPAN
                 and self._dtypes[worker.pool] == self._dtypes[borrower.pool]
                 and ask.view.linked(borrower.name, worker.name)
             ][:MOST_LENDERS]
-            room = sum(spare[name] for name in (borrower.name, *lenders)) - promised
-            if lenders and room > ask.request.num_tokens:
+            together = [memory[name] for name in (borrower.name, *lenders)]
+            if lenders and _room(together[0], together) - promised > ask.request.num_tokens:
                 reason = "longer than any worker's KV pool: others hold a part"
                 return Placement(borrower.name, borrower.name, reason, lenders=tuple(lenders))
         return None
 
-    def _spare_tokens(self, worker: WorkerView) -> int:
-        stats = worker.stats
-        blocks = stats.free_blocks - int(KEPT_SHARE * stats.total_blocks)
-        return max(0, blocks) * self._block_sizes[worker.pool]
+    def _free(self, worker: WorkerView) -> Memory:
+        stats, size = worker.stats, self._block_sizes[worker.pool]
+        kept = int(KEPT_SHARE * stats.total_blocks)
+        return Memory(max(0, stats.free_blocks - 1) * size, max(0, stats.free_blocks - kept) * size)
+
+
+def _room(borrower: Memory, together: Sequence[Memory]) -> int:
+    """Tokens that these workers hold for one of them, in whole spans at the others, and leaving each its share."""
+    spans = sum(each.lent // SPAN * SPAN for each in together) - borrower.lent // SPAN * SPAN
+    return min(borrower.own + spans, sum(each.lent for each in together))
 
 
 def _promised_tokens(ask: Ask, workers: Iterable[WorkerView], borrowing: Sequence[Work]) -> int:
