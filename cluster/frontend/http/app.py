@@ -39,14 +39,16 @@ from cluster.frontend.http.middleware import NAME
 from cluster.frontend.http.openapi import route_options
 from cluster.frontend.http.preprocess import (
     detokenize,
+    items_of,
     read_detokenize,
     read_generation,
+    read_previous_id,
     read_response,
     read_tokenize,
     tokenize,
 )
 from cluster.frontend.http.reply import ParsedRequest, Reply
-from cluster.frontend.http.response_store import ResponseStore
+from cluster.frontend.http.response_store import History, ResponseStore, size_of
 from cluster.frontend.http.responses_body import Item, ResponsesBody
 from cluster.frontend.http.responses_wire import ResponsesWire
 from cluster.frontend.http.tool_fields import ToolRequest
@@ -184,16 +186,28 @@ class _Routes:
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         tenant = parse_headers(request.headers, request.scope[NAME]).tenant
         history = self._responses.history(tenant, body.previous_response_id)
-        chat = body.chat_after(history)
+        if not hasattr(request.state, "items") and size_of(history) > LARGE_BYTES:
+            await self._read_response(request, body.model_dump_json(exclude_unset=True).encode(), history)
+        items: bytes | None = getattr(request.state, "items", None)
+        chat = body.chat_after(items_of(history) if items is None else ())  # the prompt is encoded, if there are items
         asked = await self._asked(chat, chat, request)
         name = f"resp_{request.scope[NAME].unique}"
 
         def keep(output: list[Item]) -> None:
             if body.store is not False:
-                self._responses.keep(tenant, name, history, [*body.items, *output])
+                new = json.dumps(body.items).encode() if items is None else items
+                self._responses.keep(tenant, name, history, (new, json.dumps(output).encode()))
 
         wire = ResponsesWire(name, self._context.model.name, body.repeated, asked.make_parser, keep)
         return self._reply(chat, asked, request, wire)
+
+    async def _read_response(self, request: Request, raw: bytes, history: History) -> dict[str, Any]:
+        """The fields of a large conversation's request; its prompt and items become those of `request.state`."""
+        gateway, size = self._gateway, len(raw) + size_of(history)
+        call = gateway.preprocessing.call
+        read = await call(size, read_response, raw, history, gateway.bounds, gateway.default_sampling)
+        request.state.prompts, request.state.items = read.prompts, read.items
+        return read.fields
 
     async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
         asked = await self._asked(body.chat, body, request)
@@ -283,8 +297,10 @@ class _Routes:
             model, answer = await call(len(raw), READERS[path], raw, gateway.bounds)
             gateway.check_model(model)
             return Response(answer, media_type=JSON)
-        if path == RESPONSES:  # only this process has the conversation before it
-            request._json = await call(len(raw), read_response, raw)
+        if path == RESPONSES:
+            tenant = parse_headers(request.headers, request.scope[NAME]).tenant
+            history = self._responses.history(tenant, await call(len(raw), read_previous_id, raw))
+            request._json = await self._read_response(request, raw, history)
             request._body = b"{}"
             return None
         body = await call(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)

@@ -20,7 +20,8 @@ from cluster.frontend.http.bodies import (
     TokenizeBody,
 )
 from cluster.frontend.http.messages_body import MessagesBody
-from cluster.frontend.http.responses_body import ResponsesBody
+from cluster.frontend.http.response_store import History
+from cluster.frontend.http.responses_body import Item, ResponsesBody
 from cluster.frontend.text import (
     EncodedPrompt,
     PromptBounds,
@@ -70,9 +71,35 @@ def read_generation(
     return PreprocessedBody(fields, encoded)
 
 
-def read_response(tokenizer: Tokenizer, raw: bytes) -> dict[str, Any]:
-    """The fields of a response's request. Raises `MalformedBody` and `InvalidRequest`."""
-    return _parse(ResponsesBody, raw).model_dump(exclude_unset=True)
+@dataclass(frozen=True, slots=True)
+class PreprocessedResponse:
+    """Like `PreprocessedBody`; `items`: the request's own, as JSON."""
+
+    fields: dict[str, Any]
+    prompts: tuple[EncodedPrompt, ...]
+    items: bytes
+
+
+def read_previous_id(tokenizer: Tokenizer, raw: bytes) -> str | None:
+    """The response that this request continues. Raises `MalformedBody` and `InvalidRequest`."""
+    return _parse(ResponsesBody, raw).previous_response_id
+
+
+def read_response(
+    tokenizer: Tokenizer, raw: bytes, history: History, bounds: PromptBounds, defaults: Mapping[str, Any]
+) -> PreprocessedResponse:
+    """Raises the gateway's errors for prompts, and `MalformedBody`."""
+    body = _parse(ResponsesBody, raw)
+    chat = body.chat_after(items_of(history))
+    chat.sampling(defaults)
+    with chat.client_errors():
+        encoded = tuple(_encode(tokenizer, prompt, bounds, echo=False) for prompt in chat.prompts())
+    fields = body.model_dump(exclude_unset=True, exclude={"input"}) | {"input": ""}
+    return PreprocessedResponse(fields, encoded, json.dumps(body.items).encode())
+
+
+def items_of(history: History) -> list[Item]:
+    return [item for each in history for item in json.loads(each)]
 
 
 def read_tokenize(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tuple[str, bytes]:

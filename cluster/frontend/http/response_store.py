@@ -3,13 +3,11 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
-
-from cluster.frontend.http.responses_body import Item
 from workers.errors import InvalidRequest
 
 MOST_RESPONSES = 1024
 MOST_BYTES = 64 << 20
+History = tuple[bytes, ...]  # lists of items, as JSON
 
 
 class ResponseStore:
@@ -18,25 +16,27 @@ class ResponseStore:
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[list[Item], int]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], History] = OrderedDict()
         self._bytes = 0
 
-    def keep(self, tenant: str, name: str, history: Sequence[Item], new: Sequence[Item]) -> None:
-        """`history`, of an earlier response or empty, and `new` items: the conversation up to this response's end."""
-        items = [*history, *new]
-        size = len(msgspec.json.encode(items))
-        self._kept[tenant, name] = items, size
-        self._bytes += size
+    def keep(self, tenant: str, name: str, history: History, new: Sequence[bytes]) -> None:
+        """`history`, of an earlier response or empty, and `new` lists: the conversation up to this response's end."""
+        self._kept[tenant, name] = kept = (*history, *new)
+        self._bytes += size_of(kept)
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            _, (_, dropped) = self._kept.popitem(last=False)
-            self._bytes -= dropped
+            self._bytes -= size_of(self._kept.popitem(last=False)[1])
 
-    def history(self, tenant: str, name: str | None) -> list[Item]:
+    def history(self, tenant: str, name: str | None) -> History:
         """Raises `InvalidRequest`."""
         if name is None:
-            return []
+            return ()
         if (tenant, name) not in self._kept:
             why = f"{name[:80]!r} is not known to this gateway; send the whole conversation as input"
             raise InvalidRequest("previous_response_id", why)
         self._kept.move_to_end((tenant, name))
-        return self._kept[tenant, name][0]
+        return self._kept[tenant, name]
+
+
+def size_of(history: History) -> int:
+    """In bytes."""
+    return sum(map(len, history))

@@ -127,12 +127,12 @@ async def test_what_is_not_stored_is_not_found(there: Clients, dispatcher: FakeD
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(most=3, most_bytes=1000)
     for number in range(5):
-        store.keep("t", f"r{number}", (), [{"role": "user", "content": str(number)}])
-    assert store.history("t", "r2") == [{"role": "user", "content": "2"}]
+        store.keep("t", f"r{number}", (), [str(number).encode()])
+    assert store.history("t", "r2") == (b"2",)
     for name in ("r0", "r1"):
         with pytest.raises(InvalidRequest):
             store.history("t", name)
-    store.keep("t", "large", (), [{"role": "user", "content": "x" * 2000}])
+    store.keep("t", "large", (), [b"x" * 2000])
     for name in ("r2", "r3", "r4", "large"):
         with pytest.raises(InvalidRequest):
             store.history("t", name)
@@ -186,10 +186,29 @@ async def test_wrong_fields_are_named(
     assert not dispatcher.requests
 
 
-async def test_a_large_body_is_read_in_the_same_way(there: Clients, dispatcher: FakeDispatcher) -> None:
-    metadata = {"a": "u" * 3000}
-    first = await there.openai.responses.create(model="bytes", input="x" * 2000, metadata=metadata, max_output_tokens=3)
-    await there.openai.responses.create(
-        model="bytes", input="y" * 1000, metadata=metadata, max_output_tokens=3, previous_response_id=first.id
+async def test_large_bodies_and_long_conversations_are_read_in_the_same_way(
+    there: Clients, dispatcher: FakeDispatcher
+) -> None:
+    """In another process; a body and a history of less than 4 KiB are not."""
+    client: Any = there.openai.responses
+    more = {"max_output_tokens": 3}
+    metadata: dict[str, Any] = {"a": "u" * 3000}
+    first = await client.create(model="bytes", input="x" * 2000, metadata=metadata, **more)
+    second = await client.create(
+        model="bytes", input="y" * 1000, metadata=metadata, previous_response_id=first.id, **more
     )
-    assert b"x" * 2000 in bytes(dispatcher.requests[-1].prompt) and b"y" * 1000 in bytes(dispatcher.requests[-1].prompt)
+    by_large_body = dispatcher.requests[-1].prompt
+    assert b"x" * 2000 in bytes(by_large_body) and b"y" * 1000 in bytes(by_large_body)
+    await client.create(model="bytes", input="y" * 1000, previous_response_id=first.id, **more)
+    assert dispatcher.requests[-1].prompt == by_large_body
+    padding = [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 40}] * 2  # of over 4 KiB
+    third = await client.create(model="bytes", input=padding, **more)
+    await client.create(model="bytes", input="z", previous_response_id=third.id, **more)
+    answer = "".join(part.text for item in third.output if item.type == "message" for part in item.content)
+    whole: list[Any] = [*padding, {"role": "assistant", "content": answer}, {"role": "user", "content": "z"}]
+    by_long_history = dispatcher.requests[-1].prompt
+    await client.create(model="bytes", input=whole, **more)
+    assert answer and dispatcher.requests[-1].prompt == by_long_history
+    with pytest.raises(openai.BadRequestError, match="input\\[0\\]"):
+        await client.create(model="bytes", input=[{"role": "x"}], previous_response_id=third.id, **more)
+    assert second.previous_response_id == first.id
