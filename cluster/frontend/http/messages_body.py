@@ -21,7 +21,6 @@ from workers.request import SamplingParams
 NOTHING: Mapping[str, Any] = {}
 IGNORED = {"cache_control", "citations", "caller"}  # of a block: they do not influence the answer
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
-
 PASSING = ("metadata", "service_tier", "inference_geo", "cache_control")  # they do not influence the answer
 
 
@@ -203,7 +202,7 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _thinking(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The variable that chat templates have for it. The number of tokens is not bounded."""
+    """The variable that chat templates have for it. `disabled` sets none: templates without it would refuse it."""
     kind = "disabled" if given is None else given.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type", f"is {str(kind)[:40]!r}; enabled, adaptive and disabled are supported")
