@@ -9,7 +9,6 @@ A request for several answers becomes one request per answer. They share their p
 Knows the served model and the latest view of the cluster; knows no wire format and no worker.
 
 ClusterError (`cluster.events`)
-├── UnknownModel        this cluster serves another model
 ├── DuplicateRequest    a request with this id is already running
 ├── RequestCancelled    `Gateway.cancel` ended it
 └── GatewayClosed       `Gateway.close` ended it
@@ -25,6 +24,7 @@ from typing import Any
 
 from cluster.events import ClusterError, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
+from cluster.frontend.models import resolve
 from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
 from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
 from cluster.frontend.preprocessing import LARGE_BYTES, InThread, Preprocessing
@@ -50,10 +50,6 @@ from workers.request import SLO, Grammar, Request, SamplingParams
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
 MOST_GRAMMARS = 64  # checked ones that are remembered
 RETRY_AFTER_S = 1.0
-
-
-class UnknownModel(ClusterError):
-    """The requested model is not served here."""
 
 
 class DuplicateRequest(ClusterError):
@@ -127,7 +123,7 @@ class Gateway:
         `deadline_s` counts from now. `send_delta` gets deltas, in order, while the iterator waits for its next event;
         the iterator then skips them. `keep`: special tokens that have text even if others are skipped. Closing the
         iterator cancels the request on its workers.
-        Errors: `cluster.events`, `InvalidRequest`, and those above.
+        Errors: `cluster.events`, `InvalidRequest`, `UnknownModel`, and those above.
         """
         arrived_ns = now_ns()
         self.check_model(model)
@@ -180,9 +176,7 @@ class Gateway:
 
     def check_model(self, model: str) -> None:
         """Raises `UnknownModel` unless it is the served model or empty."""
-        served = self._context.model.name
-        if model not in ("", served):
-            raise UnknownModel(f"model {model!r} is not served here; leave it empty or ask for {served!r}")
+        resolve(model, [self._context.model.name])
 
     @property
     def bounds(self) -> PromptBounds:

@@ -15,8 +15,9 @@ from google.rpc import error_details_pb2, status_pb2
 from cluster.control.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
 from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import KeyRefused, TenantRefused
-from cluster.frontend.gateway import DuplicateRequest, GatewayClosed, RequestCancelled, UnknownModel
+from cluster.frontend.gateway import DuplicateRequest, GatewayClosed, RequestCancelled
 from cluster.frontend.grpc.sender import OutputNotTaken
+from cluster.frontend.models import UnknownModel
 from diptych.codec import duration_of
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
