@@ -11,7 +11,7 @@ def test_a_request_may_leave_out_the_only_model() -> None:
 
 def test_of_several_models_a_request_names_one() -> None:
     assert resolve("large", ["small", "large"]) == "large"
-    with pytest.raises(UnknownModel, match="model is missing, .* 'small', 'large'"):
+    with pytest.raises(UnknownModel, match=r"model is missing, .* 'small', 'large'"):
         resolve("", ["small", "large"])
 
 
