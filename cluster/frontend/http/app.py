@@ -4,10 +4,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from email.message import Message
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -51,22 +51,18 @@ from cluster.frontend.http.reply import ParsedRequest, Reply
 from cluster.frontend.http.response_store import History, ResponseStore, size_of
 from cluster.frontend.http.responses_body import Item, ResponsesBody
 from cluster.frontend.http.responses_wire import ResponsesWire
-from cluster.frontend.http.tool_fields import ToolRequest
 from cluster.frontend.http.ui.routes import add_ui
 from cluster.frontend.http.wire import OpenAIWire, Wire
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
-from cluster.frontend.tools.call_grammar import call_grammar
-from cluster.frontend.tools.formats import CALLS, AnswerFormat, AnswerParser, answer_format
+from cluster.frontend.tools.answer_plan import AnswerPlan, AnswerPlanner
 from cluster.observe.trace_context import set_trace_headers
 from workers.errors import InvalidRequest
 from workers.log_fields import log_fields
-from workers.request import Grammar
 
 logger = logging.getLogger(__name__)
 
 READY_RETRY_S = 1.0
-LAST_TOKENS = 32  # of a prompt; where its template has begun the reasoning, they say so
 GENERATIONS: Mapping[str, type[Generation | MessagesBody]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
@@ -75,11 +71,6 @@ GENERATIONS: Mapping[str, type[Generation | MessagesBody]] = {
 }
 RESPONSES = "/v1/responses"
 READERS = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
-NO_TOOLS = ToolRequest({})
-NO_PARSER = (
-    "cannot be called: this model's chat template has no known format of calls; leave them out, set tool_choice to "
-    f"none, or serve with gateway.tool_call_parser (or --tool-call-parser): {', '.join(CALLS)}"
-)
 LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `LARGE_BYTES` of a prompt: 5 ms
 
 
@@ -135,16 +126,6 @@ class _BodyRoute(APIRoute):
         return handle
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The prompts of a request, and how their answers are sampled and read."""
-
-    prompts: Sequence[PromptInput]
-    make_parser: Callable[[], AnswerParser] | None = None  # of one answer; None: all its text is content
-    grammar: Grammar | None = None  # of tool calls
-    keep: Collection[int] = ()  # special tokens that have text
-
-
 class _Routes:
     """Owned by the application."""
 
@@ -160,12 +141,12 @@ class _Routes:
         prompts, has_logprobs = _prompts(body, request), body.wanted_logprobs is not None
         if not body.echo:
             form = CompletionFormat(self._gateway.tokenizer, has_logprobs)
-            return self._reply(body, Asked(prompts), request, self._openai(body, request, form))
+            return self._reply(body, prompts, AnswerPlan(), request, self._openai(body, request, form))
         self._gateway.check_model(body.model or "")
         echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
         form = CompletionFormat(self._gateway.tokenizer, has_logprobs, echoes, body.n or 1)
-        asked = Asked([TokenPrompt(each.tokens) for each in echoes])
-        return self._reply(body, asked, request, self._openai(body, request, form))
+        prompts = [TokenPrompt(each.tokens) for each in echoes]
+        return self._reply(body, prompts, AnswerPlan(), request, self._openai(body, request, form))
 
     async def _echo(self, prompt: PromptInput, num_output: int) -> Echo:
         tokens = await self._gateway.encode(prompt, num_output)
@@ -174,14 +155,14 @@ class _Routes:
         return Echo(text_from(self._gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        asked = await self._asked(body, body, request)
-        form = ChatFormat(self._gateway.tokenizer, bool(body.logprobs), asked.make_parser)
-        return self._reply(body, asked, request, self._openai(body, request, form))
+        prompts, plan = await self._planned(body, body, request)
+        form = ChatFormat(self._gateway.tokenizer, bool(body.logprobs), plan.make_parser)
+        return self._reply(body, prompts, plan, request, self._openai(body, request, form))
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
-        asked = await self._asked(body.chat, body, request)
-        wire = MessagesWire(request.scope[NAME].unique, self._context.model.name, asked.make_parser)
-        return self._reply(body, asked, request, wire)
+        prompts, plan = await self._planned(body.chat, body, request)
+        wire = MessagesWire(request.scope[NAME].unique, self._context.model.name, plan.make_parser)
+        return self._reply(body, prompts, plan, request, wire)
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         tenant = parse_headers(request.headers, request.scope[NAME]).tenant
@@ -190,7 +171,7 @@ class _Routes:
             await self._read_response(request, body.model_dump_json(exclude_unset=True).encode(), history)
         items: bytes | None = getattr(request.state, "items", None)
         chat = body.chat_after(items_of(history) if items is None else ())  # the prompt is encoded, if there are items
-        asked = await self._asked(chat, chat, request)
+        prompts, plan = await self._planned(chat, chat, request)
         name = f"resp_{request.scope[NAME].unique}"
 
         def keep(output: list[Item]) -> None:
@@ -198,8 +179,8 @@ class _Routes:
                 new = json.dumps(body.items).encode() if items is None else items
                 self._responses.keep(tenant, name, history, (new, json.dumps(output).encode()))
 
-        wire = ResponsesWire(name, self._context.model.name, body.repeated, asked.make_parser, keep)
-        return self._reply(chat, asked, request, wire)
+        wire = ResponsesWire(name, self._context.model.name, body.repeated, plan.make_parser, keep)
+        return self._reply(chat, prompts, plan, request, wire)
 
     async def _read_response(self, request: Request, raw: bytes, history: History) -> dict[str, Any]:
         """The fields of a large conversation's request; its prompt and items become those of `request.state`."""
@@ -210,46 +191,26 @@ class _Routes:
         return read.fields
 
     async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
-        asked = await self._asked(body.chat, body, request)
-        (prompt,) = asked.prompts
+        (prompt,), _ = await self._planned(body.chat, body, request)
         tokens = prompt.tokens if isinstance(prompt, TokenPrompt) else await self._gateway.encode(prompt)
         return Response(count_tokens_json(len(tokens)), media_type=JSON)
 
-    async def _asked(self, body: ChatBody, given: ChatBody | MessagesBody, request: Request) -> Asked:
-        """`given`: the body that the client sent."""
-        tools, prompts, form = body.tool_request, _prompts(given, request), self._answer_format
-        if tools is None:
-            form = replace(form, calls=None)
-        elif form.calls is None:
-            raise InvalidRequest("tools", NO_PARSER)
-        if form.calls is None and form.reasoning is None:
-            return Asked(prompts)
-        is_reasoning = False
-        if form.reasoning is not None:
-            self._gateway.check_model(body.model or "")
-            with given.client_errors():
-                (tokens,) = [await self._gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
-            prompts = [TokenPrompt(tokens)]
-            is_reasoning = form.reasoning.is_open(text_from(self._gateway.tokenizer, tokens[-LAST_TOKENS:]))
-        return self._parsed(prompts, form, tools or NO_TOOLS, is_reasoning)
-
-    def _parsed(
-        self, prompts: Sequence[PromptInput], form: AnswerFormat, tools: ToolRequest, is_reasoning: bool
-    ) -> Asked:
-        tokenizer = self._gateway.tokenizer
-        special = {each: tokenizer.special_ids[each] for each in form.markers if each in tokenizer.special_ids}
-        parser = partial(AnswerParser, form, tools.schemas, is_reasoning=is_reasoning, most_calls=tools.most_calls)
-        grammar = None
-        if tools.must_call:
-            single = tools.most_calls == 1
-            grammar = call_grammar(form, tools.schemas, special, is_reasoning=is_reasoning, is_single=single)
-        return Asked(prompts, parser, grammar, special.values())
+    async def _planned(
+        self, body: ChatBody, given: ChatBody | MessagesBody, request: Request
+    ) -> tuple[Sequence[PromptInput], AnswerPlan]:
+        """The prompt, and how its answers are read. `given`: the body that the client sent."""
+        tools, prompts = body.tool_request, _prompts(given, request)
+        if not self._planner.needs_prompt:
+            return prompts, self._planner.plan(tools)
+        self._gateway.check_model(body.model or "")
+        with given.client_errors():
+            (tokens,) = [await self._gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
+        return [TokenPrompt(tokens)], self._planner.plan(tools, tokens)
 
     @cached_property
-    def _answer_format(self) -> AnswerFormat:
-        spec, template = self._context.spec.gateway, self._gateway.tokenizer.info.get("chat_template")
-        texts = template.values() if isinstance(template, dict) else [template or ""]
-        return answer_format("\n".join(texts), spec.tool_call_parser, spec.reasoning_parser)
+    def _planner(self) -> AnswerPlanner:
+        spec = self._context.spec.gateway
+        return AnswerPlanner(self._gateway.tokenizer, spec.tool_call_parser, spec.reasoning_parser)
 
     def _openai(self, body: Generation, request: Request, form: CompletionFormat | ChatFormat) -> OpenAIWire:
         return OpenAIWire(
@@ -261,7 +222,14 @@ class _Routes:
             usage_in_chunks=body.usage_in_chunks,
         )
 
-    def _reply(self, body: Generation | MessagesBody, asked: Asked, request: Request, wire: Wire) -> Response:
+    def _reply(
+        self,
+        body: Generation | MessagesBody,
+        prompts: Sequence[PromptInput],
+        plan: AnswerPlan,
+        request: Request,
+        wire: Wire,
+    ) -> Response:
         headers = parse_headers(request.headers, request.scope[NAME])
         if self._gateway.traces:
             set_trace_headers(request.headers.items())
@@ -270,14 +238,14 @@ class _Routes:
             logger.info("request %s has x-request-id %.500r", headers.name.unique, headers.name.given, extra=more)
         sampling = body.sampling(self._gateway.default_sampling)
         parsed = ParsedRequest(
-            asked.prompts,
-            sampling if asked.grammar is None else replace(sampling, grammar=asked.grammar),
+            prompts,
+            sampling if plan.grammar is None else replace(sampling, grammar=plan.grammar),
             headers,
             model=body.model or "",
             client_names=body.client_names,
             stream=bool(body.stream),
             scores_only=isinstance(body, CompletionBody) and body.scores_only,
-            keep=asked.keep,
+            keep=plan.keep,
         )
         return Reply(self._gateway, parsed, wire, self._encoding)
 

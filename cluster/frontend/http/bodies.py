@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 
 from cluster.events import Unservable
 from cluster.frontend.http.structured import grammar_from
-from cluster.frontend.http.tool_fields import CallHistory, ToolRequest, tool_request
+from cluster.frontend.http.tool_fields import CallHistory, tool_request
 from cluster.frontend.http.unsupported import check_message, check_stream_options, check_supported
 from cluster.frontend.text import ChatPrompt, RawPrompt, TextPrompt, TokenPrompt, check_depth
+from cluster.frontend.tools.answer_plan import ToolRequest
 from workers.errors import InvalidRequest
 from workers.request import MOST_BIASES, SamplingParams
 

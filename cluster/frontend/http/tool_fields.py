@@ -3,12 +3,12 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from cluster.frontend.http.unsupported import refuse_others
 from cluster.frontend.text import check_depth
 from cluster.frontend.tools.answer import Schemas
+from cluster.frontend.tools.answer_plan import ToolRequest
 from workers.errors import InvalidRequest
 
 MAX_TOOLS = 128  # OpenAI's limit
@@ -17,15 +17,6 @@ NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 TOOL_FIELDS, FUNCTION_FIELDS = {"type", "function"}, {"name", "description", "parameters", "strict"}
 CHOICES = "none, auto, required and {'type': 'function', 'function': {'name': ...}}"
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolRequest:
-    """Which tools an answer may call. `must_call`: it has a call, and nothing besides reasoning."""
-
-    schemas: Schemas
-    must_call: bool = False
-    most_calls: int | None = None
 
 
 def tool_request(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolRequest | None:
