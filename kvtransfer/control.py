@@ -64,14 +64,16 @@ class Borrow(msgspec.Struct, frozen=True, tag=True):
 class AttendLoan(msgspec.Struct, frozen=True, tag=True):
     """Attend to the loan's first `num_tokens` tokens, which stand at `first_position` ... of the sequence.
 
-    `query` [tokens, heads, head_dim] float32, from `position` on, in the model's `layer`. `state` [tokens, heads,
-    head_dim + 2] float32: maximum, sum and values of the keys before the span; empty: there are none.
+    `query` [tokens, heads, head_dim] float32, from `position` on, of these query heads in this layer of the model.
+    `state` [tokens, heads, head_dim + 2] float32: maximum, sum and values of the keys before the span; empty: there are
+    none.
     """
 
     loan: int
     num_tokens: int
     first_position: int
     layer: int
+    heads: tuple[int, int]
     position: int
     query: bytes
     state: bytes

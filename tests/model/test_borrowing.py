@@ -6,20 +6,26 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtransfer.errors import LeaseLost, TransferError
 from kvtransfer.open import SharedMemory
 from tests.model.test_executor import config
+from tests.model.test_shard import SMOLLM2
 from tests.model.tiny import write_tiny_llama
+from workers.config import ParallelConfig
 from workers.engine.executor import SpanQuery
 from workers.engine.step import ELSEWHERE, Chunk, Draw, RemoteKV, StepPlan, StepResult
 from workers.executor import remote_kv
-from workers.executor.remote_kv import RemoteStates
+from workers.executor.remote_kv import RemoteStates, by_heads
 from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
+from workers.model.shard import shard_of
 from workers.ops.native.library import library
 from workers.ops.span import SPAN
 from workers.request import SamplingParams
@@ -35,6 +41,7 @@ BLOCKS = tuple(range(2, 2 + -(-(len(PROMPT) + 8) // BLOCK)))  # of the prompt
 BESIDE = (100, 101, 102, 103)  # of the neighbor
 SPARE = 110
 LENT = {"first": tuple(range(90, 90 - PER_SPAN, -1)), "second": tuple(range(30, 30 + PER_SPAN))}
+ALL = (0, 4)  # heads
 Ask = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
 
 
@@ -223,16 +230,18 @@ async def test_an_error_of_ours_fails_the_step(workers: Workers) -> None:
 async def test_queries_that_do_not_fit_the_model_are_refused(workers: Workers) -> None:
     lender, token = workers.lenders["first"], bytes(4 * 4 * 8)
     for query in (
-        SpanQuery(LAYERS, 0, SPAN, token),
-        SpanQuery(0, 0, SPAN, token[4:]),
-        SpanQuery(0, 0, SPAN, b""),
-        SpanQuery(0, 0, SPAN, token, token),
-        SpanQuery(0, 0, SPAN - 1, token),
+        SpanQuery(LAYERS, ALL, 0, SPAN, token),
+        SpanQuery(0, (0, 5), 0, SPAN, bytes(5 * 4 * 8)),
+        SpanQuery(0, (2, 2), 0, SPAN, token),
+        SpanQuery(0, ALL, 0, SPAN, token[4:]),
+        SpanQuery(0, ALL, 0, SPAN, b""),
+        SpanQuery(0, ALL, 0, SPAN, token, token),
+        SpanQuery(0, ALL, 0, SPAN - 1, token),
     ):
         with pytest.raises(TransferError):
             await lender.attend(LENT["first"], query)
     with pytest.raises(TransferError, match=f"not a multiple of {SPAN}"):
-        await lender.attend(LENT["first"][1:], SpanQuery(0, 0, SPAN, token))
+        await lender.attend(LENT["first"][1:], SpanQuery(0, ALL, 0, SPAN, token))
 
 
 async def test_spans_that_no_window_reaches_are_not_asked_for(folder: ModelFolder) -> None:
@@ -245,10 +254,36 @@ async def test_spans_that_no_window_reaches_are_not_asked_for(folder: ModelFolde
         return bytes(len(query.query) // 8 * 10)
 
     plan = StepPlan(1, (borrowed(chunk((1, 2), 2 * SPAN + 9)),))
-    states = RemoteStates(plan, dataclasses.replace(model, layers=tuple(layers)), BLOCK, attend)
+    shard = shard_of(model, ParallelConfig(), 0)
+    states = RemoteStates(plan, dataclasses.replace(model, layers=tuple(layers)), shard, BLOCK, attend)
     for layer in range(len(layers)):
         answer = await asyncio.to_thread(states, layer, torch.zeros(2, 4, 8))
         neutral = answer[..., 0].eq(-torch.inf).all() and answer[..., 1:].eq(0).all()
         assert bool(neutral) == (layer == 1)
     both = [(0, "first"), (0, "second")]
     assert asked == [*both, (2, "second"), (3, "second")] and not states.lost
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_heads_find_the_ranks_that_hold_them(data: st.DataObject) -> None:
+    kv_heads, group, tokens = (data.draw(st.integers(1, most)) for most in (6, 4, 3))
+    model = dataclasses.replace(SMOLLM2, num_kv_heads=kv_heads, num_heads=kv_heads * group)
+    parallel = ParallelConfig(data.draw(st.integers(1, model.num_heads)), data.draw(st.integers(1, 4)))
+    shards = [shard_of(model, parallel, rank) for rank in range(parallel.world_size)]
+    first = data.draw(st.integers(0, model.num_heads - 1))
+    heads, layer = (first, data.draw(st.integers(first + 1, model.num_heads))), data.draw(st.integers(0, 29))
+    query, state = (
+        np.random.default_rng(3).random((tokens, heads[1] - first, width), np.float32) for width in (64, 66)
+    )
+
+    async def attend(rank: int, part: SpanQuery) -> bytes:
+        shard, here = shards[rank], slice(part.heads[0] - first, part.heads[1] - first)
+        assert shard.layers[0] <= part.layer < shard.layers[1]
+        assert shard.heads[0] <= part.heads[0] < part.heads[1] <= shard.heads[1]
+        assert part.query == query[:, here].tobytes() and part.state == state[:, here].tobytes()
+        return (state[:, here] + 1).tobytes()
+
+    asked = SpanQuery(layer, heads, 0, SPAN, query.tobytes(), state.tobytes())
+    answer = asyncio.run(by_heads(asked, shards, 64, attend))
+    assert answer == (state + 1).tobytes()

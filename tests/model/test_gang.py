@@ -15,7 +15,7 @@ import psutil
 import pytest
 from msgspec import structs
 
-from kvtransfer.errors import DigestMismatch, PeerLost, PeerRefused
+from kvtransfer.errors import DigestMismatch, PeerLost, PeerRefused, TransferError
 from kvtransfer.open import SharedMemory
 from kvtransfer.rpc import connection
 from kvtransfer.rpc.frames import FrameStream, Kind
@@ -26,7 +26,7 @@ from tests.model.rank_processes import FORKS, MOMENTS, Fate, ProcessRanks, ended
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.engine.executor import SpanQuery
-from workers.engine.step import Chunk, Draw, RemoteKV, StepPlan
+from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import ModelError, RankLost, WorkerError
 from workers.executor import gang as gang_module
 from workers.executor import rank as rank_module
@@ -155,16 +155,27 @@ async def test_a_lost_rank_fails_the_gang(nine_heads: ModelFolder, busy: bool) -
         await gang.close()
 
 
-async def test_a_gang_neither_borrows_nor_lends_kv(nine_heads: ModelFolder) -> None:
-    async def attend(span: RemoteKV, query: SpanQuery) -> bytes:
-        return b""
-
+async def test_a_gang_refuses_queries_that_do_not_fit_and_reports_a_lost_rank(nine_heads: ModelFolder) -> None:
     shared = SharedMemory()
-    gang = await open_gang(config(2, 1), nine_heads, "w-1", RankTasks(lambda _: nine_heads, shared), shared)
-    with pytest.raises(WorkerError, match="several ranks cannot borrow"):
-        gang.borrow(attend)
-    with pytest.raises(WorkerError, match="several ranks cannot lend"):
-        await gang.attend((1,), SpanQuery(0, 0, 128, b""))
+    launcher = Doomed(lambda _: nine_heads, shared)
+    gang = await open_gang(config(2, 1, kv_blocks=32), nine_heads, "w-1", launcher, shared)
+    blocks, token = tuple(range(2, 18)), bytes(9 * 8 * 4)
+    state = await gang.attend(blocks, SpanQuery(2, (0, 9), 0, 128, token))
+    assert len(state) == 9 * 10 * 4
+    for query in (
+        SpanQuery(3, (0, 9), 0, 128, token),
+        SpanQuery(0, (0, 10), 0, 128, bytes(10 * 8 * 4)),
+        SpanQuery(0, (4, 4), 0, 128, token),
+        SpanQuery(0, (0, 9), 0, 128, token[4:]),
+        SpanQuery(0, (0, 9), 0, 128, token, state[4:]),
+        SpanQuery(0, (0, 9), 0, 127, token),
+    ):
+        with pytest.raises(TransferError):
+            await gang.attend(blocks, query)
+    launcher.kill(0)
+    await gang.failure()
+    with pytest.raises(PeerLost, match="rank"):
+        await gang.attend(blocks, SpanQuery(2, (0, 9), 0, 128, token))
     await gang.close()
 
 

@@ -290,11 +290,11 @@ def test_a_lender_attends_in_the_order_of_the_calls_and_its_steps_take_longer() 
         step = asyncio.ensure_future(lender.execute(plan()))
         await asyncio.sleep(0)
         begun_s = asyncio.get_running_loop().time()
-        await asyncio.gather(*(lender.attend(keys, SpanQuery(0, 0, 1024, bytes(1))) for _ in range(3)))
+        await asyncio.gather(*(lender.attend(keys, SpanQuery(0, (0, 1), 0, 1024, bytes(1))) for _ in range(3)))
         attended_s = asyncio.get_running_loop().time() - begun_s
         await step
         result = await lender.execute(plan())
-        await lender.attend(keys, SpanQuery(0, 0, 1024, bytes(1)))  # idle: no step is delayed
+        await lender.attend(keys, SpanQuery(0, (0, 1), 0, 1024, bytes(1)))  # idle: no step is delayed
         assert (await lender.execute(plan())).seconds == pytest.approx(plan_seconds(COST, plan()))
         await lender.close()
         return attended_s, result.seconds

@@ -18,6 +18,7 @@ from workers.stats import WorkerStats
 
 BLOCK, BLOCKS = 16, 100
 POOL = BLOCK * BLOCKS  # tokens
+TWO_RANKS = ParallelConfig(tensor=2)
 
 
 def spec(**pool: Any) -> ClusterSpec:
@@ -89,17 +90,19 @@ def test_workers_that_failed_or_are_not_linked_or_not_ready_do_not_lend() -> Non
     assert lending.choose(ask(POOL, worker("a"))) is None
 
 
-@pytest.mark.parametrize(
-    "pool",
-    [
-        {"parallel": ParallelConfig(tensor=2)},
-        {"engine": EngineConfig(block_size=48, kv_blocks=BLOCKS)},
-    ],
-)
-def test_gangs_and_odd_blocks_do_not_lend(pool: dict[str, Any]) -> None:
-    lending = Lending(spec(**pool))
+def test_workers_with_odd_blocks_do_not_lend() -> None:
+    lending = Lending(spec(engine=EngineConfig(block_size=48, kv_blocks=BLOCKS)))
     assert lending.choose(ask(POOL, worker("a"), worker("b"))) is None
     assert lending.longest([worker("a"), worker("b")]) == 0
+
+
+def test_workers_of_several_ranks_lend_to_each_other_and_to_others() -> None:
+    gang = PoolSpec("gang", Role.MIXED, engine=EngineConfig(block_size=BLOCK, kv_blocks=BLOCKS), parallel=TWO_RANKS)
+    lending = Lending(ClusterSpec("m", (*spec().pools, gang)))
+    for workers in ([worker("a", pool="gang"), worker("b", pool="gang")], [worker("a"), worker("b", pool="gang")]):
+        placement = lending.choose(ask(POOL, *workers))
+        assert placement is not None and (placement.decode, placement.lenders) == ("a", ("b",))
+        assert lending.longest(workers) == POOL * 3 // 2
 
 
 def test_workers_of_one_dtype_hold_three_quarters_of_their_memory_together() -> None:

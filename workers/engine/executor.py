@@ -36,13 +36,15 @@ class ModelFacts:
 
 
 class SpanQuery(Struct, frozen=True, gc=False):
-    """Queries of one layer of the model, from `position` on, to KV of earlier positions, from `first_position` on.
+    """Queries of some heads of one layer, from `position` on, to KV of earlier positions, from `first_position` on.
 
-    `query` is [tokens, heads, head_dim] and `state` [tokens, heads, head_dim + 2] in float32 (see `workers.ops.span`);
-    an empty state is that before any key.
+    `layer` and `heads`, a half-open range of query heads, count in the whole model. `query` is [tokens, heads,
+    head_dim] and `state` [tokens, heads, head_dim + 2] in float32 (see `workers.ops.span`); an empty state is that
+    before any key.
     """
 
     layer: int
+    heads: tuple[int, int]
     first_position: int
     position: int
     query: bytes
@@ -138,15 +140,15 @@ class Executor(Protocol):
         """How to reach the KV in plans' `remote`. Called once, before the first such plan.
 
         A chunk is lost (see `StepResult`) if `attend` raises `TransferError`, does not return in time, or returns the
-        wrong number of bytes. Raises `WorkerError` if this executor cannot borrow.
+        wrong number of bytes.
         """
         ...
 
     async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
         """The state after these blocks of the pool, whose KV must not change meanwhile. Does not wait for a step.
 
-        The blocks hold whole multiples of SPAN tokens. Raises `TransferError` if the query does not fit this model or
-        pool, and `WorkerError` if this executor cannot lend.
+        The blocks hold whole multiples of SPAN tokens. The query may have other heads than any rank here. Raises
+        `TransferError` if it does not fit this model or pool, or a rank is lost.
         """
         ...
 

@@ -13,13 +13,13 @@ connection to the leader closes. Knows ranks and frames; does not know what runs
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from kvtransfer.errors import PeerRefused
+from kvtransfer.errors import PeerLost, PeerRefused
 from kvtransfer.links import slowest
 from kvtransfer.open import SharedMemory
 from kvtransfer.rpc.connection import observe
@@ -32,17 +32,18 @@ from workers.config import WorkerConfig
 from workers.engine.block_store import BlockStore
 from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
-from workers.errors import ModelError, RankLost, WorkerError
+from workers.errors import ModelError, RankLost
 from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_store import GangStore
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
 from workers.executor.rank import Rank, RankStep
 from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous, sampling_rank
+from workers.executor.remote_kv import by_heads
 from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
-from workers.model.shard import shard_of
+from workers.model.shard import ModelShard, shard_of
 from workers.request import Grammar
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class GangExecutor:
         self,
         facts: ModelFacts,
         config: WorkerConfig,
+        shards: Sequence[ModelShard],
         own: Rank,
         others: tuple[RemoteRank, ...],
         connections: "_Connections",
@@ -70,8 +72,10 @@ class GangExecutor:
         self.depth = config.parallel.pipeline
         self._tensor = config.parallel.tensor
         self._sampling_rank = sampling_rank(config.parallel)
+        self._model_shards = shards
         self._own = own
         self._others = others
+        self._ranks: tuple[Rank | RemoteRank, ...] = (own, *others)
         self._connections = connections
         self._steps: set[asyncio.Future[RankStep]] = set()
         connections.failure.add_done_callback(lambda _: own.abort())
@@ -83,8 +87,7 @@ class GangExecutor:
         return self._bubble.share
 
     async def prepare(self, grammar: Grammar) -> None:
-        ranks: tuple[Rank | RemoteRank, ...] = (self._own, *self._others)
-        await ranks[self._sampling_rank].prepare(grammar)
+        await self._ranks[self._sampling_rank].prepare(grammar)
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """As in the port. A rank that fails also fails the step and the gang."""
@@ -118,6 +121,7 @@ class GangExecutor:
             digests=tuple(step.digests for step in steps),
             seconds=sum(busy),
             prompt_logprobs=sampled.prompt_logprobs,
+            lost=tuple(sorted({index for step in steps for index in step.lost})),
             stuck=sampled.stuck,
         )
 
@@ -154,10 +158,18 @@ class GangExecutor:
         await asyncio.gather(self._own.forget(incarnation), *(other.forget(incarnation) for other in self._others))
 
     def borrow(self, attend: RemoteAttend) -> None:
-        raise WorkerError("a worker of several ranks cannot borrow KV; let workers of one rank borrow")
+        """Every rank asks lenders for its own heads and layers, by way of the leader."""
+        for rank in self._ranks:
+            rank.borrow(attend)
 
     async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
-        raise WorkerError("a worker of several ranks cannot lend KV; let workers of one rank lend")
+        def attend(rank: int, part: SpanQuery) -> Awaitable[bytes]:
+            return self._ranks[rank].attend(blocks, part)
+
+        try:
+            return await by_heads(query, self._model_shards, self.facts.layout.head_dim, attend)
+        except RankLost as error:
+            raise PeerLost(f"a rank of the lender is lost: {error}") from error
 
     async def failure(self) -> Exception:
         return await asyncio.shield(self._connections.failure)
@@ -313,8 +325,7 @@ async def open_gang(
     Raises `ModelError` if the model cannot be split this way or does not load, and `RankLost` if a rank does not join.
     """
     shape = read_model_config(folder.path)
-    for rank in range(config.parallel.world_size):
-        shard_of(shape, config.parallel, rank)  # refuses before any process starts
+    shards = [shard_of(shape, config.parallel, rank) for rank in range(config.parallel.world_size)]  # or it is refused
     connections = _Connections(config, incarnation, launcher)
     opening: asyncio.Future[tuple[ModelFacts, Rank]] | None = None
     try:
@@ -329,7 +340,7 @@ async def open_gang(
             raise connections.failure.result()
         opened.result()
         facts, own = opening.result()
-        executor = GangExecutor(facts, config, own, others, connections)
+        executor = GangExecutor(facts, config, shards, own, others, connections)
         for plan in warm_up(config.engine.block_size):
             await executor.execute(plan)
     except BaseException as error:

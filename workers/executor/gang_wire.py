@@ -4,7 +4,9 @@
                         Execute -> its step            several in flight, computed in the order in which they are sent
                         Connect -> link report         Pull -> read statistics         in any order
                         WriteBlock, ReadBlock -> whether it is there
+                        AttendBlocks -> state, of a query to blocks that this worker lends
                         Forget, Prepare, Close -> nothing
+    rank calls leader   AskLender -> state, of a query to blocks that this worker borrows
     rank -> leader      Settled, Moved, Alive          leader -> rank   ForgetBlocks, Alive
 
 Knows no rank and no plan. Connection, handshake and frames are `kvtransfer.rpc`'s.
@@ -18,7 +20,8 @@ from kvtransfer.rpc.connection import RpcProtocol
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.engine.cache_log import Tier
-from workers.engine.step import StepPlan
+from workers.engine.executor import SpanQuery
+from workers.engine.step import RemoteKV, StepPlan
 from workers.executor.rank import RankStep
 from workers.request import Grammar
 
@@ -67,6 +70,20 @@ class ReadBlock(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
+class AttendBlocks(msgspec.Struct, frozen=True, tag=True):
+    """See `Rank.attend`."""
+
+    blocks: tuple[int, ...]
+    query: SpanQuery
+
+
+class AskLender(msgspec.Struct, frozen=True, tag=True):
+    """See `RemoteAttend`."""
+
+    span: RemoteKV
+    query: SpanQuery
+
+
 class ForgetBlocks(msgspec.Struct, frozen=True, tag=True):
     tier: Tier
     names: tuple[bytes, ...]
@@ -103,6 +120,8 @@ GANG_PROTOCOL = RpcProtocol(
         Forget: None,
         WriteBlock: bool,
         ReadBlock: bool,
+        AttendBlocks: bytes,
+        AskLender: bytes,
         Close: None,
     },
     messages=(Settled, Moved, Alive, ForgetBlocks),

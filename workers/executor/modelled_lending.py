@@ -62,7 +62,7 @@ async def ask_lenders(
             async with asyncio.timeout(STEP_WAIT_S):
                 for span in chunk.remote:
                     await asyncio.sleep(calls.seconds(cost, len(chunk.tokens)))
-                    await attend(span, SpanQuery(0, first, chunk.first_position, bytes(len(chunk.tokens))))
+                    await attend(span, SpanQuery(0, (0, 1), first, chunk.first_position, bytes(len(chunk.tokens))))
                     first += span.num_blocks * block_size
         except (TransferError, TimeoutError):
             return False

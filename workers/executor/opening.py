@@ -189,7 +189,7 @@ def _load_shard(
     facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
     host_blocks = engine.swap_blocks + facts.host_cache_blocks
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
-    part = ModelPart(model, group, link)
+    part = ModelPart(model, group, link, shard=shard)
     if not engine.kv_blocks:
         host_bytes = host_blocks * layout.block_bytes + config.staging_bytes
         chosen = _chosen_blocks(config, facts.context_length, part, layout, device, store, host_bytes)

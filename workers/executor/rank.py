@@ -20,6 +20,7 @@ from kvtransfer.digest import digest_cells
 from kvtransfer.links import TransportSet
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
+from workers.config import ParallelConfig
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
 from workers.errors import InvalidRequest
@@ -35,6 +36,7 @@ from workers.executor.remote_kv import Lender, RemoteStates
 from workers.executor.threads import ComputeThread
 from workers.model.decoder import Decoder
 from workers.model.grammar import INSTALL
+from workers.model.shard import ModelShard, shard_of
 from workers.ops.collective import StageLink, TensorGroup
 from workers.ops.completion import wait
 from workers.ops.staging import to_device, to_host
@@ -69,6 +71,7 @@ class ModelPart:
     group: TensorGroup | None = None  # None: no other rank shares its layers
     link: StageLink | None = None  # None: one stage
     graphs: DecodeGraphs | None = None  # of a whole model on a GPU
+    shard: ModelShard | None = None  # None: the whole model
 
     def close(self) -> None:
         for each in (self.group, self.link):
@@ -97,7 +100,8 @@ class Rank:
         self._transports = transports
         self._thread = thread
         self._scrubbing: set[asyncio.Task[None]] = set()
-        self._lender = Lender(part.model, pool.blocks, "diptych")
+        self._shard = part.shard or shard_of(part.model.config, ParallelConfig(), 0)
+        self._lender = Lender(part.model, self._shard, pool.blocks, "diptych")
         self._remote_attend: RemoteAttend | None = None
         self._sampled: dict[str, int | None] = {}  # by the last step, for each sequence; the compute thread's
 
@@ -115,7 +119,7 @@ class Rank:
             return None
         assert self._remote_attend is not None, "a plan with remote KV comes after `borrow`"
         block_size = self._pool.region.layout.block_size
-        return RemoteStates(plan, self._part.model.config, block_size, self._remote_attend)
+        return RemoteStates(plan, self._part.model.config, self._shard, block_size, self._remote_attend)
 
     async def prepare(self, grammar: Grammar) -> None:
         """As in the `Executor` port."""

@@ -16,6 +16,8 @@ from kvtransfer.rpc.frames import BROKEN, FrameStream, greet
 from kvtransfer.rpc.handshake import CallerHandshake
 from kvtransfer.ticket import ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, ReadStats
+from workers.engine.executor import SpanQuery
+from workers.engine.step import RemoteKV
 from workers.executor import gang_wire as wire
 from workers.executor.opening import open_rank
 from workers.executor.rank import Rank
@@ -97,6 +99,8 @@ class _Service:
                 return await self._rank.caches[tier].written(name, prefix, block)
             case wire.ReadBlock(tier, name, block, timeout_s):
                 return await self._rank.caches[tier].arrived(name, block, timeout_s)
+            case wire.AttendBlocks(blocks, query):
+                return await self._rank.attend(blocks, query)
             case wire.Close():
                 return await self._end(whole=True)
 
@@ -122,7 +126,12 @@ class _Service:
             raise
         for each in rank.caches.values():
             each.watch(lambda name, prefix: None, lambda name: None)  # it learns what others store
+        rank.borrow(self._ask_lender)
         return rank
+
+    async def _ask_lender(self, span: RemoteKV, query: SpanQuery) -> bytes:
+        state: bytes = await self._connection.begin(wire.AskLender(span, query))
+        return state
 
     async def _pull(self, number: int, order: PullOrder) -> ReadStats:
         read = self._rank.pull(order)

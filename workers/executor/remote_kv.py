@@ -3,6 +3,8 @@
 compute thread   layer's query ──> states of all remote chunks at once ──> attention continues from them
 event loop       each chunk: lender after lender, in the order of their spans
 lender           query and state ──> state after its span
+
+Each rank of a gang asks for its own heads and layers. So a lender may have other ranks than the borrower: `by_heads`.
 """
 
 import asyncio
@@ -10,13 +12,14 @@ import concurrent.futures
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from kvtransfer.errors import TransferError
@@ -24,12 +27,13 @@ from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import RemoteKV, StepPlan
 from workers.model.decoder import Decoder
 from workers.model.description import ModelConfig
+from workers.model.shard import ModelShard
 from workers.ops.span import SPAN, KeySpan
 
 logger = logging.getLogger(__name__)
 
 REMOTE_TIMEOUT_S = 5.0  # for the states of one layer
-STEP_WAIT_S = 60.0  # for those of all layers; below the pump's limit for a step
+STEP_WAIT_S = 60.0  # for those of all layers, in all stages; below the pump's limit for a step
 MAX_QUERY_BYTES = 4 << 20  # of one call; longer queries take several
 MOST_AT_ONCE = 1 << 22  # numbers of a query times keys: at most some 2 ms on a CPU
 
@@ -59,12 +63,15 @@ class RemoteStates:
     `lost` are the indices of chunks whose remote KV could not be used: there are no more calls for them in this step.
     """
 
-    def __init__(self, plan: StepPlan, model: ModelConfig, block_size: int, attend: RemoteAttend) -> None:
+    def __init__(
+        self, plan: StepPlan, model: ModelConfig, shard: ModelShard, block_size: int, attend: RemoteAttend
+    ) -> None:
         self.lost: set[int] = set()
         self._windows = [layer.window for layer in model.layers]
+        self._shard = shard
         self._attend = attend
         self._loop = asyncio.get_running_loop()
-        self._left_s = STEP_WAIT_S
+        self._left_s = STEP_WAIT_S / shard.stages
         self._runs: list[_Run] = []
         start = 0
         for index, chunk in enumerate(plan.chunks):
@@ -116,10 +123,11 @@ class RemoteStates:
     async def _ask(self, layer: int, spans: list[_Part], pieces: list[tuple[int, bytes]], head_dim: int) -> bytes:
         """The states of one chunk. Raises `TransferError`."""
         states: list[bytes] = []
+        layer, heads = layer + self._shard.layers[0], self._shard.heads
         for position, query in pieces:
             state, num_bytes = b"", len(query) // head_dim * (head_dim + 2)
             for span in spans:
-                state = await self._attend(span.kv, SpanQuery(layer, span.first, position, query, state))
+                state = await self._attend(span.kv, SpanQuery(layer, heads, span.first, position, query, state))
                 if len(state) != num_bytes:
                     raise TransferError(f"{span.kv.lender} returned {len(state)} bytes of state instead of {num_bytes}")
             states.append(state)
@@ -132,15 +140,16 @@ class Lender:
     What takes longer, or waits for a GPU, runs on a thread of its own. To hand over a decode would take longer than it.
     """
 
-    def __init__(self, model: Decoder, blocks: Tensor, name: str) -> None:
+    def __init__(self, model: Decoder, shard: ModelShard, blocks: Tensor, name: str) -> None:
         self._model = model
+        self._shard = shard
         self._blocks = blocks
         self._name = name
         self._thread: ThreadPoolExecutor | None = None
         self._is_single = False
 
     async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
-        """As in the `Executor` port."""
+        """As in the `Executor` port, for heads that this rank has."""
         work = self._checked(blocks, query)
         num_keys = len(blocks) * self._blocks.shape[4]
         # More threads would compete with the compute thread.
@@ -157,13 +166,14 @@ class Lender:
 
     def _checked(self, blocks: tuple[int, ...], query: SpanQuery) -> Callable[[], bytes]:
         """The work. Raises `TransferError` if the query does not fit."""
-        config, block_size = self._model.config, self._blocks.shape[4]
-        num_keys, row = len(blocks) * block_size, config.num_heads * config.head_dim * 4
-        position = query.position - query.first_position
-        tokens, rest = divmod(len(query.query), row)
-        state_bytes = tokens * config.num_heads * (config.head_dim + 2) * 4
-        if not 0 <= query.layer < len(config.layers) or rest or not tokens or len(query.state) not in (0, state_bytes):
-            raise TransferError(f"a query of {len(query.query)} bytes for layer {query.layer} does not fit this model")
+        (first, end), (low, high), layers = query.heads, self._shard.heads, self._shard.layers
+        tokens = num_tokens(query, self._model.config.head_dim)
+        if not (layers[0] <= query.layer < layers[1] and low <= first < end <= high and tokens):
+            raise TransferError(
+                f"a query of {len(query.query)} bytes for heads {first}..{end} of layer {query.layer} does not fit "
+                f"a rank with heads {low}..{high} of layers {layers[0]}..{layers[1]}"
+            )
+        num_keys, position = len(blocks) * self._blocks.shape[4], query.position - query.first_position
         if num_keys % SPAN or not 0 < num_keys <= position:
             raise TransferError(
                 f"a span of {num_keys} keys before position {position} is not a multiple of {SPAN} before it"
@@ -172,25 +182,72 @@ class Lender:
 
     @torch.inference_mode()
     def _attend(self, blocks: tuple[int, ...], query: SpanQuery, num_keys: int, position: int) -> bytes:
-        config, pool = self._model.config, self._blocks
-        heads, head_dim = config.num_heads, config.head_dim
+        config, pool, layer = self._model.config, self._blocks, query.layer - self._shard.layers[0]
+        first, end = (head - self._shard.heads[0] for head in query.heads)
 
         def tensor(numbers: bytes, width: int) -> Tensor:
-            array = np.frombuffer(bytearray(numbers), np.float32)
-            return torch.from_numpy(array).view(-1, heads, width).to(pool.device)
+            """Of all heads of this rank; those that are not asked for are zeros."""
+            asked = np.frombuffer(bytearray(numbers), np.float32).reshape(-1, end - first, width)
+            if end - first == config.num_heads:
+                return torch.from_numpy(asked).to(pool.device)
+            array = np.zeros((len(asked), config.num_heads, width), np.float32)
+            array[:, first:end] = asked
+            return torch.from_numpy(array).to(pool.device)
 
         table = torch.tensor(blocks, dtype=torch.int32, device=pool.device)
         state = self._model.attention.attend_span(
-            tensor(query.query, head_dim),
+            tensor(query.query, config.head_dim),
             pool,
-            query.layer,
-            KeySpan(table, num_keys, position, tensor(query.state, head_dim + 2) if query.state else None),
+            layer,
+            KeySpan(table, num_keys, position, tensor(query.state, config.head_dim + 2) if query.state else None),
             config.attention_scale,
-            config.layers[query.layer].window,
+            config.layers[layer].window,
             config.attention_softcap,
         )
-        return state.cpu().contiguous().numpy().tobytes()
+        return state[:, first:end].cpu().contiguous().numpy().tobytes()
 
     async def close(self) -> None:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.shutdown)
+
+
+def num_tokens(query: SpanQuery, head_dim: int) -> int:
+    """0 if its bytes are not whole tokens of its heads."""
+    heads = query.heads[1] - query.heads[0]
+    tokens, rest = divmod(len(query.query), max(1, heads * head_dim * 4))
+    fits = heads > 0 and not rest and len(query.state) in (0, tokens * heads * (head_dim + 2) * 4)
+    return tokens if fits else 0
+
+
+async def by_heads(
+    query: SpanQuery,
+    shards: Sequence[ModelShard],
+    head_dim: int,
+    attend: Callable[[int, SpanQuery], Awaitable[bytes]],
+) -> bytes:
+    """The state from the ranks with these shards of a model, each for those heads of the query that it has.
+
+    `attend(rank, part of the query)` returns that part's state. Raises `TransferError`.
+    """
+    tokens, (first, end) = num_tokens(query, head_dim), query.heads
+    parts = [
+        (rank, (max(first, shard.heads[0]), min(end, shard.heads[1])))
+        for rank, shard in enumerate(shards)
+        if shard.layers[0] <= query.layer < shard.layers[1]
+    ]
+    parts = [(rank, heads) for rank, heads in parts if heads[0] < heads[1]]
+    if not tokens or sum(high - low for _, (low, high) in parts) != end - first:
+        raise TransferError(
+            f"a query of {len(query.query)} bytes for heads {first}..{end} of layer {query.layer} fits no model here"
+        )
+
+    def cut(numbers: bytes, heads: tuple[int, int]) -> bytes:
+        array = np.frombuffer(numbers, np.float32).reshape(tokens, end - first, -1)
+        return array[:, heads[0] - first : heads[1] - first].tobytes()
+
+    async def ask(rank: int, heads: tuple[int, int]) -> Any:
+        state = cut(query.state, heads) if query.state else b""
+        answer = await attend(rank, structs.replace(query, heads=heads, query=cut(query.query, heads), state=state))
+        return np.frombuffer(answer, np.float32).reshape(tokens, heads[1] - heads[0], -1)
+
+    return np.concatenate(await asyncio.gather(*(ask(rank, heads) for rank, heads in parts)), axis=1).tobytes()

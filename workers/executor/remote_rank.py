@@ -11,6 +11,7 @@ from kvtransfer.rpc.frames import FrameStream
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.cache_log import Tier
+from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
 from workers.errors import RankLost
 from workers.executor import gang_wire as wire
@@ -30,11 +31,17 @@ class RemoteRank:
         self.rank = rank
         self.shard: ShardAddress | None = None  # None before `open`
         self.ticks = 0  # from its last message
+        self._attend: RemoteAttend | None = None
         self._lost = lost
         self._num_reads = 0
         self._settling: dict[int, asyncio.Future[None]] = {}
         self._connection = RpcConnection(
-            stream, wire.GANG_PROTOCOL, f"rank {rank}", on_message=self._on_message, on_lost=self._on_lost
+            stream,
+            wire.GANG_PROTOCOL,
+            f"rank {rank}",
+            on_call=self._on_call,
+            on_message=self._on_message,
+            on_lost=self._on_lost,
         )
         self._connection.keep_alive(wire.Alive, OPEN_SILENT_S)
 
@@ -73,6 +80,13 @@ class RemoteRank:
     async def forget(self, incarnation: str) -> None:
         await self._connection.begin(wire.Forget(incarnation))
 
+    def borrow(self, attend: RemoteAttend) -> None:
+        self._attend = attend
+
+    async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
+        state: bytes = await self._connection.begin(wire.AttendBlocks(blocks, query))
+        return state
+
     def write_block(self, tier: Tier, name: bytes, prefix: int | None, block: int) -> "asyncio.Future[bool]":
         return self._connection.begin(wire.WriteBlock(tier, name, prefix, block))
 
@@ -100,6 +114,10 @@ class RemoteRank:
         await self._connection.close()
         self._settle()
         return problem
+
+    async def _on_call(self, request: wire.AskLender) -> bytes:
+        assert self._attend is not None, "a plan with remote KV comes after `borrow`"
+        return await self._attend(request.span, request.query)
 
     def _on_message(self, message: wire.Settled | wire.Moved | wire.Alive) -> None:
         match message:

@@ -60,7 +60,7 @@ class KVBorrower:
         self._can_borrow = False
 
     def add(self, key: str, lenders: tuple[PeerAddress, ...]) -> None:
-        """The lenders of a new sequence, in the order to ask. Raises `WorkerError` if this worker cannot borrow."""
+        """The lenders of a new sequence, in the order to ask."""
         if not self._can_borrow:
             self._executor.borrow(self._attend)
             self._can_borrow = True
@@ -197,6 +197,7 @@ class KVBorrower:
             span.num_blocks * self._block_size,
             query.first_position,
             query.layer,
+            query.heads,
             query.position,
             query.query,
             query.state,

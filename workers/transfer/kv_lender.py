@@ -30,7 +30,7 @@ class KVLender:
     ) -> None:
         self._name = config.name
         self._block_size = config.engine.block_size
-        self._can_lend = config.parallel.world_size == 1 and config.engine.can_lend
+        self._can_lend = config.engine.can_lend
         self._engine = engine
         self._loans = engine.loans
         self._executor = executor
@@ -41,9 +41,7 @@ class KVLender:
     async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int) -> int:
         """Take and fill blocks for this ticket. Errors: `TransferError`."""
         if not self._can_lend:
-            raise LoanRefused(
-                f"{self._name} lends no blocks: it has several ranks, or blocks that do not divide {SPAN}"
-            )
+            raise LoanRefused(f"{self._name} lends no blocks: {self._block_size} tokens do not divide {SPAN}")
         if self._fetcher.is_rounded(ticket):
             raise LoanRefused(f"{self._name} lends no blocks to {ticket.owner.worker}: its KV has another dtype")
         held, count = held_tokens // self._block_size, ticket.num_tokens // self._block_size
@@ -62,8 +60,8 @@ class KVLender:
         """Attend to the loan's blocks, which are as they were when it returns. Errors: `TransferError`."""
         count = request.num_tokens // self._block_size
         blocks = self._loans.ready(request.loan, count, _now_s())
-        query = SpanQuery(request.layer, request.first_position, request.position, request.query, request.state)
-        state = await self._executor.attend(blocks, query)
+        at, positions = (request.layer, request.heads), (request.first_position, request.position)
+        state = await self._executor.attend(blocks, SpanQuery(*at, *positions, request.query, request.state))
         self._loans.ready(request.loan, count, _now_s())
         return state
 

@@ -27,10 +27,10 @@ class Memory:
 
 
 class Lending:
-    """Which workers may lend to each other: of one rank, with KV of the same dtype."""
+    """Which workers may lend to each other: with KV of the same dtype, whatever their ranks."""
 
     def __init__(self, spec: ClusterSpec) -> None:
-        able = [pool for pool in spec.pools if pool.parallel.world_size == 1 and pool.engine.can_lend]
+        able = [pool for pool in spec.pools if pool.engine.can_lend]
         self._dtypes = {pool.name: pool.engine.dtype for pool in able}
         self._block_sizes = {pool.name: pool.engine.block_size for pool in able}
         limits = [pool.engine.max_model_len for pool in spec.pools if pool.engine.max_model_len is not None]
