@@ -140,6 +140,7 @@ class ByteSize(int):
 
 NO_BYTES = ByteSize()
 DISK_SPEED = ByteSize(2_000_000_000)
+ADAPTERS_SIZE = ByteSize(1 << 30)
 REMOTE_SPEED = ByteSize(2_500_000_000)
 REMOTE_SIZE = ByteSize(256_000_000_000)
 
@@ -203,6 +204,9 @@ class CacheConfig:
     """A server of KV, for workers with `host`. It is asked for what the disk does not have."""
     pins: ByteSize = NO_BYTES
     """The part of `host` that `diptych cache warm --pin` may fill with prompts, at most half. 0: nothing is pinned."""
+    adapters: ByteSize = ADAPTERS_SIZE
+    """Host memory of each worker, all its ranks together, for adapters, counted in float32. The least recently used go
+    first; those of running requests stay."""
 
     def __post_init__(self) -> None:
         if self.disk is not None and not self.host:

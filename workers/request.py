@@ -14,6 +14,7 @@ from diptych.events import FinishReason as FinishReason
 from diptych.events import TokenLogprobs as TokenLogprobs
 from diptych.options import SLO as SLO
 from diptych.shapes import Shape
+from diptych.view import Adapter as Adapter
 from kvtransfer.ticket import TransferReport, TransferTicket
 from workers.config import EngineConfig
 from workers.errors import InvalidRequest
@@ -151,6 +152,7 @@ class Request:
     between its arrival at the gateway and the call to a worker. `num_moves`: earlier migrations of this attempt.
     `kv_dtype`: dtype of the KV that another worker computes for this one, or `MIXED_KV`; empty: this worker's own.
     `origin`: the gateway process and its request counter; clients choose `id`, so `id` is not unique.
+    `adapter`: changes the model for this request; None: the model as it is.
     """
 
     id: str
@@ -169,6 +171,7 @@ class Request:
     shares_prefixes: bool = False
     kv_dtype: str = ""
     origin: str = ""
+    adapter: Adapter | None = None
 
     @property
     def key(self) -> str:
@@ -183,8 +186,9 @@ class Request:
 
     @property
     def cache_salt(self) -> str:
-        """Part of the block hashes: requests with different salts never share cached KV."""
-        return "" if self.shares_prefixes else self.tenant
+        """Part of the block hashes: requests with different salts never share cached KV. No tenant has a newline."""
+        tenant = "" if self.shares_prefixes else self.tenant
+        return tenant if self.adapter is None else f"{tenant}\nadapter {self.adapter.id}"
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import chain
 
 import psutil
 
@@ -24,6 +25,7 @@ from diptych.shapes import Shape, Timings
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
 from workers.config import WorkerConfig
+from workers.engine.adapter_cache import AdapterCache
 from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
@@ -96,6 +98,7 @@ class Worker:
         self._sweep_due_s = 0.0
         self._late_sweeps = 0  # in a row: they expire nothing
         self._reservations = ReservationQueue(self.engine, self._granted)
+        self._adapters = AdapterCache(executor, config.cache.adapters, self._adapters_in_use)
         self._peer_links = PeerLinks(config, executor)
         self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
         now_s = asyncio.get_running_loop().time
@@ -434,7 +437,7 @@ class Worker:
         return self._late_readers.get(self._routes.get(key, ""))
 
     def _stats(self) -> WorkerStats:
-        return self.engine.stats(self._executor.bubble_share, self._kv_fetcher.pulls)
+        return self.engine.stats(self._executor.bubble_share, self._kv_fetcher.pulls, self._adapters.ids)
 
     def _require_open(self) -> None:
         if self._failure is not None:
@@ -448,13 +451,21 @@ class Worker:
             raise UnknownSequence(f"{request.key} was cancelled before it arrived")
 
     async def _accept_to_sample(self, request: Request) -> None:
-        """Its outputs have a subscriber, and its grammar is compiled."""
+        """Its outputs have a subscriber, its grammar is compiled, and its adapter loaded."""
         self._accept(request)
         self._require_subscriber(request)
+        if request.sampling.grammar is None and request.adapter is None:
+            return
         if request.sampling.grammar is not None:
             await self._executor.prepare(request.sampling.grammar)
-            self._accept(request)  # it may have been cancelled meanwhile
-            self._require_subscriber(request)
+        if request.adapter is not None:
+            await self._adapters.use(request.adapter)
+        self._accept(request)  # it may have been cancelled meanwhile
+        self._require_subscriber(request)
+
+    def _adapters_in_use(self) -> set[str]:
+        requests = chain(self.engine.requests(), self._reservations.requests())
+        return {request.adapter.id for request in requests if request.adapter is not None}
 
     def _require_subscriber(self, request: Request) -> None:
         if request.reply_to not in self._mailboxes:

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvtransfer.layout import KVLayout
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.executor.rank import ModelPart
-from workers.model.decoder import Decoder, Layer
+from workers.model.decoder import Decoder, Layer, Output
 from workers.model.description import LayerConfig, ModelConfig, RopeConfig
 from workers.model.feed_forward import FeedForward
 from workers.model.parallel import Embedding
@@ -63,7 +63,7 @@ def random_llama(shape: LlamaShape, device: torch.device, dtype: torch.dtype) ->
         qkv = draw((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)
         output = make_linear(draw(shape.hidden, shape.heads * shape.head_dim))
         up, down = make_linear(draw(2 * shape.ffn, shape.hidden)), make_linear(draw(shape.hidden, shape.ffn))
-        return Layer(ones, make_linear(qkv), None, output, None, ones, FeedForward(up, down, "silu"), None)
+        return Layer(ones, make_linear(qkv), None, Output(output), None, ones, FeedForward(up, down, "silu"), None)
 
     attention = best_attention(device, dtype, deterministic=False)
     layers = tuple(layer() for _ in range(shape.layers))

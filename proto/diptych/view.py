@@ -143,6 +143,7 @@ class WorkerStats(Struct, frozen=True, gc=False):
     device_saved_s: float = 0.0  # the same, of what was on the device
     device_lent_tokens: int = 0  # as `TierStats.lent_tokens`, from the device
     non_finite: int = 0  # requests that ended because their logits were NaN or infinite
+    adapters: tuple[str, ...] = ()  # ids of those in its memory
 
     @property
     def used_blocks(self) -> int:
@@ -217,6 +218,19 @@ class WorkerView(Struct, frozen=True, gc=False):
         """What it waits for, and its last problem, as text."""
         waiting = f"waits for a node: {self.waits_for}" if self.waits_for else ""
         return "; ".join(filter(None, (waiting, self.detail)))
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of the served model, in the PEFT folder `path`, which is the same on every node.
+
+    `id`: a digest of its files. `num_bytes`: of its numbers in float32.
+    """
+
+    name: str
+    path: str
+    id: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def test_logits_are_near_those_of_float32(cache: Path, tmp_path: Path, name: str
 def test_parts_in_different_formats_are_computed_in_float32(cache: Path, tmp_path: Path) -> None:
     model = decoder(converted(tmp_path, "q4_0, attention apart"))
     layer = model.layers[0]
-    assert [layer.qkv.weight_format, layer.output.weight_format] == ["float32", "float32"]
+    assert [layer.qkv.weight_format, layer.output.linear.weight_format] == ["float32", "float32"]
     assert [layer.feed_forward.gate_up.weight_format, model.head.weight_format] == ["q4_0", "q4_0"]
 
 
@@ -263,6 +263,6 @@ def test_the_real_model_keeps_its_blocks(smollm2: ModelFolder) -> None:
         pytest.skip("only the converted model is cached here, not the GGUF file")
     model = decoder(smollm2)
     formats = {layer.qkv.weight_format for layer in model.layers} | {
-        layer.output.weight_format for layer in model.layers
+        layer.output.linear.weight_format for layer in model.layers
     }
     assert formats == {"q4_1"} and model.head.weight_format == "q8_0"

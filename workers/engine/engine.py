@@ -649,6 +649,10 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def requests(self) -> Iterator[Request]:
+        """Of all sequences here."""
+        return (sequence.request for sequence in self._sequences.values())
+
     def holds(self, key: str) -> bool:
         """Whether a sequence of this key is here (its lease may outlive it)."""
         return key in self._sequences
@@ -658,7 +662,7 @@ class Engine:
         sequence = self._sequences.get(key)
         return sequence is None or sequence.doomed
 
-    def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS) -> WorkerStats:
+    def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS, adapters: tuple[str, ...] = ()) -> WorkerStats:
         if self._catch_up is not None:
             self._catch_up(False)
         queued_tokens = num_reserved = 0
@@ -698,6 +702,7 @@ class Engine:
             tiers=self._tiers(),
             non_finite=self._non_finite,
             pulls=pulls,
+            adapters=adapters,
         )
 
     def _tiers(self) -> tuple[TierStats, ...]:

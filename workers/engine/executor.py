@@ -15,7 +15,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.block_store import BlockStore
 from workers.engine.step import RemoteKV, StepPlan, StepResult
-from workers.request import Grammar
+from workers.request import Adapter, Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,14 @@ class Executor(Protocol):
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile a grammar where tokens are sampled, beside the steps. Raises `InvalidRequest`."""
+        ...
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Load it on every rank, beside the steps, unless it is there. Raises `ModelError`."""
+        ...
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        """Free its memory. No later plan has it; plans in flight may."""
         ...
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:

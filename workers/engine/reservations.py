@@ -5,7 +5,7 @@ The engine decides whether one fits. Knows no subscriber and no wire.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,10 @@ class ReservationQueue:
             if asked in self._waiting:
                 self._waiting.remove(asked)
                 self.grant()
+
+    def requests(self) -> Iterator[Request]:
+        """Those that wait."""
+        return (asked.request for asked in self._waiting)
 
     def grant(self) -> None:
         """Grant what fits now, in order. One that does not fit blocks the rest, unless it waits for a sibling's KV."""

@@ -127,7 +127,7 @@ class Sequence:
 
     @property
     def salt(self) -> str:
-        """Part of its block hashes: the tenant, and the dtype of fetched KV. No tenant has a newline."""
+        """Part of its block hashes: tenant and adapter, and the dtype of fetched KV."""
         salt = self.request.cache_salt
         return f"{salt}\n{self.kv_dtype}" if self.kv_dtype else salt
 
@@ -230,6 +230,7 @@ class Sequence:
             targets=tuple(self.tokens[first + 1 : stop + 1]) if self.wants_prompt_logprobs else (),
             num_top=self.request.sampling.prompt_logprobs or 0,
             remote=tuple(self.remote),
+            adapter=self.request.adapter.id if self.request.adapter else "",
         )
 
     def finish_reason(self, end_tokens: tuple[int, ...]) -> FinishReason | None:

@@ -47,7 +47,8 @@ class Chunk(Struct, frozen=True, gc=False):
     position p is in slot p % block_size of blocks[p // block_size]. A decode is a chunk of one token.
     The blocks of `remote` come first, each a multiple of `SPAN` tokens; in `blocks` they are `ELSEWHERE`.
     `draw` None: a chunk in the middle of a prompt, nothing to sample. `targets` are the prompt tokens that follow the
-    chunk's first rows, for prompt log probabilities with the `num_top` best of each row.
+    chunk's first rows, for prompt log probabilities with the `num_top` best of each row. `adapter`: the id of a loaded
+    adapter, or empty.
     """
 
     key: str
@@ -58,6 +59,7 @@ class Chunk(Struct, frozen=True, gc=False):
     targets: tuple[int, ...] = ()
     num_top: int = 0
     remote: tuple[RemoteKV, ...] = ()
+    adapter: str = ""
 
     @property
     def num_remote(self) -> int:

@@ -50,7 +50,7 @@ class DecodeGraphs:
         """[sequences, vocab] if the step decodes one token of each sequence, else None. Valid until the next call."""
         sequences = len(step.contexts)
         is_decode = step.num_decodes == len(step.rows) == sequences <= self._most
-        if not is_decode or step.begins is not None:
+        if not is_decode or step.begins is not None or step.adapters:
             return None
         bucket = sequences_bucket(sequences), context_bucket(step.max_context)
         filled = padded(step, *bucket, len(self._pool) - 1, self._pool.shape[4])

@@ -44,7 +44,7 @@ from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import ModelShard, shard_of
-from workers.request import Grammar
+from workers.request import Adapter, Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,12 @@ class GangExecutor:
 
     async def prepare(self, grammar: Grammar) -> None:
         await self._ranks[self._sampling_rank].prepare(grammar)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await asyncio.gather(*(rank.load_adapter(adapter) for rank in self._ranks))
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        await asyncio.gather(*(rank.drop_adapter(adapter_id) for rank in self._ranks))
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """As in the port. A rank that fails also fails the step and the gang."""

@@ -5,7 +5,7 @@
                         Connect -> link report         Pull -> read statistics         in any order
                         WriteBlock, ReadBlock -> whether it is there
                         AttendBlocks -> state, of a query to blocks that this worker lends
-                        Forget, Prepare, Close -> nothing
+                        Forget, Prepare, LoadAdapter, DropAdapter, Close -> nothing
     rank calls leader   AskLender -> state, of a query to blocks that this worker borrows
     rank -> leader      Settled, Moved, Alive          leader -> rank   ForgetBlocks, Alive
 
@@ -23,7 +23,7 @@ from workers.engine.cache_log import Tier
 from workers.engine.executor import SpanQuery
 from workers.engine.step import RemoteKV, StepPlan
 from workers.executor.rank import RankStep
-from workers.request import Grammar
+from workers.request import Adapter, Grammar
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -36,6 +36,14 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     grammar: Grammar
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    adapter: Adapter
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    adapter_id: str
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -115,6 +123,8 @@ GANG_PROTOCOL = RpcProtocol(
         Open: ShardAddress,
         Execute: RankStep,
         Prepare: None,
+        LoadAdapter: None,
+        DropAdapter: None,
         Connect: LinkReport,
         Pull: ReadStats,
         Forget: None,

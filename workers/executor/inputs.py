@@ -44,6 +44,8 @@ class StepArrays:
     max_query: int
     max_context: int
     num_decodes: int
+    adapters: tuple[str, ...] = ()  # those of the plan
+    numbers: NDArray[np.int32] | None = None  # [tokens], with adapters: the place of each token's in `adapters`, or -1
 
     @property
     def all(self) -> list[Ints]:
@@ -78,6 +80,8 @@ def step_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     chunk_of = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]
     positions = np.arange(starts[-1]) + (firsts - starts[:-1])[chunk_of]  # [tokens]
     blocks = tables[chunk_of, positions // block_size].astype(np.int64)  # [tokens]
+    adapters = tuple(dict.fromkeys(chunk.adapter for chunk in chunks if chunk.adapter))
+    number_of = dict(zip(adapters, range(len(adapters)), strict=True))
     return StepArrays(
         tokens=np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, int(starts[-1])),
         positions=positions,
@@ -90,6 +94,10 @@ def step_arrays(plan: StepPlan, block_size: int) -> StepArrays:
         max_query=int(lengths.max()),
         max_context=int(contexts.max()),
         num_decodes=int((lengths == 1).cumprod().sum()),
+        adapters=adapters,
+        numbers=np.array([number_of.get(chunk.adapter, -1) for chunk in chunks], np.int32)[chunk_of]
+        if adapters
+        else None,
     )
 
 

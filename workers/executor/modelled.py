@@ -36,7 +36,7 @@ from workers.executor.modelled_lending import ModelledLender, ask_lenders, local
 from workers.executor.modelled_remote import ModelledRemote
 from workers.executor.modelled_remote import ModelledRemoteServer as ModelledRemoteServer
 from workers.executor.modelled_repeat import ModelledRepeat, modelled_tokens
-from workers.request import Grammar, TokenLogprobs
+from workers.request import Adapter, Grammar, TokenLogprobs
 
 
 def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, ...] = ()) -> int:
@@ -158,6 +158,12 @@ class ModelledExecutor:
 
     async def prepare(self, grammar: Grammar) -> None:
         """Nothing: modelled tokens have no text, so they match no grammar."""
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Nothing: it costs no time here."""
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        pass
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         if any(chunk.remote for chunk in plan.chunks):

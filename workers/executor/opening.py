@@ -22,6 +22,7 @@ from workers.config import EngineConfig, WorkerConfig
 from workers.engine.executor import ModelFacts
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import RankLost
+from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, has_graphs
 from workers.executor.disk_cache import DiskCache, open_disk_cache
 from workers.executor.grammar_masks import GrammarMasks
@@ -189,7 +190,8 @@ def _load_shard(
     facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
     host_blocks = engine.swap_blocks + facts.host_cache_blocks
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
-    part = ModelPart(model, group, link, shard=shard)
+    adapters = RankAdapters(shape, shard, device, model.dtype, deterministic=engine.deterministic)
+    part = ModelPart(model, group, link, shard=shard, adapters=adapters)
     if not engine.kv_blocks:
         host_bytes = host_blocks * layout.block_bytes + config.staging_bytes
         chosen = _chosen_blocks(config, facts.context_length, part, layout, device, store, host_bytes)

@@ -24,6 +24,7 @@ from workers.config import ParallelConfig
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan
 from workers.errors import InvalidRequest
+from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs
 from workers.executor.device_sampler import sample_rows
 from workers.executor.disk_cache import DiskCache
@@ -39,8 +40,9 @@ from workers.model.grammar import INSTALL
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.collective import StageLink, TensorGroup
 from workers.ops.completion import wait
+from workers.ops.lora import StepAdapters
 from workers.ops.staging import to_device, to_host
-from workers.request import Grammar, TokenLogprobs
+from workers.request import Adapter, Grammar, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class ModelPart:
     link: StageLink | None = None  # None: one stage
     graphs: DecodeGraphs | None = None  # of a whole model on a GPU
     shard: ModelShard | None = None  # None: the whole model
+    adapters: RankAdapters | None = None  # None: of a part that is only measured
 
     def close(self) -> None:
         for each in (self.group, self.link):
@@ -127,17 +130,31 @@ class Rank:
             raise InvalidRequest("sampling.grammar", f"a worker has no structured output; {INSTALL}")
         await asyncio.wrap_future(self._masks.prepare(grammar))
 
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """As in the `Executor` port."""
+        assert self._part.adapters is not None
+        await self._part.adapters.load(adapter)
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        """As in the `Executor` port."""
+        assert self._part.adapters is not None
+        self._part.adapters.drop(adapter_id)
+
     async def execute(self, plan: StepPlan) -> RankStep:
         """A rank that fails in a step leaves its gang: peers would take its next messages for this step's."""
         states = self._states(plan)
         masks = self._masks.begin(plan) if self._masks is not None else None
         arrays = step_arrays(plan, self._pool.region.layout.block_size) if plan.chunks else None
+        adapters = None
+        if arrays is not None and arrays.adapters:
+            assert self._part.adapters is not None
+            adapters = self._part.adapters.of_step(arrays)
 
         def step() -> RankStep:
             try:
                 if arrays is not None:
                     arrays.fill(lambda place: self._sampled[plan.chunks[place].key] or 0)  # None: its sequence fails
-                done = compute(self._part, self._pool, plan, states, arrays, masks)
+                done = compute(self._part, self._pool, plan, states, arrays, masks, adapters)
                 self._sampled = dict(zip([chunk.key for chunk in plan.chunks], done.tokens, strict=True))
                 return done
             except BaseException:
@@ -230,12 +247,13 @@ def compute(
     states: RemoteStates | None = None,
     arrays: StepArrays | None = None,
     masks: "Future[StepMasks] | None" = None,
+    adapters: Callable[[], StepAdapters] | None = None,
 ) -> RankStep:
     """Run the plan on the calling thread: write the KV of all chunks, and sample one token per chunk with a draw.
 
     `arrays`: of the plan, if they are made already. `states`: of chunks with KV on other workers. `masks`: of sequences
-    with grammars. Returns when the KV is in the pool for every reader. Only the first rank of the last stage returns
-    tokens and log probabilities.
+    with grammars. `adapters`: brings those of the plan to the device. Returns when the KV is in the pool for every
+    reader. Only the first rank of the last stage returns tokens and log probabilities.
     """
     begun = time.perf_counter()
     pool.move(plan)
@@ -243,7 +261,7 @@ def compute(
     outputs = _StepOutputs(len(plan.chunks))
     if plan.chunks:
         arrays = arrays or step_arrays(plan, pool.region.layout.block_size)
-        _forward(part, pool, plan, arrays, outputs, states, masks)
+        _forward(part, pool, plan, arrays, outputs, states, masks, adapters)
     lost = tuple(sorted(states.lost)) if states is not None else ()
     for index in lost:
         outputs.tokens[index] = outputs.logprobs[index] = None
@@ -282,6 +300,7 @@ def _forward(
     outputs: _StepOutputs,
     states: RemoteStates | None,
     masks: "Future[StepMasks] | None",
+    adapters: Callable[[], StepAdapters] | None,
 ) -> None:
     model, link = part.model, part.link
     sampled = [(index, chunk.draw) for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
@@ -293,7 +312,8 @@ def _forward(
         else:
             assert link is not None, "a later stage has a previous one"
             x = link.receive((len(inputs.tokens), model.config.hidden_size), model.dtype, model.device)
-        hidden = model.run(x, inputs.positions, inputs.rows, inputs.batch, pool.blocks, states)
+        changes = None if adapters is None else adapters()
+        hidden = model.run(x, inputs.positions, inputs.rows, inputs.batch, pool.blocks, states, changes)
         if model.head is None:
             assert link is not None, "an earlier stage has a next one"
             link.send(hidden)

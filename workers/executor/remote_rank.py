@@ -16,7 +16,7 @@ from workers.engine.step import StepPlan
 from workers.errors import RankLost
 from workers.executor import gang_wire as wire
 from workers.executor.rank import RankStep
-from workers.request import Grammar
+from workers.request import Adapter, Grammar
 
 OPEN_TIMEOUT_S = 600.0  # for a rank to fetch and load its part of the model
 OPEN_SILENT_S = 30.0  # while it loads, which may block its event loop
@@ -59,6 +59,12 @@ class RemoteRank:
 
     async def prepare(self, grammar: Grammar) -> None:
         await self._connection.begin(wire.Prepare(grammar))
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await self._connection.begin(wire.LoadAdapter(adapter))
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        await self._connection.begin(wire.DropAdapter(adapter_id))
 
     def execute(self, plan: StepPlan) -> "asyncio.Future[RankStep]":
         return self._connection.begin(wire.Execute(plan))

@@ -13,7 +13,7 @@ from workers.engine.step import StepPlan, StepResult
 from workers.executor.opening import open_rank, warm_up
 from workers.executor.rank import Rank
 from workers.model.folder import ModelFolder
-from workers.request import Grammar
+from workers.request import Adapter, Grammar
 
 
 class SoloExecutor:
@@ -30,6 +30,12 @@ class SoloExecutor:
 
     async def prepare(self, grammar: Grammar) -> None:
         await self._rank.prepare(grammar)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await self._rank.load_adapter(adapter)
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        await self._rank.drop_adapter(adapter_id)
 
     async def execute(self, plan: StepPlan) -> StepResult:
         step = await self._rank.execute(plan)

@@ -25,10 +25,25 @@ from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
 from workers.ops.fused import add_rms_norm, rms_norm, rotate
 from workers.ops.linear import LinearMethod
+from workers.ops.lora import OUTPUT, QKV, Change, StepAdapters
 
 Transform = Callable[[Tensor], Tensor]
+Changeable = Callable[[Tensor, Change | None], Tensor]  # with the changes that adapters make
 StatesOf = Callable[[int, Tensor], Tensor]  # (layer, query) -> states of `RaggedBatch`
 Rotations = dict[RopeConfig, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The linear layer behind attention."""
+
+    linear: LinearMethod
+
+    def __call__(self, x: Tensor, change: Change | None) -> Tensor:
+        y = self.linear(x)
+        if change is not None:
+            change(OUTPUT, x, y)
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +53,10 @@ class Layer:
     attention_norm: Tensor  # [hidden]
     qkv: LinearMethod  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
-    output: Transform  # [hidden, heads * head_dim]
+    output: Changeable  # [hidden, heads * head_dim]
     attention_post_norm: Tensor | None  # [hidden]
     ffn_norm: Tensor  # [hidden]
-    feed_forward: Transform
+    feed_forward: Changeable
     ffn_post_norm: Tensor | None  # [hidden]
 
 
@@ -106,10 +121,11 @@ class Decoder:
         batch: RaggedBatch,
         pool: Tensor,
         states: StatesOf | None = None,
+        adapters: StepAdapters | None = None,
     ) -> Tensor:
         """This stage's layers over x [tokens, hidden]; writes K and V of every token and layer into the pool.
 
-        `states`: for a batch with `begins`, the states of each layer's rows before them.
+        `states`: for a batch with `begins`, the states of each layer's rows before them. `adapters`: of the rows of x.
 
         The last stage returns the head's input [rows, hidden], any other the next stage's input [tokens, hidden].
         Tokens and positions are int64 on the model's device, positions below the context length.
@@ -123,19 +139,21 @@ class Decoder:
         ]  # of the next layer, or the head
         normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            attended = self._attend(index, normed, rotations, batch, pool, states)
+            change = None if adapters is None else adapters.of_layer(index)
+            attended = self._attend(index, normed, rotations, batch, pool, states, change)
             self.ticks += 1
             if (
                 self.final_norm is not None and index == len(self.layers) - 1
             ):  # all KV is written: continue with the sampled rows
                 x, attended = x[rows], attended[rows]
-            change = self._norm(layer.output(attended), layer.attention_post_norm)
-            x, normed = add_rms_norm(x, change, layer.ffn_norm, self.config.rms_eps)
-            change = self._norm(layer.feed_forward(normed), layer.ffn_post_norm)
+                change = None if adapters is None else adapters.at_rows().of_layer(index)
+            delta = self._norm(layer.output(attended, change), layer.attention_post_norm)
+            x, normed = add_rms_norm(x, delta, layer.ffn_norm, self.config.rms_eps)
+            delta = self._norm(layer.feed_forward(normed, change), layer.ffn_post_norm)
             self.ticks += 1
             if next_norm is None:
-                return x + change
-            x, normed = add_rms_norm(x, change, next_norm, self.config.rms_eps)
+                return x + delta
+            x, normed = add_rms_norm(x, delta, next_norm, self.config.rms_eps)
         return normed
 
     def _attend(
@@ -146,11 +164,15 @@ class Decoder:
         batch: RaggedBatch,
         pool: Tensor,
         states: StatesOf | None,
+        change: Change | None,
     ) -> Tensor:
         config, layer = self.config, self.layers[index]
         here = config.layers[index]
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        qkv = layer.qkv(x)
+        if change is not None:
+            change(QKV, x, qkv)
+        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, None, config.rms_eps) * layer.qk_norm

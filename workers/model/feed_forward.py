@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workers.ops.fused import gated
 from workers.ops.linear import Linear, LinearMethod
+from workers.ops.lora import DOWN, GATE_UP, Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,15 @@ class FeedForward:
     down: LinearMethod  # [hidden, ffn]
     activation: str  # one that `gated` knows
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x), self.activation))
+    def __call__(self, x: Tensor, change: Change | None = None) -> Tensor:
+        gate_up = self.gate_up(x)
+        if change is not None:
+            change(GATE_UP, x, gate_up)
+        inner = gated(gate_up, self.activation)
+        y = self.down(inner)
+        if change is not None:
+            change(DOWN, inner, y)
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,8 @@ class Experts:
     experts: tuple[FeedForward, ...]
     shared: SharedExpert | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, change: Change | None = None) -> Tensor:
+        """Adapters change no experts."""
         weights, chosen = self.router(x)
         total = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
@@ -84,7 +93,7 @@ class GroupedExperts:
     activation: str
     shared: SharedExpert | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, change: Change | None = None) -> Tensor:
         weights, chosen = self.router(x)
         sorted_experts, order = chosen.flatten().sort()
         experts = torch.arange(len(self.down), device=x.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from workers.config import ParallelConfig
 from workers.errors import ModelError
 from workers.model.config import read_model_config
-from workers.model.decoder import Decoder, Layer, Transform
+from workers.model.decoder import Changeable, Decoder, Layer, Output, Transform
 from workers.model.description import LayerConfig, ModelConfig
 from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, GroupedExperts, SharedExpert, grouped
 from workers.model.folder import ModelFolder, check_tensors
@@ -130,7 +130,7 @@ class _Builder:
             qkv=self._qkv(prefix),
             qk_norm=self._qk_norm(prefix),
             output=self._reduced(
-                self._row_parallel(prefix, names.output, self._features(self._shard.heads), config.output_bias)
+                Output(self._row_parallel(prefix, names.output, self._features(self._shard.heads), config.output_bias))
             ),
             attention_post_norm=self._norm(prefix, names.attention_post_norm),
             ffn_norm=ffn_norm,
@@ -138,7 +138,7 @@ class _Builder:
             ffn_post_norm=self._norm(prefix, names.ffn_post_norm),
         )
 
-    def _reduced(self, half: Transform) -> Transform:
+    def _reduced(self, half: Changeable) -> Changeable:
         return half if self._group is None else Reduced(half, self._group)
 
     def _qkv(self, prefix: str) -> LinearMethod:

@@ -5,6 +5,7 @@ Knows no layer. Source: Shoeybi et al., Megatron-LM (2019).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -38,11 +39,11 @@ class PartialEmbedding:
 class Reduced:
     """The sum of `part`'s outputs over the group's ranks, on all of them."""
 
-    part: Callable[[Tensor], Tensor]
+    part: Callable[..., Tensor]
     group: TensorGroup
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.part(x))
+    def __call__(self, *x: Any) -> Tensor:
+        return self.group.all_reduce(self.part(*x))
 
 
 @dataclass(frozen=True, slots=True)

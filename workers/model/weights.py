@@ -5,6 +5,7 @@ share one copy.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +29,16 @@ class Part:
 
 
 class Weights:
-    """The mapped safetensors files of one folder: a tensor is a view unless its dtype or device must change."""
+    """Mapped safetensors files, by default a folder's model: a tensor is a view unless its dtype or device changes."""
 
-    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, device: torch.device, dtype: torch.dtype, files: Sequence[Path] | None = None
+    ) -> None:
         self._path = path
         self._device = device
         self._dtype = dtype
         self._tensors: dict[str, tuple[Tensor, TensorEntry]] = {}
-        for file in weight_files(path):
+        for file in files or weight_files(path):
             entries = read_header(file)
             mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
             self._tensors.update({entry.name: (mapped, entry) for entry in entries})

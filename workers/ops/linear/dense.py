@@ -73,7 +73,6 @@ def _choose(weight: Tensor, bias: Tensor | None, deterministic: bool) -> tuple[i
                 return None, functools.partial(_in_tiles, reordered, bias)
             return REORDERED_ROWS, functools.partial(_reordered, reordered, bias)
     if deterministic:
-        alike = _triton if weight.is_cuda else _row_by_row
         return None, functools.partial(alike, weight, bias)
     return 0, functools.partial(F.linear, weight=weight, bias=bias)
 
@@ -90,11 +89,10 @@ def _in_tiles(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat([_reordered(weight, bias, tile) for tile in torch.split(padded, TILE_ROWS)])[:rows]
 
 
-def _row_by_row(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    return torch.cat([F.linear(row, weight, bias) for row in torch.split(x, 1)])
-
-
-def _triton(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def alike(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Each row by the same steps, whatever other rows there are."""
+    if not weight.is_cuda:
+        return torch.cat([F.linear(row, weight, bias) for row in torch.split(x, 1)])
     from workers.ops import triton_linear  # only where Triton is installed: torch for CUDA brings it
 
     return triton_linear.linear(x, weight, bias)

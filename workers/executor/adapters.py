@@ -1,0 +1,75 @@
+"""The adapters of one rank: its part of each in host memory, and on the device of those that the last step used.
+
+Knows no bound and no request: the worker says what to load and what to drop. Loads on a thread beside the steps.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from workers.errors import ModelError
+from workers.executor.inputs import StepArrays
+from workers.model.adapter import adapter_of, read_adapter
+from workers.model.adapter_load import load_adapter
+from workers.model.description import ModelConfig
+from workers.model.shard import ModelShard
+from workers.ops.lora import LayerChanges, LinearChange, StepAdapters
+from workers.request import Adapter
+
+Layers = Sequence[LayerChanges]
+
+
+class RankAdapters:
+    """`load` and `drop` are called on the event loop, what `of_step` returns on the compute thread."""
+
+    def __init__(
+        self, model: ModelConfig, shard: ModelShard, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+    ) -> None:
+        self._model = model
+        self._shard = shard
+        self._device = device
+        self._dtype = dtype
+        self._deterministic = deterministic
+        self._loaded: dict[str, Layers] = {}
+        self._on_device: dict[str, Layers] = {}  # the compute thread's
+
+    async def load(self, adapter: Adapter) -> None:
+        """Raises `ModelError` for a folder that is missing here, that does not fit the model, or that changed."""
+        if adapter.id not in self._loaded:
+            self._loaded[adapter.id] = await asyncio.to_thread(self._read, adapter)
+
+    def drop(self, adapter_id: str) -> None:
+        self._loaded.pop(adapter_id, None)
+
+    def of_step(self, arrays: StepArrays) -> Callable[[], StepAdapters]:
+        """What brings the step's adapters to the device; holds on to them, so they may be dropped from now on."""
+        chosen = {each: self._loaded[each] for each in arrays.adapters}
+        assert arrays.numbers is not None
+        numbers = arrays.numbers
+
+        def bring() -> StepAdapters:
+            here = {each: self._on_device.get(each) or self._brought(layers) for each, layers in chosen.items()}
+            self._on_device = here
+            layers = tuple(here.values())
+            return StepAdapters(layers, numbers, arrays.rows, self._device, deterministic=self._deterministic)
+
+        return bring
+
+    def _brought(self, layers: Layers) -> Layers:
+        if self._device.type == "cpu":
+            return layers
+        return tuple(
+            {
+                name: LinearChange(tuple(part.to(self._device) for part in change.parts))
+                for name, change in layer.items()
+            }
+            for layer in layers
+        )
+
+    def _read(self, adapter: Adapter) -> Layers:
+        path = Path(adapter.path)
+        if adapter_of(adapter.name, path, self._model).id != adapter.id:
+            raise ModelError(f"{path} is not what was loaded as adapter {adapter.name!r}; unload it, and load it again")
+        return load_adapter(read_adapter(path, self._model), self._model, self._shard, self._dtype)

@@ -1,0 +1,74 @@
+"""Loads the part of an adapter that changes one rank's part of a model.
+
+Knows which tensor changes which fused linear layer. A column-parallel layer has its rows of B and all of A, a
+row-parallel one its columns of A and all of B: the sum over the ranks that the layer makes anyway completes it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workers.model.adapter import AdapterFolder
+from workers.model.description import ModelConfig
+from workers.model.load import Cut, stacked
+from workers.model.shard import ModelShard, Range
+from workers.model.weights import Weights
+from workers.ops.lora import DOWN, GATE_UP, OUTPUT, QKV, LayerChanges, LinearChange, LowRank
+
+
+def load_adapter(
+    folder: AdapterFolder, model: ModelConfig, shard: ModelShard, dtype: torch.dtype
+) -> tuple[LayerChanges, ...]:
+    """The changes of each of the shard's layers, in host memory. Raises `ModelError` for NaN or infinity."""
+    loading = _Loading(folder, dtype)
+    names, heads = model.names, model.head_dim
+
+    def features(range: Range) -> Range:
+        return range[0] * heads, range[1] * heads
+
+    query = model.num_heads * heads, features(shard.heads)
+    kv = model.num_kv_heads * heads, features(shard.kv_heads)
+    ffn = model.ffn_size, shard.ffn
+    columns: dict[str, tuple[tuple[str, ...], tuple[Cut, ...]]] = {
+        QKV: (names.qkv, (query, kv, kv)),
+        GATE_UP: (names.gate_up, (ffn, ffn)),
+    }
+    rows = {OUTPUT: (names.output, query[1]), DOWN: (names.down, ffn[1])}
+    layers: list[LayerChanges] = []
+    for index in range(*shard.layers):
+        prefix = f"{names.root}.layers.{index}."
+        parts = {kind: loading.column_parallel(prefix, *each) for kind, each in columns.items()}
+        parts |= {kind: loading.row_parallel(prefix + name, each) for kind, (name, each) in rows.items()}
+        layers.append({kind: LinearChange(each) for kind, each in parts.items() if each})
+    return tuple(layers)
+
+
+class _Loading:
+    def __init__(self, folder: AdapterFolder, dtype: torch.dtype) -> None:
+        self._folder = folder
+        self._weights = Weights(folder.path, torch.device("cpu"), dtype, [folder.weights])
+
+    def column_parallel(self, prefix: str, names: Sequence[str], cuts: Sequence[Cut]) -> tuple[LowRank, ...]:
+        found, first = [], 0
+        for part in stacked(names, cuts):
+            if prefix + part.name in self._folder.modules:
+                found.append(LowRank(self._a(prefix + part.name), self._b(prefix + part.name, part.rows), first))
+            first += part.rows[1] - part.rows[0]
+        return tuple(found)
+
+    def row_parallel(self, module: str, columns: Range) -> tuple[LowRank, ...]:
+        if module not in self._folder.modules:
+            return ()
+        return (LowRank(self._a(module, columns), self._b(module), 0),)
+
+    def _a(self, module: str, columns: Range | None = None) -> Tensor:
+        """[rank, in], a copy: the file may change later."""
+        return self._take(module, "A", columns=columns).clone()
+
+    def _b(self, module: str, rows: Range | None = None) -> Tensor:
+        """[rank, out], scaled."""
+        return (self._take(module, "B", rows).t() * self._folder.scale).contiguous()
+
+    def _take(self, module: str, part: str, rows: Range | None = None, columns: Range | None = None) -> Tensor:
+        return self._weights.take(f"base_model.model.{module}.lora_{part}.weight", rows, columns)
