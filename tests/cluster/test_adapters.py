@@ -5,11 +5,11 @@ another order, and so do tensor ranks.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -70,9 +70,9 @@ async def opened(spec: ClusterSpec, placements: dict[str, Placement] | None = No
 
     async with cluster(spec, build=build) as subject:
         policy = subject.dispatcher._policy
-        chosen: Callable[[Ask], Placement | None] = policy.choose
+        chosen = policy.choose
 
-        def choose(ask: Ask) -> Placement | None:
+        def choose(ask: Ask) -> Any:
             placement = (placements or {}).get(ask.request.id)
             return chosen(ask) if placement is None or ask.avoid else placement
 
@@ -95,7 +95,7 @@ def check(found: Answer, wanted: Answer) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("models")
-    size = {"num_layers": 3, "hidden_size": 72, "ffn_size": 100, "num_heads": 9, "num_kv_heads": 3, "head_dim": 8}
+    size: dict[str, Any] = {"num_layers": 3, "hidden_size": 72, "ffn_size": 100, "num_heads": 9, "num_kv_heads": 3, "head_dim": 8}
     path = write_tiny_llama(folder / "base", **size)
     folders = {
         "a": write_adapter(folder / "a", path, 1),
@@ -189,12 +189,12 @@ async def test_a_worker_keeps_the_adapters_used_last_within_its_bound(model: Mod
         check(answer(await subject.run(asked(model, "b", "b"))), model.answers["b"])
         assert worker._adapters.ids == (c.id, b.id)
         running = [await subject.begin(asked(model, name, f"long-{name}", SAMPLING), 1) for name in "bc"]
-        with pytest.raises(Overloaded, match="adapters of running requests fill cache.adapters"):
+        with pytest.raises(Overloaded, match="adapters of running requests fill"):
             await worker._adapters.use(a)
         for task in running:
             await task
         await worker._adapters.use(a)
-        with pytest.raises(ModelError, match="takes .* more than cache.adapters"):
+        with pytest.raises(ModelError, match=r"takes .* more than cache\.adapters"):
             await worker._adapters.use(replace(a, id="large", num_bytes=most_bytes + 1))
 
 

@@ -20,6 +20,7 @@ class AdapterCache:
         self._most_bytes = most_bytes
         self._in_use = in_use
         self._held: OrderedDict[str, int] = OrderedDict()  # id -> bytes, least recently used first
+        self._dropped: list[str] = []  # of which the executor does not know yet
         self._changing = asyncio.Lock()
 
     @property
@@ -48,10 +49,8 @@ class AdapterCache:
                 full = f"{len(self._held)} adapters of running requests fill cache.adapters ({self._most_bytes} bytes)"
                 raise Overloaded(f"{full}; try again, or raise it", retry_after_s=1.0)
             del self._held[oldest]
-            await self._executor.drop_adapter(oldest)
-        try:
-            await self._executor.load_adapter(adapter)
-        except ModelError:  # other ranks may have it
-            await self._executor.drop_adapter(adapter.id)
-            raise
+            self._dropped.append(oldest)
+        drop, self._dropped = tuple(self._dropped), [adapter.id]  # if it fails, some ranks may have it
+        await self._executor.load_adapter(adapter, drop)
+        self._dropped.clear()
         self._held[adapter.id] = adapter.num_bytes

@@ -102,12 +102,11 @@ class Executor(Protocol):
         """Compile a grammar where tokens are sampled, beside the steps. Raises `InvalidRequest`."""
         ...
 
-    async def load_adapter(self, adapter: Adapter) -> None:
-        """Load it on every rank, beside the steps, unless it is there. Raises `ModelError`."""
-        ...
+    async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
+        """Drop these from the memory of every rank, which no later plan has, and load one, beside the steps.
 
-    async def drop_adapter(self, adapter_id: str) -> None:
-        """Free its memory. No later plan has it; plans in flight may."""
+        Raises `ModelError`; some ranks may have it then.
+        """
         ...
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:

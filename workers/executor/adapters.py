@@ -22,7 +22,7 @@ Layers = Sequence[LayerChanges]
 
 
 class RankAdapters:
-    """`load` and `drop` are called on the event loop, what `of_step` returns on the compute thread."""
+    """`load` is called on the event loop, what `of_step` returns on the compute thread."""
 
     def __init__(
         self, model: ModelConfig, shard: ModelShard, device: torch.device, dtype: torch.dtype, *, deterministic: bool
@@ -35,13 +35,11 @@ class RankAdapters:
         self._loaded: dict[str, Layers] = {}
         self._on_device: dict[str, Layers] = {}  # the compute thread's
 
-    async def load(self, adapter: Adapter) -> None:
+    async def load(self, adapter: Adapter, drop: Sequence[str]) -> None:
         """Raises `ModelError` for a folder that is missing here, that does not fit the model, or that changed."""
-        if adapter.id not in self._loaded:
-            self._loaded[adapter.id] = await asyncio.to_thread(self._read, adapter)
-
-    def drop(self, adapter_id: str) -> None:
-        self._loaded.pop(adapter_id, None)
+        for each in drop:
+            self._loaded.pop(each, None)
+        self._loaded[adapter.id] = await asyncio.to_thread(self._read, adapter)
 
     def of_step(self, arrays: StepArrays) -> Callable[[], StepAdapters]:
         """What brings the step's adapters to the device; holds on to them, so they may be dropped from now on."""

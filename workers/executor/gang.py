@@ -89,11 +89,8 @@ class GangExecutor:
     async def prepare(self, grammar: Grammar) -> None:
         await self._ranks[self._sampling_rank].prepare(grammar)
 
-    async def load_adapter(self, adapter: Adapter) -> None:
-        await asyncio.gather(*(rank.load_adapter(adapter) for rank in self._ranks))
-
-    async def drop_adapter(self, adapter_id: str) -> None:
-        await asyncio.gather(*(rank.drop_adapter(adapter_id) for rank in self._ranks))
+    async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
+        await asyncio.gather(*(rank.load_adapter(adapter, drop) for rank in self._ranks))
 
     async def execute(self, plan: StepPlan) -> StepResult:
         """As in the port. A rank that fails also fails the step and the gang."""

@@ -5,7 +5,7 @@
                         Connect -> link report         Pull -> read statistics         in any order
                         WriteBlock, ReadBlock -> whether it is there
                         AttendBlocks -> state, of a query to blocks that this worker lends
-                        Forget, Prepare, LoadAdapter, DropAdapter, Close -> nothing
+                        Forget, Prepare, LoadAdapter, Close -> nothing
     rank calls leader   AskLender -> state, of a query to blocks that this worker borrows
     rank -> leader      Settled, Moved, Alive          leader -> rank   ForgetBlocks, Alive
 
@@ -40,10 +40,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     adapter: Adapter
-
-
-class DropAdapter(msgspec.Struct, frozen=True, tag=True):
-    adapter_id: str
+    drop: tuple[str, ...]
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +121,6 @@ GANG_PROTOCOL = RpcProtocol(
         Execute: RankStep,
         Prepare: None,
         LoadAdapter: None,
-        DropAdapter: None,
         Connect: LinkReport,
         Pull: ReadStats,
         Forget: None,

@@ -159,11 +159,8 @@ class ModelledExecutor:
     async def prepare(self, grammar: Grammar) -> None:
         """Nothing: modelled tokens have no text, so they match no grammar."""
 
-    async def load_adapter(self, adapter: Adapter) -> None:
+    async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
         """Nothing: it costs no time here."""
-
-    async def drop_adapter(self, adapter_id: str) -> None:
-        pass
 
     def execute(self, plan: StepPlan) -> Awaitable[StepResult]:
         if any(chunk.remote for chunk in plan.chunks):

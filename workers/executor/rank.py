@@ -130,15 +130,10 @@ class Rank:
             raise InvalidRequest("sampling.grammar", f"a worker has no structured output; {INSTALL}")
         await asyncio.wrap_future(self._masks.prepare(grammar))
 
-    async def load_adapter(self, adapter: Adapter) -> None:
+    async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
         """As in the `Executor` port."""
         assert self._part.adapters is not None
-        await self._part.adapters.load(adapter)
-
-    async def drop_adapter(self, adapter_id: str) -> None:
-        """As in the `Executor` port."""
-        assert self._part.adapters is not None
-        self._part.adapters.drop(adapter_id)
+        await self._part.adapters.load(adapter, drop)
 
     async def execute(self, plan: StepPlan) -> RankStep:
         """A rank that fails in a step leaves its gang: peers would take its next messages for this step's."""

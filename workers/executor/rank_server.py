@@ -89,10 +89,8 @@ class _Service:
                 return await self._rank.execute(plan)
             case wire.Prepare(grammar):
                 return await self._rank.prepare(grammar)
-            case wire.LoadAdapter(adapter):
-                return await self._rank.load_adapter(adapter)
-            case wire.DropAdapter(adapter_id):
-                return await self._rank.drop_adapter(adapter_id)
+            case wire.LoadAdapter(adapter, drop):
+                return await self._rank.load_adapter(adapter, drop)
             case wire.Connect(peer, measures):
                 return await self._rank.connect(peer, measures=measures)
             case wire.Pull(number, order):

@@ -60,11 +60,8 @@ class RemoteRank:
     async def prepare(self, grammar: Grammar) -> None:
         await self._connection.begin(wire.Prepare(grammar))
 
-    async def load_adapter(self, adapter: Adapter) -> None:
-        await self._connection.begin(wire.LoadAdapter(adapter))
-
-    async def drop_adapter(self, adapter_id: str) -> None:
-        await self._connection.begin(wire.DropAdapter(adapter_id))
+    async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
+        await self._connection.begin(wire.LoadAdapter(adapter, drop))
 
     def execute(self, plan: StepPlan) -> "asyncio.Future[RankStep]":
         return self._connection.begin(wire.Execute(plan))

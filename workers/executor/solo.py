@@ -31,11 +31,8 @@ class SoloExecutor:
     async def prepare(self, grammar: Grammar) -> None:
         await self._rank.prepare(grammar)
 
-    async def load_adapter(self, adapter: Adapter) -> None:
-        await self._rank.load_adapter(adapter)
-
-    async def drop_adapter(self, adapter_id: str) -> None:
-        await self._rank.drop_adapter(adapter_id)
+    async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
+        await self._rank.load_adapter(adapter, drop)
 
     async def execute(self, plan: StepPlan) -> StepResult:
         step = await self._rank.execute(plan)
