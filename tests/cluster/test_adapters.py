@@ -95,8 +95,8 @@ def check(found: Answer, wanted: Answer) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = tmp_path_factory.mktemp("models")
-    size: dict[str, Any] = {"num_layers": 3, "hidden_size": 72, "ffn_size": 100, "num_heads": 9, "num_kv_heads": 3, "head_dim": 8}
-    path = write_tiny_llama(folder / "base", **size)
+    size: dict[str, Any] = {"hidden_size": 72, "ffn_size": 100, "num_heads": 9, "num_kv_heads": 3, "head_dim": 8}
+    path = write_tiny_llama(folder / "base", num_layers=3, **size)
     folders = {
         "a": write_adapter(folder / "a", path, 1),
         "b": write_adapter(folder / "b", path, 2, rank=8, use_rslora=True),
