@@ -2,6 +2,7 @@
 
     local      a worker whose pool holds the sequence
     10 %, ...  a worker with a smaller pool, and a lender: each step sends queries there and gets attention states back
+    50 %, waits first   in each layer the wait for the lender ends before the attention to the KV that is here begins
 
 The lender is a process of its own. One sequence is computed at a time.
 """
@@ -11,12 +12,14 @@ import random
 import sys
 import time
 from collections import defaultdict
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
 import msgspec
+from torch import Tensor
 
 from benchmarks.bundle_reader import BundleReader
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
@@ -26,6 +29,7 @@ from cluster.offline.load.processes import Child
 from kvtransfer.ticket import PeerAddress
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.executor.remote_kv import RemoteStates
 from workers.ops.span import SPAN
 from workers.request import FailedOut, Request, SamplingParams, TokensOut
 from workers.worker import Worker
@@ -37,6 +41,7 @@ BLOCK = 16
 CHUNK = 128  # tokens of a step
 START_TIMEOUT_S = 120.0
 POOLS = {"10 %": 1.02, "50 %": 0.68, "90 %": 0.258}  # of the sequence's tokens; this share of it is then elsewhere
+WAITS = "50 %, waits first"
 TABLE = f"A sequence of {PROMPT} tokens, part of its KV on another worker"
 
 
@@ -62,10 +67,13 @@ async def _measure(rounds: int, num_prompt: int, lender: PeerAddress, progress: 
         for name, worker in borrowers.items():
             readers[name] = await BundleReader.open(worker, "bench")
             stack.push_async_callback(readers[name].close)
+        borrowers[WAITS], readers[WAITS] = borrowers["50 %"], readers["50 %"]
         draw = random.Random(0)
         for number in range(rounds):
             for name in borrowers if number % 2 else reversed(borrowers):
-                taken = await _run(borrowers[name], readers[name], lender, random_prompt(draw, num_prompt), number)
+                prompt = random_prompt(draw, num_prompt)
+                with _waiting_first() if name == WAITS else nullcontext():
+                    taken = await _run(borrowers[name], readers[name], lender, prompt, number)
                 ttft_s[name].append(taken[0])
                 token_s[name].append(taken[1])
                 borrowed[name].append(taken[2])
@@ -79,6 +87,22 @@ async def _measure(rounds: int, num_prompt: int, lender: PeerAddress, progress: 
             Figure(TABLE, name, "of local", "x", ratios(token_s[name], token_s["local"])),
         ]
     return BenchmarkPart("borrowed", tuple(figures), (), ("Borrower and lender are a process each.",))
+
+
+@contextmanager
+def _waiting_first() -> Iterator[None]:
+    """No attention beside the lenders'."""
+    ask = RemoteStates.__call__
+
+    def ask_and_wait(self: RemoteStates, layer: int, query: Tensor) -> Callable[[], Tensor]:
+        states = ask(self, layer, query)()
+        return lambda: states
+
+    RemoteStates.__call__ = ask_and_wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RemoteStates.__call__ = ask  # type: ignore[method-assign]
 
 
 async def _open(stack: AsyncExitStack, name: str, num_tokens: int) -> Worker:

@@ -257,7 +257,7 @@ async def test_spans_that_no_window_reaches_are_not_asked_for(folder: ModelFolde
     shard = shard_of(model, ParallelConfig(), 0)
     states = RemoteStates(plan, dataclasses.replace(model, layers=tuple(layers)), shard, BLOCK, attend)
     for layer in range(len(layers)):
-        answer = await asyncio.to_thread(states, layer, torch.zeros(2, 4, 8))
+        answer = await asyncio.to_thread(states(layer, torch.zeros(2, 4, 8)))
         neutral = answer[..., 0].eq(-torch.inf).all() and answer[..., 1:].eq(0).all()
         assert bool(neutral) == (layer == 1)
     both = [(0, "first"), (0, "second")]

@@ -88,10 +88,15 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
         if state is not None:
             states[rows] = state
         tables[row][: first // BLOCK_SIZE] = [-1] * (first // BLOCK_SIZE)
+
+    def arrive() -> Tensor:
+        ours.copy_(nothing.expand_as(ours))  # no key that is here is needed any more
+        return states
+
     partly = dataclasses.replace(
         ragged(tables, case.queries, case.contexts, BLOCK_SIZE),
         begins=torch.tensor([SPAN * sum(spans) for spans in case.lenders], dtype=torch.int32),
-        states=states,
+        states=arrive,
     )
     spread = backend.attend(query, ours, layer, partly, scale, case.window, case.softcap)
     return spread, all_here, lambda: REFERENCE.attend(query, here, layer, batch, scale, case.window, case.softcap)
@@ -132,6 +137,17 @@ def test_keys_outside_of_the_window_leave_the_state_as_it_is(backend: Attention)
     after = dataclasses.replace(span, state=before)
     assert torch.equal(backend.attend_span(query, pool, 0, after, 0.3, 10, 0.0), before)
     assert not torch.equal(backend.attend_span(query, pool, 0, after, 0.3, 12, 0.0), before)
+
+
+@pytest.mark.skipif(library() is None, reason="no native kernels here")
+def test_an_error_instead_of_states_is_the_error_of_the_attention() -> None:
+    def arrive() -> Tensor:
+        raise KeyError("a mistake")
+
+    batch = ragged([[-1] * PER_SPAN + [3]], [1], [SPAN + 1], BLOCK_SIZE)
+    batch = dataclasses.replace(batch, begins=torch.tensor([SPAN], dtype=torch.int32), states=arrive)
+    with pytest.raises(KeyError, match="a mistake"):
+        NATIVE.attend(torch.randn(1, 2, 8), torch.randn(8, 1, 1, 2, 16, 8), 0, batch, 0.3, 0, 0.0)
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")

@@ -1,6 +1,6 @@
 """Attention to KV that other workers hold: the calls of a step to its lenders, and a lender's answers.
 
-compute thread   layer's query ──> states of all remote chunks at once ──> attention continues from them
+compute thread   layer's query ──> asks for the states of all remote chunks ──> attention to what is here ──> joins both
 event loop       each chunk: lender after lender, in the order of their spans
 lender           query and state ──> state after its span
 
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import structs
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvtransfer.errors import TransferError
@@ -82,10 +83,10 @@ class RemoteStates:
                 spans = (_Part(kv, *at) for kv, at in zip(chunk.remote, itertools.pairwise(ends), strict=True))
                 self._runs.append(_Run(index, tokens, chunk.first_position, tuple(spans)))
 
-    def __call__(self, layer: int, query: Tensor) -> Tensor:
-        """[tokens, heads, head_dim + 2] for the query [tokens, heads, head_dim] of this layer.
+    def __call__(self, layer: int, query: Tensor) -> Callable[[], Tensor]:
+        """Ask for [tokens, heads, head_dim + 2], with the query [tokens, heads, head_dim] of this layer.
 
-        Waits until every lender has answered or failed, or the time is over.
+        The function returned waits until every lender has answered or failed, or the time is over.
         """
         states = np.empty((*query.shape[:2], query.shape[2] + 2), np.float32)  # of other chunks they are not read
         calls: list[tuple[_Run, Future[bytes]]] = []
@@ -93,6 +94,9 @@ class RemoteStates:
             states[run.tokens, :, 0], states[run.tokens, :, 1:] = -np.inf, 0.0
             if run.index not in self.lost and (asking := self._asking(layer, run, query)) is not None:
                 calls.append((run, asyncio.run_coroutine_threadsafe(asking, self._loop)))
+        return lambda: self._answers(layer, calls, states).to(query.device)
+
+    def _answers(self, layer: int, calls: "list[tuple[_Run, Future[bytes]]]", states: NDArray[np.float32]) -> Tensor:
         begun_s = time.monotonic()
         concurrent.futures.wait([call for _, call in calls], min(REMOTE_TIMEOUT_S, self._left_s))
         self._left_s = max(0.0, self._left_s - (time.monotonic() - begun_s))
@@ -107,7 +111,7 @@ class RemoteStates:
         finally:
             for _, call in calls:
                 call.cancel()
-        return torch.from_numpy(states).to(query.device)
+        return torch.from_numpy(states)
 
     def _asking(self, layer: int, run: _Run, query: Tensor) -> Coroutine[Any, Any, bytes] | None:
         """None if the window of no query reaches a span."""

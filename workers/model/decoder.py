@@ -29,7 +29,7 @@ from workers.ops.lora import OUTPUT, QKV, Change, StepAdapters
 
 Transform = Callable[[Tensor], Tensor]
 Changeable = Callable[[Tensor, Change | None], Tensor]  # with the changes that adapters make
-StatesOf = Callable[[int, Tensor], Tensor]  # (layer, query) -> states of `RaggedBatch`
+StatesOf = Callable[[int, Tensor], Callable[[], Tensor]]  # (layer, query) -> states of `RaggedBatch`
 Rotations = dict[RopeConfig, tuple[Tensor, Tensor]]
 
 
@@ -125,7 +125,8 @@ class Decoder:
     ) -> Tensor:
         """This stage's layers over x [tokens, hidden]; writes K and V of every token and layer into the pool.
 
-        `states`: for a batch with `begins`, the states of each layer's rows before them. `adapters`: of the rows of x.
+        `states`: for a batch with `begins`, the states of each layer's rows before them. They are asked for when the
+        layer's query is known, and awaited when all else in its attention is computed. `adapters`: of the rows of x.
 
         The last stage returns the head's input [rows, hidden], any other the next stage's input [tokens, hidden].
         Tokens and positions are int64 on the model's device, positions below the context length.

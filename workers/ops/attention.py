@@ -75,12 +75,16 @@ def _continued(attend: Attend) -> Attend:
         output = attend(query, pool, layer, readable, scale, window, softcap)
         runs = itertools.pairwise(batch.query_starts.tolist())
         begins, contexts = batch.begins.tolist(), batch.context_lens.tolist()
+        own: list[tuple[slice, Tensor]] = []
         for (start, stop), begin, context, table in zip(runs, begins, contexts, batch.block_tables, strict=True):
             if begin:
                 run, num_keys = slice(start, stop), context - begin
-                own = KeySpan(table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start), batch.states[run])
-                state = states.attend_span(query[run], pool, layer, own, scale, window, softcap)
-                output[run] = state[..., 2:] / state[..., 1:2]
+                span = KeySpan(table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start))
+                own.append((run, states.attend_span(query[run], pool, layer, span, scale, window, softcap)))
+        earlier = batch.states()
+        for run, later in own:
+            state = states.join(earlier[run], later)
+            output[run] = (state[..., 2:] / state[..., 1:2]).to(output.dtype)
         return output
 
     return attend_all

@@ -10,6 +10,7 @@ Knows lengths, block tables and slots; knows no model.
     begins        0   256   0                keys before it are not in the pool; their state is in `states`
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ class RaggedBatch:
     A table is padded with the row's own first block, so that a kernel only gathers numbers of the same sequence.
     `max_query` and `max_context` are the longest run and context, and at least the first `num_decodes` runs have one
     token: known without a device synchronization. Entries of `block_tables` before `begins` are never read, nor are
-    `states` (see `span`) of sequences that begin at 0.
+    `states` (see `span`) of sequences that begin at 0. To get the states may mean to wait: it is called once, after all
+    that needs no states is computed.
     """
 
     query_starts: Tensor  # [sequences + 1] int32
@@ -34,7 +36,7 @@ class RaggedBatch:
     max_context: int
     num_decodes: int = 0
     begins: Tensor | None = None  # [sequences] int32, multiples of SPAN; None: the pool has all keys
-    states: Tensor | None = None  # [tokens, heads, head_dim + 2] float32, of one layer
+    states: Callable[[], Tensor] | None = None  # [tokens, heads, head_dim + 2] float32, of one layer
 
     def __post_init__(self) -> None:
         assert self.query_starts.dtype == self.context_lens.dtype == self.block_tables.dtype == torch.int32

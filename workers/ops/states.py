@@ -43,3 +43,10 @@ def attend_span(
         weighted = torch.einsum("qhgk,hkd->qhgd", weights.view(folded), value).flatten(1, 2)
         most, total, values = greater, total * kept + weights.sum(-1), values * kept[..., None] + weighted
     return torch.cat([most[..., None], total[..., None], values], -1)
+
+
+def join(earlier: Tensor, later: Tensor) -> Tensor:
+    """The state after the keys of both. Each row has a key in `later`."""
+    most = torch.maximum(earlier[..., :1], later[..., :1])
+    kept, taken = torch.exp(earlier[..., :1] - most), torch.exp(later[..., :1] - most)
+    return torch.cat([most, earlier[..., 1:] * kept + later[..., 1:] * taken], -1)

@@ -13,7 +13,8 @@
 // zero. So decodes, prompt chunks, and all batches, chunk sizes and numbers of threads give the same bits.
 //
 // The merge may begin with another pool's leading tiles, a span: its result is a state (max, sum, values) of each query
-// and head, from which the merge of the later tiles continues with the same bits.
+// and head, from which the merge of the later tiles continues with the same bits. States may come late: all partials are
+// computed first, and the merges that need them wait.
 #include <omp.h>
 #include <algorithm>
 #include <cfloat>
@@ -32,6 +33,7 @@ constexpr int64_t TILE = 128;        // keys; a multiple of LANES
 constexpr int64_t ROWS = 128;        // per job, at least one query: amortizes transposing K
 constexpr int64_t JOBS_A_THREAD = 4; // with fewer, each tile becomes a job of its own
 constexpr int64_t ALONE = 1 << 12;   // cost up to which one thread computes alone
+constexpr int64_t KEPT = 1 << 22;    // numbers of partials that are kept for merges that wait for states
 constexpr float NEVER = -INFINITY;
 #if defined(__AVX512F__)
 constexpr int BLOCK_ROWS = 6, BLOCK_LANES = 4;  // accumulators that fit the registers
@@ -342,6 +344,7 @@ struct Call {
     int64_t slot_size = 0;            // in numbers
     const int32_t* begins = nullptr;  // [sequences], multiples of TILE: earlier keys are not in the pool; null: all are
     const float* states = nullptr;    // [tokens, heads, 2 + head_dim] of the keys before `begins`, or before the span
+    const float* (*wait)() = nullptr; // for the states, which are not there yet; null: they are
     int64_t span_tiles = 0;           // of a span, which ends before the first query; the output is the state after it
 
     int64_t group() const { return heads / kv_heads; }
@@ -687,22 +690,23 @@ std::vector<Job> jobs_of(const Call& call, const int32_t* query_starts, const in
 template <class Number>
 void attend(Call call, const int32_t* query_starts, const int32_t* context_lens, int64_t sequences) {
     call.slot_size = slot_size_of<Number>(call.head_dim);
-    std::vector<Job> whole = jobs_of(call, query_starts, context_lens, sequences), jobs;
+    std::vector<Job> whole = jobs_of(call, query_starts, context_lens, sequences), jobs, last;
     int64_t work = 0, numbers = 0;
     for (const Job& job : whole) work += job.cost(call);
     const int threads = work <= ALONE ? 1 : omp_get_max_threads();
-    if (threads > 1 && int64_t(whole.size()) < threads * JOBS_A_THREAD) {
-        for (Job& job : whole) {
+    const bool few = threads > 1 && int64_t(whole.size()) < threads * JOBS_A_THREAD;
+    for (Job& job : whole) {
+        const bool waits = call.wait != nullptr && call.begins[job.sequence] > 0;
+        const int64_t part = Partial::numbers(job.rows(call), call.wide_dim());
+        if (few || (waits && numbers + (job.end - job.tile) * part <= KEPT)) {
             job.parts = numbers;
-            for (Job piece = job; piece.tile < job.end; piece.tile++) {
+            for (Job piece = job; piece.tile < job.end; piece.tile++, numbers += part) {
                 piece.end = piece.tile + 1;
                 piece.parts = numbers;
-                numbers += Partial::numbers(job.rows(call), call.wide_dim());
                 jobs.push_back(piece);
             }
         }
-    } else {
-        jobs.swap(whole);  // no partials to merge
+        (waits || job.parts >= 0 ? last : jobs).push_back(job);
     }
     std::stable_sort(jobs.begin(), jobs.end(), [&](const Job& a, const Job& b) { return a.cost(call) > b.cost(call); });
     std::vector<float> shared(numbers);
@@ -710,8 +714,16 @@ void attend(Call call, const int32_t* query_starts, const int32_t* context_lens,
     {
 #pragma omp for schedule(dynamic, 1)
         for (size_t at = 0; at < jobs.size(); at++) run<Number>(call, jobs[at], shared.data());
+        if (call.wait != nullptr) {
+#pragma omp master
+            call.states = call.wait();
+#pragma omp barrier
+        }
 #pragma omp for schedule(dynamic, 1)
-        for (size_t at = 0; at < whole.size(); at++) join_parts(call, whole[at], shared.data());
+        for (size_t at = 0; at < last.size(); at++) {
+            if (last[at].parts >= 0) join_parts(call, last[at], shared.data());
+            else run<Number>(call, last[at], shared.data());
+        }
     }
 }
 
@@ -742,6 +754,7 @@ void attend_to(int64_t kind, const Call& call, const int32_t* query_starts, cons
 }  // namespace
 
 // `kind` of the pool's numbers: 0 float32, 1 bfloat16, 2 float16, 3 int8. Strides count numbers; the last axis is dense.
+// `wait` returns the states of sequences with `begins`, and is called on the caller's thread; null: all keys are here.
 
 extern "C" const int64_t diptych_attention_tile = TILE;
 
@@ -750,11 +763,11 @@ extern "C" void diptych_attend(const float* query, int64_t query_token_stride, i
                                int64_t kv_heads, int64_t block_size, int64_t head_dim, const int32_t* query_starts,
                                const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
                                int64_t sequences, float scale, int64_t window, float softcap, const int32_t* begins,
-                               const float* states) {
+                               const float* (*wait)()) {
     Call call{query,  query_token_stride, query_head_stride, output,       pool,         layer, layers, heads, kv_heads,
               block_size, head_dim,       block_tables,      table_stride, scale,        window, softcap};
     call.begins = begins;
-    call.states = states;
+    call.wait = wait;
     attend_to(kind, call, query_starts, context_lens, sequences);
 }
 

@@ -4,6 +4,9 @@ Knows how tensors become pointers and strides. Needs `library()`. The bits of a 
 keys.
 """
 
+import ctypes
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.native.library import kernel, pointer
 from workers.ops.span import SPAN, KeySpan
 
+_WAIT = ctypes.CFUNCTYPE(ctypes.c_void_p)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
@@ -47,6 +51,7 @@ def attend(
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     tables = batch.block_tables
     sequences, table_stride = tables.shape  # dense
+    waiting = None if batch.states is None else _Waiting(batch.states)
     kernel("attend")(
         pointer(rows),
         token_stride,
@@ -69,9 +74,28 @@ def attend(
         window,
         softcap,
         None if batch.begins is None else pointer(batch.begins),
-        None if batch.states is None else pointer(batch.states),
+        None if waiting is None else waiting.pointer,
     )
+    if waiting is not None and waiting.error is not None:
+        raise waiting.error
     return output if output.dtype == query.dtype else output.to(query.dtype)
+
+
+class _Waiting:
+    """Calls `states` from the kernel and keeps the result alive. An error waits for the kernel's end."""
+
+    def __init__(self, states: Callable[[], Tensor]) -> None:
+        self.error: BaseException | None = None
+        self._states = states
+        self.pointer = _WAIT(self._wait)
+
+    def _wait(self) -> int | None:
+        try:
+            self._got = self._states()
+            return pointer(self._got)
+        except BaseException as error:
+            self.error = error
+            return None
 
 
 def attend_span(
