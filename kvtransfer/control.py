@@ -211,7 +211,7 @@ class ControlServer:
 
     async def _on_loan(self, request: LoanCall) -> Any:
         if self._loans is None:
-            raise LoanRefused(f"{self._address().worker} does not lend blocks; ask another worker")
+            raise LoanRefused(f"{self._address().worker} does not lend blocks; ask another worker", "failed")
         if isinstance(request, AttendLoan):
             return await self._loans.attend(request)
         if isinstance(request, Borrow):

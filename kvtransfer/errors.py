@@ -29,7 +29,14 @@ class PeerRefused(TransferError):
 
 
 class LoanRefused(TransferError):
-    """A worker has no blocks to lend; another one may have."""
+    """A worker has no blocks to lend; another one may have. `reason`: one of `diptych.view.REFUSALS`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class LeaseLost(TransferError):

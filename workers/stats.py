@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from diptych.view import NO_PULLS as NO_PULLS
+from diptych.view import BorrowStats as BorrowStats
 from diptych.view import Pulls as Pulls
 from diptych.view import TierStats as TierStats
 from diptych.view import WorkerStats as WorkerStats

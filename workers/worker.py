@@ -437,7 +437,8 @@ class Worker:
         return self._late_readers.get(self._routes.get(key, ""))
 
     def _stats(self) -> WorkerStats:
-        return self.engine.stats(self._executor.bubble_share, self._kv_fetcher.pulls, self._adapters.ids)
+        share, pulls = self._executor.bubble_share, self._kv_fetcher.pulls
+        return self.engine.stats(share, pulls, self._adapters.ids, self._borrower.stats())
 
     def _require_open(self) -> None:
         if self._failure is not None:

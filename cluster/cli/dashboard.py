@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 from textwrap import wrap
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from cluster.cli.loans import loan_lines
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
 from cluster.cli.screen import decision_json, decision_text, size, view_json
 from cluster.cli.tiers import tier_lines, tier_troubles
@@ -202,8 +204,10 @@ def duration_text(seconds: float) -> str:
 
 
 def _footer(status: ClusterStatus, width: int) -> Iterator[Text]:
-    """Tiers of caches and problems that have no column, then the latest decisions and events, newest first."""
+    """Tiers of caches, borrowed memory and problems that have no column, then decisions and events, newest first."""
     for line in [*tier_troubles(status.view), *tier_lines(status.view)][:MAX_FOOTER_LINES]:
+        yield _line(line)
+    for line in islice(loan_lines(status.view), MAX_FOOTER_LINES):
         yield _line(line)
     troubled = [worker for worker in status.view.workers if worker.trouble and width < WIDE]
     for worker in troubled[:MAX_FOOTER_LINES]:

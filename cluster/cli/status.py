@@ -1,7 +1,7 @@
 """`diptych status`: a snapshot of a running cluster."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,6 +9,7 @@ import click
 
 from cluster.cli.address import client_options
 from cluster.cli.groups import GroupedCommand
+from cluster.cli.loans import has_loans, loans_table
 from cluster.cli.screen import (
     console,
     decision_json,
@@ -72,11 +73,8 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
     load = f"{found.active_requests} of at most {found.max_requests} requests, {attainment.queued} of them queued"
     named = f"cluster {view.name}, revision {view.revision}, model {model}"
     screen.print(f"{named}, {found.gateway}: {load}", markup=False)
-    screen.print(workers_table(view))
-    if view.pools:
-        screen.print(pools_table(view))
-    if has_tiers(view):
-        screen.print(tiers_table(view))
+    for table in _tables(view):
+        screen.print(table)
     for line in (*trouble_lines(view), *tier_troubles(view)):
         screen.print(line, markup=False)
     if view.links:
@@ -92,6 +90,16 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
     for worker in view.workers if audit else ():
         screen.print(f"audit of {worker.name}: {worker.audit}", markup=False)
     _exit_unless_clean(view, audit)
+
+
+def _tables(view: "ClusterView") -> "Iterator[Table]":
+    yield workers_table(view)
+    if view.pools:
+        yield pools_table(view)
+    if has_tiers(view):
+        yield tiers_table(view)
+    if has_loans(view):
+        yield loans_table(view)
 
 
 def _exit_unless_clean(view: "ClusterView", audit: bool) -> None:

@@ -10,6 +10,7 @@ from diptych.shapes import Shape, Timings
 from diptych.slo import Calibration, ClassScore, Errors, SLOAttainment, SLOCount
 from diptych.v1 import admin_pb2, common_pb2
 from diptych.view import (
+    BorrowStats,
     CachedPrompt,
     ClusterView,
     Decision,
@@ -38,8 +39,19 @@ OPTIONAL_ROLE = enum(Role, common_pb2.PoolRole, "POOL_ROLE_", optional=True)
 
 CACHED_PROMPT = Codec(CachedPrompt, admin_pb2.CachedPrompt)
 TIER = Codec(TierStats, admin_pb2.CacheTier)
+COUNTS = repeated(
+    Pair(
+        lambda count: admin_pb2.Count(name=count[0], count=count[1]),
+        lambda message: (message.name, message.count),
+    )
+)
+BORROWED = Codec(BorrowStats, admin_pb2.Borrowed, oldest_s=("oldest", SECONDS), refusals=("refusals", COUNTS))
 _WORKER_STATS = Codec(
-    WorkerStats, admin_pb2.WorkerStats, step_s=("step_time", SECONDS), tiers=("tiers", repeated(TIER))
+    WorkerStats,
+    admin_pb2.WorkerStats,
+    step_s=("step_time", SECONDS),
+    tiers=("tiers", repeated(TIER)),
+    borrowed=("borrowed", repeated(BORROWED)),
 )
 _WORKER = Codec(
     WorkerView,
@@ -95,12 +107,6 @@ CLASS = Codec(
     both=("both", SLO_COUNT),
     ttft_errors=("first_token_errors", ERRORS),
     tpot_errors=("output_token_errors", ERRORS),
-)
-COUNTS = repeated(
-    Pair(
-        lambda count: admin_pb2.Count(name=count[0], count=count[1]),
-        lambda message: (message.name, message.count),
-    )
 )
 ATTAINMENT = Codec(
     SLOAttainment,

@@ -107,6 +107,26 @@ class TierStats(Struct, frozen=True, gc=False):
         return self.problem or (f"stores nothing: dropped {self.dropped_blocks} blocks" if stores_nothing else "")
 
 
+REFUSALS = ("no-room", "recalls", "busy", "block-size", "dtype", "lost", "timeout", "failed")
+
+
+class BorrowStats(Struct, frozen=True, gc=False):
+    """What a worker borrows from one lender: its sequences' blocks there, and counts since its start.
+
+    `oldest_s`: age of the oldest loan. `refusals` are pairs of a reason and a count. Reasons (`REFUSALS`): the lender
+    has no room, recalls loans for its own requests, is busy extending that loan, or has blocks or a dtype that do not
+    fit; it is lost, was too slow, or the KV did not arrive there.
+    """
+
+    lender: str
+    blocks: int = 0
+    num_bytes: int = 0
+    oldest_s: float = 0.0
+    loans: int = 0
+    recalls: int = 0
+    refusals: tuple[tuple[str, int], ...] = ()
+
+
 class WorkerStats(Struct, frozen=True, gc=False):
     """`queued_tokens`: prompt tokens still to compute. `reserved`: decode slots whose KV has not arrived.
 
@@ -132,6 +152,7 @@ class WorkerStats(Struct, frozen=True, gc=False):
     lent_blocks: int = 0
     borrowed_blocks: int = 0
     expired_loans: int = 0
+    borrowed: tuple[BorrowStats, ...] = ()  # from each lender
     bubble_share: float = 0.0  # recent idle share of the stages' time while a step was in flight
     cache_number: int = 0  # number of the newest cache event; see `KVEvents`
     sought_tokens: int = 0  # prompt tokens looked up in the prefix cache

@@ -113,6 +113,8 @@ async def test_a_lender_gets_its_blocks_back_for_its_own_requests(model: Path, m
         assert own.num_tokens // BLOCK > lender.engine.pool.num_free
         assert await lender.warm(own, 0.0, 10.0) > 0
         assert lender.engine.loans.recalled == 1 and not len(lender.engine.loans) and not running.done()
+        pairs = {pair.lender: pair for pair in borrower(subject)._stats().borrowed}
+        assert pairs[lender.config.name].recalls == 1 and not pairs[lender.config.name].blocks
         assert lender not in [each for each in subject.workers.values() if len(each.engine.loans)]
         events = await running
         assert tokens_of(events) == expected and len(expected) == 150
@@ -207,11 +209,21 @@ async def test_a_lender_that_fails_costs_another_attempt(
 async def test_a_cancelled_request_leaves_no_loan(model: Path) -> None:
     async with cluster(small(model)) as subject:
         running = await subject.begin(asked("long"), 5)
-        assert sum(len(each.engine.loans) for each in subject.workers.values()) > 0
+        lent = {name: each.engine.loans.num_blocks for name, each in subject.workers.items() if len(each.engine.loans)}
+        owner = borrower(subject)
+        pairs = {pair.lender: pair for pair in owner._stats().borrowed}
+        assert {name: pair.blocks for name, pair in pairs.items()} == lent and all(
+            p.oldest_s > 0 for p in pairs.values()
+        )
+        block_bytes = owner._executor.facts.layout.block_bytes
+        assert all(pair.num_bytes == pair.blocks * block_bytes for pair in pairs.values())
         running.cancel()
         await asyncio.wait([running])
         await subject.settle()
         assert not any(len(each.engine.loans) for each in subject.workers.values())
+        after = owner._stats().borrowed
+        assert [(pair.blocks, pair.oldest_s) for pair in after] == [(0, 0.0)] * len(pairs)
+        assert not owner._borrower._records._loans
 
 
 async def test_a_lender_may_refuse_and_another_one_lends(model: Path, alone: list[int]) -> None:
@@ -221,13 +233,15 @@ async def test_a_lender_may_refuse_and_another_one_lends(model: Path, alone: lis
         def refuses(worker: Worker) -> None:
             async def borrow(ticket: TransferTicket, loan: int, held_tokens: int) -> int:
                 refusing.append(worker.config.name)
-                raise LoanRefused("no blocks are left")
+                raise LoanRefused("no blocks are left", "no-room")
 
             worker._lender.borrow = borrow
 
         refuses(subject.workers["mixed-1"])
         assert tokens_of(await subject.run(asked("long"))) == alone
-        assert refusing
+        pairs = {pair.lender: pair for each in subject.workers.values() for pair in each._stats().borrowed}
+        assert dict(pairs["mixed-1"].refusals) == {"no-room": len(refusing)} and not pairs["mixed-1"].loans
+        assert sum(pair.loans for pair in pairs.values()) > 0
         await subject.settle()
 
 

@@ -35,7 +35,7 @@ from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
 from workers.engine.store_tiers import StoreTier
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import MIXED_KV, FailedOut, HeadOut, Request, Reservation, TokenLogprobs, TokensOut, check_prompt
-from workers.stats import NO_PULLS, Pulls, TierStats, WorkerStats
+from workers.stats import NO_PULLS, BorrowStats, Pulls, TierStats, WorkerStats
 
 logger = logging.getLogger(__name__)
 
@@ -662,7 +662,13 @@ class Engine:
         sequence = self._sequences.get(key)
         return sequence is None or sequence.doomed
 
-    def stats(self, bubble_share: float = 0.0, pulls: Pulls = NO_PULLS, adapters: tuple[str, ...] = ()) -> WorkerStats:
+    def stats(
+        self,
+        bubble_share: float = 0.0,
+        pulls: Pulls = NO_PULLS,
+        adapters: tuple[str, ...] = (),
+        borrowed: tuple[BorrowStats, ...] = (),
+    ) -> WorkerStats:
         if self._catch_up is not None:
             self._catch_up(False)
         queued_tokens = num_reserved = 0
@@ -691,6 +697,7 @@ class Engine:
             lent_blocks=self.loans.num_blocks,
             borrowed_blocks=sum(each.num_blocks for each in self.remote()),
             expired_loans=self.loans.expired,
+            borrowed=borrowed,
             bubble_share=bubble_share,
             cache_number=self.pool.log.number,
             sought_tokens=hits.sought_tokens,

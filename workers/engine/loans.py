@@ -71,15 +71,15 @@ class LoanBook:
         if number:
             loan = self._known(number)
             if loan.is_filling:
-                raise LoanRefused(f"loan {number} is being extended already; ask another worker")
+                raise LoanRefused(f"loan {number} is being extended already; ask another worker", "busy")
             self._pool.free(loan.blocks[held:])
             del loan.blocks[held:]
             loan.num_ready = len(loan.blocks)
         if now_s < self._lends_from_s or (number and loan.ends_s < math.inf):
-            raise LoanRefused("this worker needs its blocks and recalls loans; ask another worker")
+            raise LoanRefused("this worker needs its blocks and recalls loans; ask another worker", "recalls")
         spare = self._pool.num_free - int(KEPT_SHARE * self._pool.num_blocks)
         if count > spare:
-            raise LoanRefused(f"{count} blocks wanted, {max(0, spare)} can be lent; ask another worker")
+            raise LoanRefused(f"{count} blocks wanted, {max(0, spare)} can be lent; ask another worker", "no-room")
         if not number:
             self._number += 1
             loan = self._loans[self._number] = Loan(self._number, [], 0, 0.0)

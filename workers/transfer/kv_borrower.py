@@ -10,16 +10,18 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from kvtransfer.control import AttendLoan
-from kvtransfer.errors import LoanRefused, PeerLost, TransferError
+from kvtransfer.errors import PeerLost, TransferError
 from kvtransfer.ticket import PeerAddress, TransferTicket
 from workers.config import WorkerConfig
 from workers.engine.borrowing import BlockMove
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor, SpanQuery
+from workers.engine.loan_records import LoanRecords
 from workers.engine.sequence import Lease, SpanReturn
 from workers.engine.step import RemoteKV
 from workers.errors import UnknownSequence
 from workers.log_fields import log_fields
+from workers.stats import BorrowStats
 from workers.transfer.kv_fetcher import KVFetcher
 from workers.transfer.peer_links import PeerLinks
 
@@ -57,6 +59,7 @@ class KVBorrower:
         self._renewal: asyncio.TimerHandle | None = None
         self._executor = executor
         self._num_layers = executor.facts.layout.num_layers
+        self._records = LoanRecords(executor.facts.layout.block_bytes)
         self._can_borrow = False
 
     def add(self, key: str, lenders: tuple[PeerAddress, ...]) -> None:
@@ -82,6 +85,10 @@ class KVBorrower:
         if not self._lenders and not self._tasks:
             self._addresses.clear()
 
+    def stats(self) -> tuple[BorrowStats, ...]:
+        """What is borrowed from each lender."""
+        return self._records.stats(self._engine.remote(), _now_s())
+
     async def close(self) -> None:
         if self._renewal is not None:
             self._renewal.cancel()
@@ -102,6 +109,7 @@ class KVBorrower:
                 try:
                     span = await self._move_to(lender, last, move)
                 except TransferError as error:
+                    self._records.refused(lender.worker, error)
                     reasons.append(f"{lender.worker}: {type(error).__name__}: {error}")
                     continue
                 if not self._engine.moved(move, span):
@@ -128,12 +136,17 @@ class KVBorrower:
 
     async def _move_to(self, lender: PeerAddress, last: RemoteKV | None, move: BlockMove) -> RemoteKV:
         client, _ = await self._peer_links.meet(lender)
-        ticket = self._ticket(self._engine.begin_move(move, asyncio.get_running_loop().time()))
+        ticket = self._ticket(self._engine.begin_move(move, _now_s()))
         loan, held = (last.loan, last.num_blocks) if last is not None else (0, 0)
         begun_s = time.monotonic()
         number = await client.borrow(ticket, loan, held * self._block_size, MOVE_S)
         self._engine.learn_move(time.monotonic() - begun_s, move.count)
-        return RemoteKV(lender.incarnation, number, held + move.count)
+        return self._taken(lender, number, held + move.count)
+
+    def _taken(self, lender: PeerAddress, number: int, num_blocks: int) -> RemoteKV:
+        span = RemoteKV(lender.incarnation, number, num_blocks)
+        self._records.taken(lender.worker, span, _now_s())
+        return span
 
     async def _return(self, wanted: SpanReturn) -> None:
         """Read a span back, or let another lender read it. On failure the lender has it until the recall's deadline."""
@@ -165,10 +178,11 @@ class KVBorrower:
             try:
                 client, _ = await self._peer_links.meet(lender)
                 number = await client.borrow(await self._offered(wanted.span), 0, 0, MOVE_S)
-                return RemoteKV(lender.incarnation, number, wanted.span.num_blocks)
+                return self._taken(lender, number, wanted.span.num_blocks)
             except TransferError as error:
+                self._records.refused(lender.worker, error)
                 reasons.append(f"{lender.worker}: {type(error).__name__}: {error}")
-        raise LoanRefused(f"no other worker lends blocks ({'; '.join(reasons) or 'none is known'})")
+        raise TransferError(f"no other worker lends blocks ({'; '.join(reasons) or 'none is known'})")
 
     async def _offered(self, span: RemoteKV) -> TransferTicket:
         client, _ = await self._peer_links.meet(self._address(span))
@@ -181,6 +195,7 @@ class KVBorrower:
 
     async def _repay(self, span: RemoteKV) -> None:
         """On failure the loan expires."""
+        self._records.ended(span)
         if (lender := self._addresses.get(span.lender)) is None:
             return
         try:
@@ -227,7 +242,12 @@ class KVBorrower:
         try:
             client, _ = await self._peer_links.meet(lender)
             if recalled := await client.renew(loans):
+                self._records.recalled(lender.incarnation, recalled)
                 self._engine.recalled(lender.incarnation, recalled)
                 self._changed()
         except TransferError as error:  # the next step finds out
             logger.warning("worker %s: could not renew loans of %s: %s", self._name, lender.worker, error)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -41,9 +41,9 @@ class KVLender:
     async def borrow(self, ticket: TransferTicket, loan: int, held_tokens: int) -> int:
         """Take and fill blocks for this ticket. Errors: `TransferError`."""
         if not self._can_lend:
-            raise LoanRefused(f"{self._name} lends no blocks: {self._block_size} tokens do not divide {SPAN}")
+            raise LoanRefused(f"{self._name} lends no blocks: {self._block_size} does not divide {SPAN}", "block-size")
         if self._fetcher.is_rounded(ticket):
-            raise LoanRefused(f"{self._name} lends no blocks to {ticket.owner.worker}: its KV has another dtype")
+            raise LoanRefused(f"{self._name} lends no blocks to {ticket.owner.worker}: other KV dtype", "dtype")
         held, count = held_tokens // self._block_size, ticket.num_tokens // self._block_size
         self._engine.catch_up()
         number, blocks = self._loans.take(count, _now_s(), loan, held)

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from cluster.observe.metrics.families import Rows, counter, gauge
 from cluster.spec import Role
-from diptych.view import ClusterView, TierStats, WorkerState, WorkerView
+from diptych.view import REFUSALS, BorrowStats, ClusterView, TierStats, WorkerState, WorkerView
 
 Value = Callable[[WorkerView], float]
 LABELS = ("gateway", "worker", "pool")
@@ -66,6 +66,18 @@ TIER_COUNTERS: tuple[tuple[str, str, TierValue], ...] = (
 )
 
 
+LoanValue = Callable[[BorrowStats], float]
+LOAN_GAUGES: tuple[tuple[str, str, LoanValue], ...] = (
+    ("loan_blocks", "Blocks of its sequences that this lender holds.", lambda loan: loan.blocks),
+    ("loan_bytes", "Their KV.", lambda loan: loan.num_bytes),
+    ("loan_oldest_seconds", "Age of its oldest loan from this lender.", lambda loan: loan.oldest_s),
+)
+LOAN_COUNTERS: tuple[tuple[str, str, LoanValue], ...] = (
+    ("loans", "Loans from this lender.", lambda loan: loan.loans),
+    ("loan_recalls", "Loans that this lender wanted back.", lambda loan: loan.recalls),
+)
+
+
 def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     live = live_workers(view)
 
@@ -92,6 +104,7 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     for name, text, value in COUNTERS:
         yield counter(f"diptych_worker_{name}", text, LABELS, rows(value))
     yield from _tier_families(gateway, live)
+    yield from _loan_families(gateway, live)
 
 
 def _tier_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metric]:
@@ -108,6 +121,22 @@ def _tier_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metri
         yield gauge(f"diptych_worker_cache_{name}", text, labels, [(values, value(tier)) for values, tier in tiers])
     for name, text, value in TIER_COUNTERS:
         yield counter(f"diptych_worker_cache_{name}", text, labels, [(values, value(tier)) for values, tier in tiers])
+
+
+def _loan_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metric]:
+    labels = (*LABELS, "lender")
+    pairs = [
+        ((gateway, worker.name, worker.pool, loan.lender), loan) for worker in live for loan in worker.stats.borrowed
+    ]
+    if not pairs:
+        return
+    for name, text, value in LOAN_GAUGES:
+        yield gauge(f"diptych_worker_{name}", text, labels, [(values, value(loan)) for values, loan in pairs])
+    for name, text, value in LOAN_COUNTERS:
+        yield counter(f"diptych_worker_{name}", text, labels, [(values, value(loan)) for values, loan in pairs])
+    refused = [((*values, reason), dict(loan.refusals).get(reason, 0)) for values, loan in pairs for reason in REFUSALS]
+    text = "Wishes to borrow that this lender did not fulfill, by reason."
+    yield counter("diptych_worker_loan_refusals", text, (*labels, "reason"), refused)
 
 
 def live_workers(view: ClusterView) -> tuple[WorkerView, ...]:

@@ -498,7 +498,7 @@ class ScalePoolResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share", "tiers", "sought_tokens", "found_tokens", "fetched_tokens", "fetched_saved_s", "device_saved_s", "device_lent_tokens")
+    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share", "tiers", "sought_tokens", "found_tokens", "fetched_tokens", "fetched_saved_s", "device_saved_s", "device_lent_tokens", "lent_blocks", "borrowed_blocks", "expired_loans", "borrowed")
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -522,6 +522,10 @@ class WorkerStats(_message.Message):
     FETCHED_SAVED_S_FIELD_NUMBER: _ClassVar[int]
     DEVICE_SAVED_S_FIELD_NUMBER: _ClassVar[int]
     DEVICE_LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BORROWED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_LOANS_FIELD_NUMBER: _ClassVar[int]
+    BORROWED_FIELD_NUMBER: _ClassVar[int]
     queued_tokens: int
     waiting: int
     running: int
@@ -545,7 +549,29 @@ class WorkerStats(_message.Message):
     fetched_saved_s: float
     device_saved_s: float
     device_lent_tokens: int
-    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., fetched_saved_s: _Optional[float] = ..., device_saved_s: _Optional[float] = ..., device_lent_tokens: _Optional[int] = ...) -> None: ...
+    lent_blocks: int
+    borrowed_blocks: int
+    expired_loans: int
+    borrowed: _containers.RepeatedCompositeFieldContainer[Borrowed]
+    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., fetched_saved_s: _Optional[float] = ..., device_saved_s: _Optional[float] = ..., device_lent_tokens: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., borrowed_blocks: _Optional[int] = ..., expired_loans: _Optional[int] = ..., borrowed: _Optional[_Iterable[_Union[Borrowed, _Mapping]]] = ...) -> None: ...
+
+class Borrowed(_message.Message):
+    __slots__ = ("lender", "blocks", "num_bytes", "oldest", "loans", "recalls", "refusals")
+    LENDER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    LOANS_FIELD_NUMBER: _ClassVar[int]
+    RECALLS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    lender: str
+    blocks: int
+    num_bytes: int
+    oldest: _duration_pb2.Duration
+    loans: int
+    recalls: int
+    refusals: _containers.RepeatedCompositeFieldContainer[Count]
+    def __init__(self, lender: _Optional[str] = ..., blocks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., oldest: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loans: _Optional[int] = ..., recalls: _Optional[int] = ..., refusals: _Optional[_Iterable[_Union[Count, _Mapping]]] = ...) -> None: ...
 
 class CacheTier(_message.Message):
     __slots__ = ("name", "blocks", "capacity_blocks", "block_bytes", "hit_tokens", "read_bytes", "written_bytes", "dropped_blocks", "late", "failures", "problem", "pinned_blocks", "saved_s", "lent_tokens")

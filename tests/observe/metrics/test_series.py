@@ -24,13 +24,13 @@ from cluster.policy.estimate.histograms import TOKENS, HistogramBuilder, Request
 from cluster.policy.slo_attainment import OTHER, OUTCOMES, Ended, GatewayAttainment
 from cluster.spec import MetricsSpec, Role, SpecError
 from cluster.spec_file import parse_spec
-from diptych.view import ClusterView, PoolView, WorkerState, WorkerView
+from diptych.view import REFUSALS, ClusterView, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
 from tests.observe.metrics.boards import names, queries, rules
 from tests.observe.metrics.monitored import Monitored, monitored
 from tests.observe.metrics.prometheus import promtool
 from workers.request import SLO, FinishReason, Request
-from workers.stats import Pulls, TierStats, WorkerStats
+from workers.stats import BorrowStats, Pulls, TierStats, WorkerStats
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
 ROW = re.compile(r"^\| `((?:diptych_|vllm:)\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", re.M)
@@ -48,6 +48,7 @@ async def texts() -> list[str]:
 async def series_of(cluster: Monitored) -> list[str]:
     for gateway in (0, 1):
         await cluster.complete(gateway, 40, 8, "fast")
+    await cluster.complete(0, 2100, 8, "fast")  # borrows
     return [await cluster.exposition(gateway) for gateway in (0, 1)]
 
 
@@ -173,11 +174,12 @@ def test_vllm_metrics_are_exported_only_if_configured() -> None:
 
 
 TIER = TierStats("disk", 24, 25, 26, 27, 28, 29, 30, 31, 32, "", 33, 37.5, 38)
+LOANS = BorrowStats("p0", 46, 47, 48.5, 49, 50, (("dtype", 51), ("no-room", 52)))
 STATS = WorkerStats(
     queued_tokens=1, waiting=2, running=3, reserved=4, leases=5, free_blocks=60, cached_blocks=7, quarantined_blocks=8,
     total_blocks=100, steps=10, step_s=0.5, preemptions=11, expired_leases=12, bubble_share=0.25, sought_tokens=13,
     found_tokens=62, tiers=(TIER,), pulls=Pulls(15, 16, 17, 18, 19, 20.5), non_finite=23,
-    lent_blocks=34, borrowed_blocks=35, expired_loans=36,
+    lent_blocks=34, borrowed_blocks=35, expired_loans=36, borrowed=(LOANS,),
     fetched_tokens=5, fetched_saved_s=1.5, device_saved_s=0.5, device_lent_tokens=6,
 )  # fmt: skip
 TOLD = {
@@ -191,7 +193,8 @@ TOLD = {
     "cache_read_bytes_total": 28, "cache_written_bytes_total": 29, "cache_dropped_blocks_total": 30,
     "cache_late_total": 31, "cache_failures_total": 32,
     "expired_leases_total": 12, "lent_blocks": 34, "borrowed_blocks": 35, "expired_loans_total": 36,
-    "non_finite_requests_total": 23,
+    "loan_blocks": 46, "loan_bytes": 47, "loan_oldest_seconds": 48.5, "loans_total": 49, "loan_recalls_total": 50,
+    "loan_refusals_total": 103, "non_finite_requests_total": 23,
     "transfers_total": 15, "failed_transfers_total": 16,
     "corrupt_transfers_total": 17, "transfer_bytes_total": 18, "transfer_descriptors_total": 19,
     "transfer_seconds_total": 20.5, "restarts_total": 45, "failures_in_a_row": 3, "role": 2,
@@ -209,6 +212,8 @@ def test_live_workers_export_statistics_and_dead_ones_role_and_failures() -> Non
     assert {name.removeprefix("diptych_worker_"): value(text, name) for name in found} == TOLD
     hits = [value(text, "diptych_worker_cache_hit_tokens_total", tier=tier) for tier in ("device", "fetched", "disk")]
     assert hits == [30, 5, 27]
+    refused = {reason: value(text, "diptych_worker_loan_refusals_total", reason=reason) for reason in REFUSALS}
+    assert refused == dict.fromkeys(REFUSALS, 0) | {"dtype": 51, "no-room": 52}
     assert value(text, "diptych_workers", role="decode", state="ready") == 1
     assert value(text, "diptych_workers", role="decode", state="dead") == 1
     assert (value(text, "diptych_pool_workers"), value(text, "diptych_pool_wanted_workers")) == (1, 3)
