@@ -17,9 +17,9 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from benchmarks.bundle_reader import BundleReader
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
@@ -94,7 +94,7 @@ def _waiting_first() -> Iterator[None]:
     """No attention beside the lenders'."""
     ask = RemoteStates.__call__
 
-    def ask_and_wait(self: RemoteStates, layer: int, query: Tensor) -> Callable[[], Tensor]:
+    def ask_and_wait(self: RemoteStates, layer: int, query: Any) -> Callable[[], Any]:
         states = ask(self, layer, query)()
         return lambda: states
 
