@@ -179,7 +179,8 @@ class _Routes:
                 new = json.dumps(body.items).encode() if items is None else items
                 self._responses.keep(tenant, name, history, (new, json.dumps(output).encode()))
 
-        wire = ResponsesWire(name, self._context.model.name, body.repeated, plan.make_parser, keep)
+        repeated = body.repeated(chat.sampling(self._gateway.default_sampling))
+        wire = ResponsesWire(name, self._context.model.name, repeated, plan.make_parser, keep)
         return self._reply(chat, prompts, plan, request, wire)
 
     async def _read_response(self, request: Request, raw: bytes, history: History) -> dict[str, Any]:

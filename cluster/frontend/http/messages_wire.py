@@ -36,6 +36,8 @@ class MessagesWire:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
         }
 
     def answer(self, index: int, text: TextDelta, end: TextEnd) -> bytes:
@@ -45,10 +47,10 @@ class MessagesWire:
         if found.reasoning:
             blocks.append({"type": "thinking", "thinking": found.reasoning, "signature": ""})
         if found.content:
-            blocks.append({"type": "text", "text": found.content})
+            blocks.append({"type": "text", "text": found.content, "citations": None})
         for call in found.calls:
             arguments = msgspec.Raw(call.arguments.encode() or b"{}") if _is_json(call.arguments) else {}
-            blocks.append({"type": "tool_use", "id": _id(), "name": call.name, "input": arguments})
+            blocks.append({"type": "tool_use", **_call(call.name), "input": arguments})
         return msgspec.json.encode(blocks)
 
     def document(self, answers: Sequence[bytes], usage: Usage) -> bytes:
@@ -84,12 +86,12 @@ class MessagesWire:
             events.append(self._opened("thinking", thinking="", signature=""))
             events.append(self._delta(type="thinking_delta", thinking=delta.reasoning))
         if delta.content:
-            events.append(self._opened("text", text=""))
+            events.append(self._opened("text", text="", citations=None))
             events.append(self._delta(type="text_delta", text=delta.content))
         for call in delta.calls:
             if call.name:
                 self._has_calls = True
-                events.append(self._closed() + self._opened("tool_use", id=_id(), name=call.name, input={}))
+                events.append(self._closed() + self._opened("tool_use", **_call(call.name), input={}))
             if call.arguments:
                 events.append(self._delta(type="input_json_delta", partial_json=call.arguments))
         return b"".join(events)
@@ -123,10 +125,16 @@ class MessagesWire:
         return {"stop_reason": reason, "stop_sequence": self._ended.stop or None}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, Any]:
     cached = usage.cached_tokens
-    counts = {"input_tokens": usage.prompt_tokens - cached, "output_tokens": usage.completion_tokens}
-    return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        **dict.fromkeys(("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use")),
+        "service_tier": "standard",
+    }
 
 
 def _event(kind: str, **fields: Any) -> bytes:
@@ -142,5 +150,5 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _id() -> str:
-    return f"toolu_{secrets.token_hex(12)}"
+def _call(name: str) -> dict[str, Any]:
+    return {"id": f"toolu_{secrets.token_hex(12)}", "name": name, "caller": {"type": "direct"}}

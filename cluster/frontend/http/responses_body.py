@@ -14,14 +14,12 @@ from typing import Annotated, Any
 from cluster.frontend.http.bodies import Body, ChatBody, FirstError
 from cluster.frontend.http.unsupported import refuse_others
 from workers.errors import InvalidRequest
+from workers.request import SamplingParams
 
 TYPES = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text")
 # They do not influence the answer.
-PASSING = (
-    *("metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"),
-    *("include", "max_tool_calls", "stream_options"),
-)
+PASSING = ("user", "prompt_cache_retention", "service_tier", "include", "stream_options")
 Item = dict[str, Any]
 
 
@@ -44,6 +42,11 @@ class ResponsesBody(Body):
     reasoning: Item | None = None
     truncation: str | None = None
     background: bool | None = None
+    # These do not influence the answer; the response repeats them.
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @classmethod
     def known_fields(cls) -> Collection[str]:
@@ -53,18 +56,23 @@ class ResponsesBody(Body):
     def items(self) -> list[Item]:
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
-    @property
-    def repeated(self) -> Item:
-        """Fields that the response has, too."""
-        names = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p", "truncation")
+    def repeated(self, sampling: SamplingParams) -> Item:
+        """Fields that the response has, too: what was asked for, or what was used instead."""
+        names = ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "reasoning")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*names, "safety_identifier", "prompt_cache_key")},
+            **{name: getattr(sampling, name) for name in ("temperature", "top_p")},
+            **{name: getattr(sampling, name) for name in ("presence_penalty", "frequency_penalty")},
             "tools": self.tools or [],
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": self.text or {"format": {"type": "text"}},
-            "reasoning": self.reasoning,
             "store": self.store is not False,
+            "metadata": self.metadata or {},
+            "truncation": "disabled",
+            "background": False,
+            "top_logprobs": 0,
+            "service_tier": "default",
         }
 
     def chat_after(self, history: Sequence[Item]) -> "ResponsesChat":

@@ -88,6 +88,7 @@ class ResponsesWire:
         details = {"reason": "max_output_tokens"} if self._is_cut else None
         return self._fields | {
             "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": details,
             "output": self._output,
             "usage": None if usage is None else _usage(usage),
