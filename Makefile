@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 QUICK := tests/test_imports.py tests/test_docs.py tests/test_configuration.py tests/engine tests/policy tests/costs
 
 .PHONY: demo quick test test-all format check bench bench-engine study elastic sim-vs-real literature proto clean chaos fuzz pairs plan-acceptance shift autoscaler
-.PHONY: gpu campaigns image image-test compare bench-outside pods
+.PHONY: gpu campaigns image image-test compare bench-outside clients pods
 
 # make pairs MODEL=smollm2-135m: split equals colocated on every pair of parallel settings, with a real model.
 
@@ -115,6 +115,11 @@ compare: $(VENV)/.bench
 # guidellm and aiperf, unmodified, against our HTTP server; the first run creates an environment for each (minutes).
 bench-outside: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.outside $(ARGS)
+
+# Client libraries, compliance suites and lm-eval, unmodified, against our HTTP server; the first run creates an environment
+# for each (minutes).
+clients: $(VENV)/.bench
+	@$(BIN)/python -m benchmarks.clients $(ARGS)
 
 chaos: $(READY)
 	@DIPTYCH_CHAOS_ROUNDS=$(or $(ROUNDS),10) $(BIN)/python -m pytest -q tests/ray/test_exactness.py -k death

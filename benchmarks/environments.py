@@ -120,6 +120,48 @@ AIPERF = PeerEnvironment(
     packages=("aiperf",),
     installs=(("aiperf==0.13.0",),),
 )
+# Clients that `make clients` runs against our HTTP server.
+SDKS = PeerEnvironment(
+    title="client libraries",
+    variable="DIPTYCH_CLIENTS_VENV",
+    folder="clients-venv",
+    module="agents",
+    packages=("langchain-openai", "langchain-anthropic", "litellm", "instructor", "pydantic-ai-slim", "openai-agents"),
+    installs=(
+        (
+            "langchain-openai==1.7.4",
+            "langchain-anthropic==1.7.10",
+            "litellm==1.110.2",
+            "instructor==1.17.0",
+            "pydantic-ai-slim[openai]==2.38.0",
+            "openai-agents==0.24.0",
+        ),
+    ),
+)
+LLAMA_INDEX = PeerEnvironment(
+    title="LlamaIndex",
+    variable="DIPTYCH_LLAMA_INDEX_VENV",
+    folder="llama-index-venv",
+    module="llama_index/core",
+    packages=("llama-index-llms-openai-like",),
+    installs=(("llama-index-llms-openai-like==0.8.1",),),
+)
+LM_EVAL = PeerEnvironment(
+    title="lm-eval",
+    variable="DIPTYCH_LM_EVAL_VENV",
+    folder="lm-eval-venv",
+    module="lm_eval",
+    packages=("lm-eval",),
+    installs=(("lm-eval[api]==0.4.13",),),
+)
+COMPLY = PeerEnvironment(
+    title="llm-comply",
+    variable="DIPTYCH_COMPLY_VENV",
+    folder="comply-venv",
+    module="llm_comply",
+    packages=("llm-comply",),
+    installs=(("llm-comply==0.5.0",),),
+)
 # Frontends of other systems; `python -m benchmarks peers-frontend-install` creates these environments.
 DYNAMO = PeerEnvironment(
     title="Dynamo",

@@ -75,7 +75,7 @@ HEAVY = {
     "fastapi": ("cluster.frontend.http", "benchmarks.bare_servers"),
     "starlette": ("cluster.frontend.http", "benchmarks.bare_servers"),
     "uvicorn": ("cluster.frontend.http", "benchmarks.bare_servers"),
-    "pydantic": ("cluster.frontend.http",),
+    "pydantic": ("cluster.frontend.http", "benchmarks.clients.cases"),
     "opentelemetry": ("cluster.observe.otlp",),
     "nixl_cu12": ("kvtransfer.backends",),
 }

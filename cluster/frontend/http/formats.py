@@ -135,7 +135,7 @@ class ChatFormat:
         self._begun: set[int] = set()
 
     def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None, "annotations": []}
         reason = FINISH[finish]
         if self._make_parser is not None:
             parser = self._make_parser()

@@ -63,7 +63,7 @@ class ResponsesBody(Body):
             **{name: getattr(self, name) for name in (*names, "safety_identifier", "prompt_cache_key")},
             **{name: getattr(sampling, name) for name in ("temperature", "top_p")},
             **{name: getattr(sampling, name) for name in ("presence_penalty", "frequency_penalty")},
-            "tools": self.tools or [],
+            "tools": [{"description": None, "strict": None, **each} for each in self.tools or ()],
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": self.text or {"format": {"type": "text"}},

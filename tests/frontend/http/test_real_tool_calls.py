@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from benchmarks.clients.__main__ import TEMPLATE
 from cluster.frontend.servers import Servers, load_tokenizer
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
@@ -22,16 +23,6 @@ from workers.errors import ModelError
 from workers.model.store import resolve
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
-# As Hermes and Qwen write it, for a model whose own template knows no tools.
-TEMPLATE = """{% if tools %}<|im_start|>system
-You may call functions: {{ tools | tojson }}
-Answer <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
