@@ -61,7 +61,7 @@ def build_worker(
             observe=stands_for.observe,
             pace=stands_for.pace,
             servers=stands_for.servers,
-            repeats=stands_for.repeats,
+            multi_step=stands_for.multi_step,
         )
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}

@@ -41,18 +41,20 @@ class KVEvents(Struct, frozen=True, gc=False):
     remote: NameChanges = NameChanges()
 
 
-def chain(tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = (), salt: str = "") -> list[int]:
+def chain(
+    tokens: Sequence[int], grain: int = GRAIN, known: Sequence[int] = (), salt: str = "", end: int | None = None
+) -> list[int]:
     """A name for each full `grain` of tokens: equal names mean equal tokens from position 0 on and an equal salt
     (`Request.cache_salt`), except for collisions.
 
-    `known`: the first names, computed earlier. A collision costs a wrong routing estimate, never a wrong token. Nothing
-    is named after a token that does not fit in 32 bits.
+    `known`: the first names, computed earlier. `end`: only of the first so many tokens. A collision costs a wrong
+    routing estimate, never a wrong token. Nothing is named after a token that does not fit in 32 bits.
     """
     names = list(known)
     name = names[-1] if names else xxh3_64_intdigest(salt.encode()) if salt else 0
     pack = _packer(grain)
     try:
-        for start in range(len(names) * grain, len(tokens) - grain + 1, grain):
+        for start in range(len(names) * grain, (len(tokens) if end is None else end) - grain + 1, grain):
             name = xxh3_64_intdigest(pack(*tokens[start : start + grain]), name) >> (64 - _NAME_BITS)
             names.append(name)
     except struct.error:

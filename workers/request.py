@@ -4,7 +4,7 @@ Knows no text (the gateway encodes and decodes), no device and no clock. Everyth
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -280,11 +280,23 @@ class Bundle(Struct, frozen=True, gc=False):
     stats: WorkerStats
 
 
+class LateSource(Protocol):
+    """A worker in the same process that has not told its readers everything yet."""
+
+    def catch_up(self, with_tokens: bool) -> None:
+        """Tell the statistics, and perhaps the tokens, up to now."""
+        ...
+
+    def num_untold(self, key: str) -> int:
+        """How many tokens of this sequence were sampled by now and not told."""
+        ...
+
+
 class LateReader(Protocol):
     """A subscriber that takes outputs late, in the order of their times."""
 
-    def attach(self, catch_up: Callable[[bool], object]) -> None:
-        """`catch_up(False)` tells the statistics, `catch_up(True)` the outputs too, up to now."""
+    def attach(self, source: LateSource | None) -> None:
+        """From now on there may be something to tell; None: no longer."""
         ...
 
     def on_late_stats(self, stats: WorkerStats, at_s: float) -> None:

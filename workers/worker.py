@@ -29,8 +29,8 @@ from workers.engine.adapter_cache import AdapterCache
 from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
+from workers.engine.multi_step import MultiStep
 from workers.engine.pump import Pump
-from workers.engine.repeats import Repeats
 from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
@@ -103,8 +103,8 @@ class Worker:
         self._kv_fetcher = KVFetcher(config, self.engine, executor, self._peer_links, self._changed)
         now_s = asyncio.get_running_loop().time
         self._late_readers: dict[str, LateReader] = {}  # by subscriber
-        self._repeats = Repeats(self.engine, executor, self._late_reader, self._stats, now_s, heartbeat_s)
-        self._pump = Pump(self.engine, executor, self._deliver, now_s, self._repeats)
+        self._multi_step = MultiStep(self.engine, executor, self._late_reader, self._stats, now_s, heartbeat_s)
+        self._pump = Pump(self.engine, executor, self._deliver, now_s, self._multi_step)
         self._lender = KVLender(config, self.engine, executor, self._kv_fetcher, self._ticket, self._changed)
         self._borrower = KVBorrower(
             config, self.engine, executor, self._peer_links, self._kv_fetcher, self._ticket, self._changed
@@ -273,7 +273,6 @@ class Worker:
     async def hold_prefix(self, request: Request) -> TransferTicket | None:
         """Hold the cached part of this prompt's prefix for one reader. None: there is none that it could read."""
         self._accept(request)
-        self.engine.catch_up()
         tokens = (*request.prompt, *request.generated)
         lease = self.engine.prefix_fetches.hold(f"{request.key}:prefix", tokens, self._now_s(), request.cache_salt)
         self._arm()
@@ -322,7 +321,6 @@ class Worker:
     async def cache_since(self, last: int, reach: int) -> KVEvents:
         """Prefix cache changes for a reader at this position; (0, 0): a reader that knows nothing. See `KVEvents`."""
         self._require_open()
-        self.engine.catch_up()
         return self.engine.pool.log.since(last, reach)
 
     async def cancel(self, key: str) -> None:
@@ -362,7 +360,6 @@ class Worker:
         outputs: tuple[Output, ...] = ()
         if late is not None:
             self._late_readers[subscriber] = late
-            late.attach(self._repeats.catch_up)
         try:
             while True:
                 on_bundle(Bundle(outputs, self._stats()))
@@ -375,8 +372,8 @@ class Worker:
                         raise WorkerError(f"{subscriber} took no outputs for {seconds}; its requests ended")
                 outputs = await mailbox.take(self._heartbeat_s)
                 self._require_open()
-                while not outputs and self._repeats.is_told(late):  # the steps are its heartbeat
-                    self._repeats.catch_up(False)
+                while not outputs and self._multi_step.is_told(late):  # the steps are its heartbeat
+                    self._multi_step.catch_up(False)
                     outputs = await mailbox.take(self._heartbeat_s)
                     self._require_open()
         finally:
@@ -536,9 +533,7 @@ class Worker:
 
     def _arm(self) -> None:
         """Schedule a sweep while anything can expire."""
-        engine = self.engine
-        kept = len(engine.leases) or len(engine.loans) or len(engine.pool.host.pins)
-        pending = self._routes or self._reservations or kept
+        pending = self._routes or self._reservations or self.engine.may_expire
         if self._sweeper is None and pending and not self._closed:
             self._sweep_due_s = self._now_s() + SWEEP_S
             self._sweeper = asyncio.get_running_loop().call_at(self._sweep_due_s, self._sweep)

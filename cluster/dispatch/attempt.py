@@ -263,13 +263,22 @@ class Attempt:
         """Whether no worker is known to have begun its prompt, so that another attempt may replace it."""
         return self.phase is Phase.PREFILL and not self._num_messages
 
+    @property
+    def num_untold(self) -> int:
+        """Tokens that the decode worker has sampled and not told yet; 0 while messages wait in the inbox."""
+        return self.decode.worker.num_untold(self.decode.key) if self._is_direct else 0
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether tokens are emitted at once."""
+        return self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
+
     # ---- messages of the workers -------------------------------------------------------------------------------
 
     def on_message(self, call: WorkerCall, message: Message) -> None:
         """Take a message. Emits tokens in the middle of an answer at once; other messages go through the inbox."""
         self._num_messages += 1
-        is_direct = self.phase is Phase.DECODE and not self._inbox and not self.switching.locked()
-        if is_direct and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
+        if self._is_direct and isinstance(message, TokensOut) and message.finish is None and call is self.decode:
             self._latest = message.timing
             try:
                 self._on_tokens(message)

@@ -62,6 +62,7 @@ class WorkerDiscovery:
         self._members: dict[str, Member] = {}  # of the membership
         self._seen: dict[str, WorkerView] = {}  # the picture's workers
         self._sent: dict[str, Sent] = {}
+        self._late: dict[str, WorkerClient] = {}  # by name, those that `catch_up` asks
         self._stale: set[str] = set()  # workers that changed since the last picture
         self._picture: ClusterView | None = None  # None: other parts changed
         self._lending = Lending(spec)
@@ -158,7 +159,7 @@ class WorkerDiscovery:
 
     def catch_up(self, *, with_tokens: bool = False) -> None:
         """Take the statistics, and perhaps the tokens, that workers in this process have not told yet."""
-        for client in self.clients.values():
+        for client in tuple(self._late.values()):
             client.catch_up(with_tokens=with_tokens)
 
     async def audit(self) -> ClusterView:
@@ -247,6 +248,7 @@ class WorkerDiscovery:
             subscriber=f"{self._name}-{uuid.uuid4().hex[:12]}",
             silence_s=self._spec.health.dead_after_s,
             sent=self._sent,
+            late=self._late,
             touched=partial(self._stale.add, view.name),
             changed=self._pulse,
             cache=reader,

@@ -79,9 +79,8 @@ class RequestRunner:
 
     def decode_contexts(self) -> dict[str, int]:
         """The tokens so far of each attempt that decodes, by key."""
-        self._discovery.catch_up(with_tokens=True)
         return {
-            state.request.key: state.num_tokens
+            state.request.key: state.num_tokens + state.attempt.num_untold
             for state in self._running.values()
             if state.attempt is not None and state.attempt.phase is Phase.DECODE
         }
@@ -323,22 +322,16 @@ class RequestRunner:
             f"request {state.request.id}: token {output.first_position} came after {len(state.sent)} tokens"
         )
         state.sent.extend(output.tokens)
-        if output.token_s:
-            for at_s in output.token_s:
-                self._count(state, 1, at_s)
-        else:
-            self._count(state, len(output.tokens), state.now_s())
+        is_first = not state.timing.has_begun
+        gaps_s = state.timing.tokens(len(output.tokens), output.token_s or (state.now_s(),))
+        for count_tokens in state.token_observers:
+            count_tokens(len(output.tokens), gaps_s)
+        if is_first:
+            self._observer.on_first_token(state.request)
         delta = Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs, output.token_s)
         state.emit(delta)
         if output.prefilled:
             self._on_prefilled(state, output)
-
-    def _count(self, state: RequestState, num_tokens: int, at_s: float) -> None:
-        gap_s = state.timing.tokens(num_tokens, at_s)
-        for count_tokens in state.token_observers:
-            count_tokens(num_tokens, gap_s)
-        if gap_s is None:
-            self._observer.on_first_token(state.request)
 
     def _on_prefilled(self, state: RequestState, output: TokensOut) -> None:
         placement = state.placement

@@ -19,7 +19,7 @@ from cluster.runtime.runtime_errors import WorkerGone
 from diptych.view import WorkerState, WorkerView
 from diptych.watchdog import Watchdog
 from workers.errors import WorkerError
-from workers.request import Bundle, Output, TokensOut
+from workers.request import Bundle, LateSource, Output, TokensOut
 from workers.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ OnMessage = Callable[[Message], None]
 class WorkerClient:
     """Owned by a WorkerDiscovery. `changed` is called when the worker first answers, and when it is lost; `touched`
     also for statistics, whenever `seen` changes. `sent`: the work sent to each worker since its latest statistics.
+    `late`: the clients whose worker may have something to tell late, by name.
 
     `cache` reads the worker's cache events. It is closed, and `handle` disconnected, with the client. `kv_dtype`: of
     the worker's pool.
@@ -52,6 +53,7 @@ class WorkerClient:
         subscriber: str,
         silence_s: float,
         sent: dict[str, Sent],
+        late: "dict[str, WorkerClient]",
         touched: Callable[[], None],
         changed: Callable[[], None],
         cache: CacheReader | None,
@@ -64,6 +66,7 @@ class WorkerClient:
         self.has_answered = False
         self.stats: WorkerStats = view.stats
         self._sent = sent
+        self._late = late
         self.lost: str | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.callers: set[asyncio.Task[Any]] = set()  # they wait for the worker; cancelled when it is lost
@@ -72,7 +75,7 @@ class WorkerClient:
         self._changed = changed
         self._cache = cache
         self._handlers: dict[str, OnMessage] = {}
-        self._catch_up: Callable[[bool], object] | None = None
+        self._source: LateSource | None = None
         self._loop = asyncio.get_running_loop()
         self.last_bundle_s = self._loop.time()
         self._silence = Watchdog(silence_s, self._on_silence, shares_ticks=True)
@@ -114,13 +117,22 @@ class WorkerClient:
 
     # ---- late outputs ------------------------------------------------------------------------------------------
 
-    def attach(self, catch_up: Callable[[bool], object]) -> None:
-        self._catch_up = catch_up
+    def attach(self, source: LateSource | None) -> None:
+        if self.lost is None:
+            self._source = source
+            if source is None:
+                del self._late[self.name]
+            else:
+                self._late[self.name] = self
 
     def catch_up(self, *, with_tokens: bool = True) -> None:
         """Take what a worker in this process has not told yet, up to now: statistics, and perhaps tokens."""
-        if self._catch_up is not None and self.lost is None:
-            self._catch_up(with_tokens)
+        if self._source is not None:
+            self._source.catch_up(with_tokens)
+
+    def num_untold(self, key: str) -> int:
+        """How many tokens of this sequence its worker has sampled but not told yet."""
+        return 0 if self._source is None else self._source.num_untold(key)
 
     def on_late_stats(self, stats: WorkerStats, at_s: float) -> None:
         if self.lost is None:
@@ -195,6 +207,8 @@ class WorkerClient:
             return
         self.catch_up()
         logger.warning("worker %s is lost: %s", self.name, reason)
+        if self._source is not None:
+            self.attach(None)
         self.lost = reason
         self.touched()
         if self._cache is not None:

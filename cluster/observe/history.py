@@ -5,7 +5,7 @@ prompts and no tokens.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from heapq import merge
 from operator import attrgetter
@@ -59,7 +59,7 @@ class History(RequestObserver):
     def token_observers(self, request: Request, worker: str) -> tuple[OnTokens]:
         traffic = self._traffic_of(worker)
 
-        def count(num_tokens: int, gap_s: float | None) -> None:
+        def count(num_tokens: int, gaps_s: Sequence[float]) -> None:
             traffic.output_tokens += num_tokens
 
         return (count,)

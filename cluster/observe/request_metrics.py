@@ -3,7 +3,7 @@
 The specification bounds the labels: classes, outcomes, parts of the ledger.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cluster.events import Completed
 from cluster.observe.ledger import PHASES, LatencyLedger
@@ -49,10 +49,9 @@ class RequestMetrics(RequestObserver):
     def token_observers(self, request: Request, worker: str) -> tuple[OnTokens]:
         label = self._label(request.slo.class_name)
 
-        def count(num_tokens: int, gap_s: float | None) -> None:
+        def count(num_tokens: int, gaps_s: Sequence[float]) -> None:
             self._generated_tokens += num_tokens
-            if gap_s is not None and num_tokens:
-                self._gaps.add(label, gap_s / num_tokens, num_tokens)
+            self._gaps.add_all(label, gaps_s)
 
         return (count,)
 

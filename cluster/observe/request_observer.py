@@ -16,8 +16,8 @@ from diptych.history import RequestTrace
 from kvtransfer.ticket import TransferReport
 from workers.request import Request
 
-# Gets the number of new tokens, and the seconds since the previous ones (None for the answer's first).
-OnTokens = Callable[[int, float | None], None]
+# Gets the number of new tokens, and the seconds before each of them (none for the answer's first).
+OnTokens = Callable[[int, Sequence[float]], None]
 
 
 @dataclass(frozen=True, slots=True)

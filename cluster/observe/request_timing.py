@@ -1,6 +1,8 @@
 """Times and outcome of one request, for `cluster.policy.slo_attainment`. Knows no worker."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cluster.events import DeadlinePassed, Rejected, Unservable
 from cluster.policy.routing.router import Placement
@@ -24,20 +26,30 @@ class RequestTiming:
     _first_s: float | None = None
     _last_s: float = 0.0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there were tokens."""
+        return self._first_s is not None
+
     def placed(self, placement: Placement, now_s: float) -> None:
         """Workers are chosen. Predictions count from the request's arrival."""
         if self._first_s is None:
             self._placed_s = now_s
             self._predicted_ttft_s, self._predicted_tpot_s = placement.predicted_ttft_s, placement.predicted_tpot_s
 
-    def tokens(self, count: int, now_s: float) -> float | None:
-        """Count new tokens. Returns the seconds since the previous ones; None for the first ones."""
+    def tokens(self, count: int, times_s: Sequence[float]) -> list[float]:
+        """Count new tokens: all at one time, or each at its own.
+
+        Returns the seconds before each of them, equal parts of a gap before several; none for the answer's first.
+        """
         self.num_tokens += count
-        before_s, self._last_s = self._last_s, now_s
+        last_s, self._last_s = self._last_s, times_s[-1]
         if self._first_s is None:
-            self._first_s = now_s
-            return None
-        return now_s - before_s
+            self._first_s = last_s = times_s[0]
+            times_s = times_s[1:]
+        if len(times_s) == 1 and count:
+            return [(times_s[0] - last_s) / count] * count
+        return [now_s - before_s for before_s, now_s in pairwise((last_s, *times_s))]
 
     def ended(self, slo: SLO, error: BaseException | None, now_s: float) -> Ended:
         """The outcome, to be scored. `error`: None if the request completed."""

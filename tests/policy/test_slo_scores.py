@@ -164,9 +164,9 @@ def test_metrics_are_what_the_scores_say() -> None:
 def test_a_prediction_is_compared_with_the_time_since_the_placement() -> None:
     timing = RequestTiming(arrived_s=10.0)
     timing.placed(Placement("p", "d", "", predicted_ttft_s=3.5, predicted_tpot_s=0.1), now_s=12.0)
-    timing.tokens(1, 14.0)
+    timing.tokens(1, [14.0])
     timing.placed(Placement("p", "d", "again", predicted_ttft_s=99.0), now_s=15.0)
-    timing.tokens(2, 15.0)
+    timing.tokens(2, [15.0])
     ended = timing.ended(SLO(4.0, 0.4, "fast"), None, 16.0)
     assert (ended.outcome, ended.class_name, ended.ttft_s, ended.tpot_s) == ("completed", "fast", 4.0, 0.5)
     assert (ended.after_placement_s, ended.predicted_ttft_s, ended.predicted_tpot_s) == (2.0, 1.5, 0.1)

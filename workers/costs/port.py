@@ -34,6 +34,10 @@ class CostModel(ABC):
     def scaled(self, ratio: float) -> Self:
         """Every step `ratio` times as long; transfers and swaps unchanged."""
 
+    def steps_seconds(self, batch: int, context_tokens: int, count: int) -> list[float]:
+        """So many steps of the same decodes in a row. `context_tokens`: of the first one."""
+        return [self.mixed_seconds((), batch, context_tokens + each * batch) for each in range(count)]
+
     def prefill_seconds(self, num_tokens: int, cached_tokens: int = 0) -> float:
         """One step with only a chunk of `num_tokens` after `cached_tokens` cached ones."""
         return self.mixed_seconds(((num_tokens, cached_tokens),), 0, 0)

@@ -186,6 +186,9 @@ class TableCost(ProfiledCost):
             seconds = max(self.decode(batch), seconds * self.mixed_factor)
         return self.ratio * seconds
 
+    def steps_seconds(self, batch: int, context_tokens: int, count: int) -> list[float]:
+        return [self.mixed_seconds((), batch, 0)] * count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredCost(ProfiledCost):

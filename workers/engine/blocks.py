@@ -41,14 +41,18 @@ def tail_hash(tokens: Sequence[int], block_size: int, full: Sequence[bytes], sal
     return blake2b(parent + struct.pack(f"<{len(rest)}I", *rest), digest_size=16, person=b"tail").digest()
 
 
-def prefix_hashes(tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: str = "") -> list[bytes]:
+def prefix_hashes(
+    tokens: Sequence[int], block_size: int, known: Sequence[bytes] = (), salt: str = "", end: int | None = None
+) -> list[bytes]:
     """A hash for each full block: equal hashes mean equal tokens from position 0 on, and an equal salt.
 
     `known` are the hashes of the first blocks, computed earlier. `salt` separates tenants (`Request.cache_salt`).
+    `end`: only of the first so many tokens.
     """
     hashes = list(known)
     name = hashes[-1] if hashes else _root(salt)
-    fresh = tokens[len(hashes) * block_size : len(tokens) // block_size * block_size]
+    end = len(tokens) if end is None else end
+    fresh = tokens[len(hashes) * block_size : end // block_size * block_size]
     content, stride = struct.pack(f"<{len(fresh)}I", *fresh), 4 * block_size
     for start in range(0, len(content), stride):
         name = blake2b(name + content[start : start + stride], digest_size=16).digest()

@@ -21,6 +21,8 @@ from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.borrowing import BlockMove
 from workers.engine.cache_hits import DEVICE, FETCHED, HOST
+from workers.engine.catching_up import catches_up, unaffected
+from workers.engine.decode_steps import DecodeSteps, Sample, num_decode_steps
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
@@ -30,7 +32,6 @@ from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, SpanReturn, State
 from workers.engine.slo import slot_refusal
-from workers.engine.steady import Sample, SteadyDecodes, num_alike
 from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
 from workers.engine.store_tiers import StoreTier
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence
@@ -50,6 +51,7 @@ class BrokenStep(Exception):
         self.plan = plan
 
 
+@catches_up
 class Engine:
     """Owned by one Worker. The first `reserved` blocks of the pool belong to preflight.
 
@@ -77,7 +79,7 @@ class Engine:
         stores: Items[BlockStore] = (),
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
-        self.pool = BlockPool(
+        self._pool = BlockPool(
             config.kv_blocks,
             config.block_size,
             reserved=reserved,
@@ -86,25 +88,25 @@ class Engine:
             first_host=config.swap_blocks,
             most_pinned=most_pinned,
         )
-        self.capacity_tokens = self.pool.num_blocks * config.block_size
+        self.capacity_tokens = self._pool.num_blocks * config.block_size
         self._longest = min(context_length, config.max_model_len or context_length)  # of a sequence that borrows
         self.max_length = min(self._longest, self.capacity_tokens)
         self._config = config
-        self._staging = min(config.staging_blocks or max(1, self.pool.num_blocks // 2), self.pool.num_blocks)
+        self._staging = min(config.staging_blocks or max(1, self._pool.num_blocks // 2), self._pool.num_blocks)
         self._digests_a_step = max(1, config.max_batch_tokens // config.block_size)
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
         self._estimate = StepEstimate(cost or LinearCost(), block_bytes)
         self._depth = depth
-        self.leases = LeaseBook(self.pool, lease_s, digest=digest)
-        self.loans = LoanBook(self.pool, lease_s)
-        self._stores = [StoreTier(store, self.pool, block_bytes) for store in stores]
-        self.pool.forget_in_stores = self._forget_in_stores
+        self._leases = LeaseBook(self._pool, lease_s, digest=digest)
+        self._loans = LoanBook(self._pool, lease_s)
+        self._stores = [StoreTier(store, self._pool, block_bytes) for store in stores]
+        self._pool.forget_in_stores = self._forget_in_stores
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
-        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
-        self._loads = Loads(self._stores, self.pool, self._estimate, block_bytes, self.prefix_fetches)
+        self._prefix_fetches = PrefixFetches(self._pool, self._leases, prefix_blocks)
+        self._loads = Loads(self._stores, self._pool, self._estimate, block_bytes, self._prefix_fetches)
         self._scheduler = Scheduler(
-            config, self.pool, self.leases, self._loads, self._estimate, block_bytes=block_bytes, depth=depth
+            config, self._pool, self._leases, self._loads, self._estimate, block_bytes=block_bytes, depth=depth
         )
         self._kv = self._scheduler.kv
         self._sequences: dict[str, Sequence] = {}
@@ -112,8 +114,26 @@ class Engine:
         self._steps = 0
         self._step_s = 0.0
         self._non_finite = 0
-        self._steady: SteadyDecodes | None = None
+        self._decodes: DecodeSteps | None = None  # they run now
+        self._decode_stats: WorkerStats | None = None  # made at one of these steps
         self._catch_up: Callable[[bool], object] | None = None
+        self._catch_up_first: Callable[[], object] | None = None
+
+    @property
+    def pool(self) -> BlockPool:
+        return self._pool
+
+    @property
+    def leases(self) -> LeaseBook:
+        return self._leases
+
+    @property
+    def loans(self) -> LoanBook:
+        return self._loans
+
+    @property
+    def prefix_fetches(self) -> PrefixFetches:
+        return self._prefix_fetches
 
     # ---- taking requests ---------------------------------------------------------------------------------------
 
@@ -124,7 +144,6 @@ class Engine:
         `borrows`: it may be longer than the pool; while memory is short, its blocks move to lenders (`take_moves`).
         Raises `InvalidRequest` or `Overloaded`.
         """
-        self.catch_up()
         self._refuse_known(request)
         max_length = self._longest if borrows else self.max_length
         check_prompt(request, max_length, self._vocab_size)
@@ -136,9 +155,9 @@ class Engine:
         sequence = Sequence(request, now_s, hold=hold, cut_tokens=cut_tokens, max_length=max_length, borrows=borrows)
         self._sequences[request.key] = sequence
         self._scheduler.queues.add(sequence)
-        if len(self.pool.host.pins):
-            sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=sequence.salt)
-            self.pool.host.pins.renew(sequence.hashes, now_s)
+        if len(self._pool.host.pins):
+            sequence.hashes = prefix_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
+            self._pool.host.pins.renew(sequence.hashes, now_s)
         if borrows:
             self._kv.moves.add(sequence)
         else:
@@ -150,6 +169,7 @@ class Engine:
         """`wanted` and `grant` in one call. Raises `InvalidRequest` or `Overloaded`."""
         return self.grant(self.wanted(request, asked_s))
 
+    @unaffected
     def wanted(self, request: Request, asked_s: float) -> Sequence:
         """A sequence for a prompt that another worker computes; pass it to `grant` until that succeeds.
 
@@ -162,12 +182,11 @@ class Engine:
         if request.kv_dtype != self._config.dtype:
             sequence.kv_dtype = request.kv_dtype
         if sequence.kv_dtype != MIXED_KV:
-            sequence.hashes = prefix_hashes(sequence.tokens, self.pool.block_size, salt=sequence.salt)
+            sequence.hashes = prefix_hashes(sequence.tokens, self._pool.block_size, salt=sequence.salt)
         return sequence
 
     def grant(self, sequence: Sequence) -> Reservation:
         """Reserve blocks for a wanted prompt. Raises `Overloaded`, or `InvalidRequest` if its key is in use by now."""
-        self.catch_up()
         request = sequence.request
         self._refuse_known(request)
         if refusal := self._refusal(sequence):
@@ -181,7 +200,7 @@ class Engine:
         if self.waits_for_sibling(request):
             return f"the KV of a sibling of {request.key} is being transferred; it will be shared"
         reserved = [each for each in self._sequences.values() if each.state is State.RESERVED]
-        total = -(-request.num_tokens // self.pool.block_size)
+        total = -(-request.num_tokens // self._pool.block_size)
         staged = sum(len(each.blocks) for each in reserved)
         # One prompt of any size may always be staged: the budget limits concurrency, not length.
         if staged and staged + total > self._staging:
@@ -193,16 +212,17 @@ class Engine:
         if refusal := slot_refusal(self._estimate.cost, decoding, request, self._depth):
             return refusal
         if request.fresh:
-            self.pool.forget(sequence.hashes)
-        kept = sum(-(-len(each.tokens) // self.pool.block_size) for each in earlier)
-        if not self._kv.reserve(sequence, self.prefix_fetches.known(sequence.hashes), kept):
-            return f"{total} blocks wanted, {self.pool.num_free} free, {kept} kept for prompts that arrived earlier"
+            self._pool.forget(sequence.hashes)
+        kept = sum(-(-len(each.tokens) // self._pool.block_size) for each in earlier)
+        if not self._kv.reserve(sequence, self._prefix_fetches.known(sequence.hashes), kept):
+            return f"{total} blocks wanted, {self._pool.num_free} free, {kept} kept for prompts that arrived earlier"
         return ""
 
     def _refuse_known(self, request: Request) -> None:
         if request.key in self._sequences:
             raise InvalidRequest("request.id", f"{request.key!r} is already running here")
 
+    @unaffected
     def waits_for_sibling(self, request: Request) -> bool:
         """Whether a sibling's transfer will bring the KV that this request would fetch."""
         return any(
@@ -212,6 +232,7 @@ class Engine:
 
     # ---- decoding what was prefilled elsewhere -----------------------------------------------------------------
 
+    @unaffected
     def reserved(self, key: str) -> Sequence:
         """The reserved sequence of this key. Raises `UnknownSequence`."""
         sequence = self._sequences.get(key)
@@ -224,7 +245,6 @@ class Engine:
 
         `goes_on`: compute the rest and sample without waiting for `decode`, because no token was sampled elsewhere.
         """
-        self.catch_up()
         sequence = self.reserved(key)
         arrived = sequence.request.num_tokens if num_tokens is None else num_tokens
         sequence.num_computed = max(arrived, sequence.cached_tokens)
@@ -235,7 +255,6 @@ class Engine:
 
     def decode(self, key: str, tokens: Items[int], now_s: float) -> None:
         """Decode after these tokens, generated elsewhere, once the KV is here. Missing KV is computed first."""
-        self.catch_up()
         sequence = self.reserved(key)
         if sequence.decode_called_s is not None:
             raise InvalidRequest("request.id", f"{key} is already decoding")
@@ -256,15 +275,14 @@ class Engine:
         It continues here until it is aborted, whatever happens to the lease. None: there is no full block, so the
         target must compute everything. Raises `UnknownSequence`.
         """
-        self.catch_up()
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed or sequence.hold or sequence.state is State.RESERVED:
             raise UnknownSequence(f"{key} does not decode here; it ended or has not started")
         if sequence.state is not State.RUNNING or sequence.remote:
             return None
-        blocks = sequence.blocks[: min(sequence.num_computed, most_tokens) // self.pool.block_size]
-        self.pool.share(blocks)
-        return self.leases.offer(key, blocks, now_s) if blocks else None
+        blocks = sequence.blocks[: min(sequence.num_computed, most_tokens) // self._pool.block_size]
+        self._pool.share(blocks)
+        return self._leases.offer(key, blocks, now_s) if blocks else None
 
     # ---- blocks on other workers -------------------------------------------------------------------------------
 
@@ -274,8 +292,8 @@ class Engine:
         if sequence is None or (sequence.num_remote, sequence.num_moving) != (move.first, move.count):
             raise UnknownSequence(f"{move.key} does not move blocks; it ended or was preempted")
         blocks = sequence.blocks[move.first : move.first + move.count]
-        self.pool.share(blocks)
-        return self.leases.offer(f"{move.key}:move", blocks, now_s)
+        self._pool.share(blocks)
+        return self._leases.offer(f"{move.key}:move", blocks, now_s)
 
     def moved(self, move: BlockMove, span: RemoteKV) -> bool:
         """A lender has the blocks of this move. `span`: all blocks of its loan. False: they are not wanted any more."""
@@ -283,7 +301,7 @@ class Engine:
 
     def not_moved(self, move: BlockMove, reason: str) -> None:
         """No lender took them: the sequence fails if it needs their memory."""
-        self.leases.drop(f"{move.key}:move")
+        self._leases.drop(f"{move.key}:move")
         if self._kv.moves.not_moved(move):
             self.fail(move.key, reason)
 
@@ -293,12 +311,10 @@ class Engine:
 
     def returned(self, wanted: SpanReturn, span: RemoteKV | None) -> bool:
         """The blocks of this return have their KV, or another lender has it (`span`). False: nobody wants it."""
-        self.catch_up()
         return self._kv.moves.returned(wanted, span)
 
     def not_returned(self, wanted: SpanReturn) -> None:
         """The span could not be read from its lender, which still has it."""
-        self.catch_up()
         self._kv.moves.not_returned(wanted)
 
     def learn_move(self, seconds: float, num_blocks: int) -> None:
@@ -311,30 +327,41 @@ class Engine:
 
     def offer_loan(self, number: int, count: int, now_s: float) -> Lease:
         """Lease the first `count` blocks of a loan to its borrower, or to another lender. Raises `LeaseLost`."""
-        blocks = self.loans.ready(number, count, now_s)
-        self.pool.share(blocks)
-        return self.leases.offer(f"loan:{number}", [*blocks], now_s)
+        blocks = self._loans.ready(number, count, now_s)
+        self._pool.share(blocks)
+        return self._leases.offer(f"loan:{number}", [*blocks], now_s)
 
+    @unaffected
     def remote(self) -> Iterator[RemoteKV]:
         """The blocks that lenders hold."""
         return self._kv.moves.remote()
 
+    @unaffected
     def take_repaid(self) -> list[RemoteKV]:
         """Blocks that lenders need not hold any longer."""
         return self._kv.moves.take_repaid()
 
+    @unaffected
     def take_moves(self) -> list[BlockMove]:
         """Moves to begin; each ends with `moved` or `not_moved`."""
         return self._kv.moves.take_due()
 
+    @unaffected
     def take_returns(self) -> list[SpanReturn]:
         """Returns to begin; each ends with `returned` or `not_returned`."""
         return self._kv.moves.take_returns()
 
     @property
+    @unaffected
     def has_work(self) -> bool:
         """Whether there is any sequence, lease or loan."""
-        return bool(self._sequences or len(self.leases) or len(self.loans))
+        return bool(self._sequences or len(self._leases) or len(self._loans))
+
+    @property
+    @unaffected
+    def may_expire(self) -> bool:
+        """Whether there is anything for `expire`."""
+        return bool(len(self._leases) or len(self._loans) or len(self._pool.host.pins))
 
     # ---- pins --------------------------------------------------------------------------------------------------
 
@@ -343,28 +370,28 @@ class Engine:
 
         Raises `InvalidRequest` where nothing may be pinned, `Overloaded` beside too many other pins.
         """
-        pins, names = self.pool.host.pins, self._names(request)
+        pins, names = self._pool.host.pins, self._names(request)
         if not pins.most:
             raise InvalidRequest("pin", "nothing can be pinned here; give the pool cache: {host: 8GiB, pins: 1GiB}")
         if missing := pins.num_missing(names):
             room = f"{len(pins)} of at most {pins.most} blocks are pinned already"
             raise Overloaded(f"the prompt needs {missing} blocks more than may be pinned: {room}", retry_after_s=1.0)
-        self.pool.pin(names, ttl_s, now_s)
+        self._pool.pin(names, ttl_s, now_s)
 
     def unpin(self, request: Request | None) -> int:
         """Returns how many blocks of this prompt, or in all, were pinned."""
-        host = self.pool.host
+        host = self._pool.host
         return host.unpin([*host.pins] if request is None else self._names(request))
 
     def cached_tokens(self, request: Request) -> int:
         """How many of the prompt's first tokens are on the device or in host memory."""
-        names, host = self._names(request), self.pool.host
-        here = self.pool.num_known(names)
+        names, host = self._names(request), self._pool.host
+        here = self._pool.num_known(names)
         kept = next((place for place, name in enumerate(names[here:]) if name not in host), len(names) - here)
-        return (here + kept) * self.pool.block_size
+        return (here + kept) * self._pool.block_size
 
     def _names(self, request: Request) -> list[bytes]:
-        return prefix_hashes(request.prompt, self.pool.block_size, salt=request.cache_salt)
+        return prefix_hashes(request.prompt, self._pool.block_size, salt=request.cache_salt)
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
@@ -379,7 +406,7 @@ class Engine:
         self._loads.schedule(now_s)
         step = self._scheduler.schedule(now_s, ahead=ahead)
         if missing := self._kv.take_missing():
-            self.loans.recall(missing, now_s)
+            self._loans.recall(missing, now_s)
         self._loads.read()
         if step is None:
             return None if ahead else self._without_sequences()
@@ -388,18 +415,18 @@ class Engine:
             raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
         for sequence in step.admitted:
             if sequence.hold:
-                self._outputs.append(self.leases.hold(sequence, now_s))
+                self._outputs.append(self._leases.hold(sequence, now_s))
         chunks: list[Chunk] = []
         digests: list[tuple[int, int]] = []
         for each in step.slices:
             try:
-                chunks.append(each.sequence.chunk(each.first, each.count, self.pool.block_size, self._eos, now_s))
+                chunks.append(each.sequence.chunk(each.first, each.count, self._pool.block_size, self._eos, now_s))
             except Exception as error:
                 self._blame(each.sequence, error)
                 continue
-            if len(self.leases):
-                digests += self.leases.undigested(each.sequence.key, each.first + each.count)
-        digests += self.leases.offered(self._steps, self._digests_a_step, step.moves)
+            if len(self._leases):
+                digests += self._leases.undigested(each.sequence.key, each.first + each.count)
+        digests += self._leases.offered(self._steps, self._digests_a_step, step.moves)
         return StepPlan(
             self._steps,
             tuple(chunks),
@@ -413,7 +440,7 @@ class Engine:
         """A step for readers of offered blocks and for pins; None: there is nothing to restore, digest or save."""
         moves = BlockMoves()
         self._kv.tier.save_pinned(moves)
-        digests = self.leases.offered(self._steps + 1, self._digests_a_step, moves)
+        digests = self._leases.offered(self._steps + 1, self._digests_a_step, moves)
         if not digests and not moves.swap_in and not moves.leaving:
             return None
         self._steps += 1
@@ -422,6 +449,7 @@ class Engine:
         return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)), swap_out=saved, swap_in=restored)
 
     @property
+    @unaffected
     def wakes_at_s(self) -> float:
         """When to call `schedule` again if nothing else happens, since a prompt has then waited long enough."""
         return self._loads.wakes_at_s
@@ -437,7 +465,7 @@ class Engine:
         touched = self._scheduler.land()
         self._save(self._kv.tier.take_saved())
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
-        size = self.pool.block_size
+        size = self._pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
         stuck = dict(result.stuck)
         each_chunk = zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True)
@@ -457,8 +485,8 @@ class Engine:
                     sequence.prompt_logprobs += prompt
                 if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
                     self._kv.name_blocks(sequence)
-                if len(self.leases):
-                    self.leases.advance(sequence, digests)
+                if len(self._leases):
+                    self._leases.advance(sequence, digests)
                 if token is not None:
                     self._append(sequence, token, logprobs, now_s)
                 elif sequence.cut_tokens == sequence.num_computed:
@@ -467,7 +495,7 @@ class Engine:
                     self._end_held(sequence)
             except Exception as error:
                 self._blame(sequence, error)
-        self.leases.advance_offers(plan.number, digests, plan.swap_in)
+        self._leases.advance_offers(plan.number, digests, plan.swap_in)
         for sequence in touched:
             if sequence.doomed and not sequence.in_flight:
                 self._end(sequence)
@@ -482,52 +510,72 @@ class Engine:
     def _took(self, seconds: float) -> None:
         self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
 
-    # ---- steps that are alike ------------------------------------------------------------------------------------
+    # ---- decode steps that run as one ----------------------------------------------------------------------------
 
-    def num_alike(self, most: int) -> int:
+    @unaffected
+    def num_decode_steps(self, most: int) -> int:
         """How many steps, from the one in flight on and up to `most`, compute one token of the same sequences.
 
         It holds until another method changes the engine. Only the last of them may end a sequence.
         """
-        busy = len(self.leases) or len(self.loans) or self._stores or self.pool.host.num_blocks
+        busy = len(self._leases) or len(self._loans) or self._stores or self._pool.host.num_blocks
         sequences = () if busy else self._scheduler.only_decodes
-        return num_alike(sequences, self.pool, most) if sequences else 1
+        return num_decode_steps(sequences, self._pool, most) if sequences else 1
 
-    def begin_alike(self, sample: Sample, catch_up: Callable[[bool], object]) -> None:
-        """Such steps run as one: `next_alike` after each but the last, and `end_alike` before the last is committed.
+    @unaffected
+    def begin_decodes(self, sample: Sample, catch_up: Callable[[bool], object]) -> None:
+        """Such steps run as one: `advance_decodes` after each but the last, `end_decodes` before that is committed.
 
         `catch_up` is called before the engine is read (False) or changed (True), to report what has ended by then.
         """
-        self._steady = SteadyDecodes(self._scheduler.only_decodes, self._kv, self.pool, sample)
-        self._catch_up = catch_up
+        self._decodes = DecodeSteps(self._scheduler.only_decodes, self._kv, self._pool, sample)
+        self._catch_up, self._catch_up_first, self._decode_stats = catch_up, self._before_change, None
 
-    def next_alike(self, seconds: float) -> None:
-        """The step in flight took so long, and the next one begins."""
-        steady = self._steady
-        assert steady is not None, "no steps run as one"
-        self._took(seconds)
-        self._estimate.learn_decodes(steady.batch, steady.context_tokens, seconds)
-        steady.next()
-        self._kv.take_missing()  # no loan could give it
-        self._steps += 1
-
-    def drain_alike(self, ends_s: Items[float]) -> list[TokensOut]:
-        """The tokens of these steps since the last call. `ends_s`: of all that have ended."""
-        assert self._steady is not None, "no steps run as one"
-        return self._steady.outputs(ends_s)
-
-    def end_alike(self) -> StepPlan:
-        """The plan of the step in flight, which is the last one. Everything before it was drained."""
-        assert self._steady is not None, "no steps run as one"
-        sequences, self._steady, self._catch_up = self._steady.sequences, None, None
-        size, now_s = self.pool.block_size, math.nan  # all have begun
-        chunks = tuple([each.chunk(each.num_computed, 1, size, self._eos, now_s) for each in sequences])
-        return StepPlan(self._steps, chunks)
-
-    def catch_up(self) -> None:
-        """Call before changing what the engine owns other than by its methods."""
+    def _before_change(self) -> None:
         if self._catch_up is not None:
             self._catch_up(True)
+        self._decode_stats = None
+
+    @property
+    @unaffected
+    def num_until_filled(self) -> int:
+        """After how many more of these steps the number of used blocks may change."""
+        assert self._decodes is not None, "no steps run as one"
+        return self._decodes.num_until_filled
+
+    @unaffected
+    def advance_decodes(self, seconds: Items[float]) -> None:
+        """Steps have ended, the one in flight first and at most `num_until_filled`: each took so long."""
+        decodes = self._decodes
+        assert decodes is not None, "no steps run as one"
+        for each in seconds:
+            self._took(each)
+        self._estimate.learn_decodes(decodes.batch, decodes.context_tokens, seconds)
+        decodes.advance(len(seconds))
+        self._kv.take_missing()  # no loan could give it
+        self._steps += len(seconds)
+
+    @property
+    @unaffected
+    def num_untold(self) -> int:
+        """Tokens of each sequence of these steps that `drain_decodes` has not returned yet."""
+        return 0 if self._decodes is None else self._decodes.num_unsent
+
+    @unaffected
+    def drain_decodes(self, ends_s: Items[float]) -> list[TokensOut]:
+        """The tokens of these steps since the last call. `ends_s`: of all that have ended."""
+        assert self._decodes is not None, "no steps run as one"
+        return self._decodes.outputs(ends_s)
+
+    @unaffected
+    def end_decodes(self) -> StepPlan:
+        """The plan of the step in flight, which is the last one. Everything before it was drained."""
+        assert self._decodes is not None, "no steps run as one"
+        sequences, self._decodes = self._decodes.sequences, None
+        self._catch_up = self._catch_up_first = self._decode_stats = None
+        size, now_s = self._pool.block_size, math.nan  # all have begun
+        chunks = tuple([each.chunk(each.num_computed, 1, size, self._eos, now_s) for each in sequences])
+        return StepPlan(self._steps, chunks)
 
     def _save(self, saved: Items[tuple[bytes, int]]) -> None:
         for store in self._stores:
@@ -556,22 +604,21 @@ class Engine:
         if sequence.hold:
             self._end_held(sequence)
         elif finish is not None:
-            self.leases.drop(sequence.key)  # its reader has nothing left to fetch
+            self._leases.drop(sequence.key)  # its reader has nothing left to fetch
             if sequence.in_flight:  # in a step that was made before its end was known
                 sequence.doomed = True
             else:
                 self._end(sequence)
 
     def _end_held(self, sequence: Sequence) -> None:
-        self.leases.finish(sequence.key)
+        self._leases.finish(sequence.key)
         self._end(sequence)
 
     # ---- endings -----------------------------------------------------------------------------------------------
 
     def abort(self, key: str) -> bool:
         """End a sequence and the lease of its KV, without further outputs; False when there is neither."""
-        self.catch_up()
-        leased = self.leases.drop(key)
+        leased = self._leases.drop(key)
         sequence = self._sequences.get(key)
         if sequence is None or sequence.doomed:
             return leased
@@ -585,7 +632,6 @@ class Engine:
         self, key: str, reason: str, *, corrupt: bool = False, final: bool = False, unlinked: bool = False
     ) -> None:
         """Abort, and report the reason to the subscriber. For the flags, see `FailedOut`."""
-        self.catch_up()
         if key in self._sequences:
             self._outputs.append(FailedOut(key, reason, corrupt, final, unlinked))
         self.abort(key)
@@ -606,8 +652,8 @@ class Engine:
             touched.update(dict.fromkeys(self._scheduler.land()))
             self._scheduler.not_saved([host for _, host in plan.swap_out])
         self._kv.tier.take_saved()  # not saved either
-        self.pool.clear_cache()
-        self.leases.steps_failed()
+        self._pool.clear_cache()
+        self._leases.steps_failed()
         for sequence in touched:
             if sequence.doomed:
                 self._end(sequence)
@@ -621,18 +667,20 @@ class Engine:
         if is_lost:
             return self.fail(sequence.key, "KV on another worker is lost: it ended, or did not answer in time")
         self._non_finite += 1
-        self.pool.forget(sequence.hashes)
+        self._pool.forget(sequence.hashes)
         where = f"behind token {sequence.num_computed}"
         why = f"the model's logits are not finite {where}; the weights, or KV in {self._config.dtype}, may be the cause"
         self.fail(sequence.key, why, final=True)
 
+    @unaffected
     def expire(self, now_s: float) -> None:
-        """Reclaim leases and loans of silent peers, and end pins; a prompt computed for a silent reader fails."""
-        if len(self.leases) or len(self.loans):
-            self.catch_up()
-        self.pool.host.expire_pins(now_s)
-        self.loans.expire(now_s)
-        for lease in self.leases.expire(now_s):
+        """Reclaim leases and loans of silent peers, and end pins; a prompt computed for a silent reader fails.
+
+        No steps run as one beside leases, loans or host memory.
+        """
+        self._pool.host.expire_pins(now_s)
+        self._loans.expire(now_s)
+        for lease in self._leases.expire(now_s):
             if not lease.offered:
                 self.fail(lease.key, "its reader went silent and the lease expired")
 
@@ -644,24 +692,29 @@ class Engine:
 
     # ---- state -------------------------------------------------------------------------------------------------
 
+    @unaffected
     def drain(self) -> list[EngineOutput]:
         """The outputs since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    @unaffected
     def requests(self) -> Iterator[Request]:
         """Of all sequences here."""
         return (sequence.request for sequence in self._sequences.values())
 
+    @unaffected
     def holds(self, key: str) -> bool:
         """Whether a sequence of this key is here (its lease may outlive it)."""
         return key in self._sequences
 
+    @unaffected
     def is_silent(self, key: str) -> bool:
         """Whether no outputs of this key will come: there is no such sequence, or it ends with its last step."""
         sequence = self._sequences.get(key)
         return sequence is None or sequence.doomed
 
+    @unaffected
     def stats(
         self,
         bubble_share: float = 0.0,
@@ -671,8 +724,28 @@ class Engine:
     ) -> WorkerStats:
         if self._catch_up is not None:
             self._catch_up(False)
+        if self._decodes is None:
+            return self._stats(bubble_share, pulls, adapters, borrowed)
+        if self._decode_stats is None:
+            self._decode_stats = self._stats(bubble_share, pulls, adapters, borrowed)
+        return structs.replace(  # all that such steps change
+            self._decode_stats,
+            free_blocks=self._pool.num_free,
+            cached_blocks=self._pool.num_cached,
+            steps=self._steps,
+            step_s=self._step_s,
+            cache_number=self._pool.log.number,
+            bubble_share=bubble_share,
+            pulls=pulls,
+            adapters=adapters,
+            borrowed=borrowed,
+        )
+
+    def _stats(
+        self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
+    ) -> WorkerStats:
         queued_tokens = num_reserved = 0
-        hits = self.pool.hits
+        hits = self._pool.hits
         for each in self._sequences.values():
             if each.state is State.RESERVED:
                 num_reserved += 1
@@ -683,29 +756,29 @@ class Engine:
             waiting=len(self._scheduler.queues.waiting),
             running=len(self._scheduler.queues.running),
             reserved=num_reserved,
-            leases=len(self.leases),
-            free_blocks=self.pool.num_free,
-            cached_blocks=self.pool.num_cached,
-            quarantined_blocks=self.pool.num_quarantined,
-            total_blocks=self.pool.num_blocks,
+            leases=len(self._leases),
+            free_blocks=self._pool.num_free,
+            cached_blocks=self._pool.num_cached,
+            quarantined_blocks=self._pool.num_quarantined,
+            total_blocks=self._pool.num_blocks,
             steps=self._steps,
             step_s=self._step_s,
             preemptions=self._scheduler.queues.preemptions,
             swaps=self._scheduler.queues.swaps,
             swapped_blocks=self._kv.host.num_blocks - self._kv.host.num_free,
-            expired_leases=self.leases.expired,
-            lent_blocks=self.loans.num_blocks,
+            expired_leases=self._leases.expired,
+            lent_blocks=self._loans.num_blocks,
             borrowed_blocks=sum(each.num_blocks for each in self.remote()),
-            expired_loans=self.loans.expired,
+            expired_loans=self._loans.expired,
             borrowed=borrowed,
             bubble_share=bubble_share,
-            cache_number=self.pool.log.number,
+            cache_number=self._pool.log.number,
             sought_tokens=hits.sought_tokens,
             found_tokens=hits.tokens.total(),
             fetched_tokens=hits.tokens[FETCHED],
             fetched_saved_s=hits.saved_s[FETCHED],
             device_saved_s=hits.saved_s[DEVICE],
-            device_lent_tokens=self.leases.lent_tokens[DEVICE],
+            device_lent_tokens=self._leases.lent_tokens[DEVICE],
             tiers=self._tiers(),
             non_finite=self._non_finite,
             pulls=pulls,
@@ -713,22 +786,21 @@ class Engine:
         )
 
     def _tiers(self) -> tuple[TierStats, ...]:
-        if not self.pool.host.num_blocks:
+        if not self._pool.host.num_blocks:
             return ()
-        host = structs.replace(self._kv.tier.stats(), lent_tokens=self.leases.lent_tokens[HOST])
+        host = structs.replace(self._kv.tier.stats(), lent_tokens=self._leases.lent_tokens[HOST])
         return host, *(store.stats() for store in self._stores)
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""
-        self.catch_up()
-        self.pool.check(
+        self._pool.check(
             [
                 *(s.blocks for s in self._sequences.values()),
                 *self._scheduler.leaving(),
-                *(x.blocks for x in self.leases),
-                *(x.blocks for x in self.loans),
+                *(x.blocks for x in self._leases),
+                *(x.blocks for x in self._loans),
                 *(x.blocks for x in self._kv.moves.returning()),
-                *(x.blocks for x in self.prefix_fetches),
+                *(x.blocks for x in self._prefix_fetches),
             ]
         )
         self._scheduler.check()

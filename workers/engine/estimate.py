@@ -4,6 +4,7 @@ Pure: seconds are arguments; it reads no clock.
 """
 
 import math
+from collections.abc import Sequence
 
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
@@ -73,9 +74,11 @@ class StepEstimate:
         seconds -= self._given.swap_seconds((len(plan.swap_out) + len(plan.swap_in)) * self._block_bytes) / 2
         self._correct(expected, seconds)
 
-    def learn_decodes(self, batch: int, context_tokens: int, seconds: float) -> None:
-        """As `learn`, of a step of decodes alone without swaps."""
-        self._correct(self._given.mixed_seconds((), batch, context_tokens), seconds)
+    def learn_decodes(self, batch: int, context_tokens: int, seconds: Sequence[float]) -> None:
+        """As `learn`, of steps in a row of the same decodes alone, without swaps. `context_tokens`: of the first."""
+        expected = self._given.steps_seconds(batch, context_tokens, len(seconds))
+        for one, took_s in zip(expected, seconds, strict=True):
+            self._correct(one, took_s)
 
     def _correct(self, expected: float, seconds: float) -> None:
         if expected <= 0.0 or seconds <= 0.0:

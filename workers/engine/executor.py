@@ -55,15 +55,15 @@ RemoteAttend = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
 """The state after the KV that a lender holds. Called on the event loop. Raises `TransferError`."""
 
 
-class RepeatedStep(Protocol):
+class RunningDecodes(Protocol):
     """Steps in a row that decode the same sequences. `ends_s`: on the loop's clock. `result`: of the last one."""
 
     seconds: list[float]
     ends_s: list[float]
     result: asyncio.Future[StepResult]
 
-    def end(self, index: int) -> None:
-        """This step has ended; called in order, for all but the last."""
+    def observe(self, begin: int, stop: int) -> None:
+        """These steps have ended, with the same used blocks; called in order, for all but the last."""
         ...
 
     def sample(self, key: str, position: int, count: int) -> list[int]:
@@ -75,7 +75,7 @@ class RepeatedStep(Protocol):
         ...
 
 
-Repeat = Callable[[StepPlan, int, Callable[[], StepPlan]], RepeatedStep]
+ExecuteDecodes = Callable[[StepPlan, int, Callable[[], StepPlan]], RunningDecodes]
 
 
 class Executor(Protocol):
@@ -114,7 +114,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def repeat(self) -> Repeat | None:
+    def execute_decodes(self) -> ExecuteDecodes | None:
         """Runs a plan of decodes and so many steps like it in all, each for the next token. At the end of the last one
         the function that it gets is called for its plan. None: this executor knows no step before it has run.
         """

@@ -232,9 +232,9 @@ class KVCacheManager:
             return
         full = sequence.num_computed // self._pool.block_size
         if full > sequence.num_named:
-            tokens, salt = sequence.tokens[: full * self._pool.block_size], sequence.salt
-            sequence.hashes = prefix_hashes(tokens, self._pool.block_size, sequence.hashes, salt)
-            sequence.chain = chain(tokens, known=sequence.chain, salt=salt)
+            tokens, salt, end = sequence.tokens, sequence.salt, full * self._pool.block_size
+            sequence.hashes = prefix_hashes(tokens, self._pool.block_size, sequence.hashes, salt, end)
+            sequence.chain = chain(tokens, known=sequence.chain, salt=salt, end=end)
             for index in range(sequence.num_named, full):
                 prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self._pool.block_size)
                 self._pool.name(sequence.blocks[index], sequence.hashes[index], prefix)

@@ -13,7 +13,7 @@ from typing import Any
 
 from workers.engine.engine import BrokenStep, Engine, EngineOutput
 from workers.engine.executor import Executor
-from workers.engine.repeats import Repeats
+from workers.engine.multi_step import MultiStep
 from workers.engine.step import StepPlan, StepResult
 from workers.engine.timer import Timer
 from workers.errors import RankLost
@@ -36,9 +36,9 @@ class Pump:
         executor: Executor,
         deliver: Callable[[list[EngineOutput]], None],
         now_s: Callable[[], float],
-        repeats: Repeats | None = None,
+        multi_step: MultiStep | None = None,
     ) -> None:
-        self._repeats = repeats
+        self._multi_step = multi_step
         self._engine = engine
         self._executor = executor
         self._deliver = deliver
@@ -106,8 +106,8 @@ class Pump:
             self._in_flight.append((broken.plan, asyncio.ensure_future(_fail(broken.__cause__ or broken))))
             return True
         if plan is not None:
-            repeated = self._repeats.start(plan) if self._repeats is not None else None
-            self._in_flight.append((plan, repeated or asyncio.ensure_future(self._executor.execute(plan))))
+            several = self._multi_step.start(plan) if self._multi_step is not None else None
+            self._in_flight.append((plan, several or asyncio.ensure_future(self._executor.execute(plan))))
         return plan is not None
 
     async def _wait(self) -> None:
@@ -131,8 +131,8 @@ class Pump:
             await self._recover(plan, result)
         else:
             if result.number != plan.number:  # of the last step like this plan
-                assert self._repeats is not None, "an executor repeats steps only through it"
-                plan = self._repeats.last_plan
+                assert self._multi_step is not None, "an executor runs several steps only through it"
+                plan = self._multi_step.last_plan
             self._engine.commit(plan, result, self._now_s())
             self._failures = 0
             self._good_steps += 1
@@ -173,8 +173,8 @@ class Pump:
         ticks = self._executor.ticks
         self._still = self._still + 1 if ticks == self._ticks else 0
         self._ticks = ticks
-        if self._repeats is not None:
-            self._begun_s = max(self._begun_s, self._repeats.begun_s)
+        if self._multi_step is not None:
+            self._begun_s = max(self._begun_s, self._multi_step.begun_s)
         if self._now_s() - self._begun_s >= STEP_TIMEOUT_S:
             self._gave_up = f"has not ended within {STEP_TIMEOUT_S:.0f} s"
         elif self._still * BEAT_S >= STALLED_S and self._good_steps >= FIRST_STEPS:

@@ -57,7 +57,7 @@ class GangExecutor:
     """`Executor` over the ranks of one gang. Close it to end its processes and free memory and sockets."""
 
     runs_ahead = False
-    repeat = None
+    execute_decodes = None
 
     def __init__(
         self,

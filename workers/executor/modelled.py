@@ -25,7 +25,7 @@ from workers.config import CacheConfig, WorkerConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.estimate import plan_seconds
-from workers.engine.executor import ModelFacts, RemoteAttend, RepeatedStep, SpanQuery
+from workers.engine.executor import ModelFacts, RemoteAttend, RunningDecodes, SpanQuery
 from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.executor.bubble import BubbleMeter
 from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
@@ -35,7 +35,7 @@ from workers.executor.modelled_lending import AttentionCalls as AttentionCalls
 from workers.executor.modelled_lending import ModelledLender, ask_lenders, local_part
 from workers.executor.modelled_remote import ModelledRemote
 from workers.executor.modelled_remote import ModelledRemoteServer as ModelledRemoteServer
-from workers.executor.modelled_repeat import ModelledRepeat, modelled_tokens
+from workers.executor.modelled_steps import ModelledSteps, Observe, modelled_tokens
 from workers.request import Adapter, Grammar, TokenLogprobs
 
 
@@ -44,10 +44,9 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
 
     Skips the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
     """
-    return modelled_tokens(key, position, 1, vocab_size, never)[0]
+    return modelled_tokens(key, position, 1, vocab_size, frozenset(never))[0]
 
 
-Observe = Callable[[StepPlan, float, float], None]  # plan, begin of its first stage, end of its last stage
 Pace = Callable[
     [float], Awaitable[float]
 ]  # waits for a step that takes this long on an idle device; returns the seconds it took
@@ -59,7 +58,7 @@ class Modelled:
 
     `calls`: to a lender, for a step. `servers`: remote servers of KV by URL, which workers that are to share them get
     together. `observe` is called with every step. `pace` may stretch a step, for workers that share a device; steps
-    then run one at a time. `repeats`: steps that decode the same sequences run as one, and their tokens come late.
+    then run one at a time. `multi_step`: steps that decode the same sequences run as one, and their tokens come late.
     """
 
     num_layers: int = 30
@@ -72,7 +71,7 @@ class Modelled:
     servers: dict[str, ModelledRemoteServer] = field(default_factory=dict)
     observe: Observe | None = None
     pace: Pace | None = None
-    repeats: bool = False
+    multi_step: bool = False
 
 
 def modelled_facts(
@@ -127,14 +126,15 @@ class ModelledExecutor:
         calls: AttentionCalls = SMOLLM2_CALLS,
         observe: Observe | None = None,
         pace: Pace | None = None,
-        repeats: bool = False,
+        multi_step: bool = False,
     ) -> None:
         self.depth = depth
-        self.repeat = self._repeat if repeats and depth == 1 and pace is None and not fill else None
+        has_multi_step = multi_step and depth == 1 and pace is None and not fill
+        self.execute_decodes = self._execute_decodes if has_multi_step else None
         self._calls = calls
         self._attend: RemoteAttend | None = None
         self._lender = ModelledLender(cost, self._is_busy)
-        self._repeated: ModelledRepeat | None = None  # the latest
+        self._decodes: ModelledSteps | None = None  # the latest
         self._cache = cache
         self._servers = servers
         self._stores: tuple[ModelledDisk | ModelledRemote, ...] = ()
@@ -197,8 +197,8 @@ class ModelledExecutor:
             seconds = await pace(seconds)
         return self._compute(plan, begin_s, asyncio.get_running_loop().time(), seconds)
 
-    def _repeat(self, plan: StepPlan, count: int, last: Callable[[], StepPlan]) -> RepeatedStep:
-        self._repeated = ModelledRepeat(
+    def _execute_decodes(self, plan: StepPlan, count: int, last: Callable[[], StepPlan]) -> RunningDecodes:
+        self._decodes = ModelledSteps(
             plan,
             count,
             asyncio.get_running_loop().time(),
@@ -207,14 +207,14 @@ class ModelledExecutor:
             observe=self._observe,
             last=last,
             finish=self._compute,
-            never=self.facts.eos_token_ids,
+            never=frozenset(self.facts.eos_token_ids),
             vocab_size=self.facts.vocab_size,
         )
-        return self._repeated
+        return self._decodes
 
     def _is_busy(self) -> bool:
-        repeats = self._repeated is not None and not self._repeated.result.done()
-        return bool(self._running) or repeats or self._order.locked()
+        decodes = self._decodes is not None and not self._decodes.result.done()
+        return bool(self._running) or decodes or self._order.locked()
 
     def _end_oldest(self) -> None:
         step = self._running.popleft()
@@ -227,7 +227,7 @@ class ModelledExecutor:
 
     def _compute(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> StepResult:
         if self._observe:
-            self._observe(plan, end_s - seconds, end_s)
+            self._observe(plan, (seconds,), (end_s,))
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
         digests = (self._no_digests,) * len(plan.digest_blocks)
         if self._pattern is not None:
@@ -317,7 +317,7 @@ def open_modelled(
     observe: Observe | None = None,
     pace: Pace | None = None,
     servers: dict[str, ModelledRemoteServer] | None = None,
-    repeats: bool = False,
+    multi_step: bool = False,
 ) -> ModelledExecutor:
     """A modelled executor with real transports over a small real pool, or with the modelled transport."""
     if facts.layout.block_size != config.engine.block_size:
@@ -353,7 +353,7 @@ def open_modelled(
         pace=pace,
         cache=config.cache,
         servers={} if servers is None else servers,
-        repeats=repeats,
+        multi_step=multi_step,
     )
 
 

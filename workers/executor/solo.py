@@ -21,7 +21,7 @@ class SoloExecutor:
 
     depth = 1
     bubble_share = 0.0
-    repeat = None
+    execute_decodes = None
 
     def __init__(self, facts: ModelFacts, rank: Rank) -> None:
         self.facts = facts

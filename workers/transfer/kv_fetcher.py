@@ -122,7 +122,6 @@ class KVFetcher:
         if self.is_rounded(ticket):
             return 0  # converted KV is rounded, so it differs from what this worker computes
         try:
-            self._engine.catch_up()
             fetch = self._engine.prefix_fetches.begin(tokens, request.cache_salt, asyncio.get_running_loop().time())
         except OutOfBlocks:
             return 0
@@ -138,7 +137,6 @@ class KVFetcher:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
             logger.warning("worker %s: could not fetch a prefix: %s", self._config.name, reason)
         finally:
-            self._engine.catch_up()
             self._engine.prefix_fetches.end(fetch, arrived=arrived)
             self._changed()
         return ticket.num_tokens if arrived else 0
@@ -156,12 +154,10 @@ class KVFetcher:
 
     def _read(self, order: PullOrder) -> Read:
         read = self._executor.pull(order)
-        self._engine.catch_up()
         self._engine.pool.begin_transfer(order.target_blocks)
         read.settled.add_done_callback(lambda _: self._settled(order.target_blocks))
         return read
 
     def _settled(self, blocks: tuple[int, ...]) -> None:
-        self._engine.catch_up()
         self._engine.pool.end_transfer(blocks)
         self._changed()

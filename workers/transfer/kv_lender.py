@@ -32,7 +32,6 @@ class KVLender:
         self._block_size = config.engine.block_size
         self._can_lend = config.engine.can_lend
         self._engine = engine
-        self._loans = engine.loans
         self._executor = executor
         self._fetcher = fetcher
         self._ticket = ticket
@@ -45,34 +44,33 @@ class KVLender:
         if self._fetcher.is_rounded(ticket):
             raise LoanRefused(f"{self._name} lends no blocks to {ticket.owner.worker}: other KV dtype", "dtype")
         held, count = held_tokens // self._block_size, ticket.num_tokens // self._block_size
-        self._engine.catch_up()
-        number, blocks = self._loans.take(count, _now_s(), loan, held)
+        number, blocks = self._engine.loans.take(count, _now_s(), loan, held)
         arrived = False
         try:
             await self._fetcher.pull(ticket, blocks, 0)
             arrived = True
         finally:
-            self._loans.filled(number, _now_s(), arrived=arrived)
+            self._engine.loans.filled(number, _now_s(), arrived=arrived)
             self._changed()
         return number
 
     async def attend(self, request: AttendLoan) -> bytes:
         """Attend to the loan's blocks, which are as they were when it returns. Errors: `TransferError`."""
         count = request.num_tokens // self._block_size
-        blocks = self._loans.ready(request.loan, count, _now_s())
+        blocks = self._engine.loans.ready(request.loan, count, _now_s())
         at, positions = (request.layer, request.heads), (request.first_position, request.position)
         state = await self._executor.attend(blocks, SpanQuery(*at, *positions, request.query, request.state))
-        self._loans.ready(request.loan, count, _now_s())
+        self._engine.loans.ready(request.loan, count, _now_s())
         return state
 
     def renew(self, loans: tuple[int, ...]) -> tuple[int, ...]:
-        return self._loans.renew(loans, _now_s())
+        return self._engine.loans.renew(loans, _now_s())
 
     def offer(self, loan: int, num_tokens: int) -> TransferTicket:
         return self._ticket(self._engine.offer_loan(loan, num_tokens // self._block_size, _now_s()))
 
     def repay(self, loan: int) -> None:
-        self._loans.repay(loan)
+        self._engine.loans.repay(loan)
         self._changed()
 
 

@@ -1,7 +1,7 @@
 """A whole cluster in virtual time: production controller, dispatchers, workers and engines over modelled executors."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +17,10 @@ from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from workers.engine.blocks import BlockPool
 from workers.engine.step import StepPlan
-from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, ModelledRemoteServer, Observe, Pace
+from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, ModelledRemoteServer, Pace
+from workers.executor.modelled_steps import Observe
 from workers.server import WorkerServer
 
 
@@ -27,15 +29,15 @@ class Environment:
     """What surrounds the workers. `slowdown`: they share one machine; without it each has its own.
 
     `frontend_s`: spent in the gateway before a request is dispatched. `stale_s`: age of the worker statistics that
-    gateways see; tokens are not delayed. `decider`: decides about roles instead of the elastic rule. `repeats`: steps
-    that are alike run as one, which changes nothing but the time that a simulation takes.
+    gateways see; tokens are not delayed. `decider`: decides about roles instead of the elastic rule. `multi_step`:
+    steps that decode the same sequences run as one, which changes nothing but the time that a simulation takes.
     """
 
     slowdown: Slowdown | None = None
     frontend_s: float = 0.0
     stale_s: float = 0.0
     decider: Decider | None = None
-    repeats: bool = True
+    multi_step: bool = True
 
 
 @dataclass(slots=True)
@@ -52,35 +54,43 @@ class Meter:
     output_tokens: int = 0
     used_block_s: float = 0.0
     records: list[StepRecord] = field(default_factory=list)
+    _pool: BlockPool | None = None
     _busy_to_s: float = 0.0
     _used_blocks: int = 0
     _used_since_s: float = 0.0
 
-    def observe(self, plan: StepPlan, begin_s: float, end_s: float) -> None:
-        """A step has ended."""
-        self.steps += 1
-        self.busy_s += max(0.0, end_s - max(begin_s, self._busy_to_s))
-        self._busy_to_s = end_s
-        batch = prompt_tokens = 0
+    def observe(self, plan: StepPlan, seconds: Sequence[float], ends_s: Sequence[float]) -> None:
+        """Steps of this plan have ended, during which the same blocks were used."""
+        batch = prompt_tokens = drawn = 0
         for chunk in plan.chunks:
-            if chunk.draw is not None:
-                self.output_tokens += 1
+            drawn += chunk.draw is not None
             if chunk.draw is not None and len(chunk.tokens) == 1:
                 batch += 1
             else:
                 prompt_tokens += len(chunk.tokens)
-        self.prompt_tokens += prompt_tokens
-        self.settle(end_s)
+        self.steps += len(ends_s)
+        self.output_tokens += drawn * len(ends_s)
+        self.prompt_tokens += prompt_tokens * len(ends_s)
+        self.settle(ends_s[0])
+        busy_s, busy_to_s, used_block_s, since_s = self.busy_s, self._busy_to_s, self.used_block_s, self._used_since_s
+        for took_s, end_s in zip(seconds, ends_s, strict=True):
+            busy_s += max(0.0, end_s - max(end_s - took_s, busy_to_s))
+            used_block_s += self._used_blocks * (end_s - since_s)
+            busy_to_s = since_s = end_s
+        self.busy_s, self._busy_to_s, self.used_block_s, self._used_since_s = busy_s, busy_to_s, used_block_s, since_s
         if self.trace:
             requests = tuple(index_of(chunk.key) for chunk in plan.chunks)
-            self.records.append(StepRecord(self.name, begin_s, end_s, prompt_tokens, batch, requests))
+            for took_s, end_s in zip(seconds, ends_s, strict=True):
+                step = StepRecord(self.name, end_s - took_s, end_s, prompt_tokens, batch, requests)
+                self.records.append(step)
 
     def settle(self, now_s: float) -> None:
         """Count the blocks used since the last call."""
-        assert self.server is not None, "set when the worker is built"
+        if self._pool is None:
+            assert self.server is not None, "set when the worker is built"
+            self._pool = self.server.worker().engine.pool
         self.used_block_s += self._used_blocks * (now_s - self._used_since_s)
-        pool = self.server.worker().engine.pool
-        self._used_blocks, self._used_since_s = pool.num_blocks - pool.num_free, now_s
+        self._used_blocks, self._used_since_s = self._pool.num_blocks - self._pool.num_free, now_s
 
     def record(self, pool: PoolSpec) -> WorkerRecord:
         assert self.server is not None
@@ -122,7 +132,7 @@ class SimRuntime(LocalRuntime):
         self._machine = None if environment.slowdown is None else SharedMachine(environment.slowdown)
         self._stale_s = environment.stale_s
         self._servers: dict[str, ModelledRemoteServer] = {}
-        self._repeats = environment.repeats
+        self._multi_step = environment.multi_step
         self.meters: dict[str, list[Meter]] = defaultdict(list)  # worker name -> one for each start
 
     def _modelled(self, order: WorkerOrder) -> WorkerServer:
@@ -130,7 +140,7 @@ class SimRuntime(LocalRuntime):
         model = self._models[pool]
         meter = Meter(order.config.name, pool, self._trace)
         pace = None if self._machine is None else partial(self._machine.spend, pool)
-        modelled = _modelled(model, meter.observe, pace, self._servers, repeats=self._repeats)
+        modelled = _modelled(model, meter.observe, pace, self._servers, multi_step=self._multi_step)
         meter.server = modelled_worker(order, model.cost, modelled)
         self.meters[meter.name].append(meter)
         return meter.server
@@ -212,7 +222,7 @@ class _NoServer:
 
 
 def _modelled(
-    model: PoolModel, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer], *, repeats: bool
+    model: PoolModel, observe: Observe, pace: Pace | None, servers: dict[str, ModelledRemoteServer], *, multi_step: bool
 ) -> Modelled:
     shape = model.shape
     # One layer and one head of the same size in total, so that re-sharding costs no time to simulate.
@@ -227,5 +237,5 @@ def _modelled(
         servers=servers,
         observe=observe,
         pace=pace,
-        repeats=repeats,
+        multi_step=multi_step,
     )

@@ -57,13 +57,19 @@ class HistogramBuilder:
         self._counts = {labels: [0] * (len(bounds) + 1) for labels in begun}
         self._totals = dict.fromkeys(self._counts, 0.0)
 
-    def add(self, labels: tuple[str, ...], value: float, times: int = 1) -> None:
+    def add(self, labels: tuple[str, ...], value: float) -> None:
+        self.add_all(labels, (value,))
+
+    def add_all(self, labels: tuple[str, ...], values: Iterable[float]) -> None:
         counts = self._counts.get(labels)
         if counts is None:
             counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
             self._totals[labels] = 0.0
-        counts[bisect_left(self._bounds, value)] += times
-        self._totals[labels] += value * times
+        bounds, total = self._bounds, self._totals[labels]
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            total += value
+        self._totals[labels] = total
 
     def snapshot(self) -> Histograms:
         rows = (HistogramRow(labels, tuple(counts), self._totals[labels]) for labels, counts in self._counts.items())

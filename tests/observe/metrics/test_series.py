@@ -233,7 +233,7 @@ def test_no_metric_is_registered_globally(texts: list[str]) -> None:
 def test_a_histogram_puts_each_value_below_its_bound(values: list[tuple[float, int]]) -> None:
     counting = HistogramBuilder(TOKENS, [()])
     for seen, times in values:
-        counting.add((), seen, times)
+        counting.add_all((), [seen] * times)
     (row,) = counting.snapshot().rows
     for index, bound in enumerate(TOKENS):
         assert sum(row.counts[: index + 1]) == sum(times for seen, times in values if seen <= bound)
@@ -253,7 +253,7 @@ def test_labels_are_bounded_by_the_specification(ends: list[tuple[str, str, floa
     tally = RequestMetrics(["fast", "batch"])
     for outcome, class_name, ttft_s, moved in ends:
         (count_tokens,) = tally.token_observers(asked(class_name), "decode-0")
-        count_tokens(3, 0.25)
+        count_tokens(3, [0.25 / 3] * 3)
         tally.add(Ended(outcome, class_name, ttft_s=ttft_s, waited_s=1.0), None, [REPORT] * moved)
     series_of = tally.snapshot()
     known = {"default", "fast", "batch", OTHER}

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -26,7 +26,7 @@ from workers.engine.engine import Engine
 from workers.request import SLO, Request, SamplingParams
 
 MIXED, LONG = "gamma:rate=30,cv=3,lengths=mixed,count=60", "poisson:rate=8,lengths=50-150/400,count=40"
-ALIKE, SINGLE = Environment(), Environment(repeats=False)
+SEVERAL, SINGLE = Environment(), Environment(multi_step=False)
 LOAD = "gamma:rate={rate},cv=2,lengths=200-900/90,count=60"
 ONE_GPU = ParallelConfig()
 
@@ -40,27 +40,29 @@ def digest(run: Run) -> str:
 
 def both(spec: ClusterSpec, costs: Mapping[str, PoolModel], load: str, seed: int, options: RunOptions) -> None:
     workload = load_workload(load, seed=seed)
-    alike, single = (simulate(spec, costs, workload, replace(options, environment=each)) for each in (ALIKE, SINGLE))
-    for one, other in zip(alike.served, single.served, strict=True):
+    several, single = (
+        simulate(spec, costs, workload, replace(options, environment=each)) for each in (SEVERAL, SINGLE)
+    )
+    for one, other in zip(several.served, single.served, strict=True):
         assert list(one.token_s) == list(other.token_s), f"request {one.index}"
-    assert digest(alike) == digest(single)
+    assert digest(several) == digest(single)
 
 
 @pytest.fixture
 def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[int, int]]:
     """Steps that ran as one, and all others."""
     counts = [0, 0]
-    following, commit = Engine.next_alike, Engine.commit
+    advance, commit = Engine.advance_decodes, Engine.commit
 
-    def counted_next(self: Engine, seconds: float) -> None:
-        counts[0] += 1
-        following(self, seconds)
+    def counted_advance(self: Engine, seconds: Sequence[float]) -> None:
+        counts[0] += len(seconds)
+        advance(self, seconds)
 
     def counted_commit(self: Engine, *args: object) -> None:
         counts[1] += 1
         commit(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Engine, "next_alike", counted_next)
+    monkeypatch.setattr(Engine, "advance_decodes", counted_advance)
     monkeypatch.setattr(Engine, "commit", counted_commit)
     return lambda: (counts[0], counts[1])
 
@@ -143,10 +145,10 @@ def _now_s() -> float:
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 24))])
 def test_faults_moves_and_looks_at_any_time_see_the_same(seed: int, num_steps: Callable[[], tuple[int, int]]) -> None:
-    alike = run_virtual(_troubled(ALIKE, seed))
+    several = run_virtual(_troubled(SEVERAL, seed))
     assert num_steps()[0] > num_steps()[1], "most steps ran as one"
     single = run_virtual(_troubled(SINGLE, seed))
-    for one, other in zip(alike, single, strict=True):
+    for one, other in zip(several, single, strict=True):
         assert _nameless(one) == _nameless(other)
 
 

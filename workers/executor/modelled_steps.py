@@ -3,17 +3,21 @@
 import asyncio
 import zlib
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from itertools import accumulate
 
 from workers.costs import CostModel
 from workers.engine.estimate import step_parts
 from workers.engine.step import StepPlan, StepResult
 
+Observe = Callable[[StepPlan, Items[float], Items[float]], None]
+"""Steps of this plan in a row: the seconds of each, and the end of its last stage. Called when they have ended."""
+
 Finish = Callable[[StepPlan, float, float, float], StepResult]  # plan, begin, end, seconds
 
 
-class ModelledRepeat:
-    """`RepeatedStep` of a modelled executor with one stage, which begins at `begin_s`.
+class ModelledSteps:
+    """`RunningDecodes` of a modelled executor with one stage, which begins at `begin_s`.
 
     `lent_s`: by which attention for borrowers delays the first step. `observe` gets each step but the last, `finish`
     makes the result of the last one, whose plan `last` makes.
@@ -27,14 +31,14 @@ class ModelledRepeat:
         cost: CostModel,
         *,
         lent_s: float,
-        observe: Callable[[StepPlan, float, float], None] | None,
+        observe: Observe | None,
         last: Callable[[], StepPlan],
         finish: Finish,
-        never: tuple[int, ...],
+        never: frozenset[int],
         vocab_size: int,
     ) -> None:
         _, batch, context_tokens = step_parts(plan)
-        self.seconds = [cost.mixed_seconds((), batch, context_tokens + each * batch) for each in range(count)]
+        self.seconds = cost.steps_seconds(batch, context_tokens, count)
         self.seconds[0] += lent_s
         self._times_s = [*accumulate(self.seconds, initial=begin_s)]
         self.ends_s = self._times_s[1:]
@@ -48,10 +52,9 @@ class ModelledRepeat:
         self._vocab_size = vocab_size
         self._timer = loop.call_at(self.ends_s[-1], self._end)
 
-    def end(self, index: int) -> None:
+    def observe(self, begin: int, stop: int) -> None:
         if self._observe is not None:
-            end_s = self.ends_s[index]
-            self._observe(self._plan, end_s - self.seconds[index], end_s)
+            self._observe(self._plan, self.seconds[begin:stop], self.ends_s[begin:stop])
 
     def sample(self, key: str, position: int, count: int) -> list[int]:
         return modelled_tokens(key, position, count, self._vocab_size, self._never)
@@ -71,15 +74,18 @@ class ModelledRepeat:
             self.result.set_exception(error)
 
 
-def modelled_tokens(key: str, position: int, count: int, vocab_size: int, never: tuple[int, ...] = ()) -> list[int]:
+def modelled_tokens(
+    key: str, position: int, count: int, vocab_size: int, never: frozenset[int] = frozenset()
+) -> list[int]:
     """The tokens that a modelled worker samples from `position` of the sequence on; the same in every attempt.
 
     Skips the tokens in `never` (the end tokens, so that a modelled answer ends by its length).
     """
-    first = zlib.crc32(key.partition("/")[0].encode())
-    tokens = [(first + each * 7919) % vocab_size for each in range(position, position + count)]
-    for index, token in enumerate(tokens):
-        if token in never:
-            free = (each % vocab_size for each in range(token + 1, token + vocab_size))
-            tokens[index] = next((each for each in free if each not in never), token)
+    first = zlib.crc32(key.partition("/")[0].encode()) + 7919 * position
+    tokens = [each % vocab_size for each in range(first, first + 7919 * count, 7919)]
+    if not never.isdisjoint(tokens):
+        for index, token in enumerate(tokens):
+            if token in never:
+                free = (each % vocab_size for each in range(token + 1, token + vocab_size))
+                tokens[index] = next((each for each in free if each not in never), token)
     return tokens

@@ -1,11 +1,12 @@
-"""Steps in a row that decode the same sequences, none of which ends: their commits, without building each step.
+"""Decode steps in a row of the same sequences, none of which ends: their commits, without building each step.
 
 Nothing but the next tokens changes in such steps: sequences grow, blocks fill up and are named, new blocks are
-allocated, and the estimate learns. `SteadyDecodes` does these in the order in which single steps do them. Pure.
+allocated. `DecodeSteps` does these in the order in which single steps do them. Pure.
 
-Source of the name of the technique: multi-step scheduling, as in vLLM.
+Source of the technique: multi-step scheduling, as in vLLM.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -19,8 +20,8 @@ Sample = Callable[[str, int, int], Items[int]]
 """The tokens of this sequence from this position on, so many. None of them is an end token."""
 
 
-def num_alike(sequences: Items[Sequence], pool: BlockPool, most: int) -> int:
-    """How many steps of these decodes are alike, from the one in flight on, up to `most`. Only the last may end one."""
+def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int) -> int:
+    """For how many steps, from the one in flight on and up to `most`, these decode on. Only the last may end one."""
     for each in sequences:
         sampling = each.request.sampling
         begun = each.first_step_s is not None
@@ -47,7 +48,7 @@ def _missing_blocks(sequence: Sequence, steps: int, size: int) -> int:
     return max(0, (sequence.num_computed + steps - 1) // size + 1 - len(sequence.blocks))
 
 
-class SteadyDecodes:
+class DecodeSteps:
     """Owned by an Engine while such steps run. `sequences` in the order of the step, which is in flight."""
 
     def __init__(self, sequences: Items[Sequence], kv: KVCacheManager, pool: BlockPool, sample: Sample) -> None:
@@ -60,26 +61,41 @@ class SteadyDecodes:
         self._ended = 0
         self._begun_with = {each: each.num_computed for each in sequences}
         self._sent = 0  # steps whose tokens `outputs` has returned
-        self._by_phase: dict[int, list[Sequence]] = defaultdict(list)  # when their blocks are full
+        self._filled_after: dict[int, list[Sequence]] = defaultdict(list)  # these many steps, modulo the block size
         for each in sequences:
-            self._by_phase[-each.num_computed % pool.block_size].append(each)
+            self._filled_after[-each.num_computed % pool.block_size].append(each)
+        self._stops = sorted(self._filled_after)
 
-    def next(self) -> None:
-        """The step in flight has ended and the next one begins."""
-        self._ended += 1
-        self.context_tokens += self.batch
-        full = self._by_phase.get(self._ended % self._pool.block_size)
-        if full is None:
+    @property
+    def num_until_filled(self) -> int:
+        """After how many more steps the next blocks are full, and new ones are allocated."""
+        place = self._ended % self._pool.block_size
+        index = bisect_right(self._stops, place)
+        return (self._stops[index] if index < len(self._stops) else self._stops[0] + self._pool.block_size) - place
+
+    @property
+    def num_unsent(self) -> int:
+        """Tokens of each sequence that `outputs` has not returned yet."""
+        return self._ended - self._sent
+
+    def advance(self, count: int) -> None:
+        """The step in flight and those behind it, `count` in all and at most `num_until_filled`, have ended."""
+        is_filled = count == self.num_until_filled
+        self._ended += count
+        self.context_tokens += count * self.batch
+        if not is_filled:
             return
-        for each in full:
-            self._fill(each)
+        size = self._pool.block_size
+        filled = self._filled_after[self._ended % size]
+        for each in filled:
+            self._append(each)
             self._kv.name_blocks(each)
-        for each in full:
-            if each.num_computed == len(each.blocks) * self._pool.block_size:
+        for each in filled:
+            if each.num_computed == len(each.blocks) * size:
                 each.blocks += self._pool.allocate(1)
 
-    def _fill(self, sequence: Sequence) -> None:
-        """Append the tokens of the steps that have ended."""
+    def _append(self, sequence: Sequence) -> None:
+        """The tokens of the steps that have ended."""
         count = self._begun_with[sequence] + self._ended - sequence.num_computed
         if count:
             sequence.tokens += self._sample(sequence.key, len(sequence.tokens), count)
@@ -91,7 +107,7 @@ class SteadyDecodes:
         if not count:
             return []
         for each in self.sequences:
-            self._fill(each)
+            self._append(each)
         times_s = tuple(ends_s[-count:])
         return [
             TokensOut(

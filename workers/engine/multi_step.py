@@ -1,0 +1,143 @@
+"""Runs several decode steps as one: the executor gets them in one call, their tokens are told when somebody asks.
+
+A step that only decodes what the step before decoded needs no scheduler, no plan and no message of its own. An executor
+that knows the times of such steps beforehand (`Executor.execute_decodes`) and readers in the same process
+(`LateReader`) make it possible to commit many at once, with each one's own time: at the end of the last one, or when
+somebody looks at the worker or changes it. Nothing else may tell the two ways apart.
+"""
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Callable
+
+from workers.engine.engine import Engine
+from workers.engine.executor import Executor, RunningDecodes
+from workers.engine.step import StepPlan, StepResult
+from workers.request import LateReader, TokensOut
+from workers.stats import WorkerStats
+
+MOST_STEPS = 128
+
+
+class MultiStep:
+    """Owned by a Worker, used by its Pump. `reader_of`: who gets the outputs of a sequence; None: not late.
+
+    No step may take `longest_s`, after which a reader expects a sign of life. It is the `LateSource` of the readers.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: Executor,
+        reader_of: Callable[[str], LateReader | None],
+        stats: Callable[[], WorkerStats],
+        now_s: Callable[[], float],
+        longest_s: float,
+    ) -> None:
+        self._engine = engine
+        self._executor = executor
+        self._reader_of = reader_of
+        self._stats = stats
+        self._now_s = now_s
+        self._longest_s = longest_s
+        self._steps: RunningDecodes | None = None
+        self._reader: dict[str, LateReader] = {}  # by sequence
+        self._readers: tuple[LateReader, ...] = ()
+        self._ended = 0
+        self._is_checked = True
+        self._is_catching_up = False
+        self.last_plan = StepPlan(0, ())
+
+    def start(self, plan: StepPlan) -> "asyncio.Future[StepResult] | None":
+        """Run `plan`, which was just scheduled, and the steps that decode on after it; None: there are none.
+
+        The result is that of the last one, whose plan is then `last_plan`.
+        """
+        if self._executor.execute_decodes is None or (count := self._engine.num_decode_steps(MOST_STEPS)) < 2:
+            return None
+        readers = {chunk.key: self._reader_of(chunk.key) for chunk in plan.chunks}
+        late = {key: reader for key, reader in readers.items() if reader is not None}
+        if len(late) < len(readers):
+            return None
+        steps = self._executor.execute_decodes(plan, count, self._last)
+        if max(steps.seconds) >= self._longest_s:
+            steps.shorten(1)
+            late = {}
+        self._steps, self._reader, self._readers = steps, late, tuple(dict.fromkeys(late.values()))
+        self._ended, self._is_checked = 0, True
+        for reader in self._readers:
+            reader.attach(self)
+        self._engine.begin_decodes(steps.sample, self._on_use)
+        return steps.result
+
+    @property
+    def begun_s(self) -> float:
+        """When the step in flight began, if it is one of these and not the first; else 0."""
+        self.catch_up(False)
+        return self._steps.ends_s[self._ended - 1] if self._steps is not None and self._ended else 0.0
+
+    def is_told(self, reader: LateReader | None) -> bool:
+        """Whether steps run whose outputs this reader gets late."""
+        return self._steps is not None and reader in self._readers
+
+    def num_untold(self, key: str) -> int:
+        self.catch_up(False)
+        return self._engine.num_untold if key in self._reader else 0
+
+    def catch_up(self, with_tokens: bool) -> None:
+        """Commit and tell what has ended by now, but for the last step."""
+        if self._steps is None or self._is_catching_up:
+            return
+        self._is_catching_up = True
+        try:
+            self._catch_up(self._steps, with_tokens)
+        finally:
+            self._is_catching_up = False
+
+    def _catch_up(self, steps: RunningDecodes, with_tokens: bool) -> None:
+        ends_s, begin = steps.ends_s, self._ended
+        if ends_s[begin] <= (now_s := self._now_s()):
+            ended = min(bisect_right(ends_s, now_s, begin), len(ends_s) - 1)
+            while self._ended < ended:
+                stop = min(ended, self._ended + self._engine.num_until_filled)
+                steps.observe(self._ended, stop)
+                self._engine.advance_decodes(steps.seconds[self._ended : stop])
+                self._ended = stop
+            if ended > begin:
+                stats = self._stats()
+                for reader in self._readers:
+                    reader.on_late_stats(stats, ends_s[ended - 1])
+        if with_tokens and self._engine.num_untold:
+            self._tell_tokens(steps)
+
+    def _tell_tokens(self, steps: RunningDecodes) -> None:
+        outputs: dict[LateReader, list[TokensOut]] = {}
+        for output in self._engine.drain_decodes(steps.ends_s[: self._ended]):
+            outputs.setdefault(self._reader[output.key], []).append(output)
+        for reader, group in outputs.items():
+            reader.on_late_tokens(group)
+
+    def _on_use(self, is_change: bool) -> None:
+        """The engine is about to be read or changed."""
+        self.catch_up(is_change)
+        if is_change and self._is_checked:
+            self._is_checked = False
+            asyncio.get_running_loop().call_soon(self._check)
+
+    def _check(self) -> None:
+        """The engine has changed: those behind the step in flight may no longer decode the same."""
+        self._is_checked = True
+        if self._steps is not None:
+            left = len(self._steps.ends_s) - self._ended
+            count = max(1, self._engine.num_decode_steps(left))
+            if count < left:
+                self._steps.shorten(self._ended + count)
+
+    def _last(self) -> StepPlan:
+        """The last step has ended."""
+        self.catch_up(True)
+        for reader in self._readers:
+            reader.attach(None)
+        self._steps = None
+        self.last_plan = self._engine.end_decodes()
+        return self.last_plan
