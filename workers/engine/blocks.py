@@ -111,6 +111,9 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._clean) + len(self._cached) + self._end - len(self._references)
 
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
     @property
     def num_cached(self) -> int:
         return len(self._cached)

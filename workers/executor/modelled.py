@@ -35,7 +35,8 @@ from workers.executor.modelled_lending import AttentionCalls as AttentionCalls
 from workers.executor.modelled_lending import ModelledLender, ask_lenders, local_part
 from workers.executor.modelled_remote import ModelledRemote
 from workers.executor.modelled_remote import ModelledRemoteServer as ModelledRemoteServer
-from workers.executor.modelled_steps import ModelledSteps, Observe, modelled_tokens
+from workers.executor.modelled_steps import ModelledSteps, modelled_tokens
+from workers.executor.modelled_steps import Observe as Observe
 from workers.request import Adapter, Grammar, TokenLogprobs
 
 

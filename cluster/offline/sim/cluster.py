@@ -1,7 +1,7 @@
 """A whole cluster in virtual time: production controller, dispatchers, workers and engines over modelled executors."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,10 +17,8 @@ from cluster.runtime.interface import WorkerHandle, WorkerOrder
 from cluster.runtime.local import LocalRuntime, modelled_worker
 from cluster.serving import serve
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
-from workers.engine.blocks import BlockPool
 from workers.engine.step import StepPlan
-from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, ModelledRemoteServer, Pace
-from workers.executor.modelled_steps import Observe
+from workers.executor.modelled import SMOLLM2_CALLS, AttentionCalls, Modelled, ModelledRemoteServer, Observe, Pace
 from workers.server import WorkerServer
 
 
@@ -54,7 +52,7 @@ class Meter:
     output_tokens: int = 0
     used_block_s: float = 0.0
     records: list[StepRecord] = field(default_factory=list)
-    _pool: BlockPool | None = None
+    _used: Callable[[], int] | None = None
     _busy_to_s: float = 0.0
     _used_blocks: int = 0
     _used_since_s: float = 0.0
@@ -86,11 +84,11 @@ class Meter:
 
     def settle(self, now_s: float) -> None:
         """Count the blocks used since the last call."""
-        if self._pool is None:
+        if self._used is None:
             assert self.server is not None, "set when the worker is built"
-            self._pool = self.server.worker().engine.pool
+            self._used = self.server.worker().engine.pool.num_used
         self.used_block_s += self._used_blocks * (now_s - self._used_since_s)
-        self._used_blocks, self._used_since_s = self._pool.num_blocks - self._pool.num_free, now_s
+        self._used_blocks, self._used_since_s = self._used(), now_s
 
     def record(self, pool: PoolSpec) -> WorkerRecord:
         assert self.server is not None
