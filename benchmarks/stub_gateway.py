@@ -19,7 +19,7 @@ from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
+from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
 from workers.errors import InvalidRequest
 from workers.request import FinishReason, Request
 
@@ -35,6 +35,7 @@ class StubDispatcher:
         worker = WorkerView("none", "none", Role.MIXED, WorkerState.READY, capacity_tokens=CAPACITY)
         self.view = ClusterView(1, "server", model, (worker,))
         self.capacity = ServingCapacity(CAPACITY, CAPACITY, MAX_REQUESTS, 1)
+        self.adapters: dict[str, Adapter] = {}
         self._tokens = (TOKEN,)
         self._period_s = period_s
 

@@ -6,7 +6,10 @@ Ray itself checks that there is room for the workers.
 from pathlib import Path
 
 from cluster.spec import ClusterSpec, PoolSpec, Role, SpecError
+from diptych.view import Adapter
 from workers.errors import ModelError
+from workers.model.adapter import adapter_of
+from workers.model.folder import ModelFolder
 from workers.model.store import ModelConfig, check_parallel, read_model_config, read_origin
 
 # Device files of GPU drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
@@ -30,10 +33,23 @@ def check_model(spec: ClusterSpec, folder: Path) -> None:
                 "engine.dtype"
             )
 
+    read_adapters(spec, folder)
+
     if len({_on_gpu(pool) for pool in spec.pools if pool.engine.dtype == "auto"}) > 1:
         raise SpecError(
             "pools: engine.dtype is auto, which means another dtype on a GPU than on a CPU; set it in each pool"
         )
+
+
+def read_adapters(spec: ClusterSpec, folder: Path) -> tuple[Adapter, ...]:
+    """The specification's adapters, checked against the model in `folder`. Reads their files. Raises `SpecError`."""
+    found = []
+    for name, path in spec.adapters.items():
+        try:
+            found.append(adapter_of(name, Path(path), ModelFolder(spec.model, folder)))
+        except ModelError as error:
+            raise SpecError(f"adapters.{name}: {error}") from None
+    return tuple(found)
 
 
 def _on_gpu(pool: PoolSpec) -> bool:

@@ -27,7 +27,7 @@ from cluster.frontend.context import GatewayContext, Server, ServerFactory
 from cluster.runtime.interface import Runtime, ServiceHandle, WorkerOrder
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec
-from diptych.view import ClusterView, ModelView, WorkerState, WorkerView
+from diptych.view import Adapter, ClusterView, ModelView, WorkerState, WorkerView
 
 if TYPE_CHECKING:
     from cluster.control.controller import Controller
@@ -139,6 +139,14 @@ class GatewayService:
             await self._spans.close()
 
 
+def _adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
+    """Those of the specification. Raises `SpecError`."""
+    from cluster.precheck import read_adapters
+    from workers.model.store import resolve
+
+    return read_adapters(spec, resolve(spec.model).path)
+
+
 async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
     """Imports OpenTelemetry only if spans are sent, because that takes half a second."""
     if spec.tracing.otlp_endpoint is None:
@@ -215,6 +223,8 @@ class Serving:
         preparing = (gateway.call("prepare", timeout_s=FIRST_CALL_S) for gateway in self._gateways)
         self._preparing = asyncio.gather(*preparing, return_exceptions=True)  # `open` would raise the same
         model = await self._ready(progress)
+        for adapter in await asyncio.to_thread(_adapters, spec) if spec.adapters else ():
+            await self._controller.call("load_adapter", adapter)
         await self._preparing
         for index, gateway in enumerate(self._gateways):
             port, http_port = spec.gateway.grpc_port, spec.gateway.http_port

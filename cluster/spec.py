@@ -416,6 +416,13 @@ class LogSpec:
         _check_choice(self, "level", LOG_LEVELS)
 
 
+def adapter_name_problem(name: str, model: str) -> str:
+    """What is wrong with an adapter's name; empty: nothing."""
+    if not re.fullmatch(r"[A-Za-z0-9][-A-Za-z0-9._/]{0,127}", name):
+        return "must be letters, digits and any of - . _ /, at most 128, and begin with a letter or digit"
+    return "is that of the model" if name == model else ""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
     """One model served by pools of workers behind gateways."""
@@ -442,6 +449,8 @@ class ClusterSpec:
     """How every process logs."""
     tracing: TracingSpec = field(default_factory=TracingSpec)
     """Where spans are sent."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters of `model` by the names that requests give: PEFT folders, at the same path on every node."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
@@ -458,6 +467,11 @@ class ClusterSpec:
             raise ValueError(f"pools: there is no {missing} pool (and no mixed one), so no request could finish")
         if not any(pool.replicas for pool in self.pools):
             raise ValueError("pools: there is no worker in any of them; give one at least 1 replica")
+        for name in self.adapters:
+            if problem := adapter_name_problem(name, self.model):
+                raise ValueError(f"adapters.{name}: the name {problem}")
+        if self.adapters and self.executor == "modelled":
+            raise ValueError("adapters: executor modelled has no weights to adapt; leave them out")
         models = {pool.model or self.model for pool in self.pools}
         if len(models) > 1:
             raise ValueError(f"pools: all must serve one model, got {', '.join(sorted(models))}")

@@ -36,6 +36,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "scale": ("admin", "Set the number of workers of a pool."),
         "flip": ("admin", "Change a worker's role."),
         "drain": ("admin", "Remove a worker: it takes no new work and stops when it is empty."),
+        "adapter": ("adapter", "Load, unload and list LoRA adapters."),
         "leave": ("leave", "Empty a Ray node before it goes."),
         "autoscaler": (
             "autoscaler",

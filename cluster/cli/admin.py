@@ -38,8 +38,8 @@ def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, a
     Example:
       diptych flip decode-1 prefill
     """
-    new = _change(endpoint, access, lambda client: client.flip(worker, Role(role), revision=revision))
-    _print(as_json, new, f"{worker}: role set to {role}", worker=worker, role=role)
+    new = change(endpoint, access, lambda client: client.flip(worker, Role(role), revision=revision))
+    print_change(as_json, new, f"{worker}: role set to {role}", worker=worker, role=role)
 
 
 @click.command(cls=GroupedCommand)
@@ -61,8 +61,8 @@ def drain(worker: str, endpoint: str, access: Access, deadline_s: float | None, 
     Example:
       diptych drain decode-1 --deadline 30
     """
-    new = _change(endpoint, access, lambda client: client.drain(worker, deadline_s=deadline_s, revision=revision))
-    _print(as_json, new, f"{worker}: draining, stops when it is empty", worker=worker)
+    new = change(endpoint, access, lambda client: client.drain(worker, deadline_s=deadline_s, revision=revision))
+    print_change(as_json, new, f"{worker}: draining, stops when it is empty", worker=worker)
 
 
 @click.command(cls=GroupedCommand)
@@ -78,21 +78,24 @@ def scale(pool: str, replicas: int, endpoint: str, access: Access, revision: int
     Example:
       diptych scale decode 3 --revision 12
     """
-    new = _change(endpoint, access, lambda client: client.scale(pool, replicas, revision=revision))
-    _print(as_json, new, f"{pool}: target set to {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas)
+    new = change(endpoint, access, lambda client: client.scale(pool, replicas, revision=revision))
+    print_change(
+        as_json, new, f"{pool}: target set to {replicas} worker{'s' * (replicas != 1)}", pool=pool, wanted=replicas
+    )
 
 
-def _change(endpoint: str, access: Access, change: Callable[["AsyncClient"], Awaitable[int]]) -> int:
+def change(endpoint: str, access: Access, act: Callable[["AsyncClient"], Awaitable[int]]) -> int:
+    """Make one change. Returns the new revision."""
     from diptych.client import AsyncClient
 
     async def run() -> int:
         async with AsyncClient(endpoint, access=access) as client:
-            return await change(client)
+            return await act(client)
 
     return asyncio.run(run())
 
 
-def _print(as_json: bool, revision: int, text: str, **facts: Any) -> None:
+def print_change(as_json: bool, revision: int, text: str, **facts: Any) -> None:
     if as_json:
         print_json({**facts, "revision": revision})
     else:

@@ -2,7 +2,7 @@
 
 ChangeError         the cluster is unchanged
 ├── StaleRevision   the caller has seen an older revision
-├── UnknownMember   no such worker or pool; the message lists those that exist
+├── UnknownMember   no such worker, pool or adapter; the message lists those that exist
 ├── ChangeRefused   it would break a floor or a bound, or no KV could move; the message has the reason
 └── ControllerAway  the controller does not answer; it may be restarting
 """
@@ -10,7 +10,7 @@ ChangeError         the cluster is unchanged
 from dataclasses import dataclass
 
 from cluster.spec import Role
-from diptych.view import GatewayView
+from diptych.view import Adapter, GatewayView
 
 MAX_DRAIN_S = 24 * 3600.0
 
@@ -47,6 +47,7 @@ class ControllerState:
 
     revision: int
     workers: tuple[TargetWorker, ...]
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import Role
-from diptych.view import DecisionRecord
+from diptych.view import Adapter, DecisionRecord
 
 GRACE_S = 5.0  # beyond the controller's own timeout
 DECISIONS_S = 2.0
@@ -76,6 +76,14 @@ class ControllerCalls:
     async def scale(self, pool: str, replicas: int, revision: int) -> int:
         """Set a pool's target number of workers."""
         return await self._change("scale", pool, replicas, revision)
+
+    async def load_adapter(self, adapter: Adapter, revision: int) -> int:
+        """Serve an adapter, which has been checked."""
+        return await self._change("load_adapter", adapter, revision)
+
+    async def unload_adapter(self, name: str, revision: int) -> int:
+        """Stop serving an adapter."""
+        return await self._change("unload_adapter", name, revision)
 
     async def _change(self, verb: str, *args: object) -> int:
         try:

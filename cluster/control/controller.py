@@ -38,7 +38,7 @@ from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.interface import Runtime
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, PoolSpec, Role
-from diptych.view import ClusterView, DecisionRecord, ModelView, PoolView, WorkerState
+from diptych.view import Adapter, ClusterView, DecisionRecord, ModelView, PoolView, WorkerState
 from diptych.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ NOT_BEGUN = "the controller was restarted and has not begun"
 SILENT_S = 5.0  # a gateway that does not poll for this long after an answer is gone
 QUIET_S = 1.0  # how long a draining worker must be empty; requests in transit arrive within this time
 REVISIONS_APART = 1_000_000  # more than a controller makes between two keep-alives, so that none is used twice
+MOST_ADAPTERS = 1024  # each membership has them all
 NOTHING_REPORTED = ServerReport()
 
 
@@ -76,7 +77,8 @@ class Controller:
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._relinking: asyncio.Task[None] | None = None
         self._revisions = Revisions()
-        self._targets_at = 0  # the revision of the latest change of the target workers
+        self._targets_at = 0  # the revision of the latest change of the state to store
+        self._adapters: dict[str, Adapter] = {}
         self._pool_views: tuple[PoolView, ...] = ()
         self._changed = asyncio.Event()
         self._changing = asyncio.Lock()  # one change at a time, so that revisions can be checked
@@ -105,6 +107,7 @@ class Controller:
             ]
         else:
             workers, self._revisions.now = list(saved.workers), saved.revision + REVISIONS_APART
+            self._adapters = {each.name: each for each in saved.adapters}
         for worker in workers:
             replica = self._add(self._pools[worker.pool], worker.name, worker.role, required=saved is None)
             if worker.is_leaving:
@@ -133,7 +136,7 @@ class Controller:
         await self._wait_until(lambda: self._targets_at > revision, timeout_s)
         replicas = self._replicas.values()
         workers = (TargetWorker(each.name, each.pool.name, each.role, each.is_leaving) for each in replicas)
-        return ControllerState(self._revisions.now, tuple(workers))
+        return ControllerState(self._revisions.now, tuple(workers), tuple(self._adapters.values()))
 
     def _reset_orphan_timer(self) -> None:
         if self._orphan_timer is not None:
@@ -227,6 +230,7 @@ class Controller:
             pools=self._pool_views,
             gateways=self._listeners.names(clock()),
             served_gateways=self._server.gateways,
+            adapters=tuple(self._adapters.values()),
             failures=task_failures(server=self._server.failures, controller=self._failures.counts()),
             links_id=self._preflight.links_id,
             since=since,
@@ -255,7 +259,8 @@ class Controller:
         workers = tuple(replica.view for replica in self._replicas.values())
         links, unlinked = self._preflight.links, self._preflight.unlinked
         more = workers, links, unlinked, self._pool_views
-        return ClusterView(self._revisions.now, self._spec.name, self._model(), *more)
+        adapters = tuple(self._adapters.values())
+        return ClusterView(self._revisions.now, self._spec.name, self._model(), *more, adapters=adapters)
 
     def _bump(self, name: str = "") -> None:
         """Publish a change; `name`: of this worker."""
@@ -333,6 +338,34 @@ class Controller:
                 self._replicas = in_order(self._replicas, self._spec.pools)
                 self._retargeted()
             return self._revisions.now
+
+    async def load_adapter(self, adapter: Adapter, revision: int = 0) -> int:
+        """Serve an adapter, which the caller has checked. Workers load it when a request needs it."""
+        async with self._changing:
+            self._check(revision)
+            known = self._adapters.get(adapter.name)
+            if known == adapter:
+                return self._revisions.now
+            if known is not None:
+                raise ChangeRefused(f"adapter {adapter.name!r} is {known.path} with other content; unload it first")
+            if len(self._adapters) >= MOST_ADAPTERS:
+                raise ChangeRefused(f"{MOST_ADAPTERS} adapters are served already; unload one first")
+            return self._set_adapters({**self._adapters, adapter.name: adapter})
+
+    async def unload_adapter(self, name: str, revision: int = 0) -> int:
+        """Refuse new requests for an adapter. Running ones go on."""
+        async with self._changing:
+            self._check(revision)
+            if name not in self._adapters:
+                raise UnknownMember(f"no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
+            return self._set_adapters({each: adapter for each, adapter in self._adapters.items() if each != name})
+
+    def _set_adapters(self, adapters: dict[str, Adapter]) -> int:
+        self._adapters = adapters
+        self._bump()
+        self._targets_at = self._revisions.now
+        logger.info("adapters: %s", ", ".join(adapters) or "none")
+        return self._revisions.now
 
     async def vacate(self, workers: Collection[str], deadline_s: float) -> int:
         """Drain the workers of a node that leaves, and start a replacement for each on any node with room.

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from cluster.runtime.interface import WorkerHandle
-from diptych.view import GatewayView, PoolView, TaskFailures, WorkerView
+from diptych.view import Adapter, GatewayView, PoolView, TaskFailures, WorkerView
 from kvtransfer.ticket import LinkReport
 
 APART_S, AT_ONCE = 0.2, 20  # time between answers to a gateway, once it has had so many at once
@@ -38,6 +38,7 @@ class Membership(Struct, frozen=True):
     pools: tuple[PoolView, ...] = ()
     gateways: tuple[str, ...] = ()
     served_gateways: tuple[GatewayView, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
     failures: tuple[TaskFailures, ...] = ()
     links_id: str = ""
     since: int = 0

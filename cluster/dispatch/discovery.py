@@ -28,7 +28,7 @@ from cluster.policy.routing.prefix_index import PrefixIndex
 from cluster.policy.routing.router import Sent
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, Role
-from diptych.view import ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
+from diptych.view import Adapter, ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
 from workers.errors import WorkerError
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class WorkerDiscovery:
         self.failures = Failures(self._forget_picture)
         self._membership = Membership(0)
         self._members: dict[str, Member] = {}  # of the membership
+        self.adapters: dict[str, Adapter] = {}  # of the membership, by name
         self._seen: dict[str, WorkerView] = {}  # the picture's workers
         self._sent: dict[str, Sent] = {}
         self._late: dict[str, WorkerClient] = {}  # by name, those that `catch_up` asks
@@ -110,7 +111,7 @@ class WorkerDiscovery:
             self._stale.clear()
             known, workers = self._membership, tuple(self._seen.values())
             more = known.links, known.unlinked, known.pools, known.gateways, known.served_gateways, self._all_failures()
-            self._picture = ClusterView(known.revision, self._spec.name, self._model, workers, *more)
+            self._picture = ClusterView(known.revision, self._spec.name, self._model, workers, *more, known.adapters)
         return self._picture
 
     def _forget_picture(self) -> None:
@@ -194,6 +195,7 @@ class WorkerDiscovery:
     def take(self, membership: Membership) -> None:
         """Follow a membership. Members that did not change are the same objects."""
         before, self._membership = self._members, membership
+        self.adapters = {each.name: each for each in membership.adapters}
         self._members = members = {member.view.name: member for member in membership.members}
         self._capacity = None
         changed = [member for name, member in members.items() if before.get(name) is not member]

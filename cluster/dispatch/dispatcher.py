@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import uuid
 import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 
 from cluster.control.client import ControllerCalls
@@ -30,7 +30,7 @@ from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec
 from diptych.shapes import Shape, Timings
-from diptych.view import CachedPrompt, ClusterView, ModelView
+from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.request import Request, check_shape
 
@@ -127,6 +127,11 @@ class Dispatcher:
     def view(self) -> ClusterView:
         """The membership with the latest statistics. A lost worker is shown as dead."""
         return self.discovery.view()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The served adapters by name."""
+        return self.discovery.adapters
 
     @property
     def capacity(self) -> ServingCapacity:

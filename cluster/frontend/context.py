@@ -1,6 +1,6 @@
 """The interfaces between the frontend and the rest of a gateway process: a dispatcher, and an operator for changes."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import ClusterSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import CachedPrompt, ClusterView, DecisionRecord, ModelView
+from diptych.view import Adapter, CachedPrompt, ClusterView, DecisionRecord, ModelView
 from workers.request import Request
 
 
@@ -34,6 +34,11 @@ class RequestDispatcher(Protocol):
 
     def finish(self, request_id: str) -> None:
         """End the request early (stop string): its last event is Completed(STOP). Ignores unknown ids."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The served adapters by name."""
         ...
 
     @property
@@ -93,6 +98,8 @@ class Operator(Protocol):
     async def flip(self, worker: str, role: Role, revision: int) -> int: ...
     async def drain(self, worker: str, revision: int, deadline_s: float) -> int: ...
     async def scale(self, pool: str, replicas: int, revision: int) -> int: ...
+    async def load_adapter(self, adapter: Adapter, revision: int) -> int: ...
+    async def unload_adapter(self, name: str, revision: int) -> int: ...
     async def decisions(self) -> tuple[DecisionRecord, ...]: ...
     async def decision_counts(self) -> tuple[tuple[str, str, int], ...] | None: ...
 

@@ -20,11 +20,12 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cluster.events import ClusterError, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.models import resolve
+from cluster.frontend.models import adapter_named, resolve
 from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
 from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
 from cluster.frontend.preprocessing import LARGE_BYTES, InThread, Preprocessing
@@ -41,10 +42,12 @@ from cluster.frontend.text import (
 )
 from cluster.observe.ledger import now_ns
 from cluster.observe.metrics.responses import Responses
-from cluster.spec import Role
+from cluster.spec import Role, adapter_name_problem
 from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
-from diptych.view import CachedPrompt, ClusterView, WorkerState
-from workers.errors import InvalidRequest
+from diptych.view import Adapter, CachedPrompt, ClusterView, WorkerState
+from workers.errors import InvalidRequest, ModelError
+from workers.model.adapter import adapter_of
+from workers.model.store import resolve as find_model
 from workers.request import SLO, Grammar, Request, SamplingParams
 
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
@@ -126,7 +129,7 @@ class Gateway:
         Errors: `cluster.events`, `InvalidRequest`, `UnknownModel`, and those above.
         """
         arrived_ns = now_ns()
-        self.check_model(model)
+        adapter = self._adapter(model)
         self._check_answers(sampling)
         request_id = request_id or new_id()
         slo = slo or SLO()
@@ -138,7 +141,16 @@ class Gateway:
             tokens = await self.encode(prompt, sampling.max_tokens or 1)
             sampling = self._resolve(sampling, len(tokens))
             shares = self._context.spec.gateway.share_prefixes
-            request = Request(request_id, tokens, sampling, slo, session=session, tenant=tenant, shares_prefixes=shares)
+            request = Request(
+                request_id,
+                tokens,
+                sampling,
+                slo,
+                session=session,
+                tenant=tenant,
+                shares_prefixes=shares,
+                adapter=adapter,
+            )
             running.pump = asyncio.create_task(self._pump(request, running.output, arrived_ns, deadline_s, keep))
             while (event := await running.output.take()) is not None:
                 yield event
@@ -175,8 +187,31 @@ class Gateway:
         return min(context, capacity.prefill_tokens or context, capacity.decode_tokens or context)
 
     def check_model(self, model: str) -> None:
-        """Raises `UnknownModel` unless it is the served model or empty."""
-        resolve(model, [self._context.model.name])
+        """Raises `UnknownModel` unless it is the served model, one of its adapters, or empty."""
+        self._adapter(model)
+
+    def name_of(self, model: str | None) -> str:
+        """The name of what a request's `model` means: the served model's, or the adapter's. Raises `UnknownModel`."""
+        adapter = self._adapter(model or "")
+        return self._context.model.name if adapter is None else adapter.name
+
+    def _adapter(self, model: str) -> Adapter | None:
+        """The adapter that a request's `model` names. Raises `UnknownModel`."""
+        name, adapters = self._context.model.name, self._context.dispatcher.adapters
+        if adapters and model != name and (found := adapter_named(model, adapters)) is not None:
+            return found
+        resolve(model, [name], adapters)
+        return None
+
+    async def read_adapter(self, name: str, path: str) -> Adapter:
+        """The adapter in this folder, checked against the model. Raises `InvalidRequest`."""
+        model = self._context.model.name
+        if problem := adapter_name_problem(name, model):
+            raise InvalidRequest("name", problem)
+        try:
+            return await asyncio.to_thread(lambda: adapter_of(name, Path(path), find_model(model)))
+        except ModelError as error:
+            raise InvalidRequest("path", str(error)) from None
 
     @property
     def bounds(self) -> PromptBounds:

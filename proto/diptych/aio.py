@@ -189,6 +189,23 @@ class AsyncClient:
         with self._errors():
             return int((await self._admin.ScalePool(request, timeout=timeout_s)).revision)
 
+    async def load_adapter(
+        self, name: str, path: str, *, model: str = "", revision: int = 0, timeout_s: float = 90.0
+    ) -> int:
+        """Serve a LoRA adapter: a PEFT folder at this path on every node. Requests name it as their model.
+
+        INVALID_ARGUMENT if it does not fit the model.
+        """
+        request = admin_pb2.LoadAdapterRequest(name=name, path=path, model=model, expected_revision=revision)
+        with self._errors():
+            return int((await self._admin.LoadAdapter(request, timeout=timeout_s)).revision)
+
+    async def unload_adapter(self, name: str, *, revision: int = 0, timeout_s: float = 90.0) -> int:
+        """Refuse new requests for an adapter. Running ones go on."""
+        request = admin_pb2.UnloadAdapterRequest(name=name, expected_revision=revision)
+        with self._errors():
+            return int((await self._admin.UnloadAdapter(request, timeout=timeout_s)).revision)
+
     async def warm(
         self,
         text: str,

@@ -104,6 +104,8 @@ class Client:
     flip = _blocking(AsyncClient.flip)
     drain = _blocking(AsyncClient.drain)
     scale = _blocking(AsyncClient.scale)
+    load_adapter = _blocking(AsyncClient.load_adapter)
+    unload_adapter = _blocking(AsyncClient.unload_adapter)
     wait_ready = _blocking(AsyncClient.wait_ready)
 
     def _stop_loop(self) -> None:

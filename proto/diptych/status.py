@@ -10,6 +10,7 @@ from diptych.shapes import Shape, Timings
 from diptych.slo import Calibration, ClassScore, Errors, SLOAttainment, SLOCount
 from diptych.v1 import admin_pb2, common_pb2
 from diptych.view import (
+    Adapter,
     BorrowStats,
     CachedPrompt,
     ClusterView,
@@ -78,6 +79,7 @@ GATEWAY = Codec(
 )
 FAILURES = Codec(TaskFailures, admin_pb2.TaskFailures)
 MODEL = Codec(ModelView, admin_pb2.Model)
+ADAPTER = Codec(Adapter, admin_pb2.Adapter)
 VIEW = Codec(
     ClusterView,
     admin_pb2.GetClusterResponse,
@@ -88,6 +90,7 @@ VIEW = Codec(
     pools=("pools", repeated(POOL)),
     served_gateways=("served_gateways", repeated(GATEWAY)),
     failures=("failures", repeated(FAILURES)),
+    adapters=("adapters", repeated(ADAPTER)),
 )
 _DECISION = Codec(Decision, admin_pb2.Decision, role=("role", OPTIONAL_ROLE))
 DECISION_RECORD = Pair(

@@ -243,12 +243,13 @@ class WorkerView(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter of the served model, in the PEFT folder `path`, which is the same on every node.
+    """A LoRA adapter of the served model `model`, in the PEFT folder `path`, which is the same on every node.
 
     `id`: a digest of its files. `num_bytes`: of its numbers in float32.
     """
 
     name: str
+    model: str
     path: str
     id: str
     num_bytes: int
@@ -340,6 +341,7 @@ class ClusterView:
     gateways: tuple[str, ...] = ()
     served_gateways: tuple[GatewayView, ...] = ()
     failures: tuple[TaskFailures, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
     def ready(self, *roles: Role) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)

@@ -25,7 +25,7 @@ from workers.build import build_worker
 from workers.config import ByteSize, CacheConfig, EngineConfig, ParallelConfig, TransferConfig
 from workers.errors import ModelError, Overloaded
 from workers.model.adapter import adapter_of
-from workers.model.config import read_model_config
+from workers.model.folder import ModelFolder
 from workers.request import Adapter, Request, SamplingParams
 from workers.server import WorkerServer
 
@@ -102,8 +102,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         "b": write_adapter(folder / "b", path, 2, rank=8, use_rslora=True),
         "c": write_adapter(folder / "c", path, 3, rank=2, targets=("q_proj", "v_proj", "down_proj")),
     }
-    config = read_model_config(path)
-    adapters: dict[str | None, Adapter | None] = {n: adapter_of(n, each, config) for n, each in folders.items()}
+    base = ModelFolder(str(path), path)
+    adapters: dict[str | None, Adapter | None] = {n: adapter_of(n, each, base) for n, each in folders.items()}
     models: dict[str | None, Path] = {n: merged(path, each, folder / f"{n}-merged") for n, each in folders.items()}
 
     async def alone(path: Path) -> Answer:
@@ -199,9 +199,8 @@ async def test_a_worker_keeps_the_adapters_used_last_within_its_bound(model: Mod
 
 
 async def test_a_folder_that_changed_is_refused(model: Model, tmp_path: Path) -> None:
-    config = read_model_config(model.path)
     folder = write_adapter(tmp_path / "d", model.path, 5)
-    before = adapter_of("d", folder, config)
+    before = adapter_of("d", folder, ModelFolder(str(model.path), model.path))
     other = write_adapter(tmp_path / "e", model.path, 6)
     (other / "adapter_model.safetensors").replace(folder / "adapter_model.safetensors")
     async with opened(spec_of(model.path, mixed("one", tensor=2))) as subject:

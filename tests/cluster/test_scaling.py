@@ -19,7 +19,7 @@ from cluster.runtime.local import LocalRuntime
 from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import PoolSpec, Resources, Role, SpecError
 from cluster.spec_file import parse_spec
-from diptych.view import ClusterView, WorkerState
+from diptych.view import Adapter, ClusterView, WorkerState
 from kvtransfer.errors import PeerLost
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import PeerAddress
@@ -275,11 +275,15 @@ async def until(controller: Controller, is_so: Callable[[ClusterView], bool]) ->
             await controller.members(view.revision, 5.0)
 
 
-async def test_a_restarted_controller_gets_workers_and_roles() -> None:
+ADAPTER = Adapter("sql", "modelled", "/models/sql", "3f", 1000)
+
+
+async def test_a_restarted_controller_gets_workers_roles_and_adapters() -> None:
     spec, runtime = split_spec(1, 2), surviving()
     first = Controller(spec, runtime, "secret")
     await first.begin()
     await first.scale("decode", 4)
+    await first.load_adapter(ADAPTER)
     await until(first, ready("prefill-0", "decode-0", "decode-1", "decode-2", "decode-3"))
     await first.flip("decode-2", Role.PREFILL)
     await first.drain("decode-1")
@@ -296,7 +300,7 @@ async def test_a_restarted_controller_gets_workers_and_roles() -> None:
         await asyncio.sleep(0)
         await second.begin(memory)
         membership = await asking
-        assert membership.revision > memory.revision
+        assert membership.revision > memory.revision and membership.adapters == (ADAPTER,)
         assert [each.view.name for each in membership.members] == ["prefill-0", "decode-0", "decode-2", "decode-3"]
         await until(second, ready("prefill-0", "decode-2", "decode-3"))
         roles = {each.name: each.role for each in second.view().workers}

@@ -191,7 +191,6 @@ def test_broken_folders_are_refused(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_the_id_depends_on_the_numbers_and_not_on_the_name(tiny: Path, tmp_path: Path) -> None:
-    config = read_model_config(tiny)
     one, same, other = (write_adapter(tmp_path / name, tiny, seed) for name, seed in (("x", 1), ("y", 1), ("z", 2)))
-    ids = [adapter_of("a", path, config).id for path in (one, same, other)]
+    ids = [adapter_of("a", path, ModelFolder("tiny", tiny)).id for path in (one, same, other)]
     assert ids[0] == ids[1] != ids[2]

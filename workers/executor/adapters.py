@@ -13,7 +13,8 @@ from workers.errors import ModelError
 from workers.executor.inputs import StepArrays
 from workers.model.adapter import adapter_of, read_adapter
 from workers.model.adapter_load import load_adapter
-from workers.model.description import ModelConfig
+from workers.model.config import read_model_config
+from workers.model.folder import ModelFolder
 from workers.model.shard import ModelShard
 from workers.ops.lora import LayerChanges, LinearChange, StepAdapters
 from workers.request import Adapter
@@ -25,9 +26,9 @@ class RankAdapters:
     """`load` is called on the event loop, what `of_step` returns on the compute thread."""
 
     def __init__(
-        self, model: ModelConfig, shard: ModelShard, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+        self, folder: ModelFolder, shard: ModelShard, device: torch.device, dtype: torch.dtype, *, deterministic: bool
     ) -> None:
-        self._model = model
+        self._folder = folder
         self._shard = shard
         self._device = device
         self._dtype = dtype
@@ -68,6 +69,7 @@ class RankAdapters:
 
     def _read(self, adapter: Adapter) -> Layers:
         path = Path(adapter.path)
-        if adapter_of(adapter.name, path, self._model).id != adapter.id:
+        if adapter_of(adapter.name, path, self._folder).id != adapter.id:
             raise ModelError(f"{path} is not what was loaded as adapter {adapter.name!r}; unload it, and load it again")
-        return load_adapter(read_adapter(path, self._model), self._model, self._shard, self._dtype)
+        model = read_model_config(self._folder.path)
+        return load_adapter(read_adapter(path, model), model, self._shard, self._dtype)

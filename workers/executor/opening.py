@@ -190,7 +190,7 @@ def _load_shard(
     facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
     host_blocks = engine.swap_blocks + facts.host_cache_blocks
     layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
-    adapters = RankAdapters(shape, shard, device, model.dtype, deterministic=engine.deterministic)
+    adapters = RankAdapters(folder, shard, device, model.dtype, deterministic=engine.deterministic)
     part = ModelPart(model, group, link, shard=shard, adapters=adapters)
     if not engine.kv_blocks:
         host_bytes = host_blocks * layout.block_bytes + config.staging_bytes

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.errors import ModelError
+from workers.model.config import read_model_config
 from workers.model.content import file_id
 from workers.model.description import ModelConfig
 from workers.model.fields import Fields, read_fields
-from workers.model.folder import WEIGHT_DTYPES, TensorEntry, read_header
+from workers.model.folder import WEIGHT_DTYPES, ModelFolder, TensorEntry, read_header
 from workers.model.tensors import tensor_shapes
 from workers.request import Adapter
 
@@ -85,12 +86,13 @@ def read_adapter(path: Path, model: ModelConfig) -> AdapterFolder:
     return AdapterFolder(path, rank, scale, frozenset(module for module, _ in found), num_bytes)
 
 
-def adapter_of(name: str, path: Path, model: ModelConfig) -> Adapter:
-    """The checked adapter of this folder. Reads the whole file. Raises `ModelError`."""
-    folder = read_adapter(path, model)
+def adapter_of(name: str, path: Path, folder: ModelFolder) -> Adapter:
+    """The adapter in `path` of the model in `folder`, checked. Reads the whole file. Raises `ModelError`."""
+    path = path.expanduser().absolute()
+    found = read_adapter(path, read_model_config(folder.path))
     digest = hashlib.sha256((path / CONFIG).read_bytes())
-    digest.update(file_id(folder.weights).encode())
-    return Adapter(name, str(path), digest.hexdigest()[:16], folder.num_bytes)
+    digest.update(file_id(found.weights).encode())
+    return Adapter(name, folder.name, str(path), digest.hexdigest()[:16], found.num_bytes)
 
 
 def _linear_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -244,6 +244,21 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         revision = await self._operator().scale(pool, request.replicas, request.expected_revision)
         return admin_pb2.ScalePoolResponse(revision=revision)
 
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        self._gateway.check_model(request.model)
+        adapter = await self._gateway.read_adapter(_checked_name("name", request.name), request.path)
+        revision = await self._operator().load_adapter(adapter, request.expected_revision)
+        return admin_pb2.LoadAdapterResponse(revision=revision)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        name = _checked_name("name", request.name)
+        revision = await self._operator().unload_adapter(name, request.expected_revision)
+        return admin_pb2.UnloadAdapterResponse(revision=revision)
+
     def _operator(self) -> Operator:
         if self._context.operator is None:
             raise ControllerAway("this gateway has no controller; ask another one")

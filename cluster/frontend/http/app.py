@@ -161,7 +161,7 @@ class _Routes:
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         prompts, plan = await self._planned(body.chat, body, request)
-        wire = MessagesWire(request.scope[NAME].unique, self._context.model.name, plan.make_parser)
+        wire = MessagesWire(request.scope[NAME].unique, self._gateway.name_of(body.model), plan.make_parser)
         return self._reply(body, prompts, plan, request, wire)
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
@@ -180,7 +180,7 @@ class _Routes:
                 self._responses.keep(tenant, name, history, (new, json.dumps(output).encode()))
 
         repeated = body.repeated(chat.sampling(self._gateway.default_sampling))
-        wire = ResponsesWire(name, self._context.model.name, repeated, plan.make_parser, keep)
+        wire = ResponsesWire(name, self._gateway.name_of(body.model), repeated, plan.make_parser, keep)
         return self._reply(chat, prompts, plan, request, wire)
 
     async def _read_response(self, request: Request, raw: bytes, history: History) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class _Routes:
         return OpenAIWire(
             form,
             request.scope[NAME].unique,
-            self._context.model.name,
+            self._gateway.name_of(body.model),
             stream=bool(body.stream),
             include_usage=body.include_usage,
             usage_in_chunks=body.usage_in_chunks,
@@ -278,11 +278,11 @@ class _Routes:
         return None
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [self._model()]})
+        names = ["", *self._context.dispatcher.adapters]
+        return _json({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, name: str) -> Response:
-        self._gateway.check_model(name)
-        return _json(self._model())
+        return _json(self._model(name))
 
     async def health(self) -> Response:
         """Liveness: the process responds."""
@@ -304,11 +304,14 @@ class _Routes:
     async def tokenizer_info(self) -> Response:
         return _json(dict(self._gateway.tokenizer.info))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
+        """An adapter has the model that it changes as its `parent`. Raises `UnknownModel`."""
         model = self._context.model
+        found = self._gateway.name_of(name)
         return {
-            "id": model.name,
+            "id": found,
             "object": "model",
+            "parent": None if found == model.name else model.name,
             "created": self._started_s,
             "owned_by": "diptych",
             "max_model_len": self._gateway.max_model_len,

@@ -22,6 +22,7 @@ _MAX_STEPS = 32  # of one answer that count as samples
 WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 APART = ("static", "prefill-first", "prefill-only")  # batching policies whose steps with prompts have no decodes
 LEAST_CHUNK = 16  # prompt tokens; a smaller chunk beside decodes does not pay
+ADAPTER_BYTES_S = 1e9  # at which workers load adapters, as assumed: a file in memory takes less, one on a disk more
 _YARDSTICK = 1024  # prompt tokens by which the speeds of pools are compared
 _MAX_SCALED = 1024  # scaled cost models in memory
 
@@ -159,10 +160,18 @@ class LatencyPredictor:
         foreign_s = self.prefill_seconds(worker, foreign, 0) if foreign else 0.0
         return ours.ahead_s(ask.now_s) + foreign_s
 
+    def adapter_seconds(self, ask: Ask, worker: WorkerView) -> float:
+        """Seconds to load the request's adapter there first; 0 if it needs none, or the worker has it."""
+        adapter = ask.request.adapter
+        if adapter is None or adapter.id in worker.stats.adapters:
+            return 0.0
+        return adapter.num_bytes / ADAPTER_BYTES_S
+
     def ttft_seconds(self, ask: Ask, worker: WorkerView, cached_tokens: int = 0) -> float:
         """Seconds from now to the first token, if the prompt is computed there."""
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
-        return self.queue_seconds(ask, worker) + self.prefill_seconds(worker, new_tokens, cached_tokens)
+        waiting_s = self.queue_seconds(ask, worker) + self.adapter_seconds(ask, worker)
+        return waiting_s + self.prefill_seconds(worker, new_tokens, cached_tokens)
 
     def transfer_seconds(self, worker: WorkerView, num_tokens: int) -> float:
         """Seconds to transfer the KV of this many tokens to the worker over an idle link."""

@@ -79,6 +79,16 @@ class AdminServiceStub:
                 request_serializer=diptych_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
                 response_deserializer=diptych_dot_v1_dot_admin__pb2.ScalePoolResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/diptych.v1.AdminService/LoadAdapter',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/diptych.v1.AdminService/UnloadAdapter',
+                request_serializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -153,6 +163,21 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Serve a LoRA adapter, which requests then name as their model. INVALID_ARGUMENT: its folder, or that it does not fit
+        the model; the message names the field.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Refuse new requests for an adapter. Running ones go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -200,6 +225,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ScalePool,
                     request_deserializer=diptych_dot_v1_dot_admin__pb2.ScalePoolRequest.FromString,
                     response_serializer=diptych_dot_v1_dot_admin__pb2.ScalePoolResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=diptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -445,6 +480,60 @@ class AdminService:
             '/diptych.v1.AdminService/ScalePool',
             diptych_dot_v1_dot_admin__pb2.ScalePoolRequest.SerializeToString,
             diptych_dot_v1_dot_admin__pb2.ScalePoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/LoadAdapter',
+            diptych_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.AdminService/UnloadAdapter',
+            diptych_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            diptych_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

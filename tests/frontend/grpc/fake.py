@@ -17,7 +17,7 @@ from cluster.policy.estimate.lengths import Calibration
 from cluster.policy.slo_attainment import Ended, GatewayAttainment, SLOScores
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.shapes import Shape, Timings
-from diptych.view import CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
+from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport, TransferReport
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import FinishReason, Grammar, Request, TokenLogprobs
@@ -102,6 +102,7 @@ class FakeDispatcher:
         self.past, self.remembered = Recent(), Window()
         self.traces: list[RequestTrace] = []
         self.queued = 0
+        self.adapters: dict[str, Adapter] = {}
 
     async def run(
         self,

@@ -20,7 +20,7 @@ from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from diptych.v1 import admin_pb2, admin_pb2_grpc
-from diptych.view import CachedPrompt, Decision, DecisionRecord, PoolView, WorkerState
+from diptych.view import Adapter, CachedPrompt, Decision, DecisionRecord, PoolView, WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 
 FLIPPED = DecisionRecord(Decision("flip", "TTFT is 3.1 of its promise", "decode-1", Role.PREFILL), 12.5, "done")
@@ -43,6 +43,12 @@ class FakeOperator:
 
     async def scale(self, pool: str, replicas: int, revision: int) -> int:
         return self._done("scale", pool, replicas, revision)
+
+    async def load_adapter(self, adapter: Adapter, revision: int) -> int:
+        return self._done("load_adapter", adapter, revision)
+
+    async def unload_adapter(self, name: str, revision: int) -> int:
+        return self._done("unload_adapter", name, revision)
 
     async def decisions(self) -> tuple[DecisionRecord, ...]:
         return self.taken

@@ -330,7 +330,13 @@ def _best_decode(sides: Sequence[DecodeSide], slo: SLO, *, can_spare: bool) -> D
     room = [side for side in allowed if side.has_room] or allowed
 
     def order(side: DecodeSide) -> tuple[bool, bool, float, int, str]:
-        return _is_late(side, slo), side.role is PREFILL, round(side.tpot_s, 6), -side.free_tokens, side.name
+        return (
+            _is_late(side, slo),
+            side.role is PREFILL,
+            round(side.tpot_s + side.load_s, 6),
+            -side.free_tokens,
+            side.name,
+        )
 
     return min(room, key=order)
 

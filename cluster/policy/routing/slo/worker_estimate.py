@@ -55,7 +55,8 @@ class PromptSide(Struct, frozen=True, gc=False):
 class DecodeSide(Struct, frozen=True, gc=False):
     """A worker as the decode worker.
 
-    `leaves_time`: it could still compute prompts within this request's SLO; known of prefill workers only.
+    `leaves_time`: it could still compute prompts within this request's SLO; known of prefill workers only. `load_s`:
+    seconds to load its adapter, per expected token.
     """
 
     name: str
@@ -64,6 +65,7 @@ class DecodeSide(Struct, frozen=True, gc=False):
     tpot_s: float
     has_room: bool
     leaves_time: bool
+    load_s: float = 0.0
 
 
 class _Ends(Struct, frozen=True, gc=False):
@@ -91,7 +93,7 @@ class WorkerEstimate:
         new_tokens = max(1, ask.request.num_tokens - cached_tokens)
         decodes = Decodes(load.batch, load.context_tokens, tpot_slo_s)
         prefill_s, steps = latency.prefill_beside(worker, new_tokens, cached_tokens, decodes)
-        queue_s = latency.queue_seconds(ask, worker)
+        queue_s = latency.queue_seconds(ask, worker) + latency.adapter_seconds(ask, worker)
         cached = cached_tokens, min(match.ready_tokens, cached_tokens)
         return PromptSide(worker.name, worker.role, *cached, load.batch, queue_s, restore_s + prefill_s, steps)
 
@@ -109,7 +111,8 @@ class WorkerEstimate:
         if tpot_slo_s is not None and worker.role is PREFILL:
             leaves_time = latency.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
         tpot_s = latency.step_seconds(worker, batch, context)
-        return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time)
+        load_s = latency.adapter_seconds(ask, worker) / max(1, answer)
+        return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time, load_s)
 
     def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Decoding:
         """The decodes that will not have ended at `at_s`, whether they have started yet or not.
