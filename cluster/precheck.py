@@ -8,9 +8,7 @@ from pathlib import Path
 from cluster.spec import ClusterSpec, PoolSpec, Role, SpecError
 from diptych.view import Adapter
 from workers.errors import ModelError
-from workers.model.adapter import adapter_of
-from workers.model.folder import ModelFolder
-from workers.model.store import ModelConfig, check_parallel, read_model_config, read_origin
+from workers.model.store import ModelConfig, check_parallel, find_adapter, read_model_config, read_origin
 
 # Device files of GPU drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
 _DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*")
@@ -33,7 +31,7 @@ def check_model(spec: ClusterSpec, folder: Path) -> None:
                 "engine.dtype"
             )
 
-    read_adapters(spec, folder)
+    read_adapters(spec)
 
     if len({_on_gpu(pool) for pool in spec.pools if pool.engine.dtype == "auto"}) > 1:
         raise SpecError(
@@ -41,12 +39,12 @@ def check_model(spec: ClusterSpec, folder: Path) -> None:
         )
 
 
-def read_adapters(spec: ClusterSpec, folder: Path) -> tuple[Adapter, ...]:
-    """The specification's adapters, checked against the model in `folder`. Reads their files. Raises `SpecError`."""
+def read_adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
+    """The specification's adapters, checked against its model. Reads their files. Raises `SpecError`."""
     found = []
     for name, path in spec.adapters.items():
         try:
-            found.append(adapter_of(name, Path(path), ModelFolder(spec.model, folder)))
+            found.append(find_adapter(name, path, spec.model))
         except ModelError as error:
             raise SpecError(f"adapters.{name}: {error}") from None
     return tuple(found)

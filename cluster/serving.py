@@ -142,9 +142,8 @@ class GatewayService:
 def _adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
     """Those of the specification. Raises `SpecError`."""
     from cluster.precheck import read_adapters
-    from workers.model.store import resolve
 
-    return read_adapters(spec, resolve(spec.model).path)
+    return read_adapters(spec)
 
 
 async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":

@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cluster.events import ClusterError, Rejected, Unservable
@@ -46,8 +45,6 @@ from cluster.spec import Role, adapter_name_problem
 from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
 from diptych.view import Adapter, CachedPrompt, ClusterView, WorkerState
 from workers.errors import InvalidRequest, ModelError
-from workers.model.adapter import adapter_of
-from workers.model.store import resolve as find_model
 from workers.request import SLO, Grammar, Request, SamplingParams
 
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
@@ -208,8 +205,10 @@ class Gateway:
         model = self._context.model.name
         if problem := adapter_name_problem(name, model):
             raise InvalidRequest("name", problem)
+        from workers.model.store import find_adapter
+
         try:
-            return await asyncio.to_thread(lambda: adapter_of(name, Path(path), find_model(model)))
+            return await asyncio.to_thread(find_adapter, name, path, model)
         except ModelError as error:
             raise InvalidRequest("path", str(error)) from None
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from workers.errors import ModelError
+from workers.model.adapter import adapter_of
 from workers.model.config import ModelConfig as ModelConfig
 from workers.model.config import read_model_config as read_model_config
 from workers.model.content import cache_folder, content_id
@@ -33,6 +34,7 @@ from workers.model.gguf.origin import find_origin, write_origin
 from workers.model.gguf.origin import read_origin as read_origin
 from workers.model.shard import check_parallel as check_parallel
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical
+from workers.request import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,11 @@ def inspect(name: str, progress: Progress = no_progress) -> ModelSummary:
         num_parameters=count_parameters(folder),
         weight_bytes=sum(entry.num_bytes for entry in entries),
     )
+
+
+def find_adapter(name: str, path: str, model: str) -> Adapter:
+    """The LoRA adapter in the folder `path`, checked against this model. Raises `ModelError`."""
+    return adapter_of(name, Path(path), resolve(model))
 
 
 def list_models() -> tuple[ModelListing, ...]:
