@@ -1,6 +1,8 @@
 """Workers of several ranks, each rank a process, borrow and lend: the tokens and bits of one large worker."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -92,8 +94,14 @@ async def test_workers_of_other_ranks_lend_too(
     assert tokens_of(await answer(model, SMALL, *workers)) == alone
 
 
-@pytest.mark.parametrize("parallel", [TP2, PP2], ids=["2x1", "1x2"])
-async def test_the_death_of_a_lenders_rank_costs_another_attempt(model: ModelFolder, parallel: ParallelConfig) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "how"),
+    [(TP2, signal.SIGKILL), (PP2, signal.SIGKILL), pytest.param(BOTH, signal.SIGSTOP, marks=pytest.mark.full)],
+    ids=["2x1", "1x2", "2x2 stopped"],
+)
+async def test_the_death_of_a_lenders_rank_costs_another_attempt(
+    model: ModelFolder, parallel: ParallelConfig, how: signal.Signals
+) -> None:
     request = Request("long", PROMPT[:480], SAMPLING)
     async with opened(model, LARGE, parallel) as (subject, _):
         expected = tokens_of(await subject.run(request))
@@ -101,9 +109,10 @@ async def test_the_death_of_a_lenders_rank_costs_another_attempt(model: ModelFol
         running = await subject.begin(request, 5)
         (lender,) = [name for name, each in subject.workers.items() if len(each.engine.loans)]
         before = subject.workers[lender].incarnation
-        (victim,) = launchers[lender].processes
-        victim.kill()
-        events = await running
+        *_, victim = launchers[lender].processes
+        assert victim.pid is not None
+        os.kill(victim.pid, how)
+        events = await asyncio.wait_for(running, 30.0)
         assert tokens_of(events) == expected and completed(events).attempts == 2
         await subject.until(
             lambda view: any(each.name == lender and each.incarnation != before for each in view.workers)

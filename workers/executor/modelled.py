@@ -32,7 +32,7 @@ from workers.executor.kv_sizing import blocks_in_use, host_cache_blocks
 from workers.executor.modelled_disk import ModelledDisk
 from workers.executor.modelled_lending import SMOLLM2_CALLS as SMOLLM2_CALLS
 from workers.executor.modelled_lending import AttentionCalls as AttentionCalls
-from workers.executor.modelled_lending import ModelledLender, ask_lenders, local_part
+from workers.executor.modelled_lending import ModelledLender, ask_lenders, attention_of, local_part
 from workers.executor.modelled_remote import ModelledRemote
 from workers.executor.modelled_remote import ModelledRemoteServer as ModelledRemoteServer
 from workers.executor.modelled_steps import ModelledSteps, modelled_tokens
@@ -169,13 +169,15 @@ class ModelledExecutor:
         return self._execute(plan, plan_seconds(self._cost, plan))
 
     async def _execute_beside_lenders(self, plan: StepPlan) -> StepResult:
-        """The device waits for lenders in each layer; here for all layers first."""
+        """In each layer the device attends to what is here while it waits for lenders; here for all layers first."""
         assert self._attend is not None, "the engine plans remote KV only after `borrow`"
         loop, block_size = asyncio.get_running_loop(), self._region.layout.block_size
         begin_s = loop.time()
         lost = await ask_lenders(self._attend, self._calls, self._cost, plan, block_size)
         waited_s = loop.time() - begin_s
-        result = await self._execute(plan, plan_seconds(self._cost, local_part(plan, block_size)))
+        local = local_part(plan, block_size)
+        seconds = plan_seconds(self._cost, local)
+        result = await self._execute(plan, seconds - min(waited_s, seconds, attention_of(self._cost, local)))
         tokens = tuple([None if index in lost else token for index, token in enumerate(result.tokens)])
         return structs.replace(result, tokens=tokens, lost=lost, seconds=waited_s + result.seconds)
 

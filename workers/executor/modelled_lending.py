@@ -42,6 +42,11 @@ def attention_seconds(cost: CostModel, num_tokens: int, num_keys: int) -> float:
     return cost.prefill_seconds(num_tokens, num_keys) - cost.prefill_seconds(num_tokens)
 
 
+def attention_of(cost: CostModel, plan: StepPlan) -> float:
+    """A device's seconds for the attention of all chunks to the keys before them."""
+    return sum(attention_seconds(cost, len(chunk.tokens), chunk.first_position) for chunk in plan.chunks)
+
+
 def local_part(plan: StepPlan, block_size: int) -> StepPlan:
     """A plan that costs what the borrower computes of this one: without the tokens that lenders attend to."""
     chunks = [
