@@ -89,8 +89,8 @@ PROMPT, ANSWER, BLOCK = 2048, 64, 16
 def test_a_token_takes_longer_by_the_wait_that_its_own_attention_does_not_hide(
     pool: int, held: float, times: float
 ) -> None:
-    """`pool`: tokens of the borrower; `held`: at the lender, of the KV. Where the device computed nothing during a wait,
-    real workers took 1.64 to 1.75 times as long, and modelled ones too.
+    """`pool`: tokens of the borrower; `held`: at the lender, of the KV. When nothing was computed during a wait, real
+    workers took 1.64 to 1.75 times as long, and modelled ones too.
     """
 
     async def main() -> tuple[float, float, float]:
