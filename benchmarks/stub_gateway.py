@@ -107,7 +107,7 @@ async def serve(period_s: float) -> None:
     context = GatewayContext("servers", spec, model, StubDispatcher(model, period_s))
     grpc = GrpcServer(context, partial(load_tokenizer, model.name, model.context_length))
     endpoint = await grpc.open()
-    http = HttpServer(context, grpc.gateway, grpc.guard)
+    http = HttpServer(grpc.models, grpc.guard)
     try:
         print(f"open {endpoint} {await http.open()}", flush=True)
         await wait_for_shutdown()

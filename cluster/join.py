@@ -20,6 +20,7 @@ from diptych.watchdog import patient_timeout
 logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
+SpecAndModels = tuple[ClusterSpec, tuple[ModelView, ...]]
 
 
 class JoinedGateway:
@@ -37,7 +38,7 @@ class JoinedGateway:
             async with patient_timeout(ORPHAN_AFTER_S) as silence:
                 while True:
                     try:
-                        await self._controller.call("spec_and_model", 0.0)
+                        await self._controller.call("spec_and_models", 0.0)
                         silence.reset()
                     except WorkerGone as error:
                         logger.debug("the controller does not answer: %s", error)
@@ -55,13 +56,13 @@ class JoinedGateway:
         await self._service.cut()
 
 
-async def spec_and_model(controller: ServiceHandle, timeout_s: float) -> tuple[ClusterSpec, ModelView]:
-    """Of the cluster, once a worker has loaded the model. Raises `RuntimeUnavailable`."""
+async def spec_and_models(controller: ServiceHandle, timeout_s: float) -> SpecAndModels:
+    """Of the cluster, once workers have loaded the models. Raises `RuntimeUnavailable`."""
     clock = asyncio.get_running_loop().time
     deadline_s, reason = clock() + timeout_s, "no worker has loaded the model"
     while (left_s := deadline_s - clock()) > 0:
         try:
-            found: tuple[ClusterSpec, ModelView] | None = await controller.call("spec_and_model", min(POLL_S, left_s))
+            found: SpecAndModels | None = await controller.call("spec_and_models", min(POLL_S, left_s))
             if found is not None:
                 return found
         except WorkerGone as error:
@@ -71,9 +72,9 @@ async def spec_and_model(controller: ServiceHandle, timeout_s: float) -> tuple[C
 
 
 async def join(
-    name: str, spec: ClusterSpec, model: ModelView, controller: ServiceHandle, make_server: ServerFactory
+    name: str, spec: ClusterSpec, models: tuple[ModelView, ...], controller: ServiceHandle, make_server: ServerFactory
 ) -> JoinedGateway:
     """An open gateway of this name, on the ports of the spec. Raises OSError for a port in use."""
     service = GatewayService(name, spec, controller, make_server)
-    endpoint = await service.open(model, spec.gateway.grpc_port, spec.gateway.http_port)
+    endpoint = await service.open(models, spec.gateway.grpc_port, spec.gateway.http_port)
     return JoinedGateway(service, controller, endpoint, await service.http_url())

@@ -14,10 +14,16 @@ from workers.model.store import ModelConfig, check_parallel, find_adapter, read_
 _DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*")
 
 
-def check_model(spec: ClusterSpec, folder: Path) -> None:
-    """Raises `SpecError` for a pool that does not fit the model in `folder`, `ModelError` for a bad model."""
+def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> None:
+    """Raises `SpecError` for a pool that does not fit the model in `folder`, `ModelError` for a bad model.
+
+    `name`: of this model; empty: the only one.
+    """
     model = read_model_config(folder)
+    pools = spec.pools_of(name or spec.model)
     for index, pool in enumerate(spec.pools):
+        if pool not in pools:
+            continue
         path = f"pools[{index}]"
         _check_parallel(pool, path, model)
         if pool.engine.weights == "gguf" and read_origin(folder) is None:
@@ -31,9 +37,10 @@ def check_model(spec: ClusterSpec, folder: Path) -> None:
                 "engine.dtype"
             )
 
-    read_adapters(spec)
+    if name in ("", spec.model):
+        read_adapters(spec)
 
-    if len({_on_gpu(pool) for pool in spec.pools if pool.engine.dtype == "auto"}) > 1:
+    if len({_on_gpu(pool) for pool in pools if pool.engine.dtype == "auto"}) > 1:
         raise SpecError(
             "pools: engine.dtype is auto, which means another dtype on a GPU than on a CPU; set it in each pool"
         )
@@ -56,12 +63,13 @@ def _on_gpu(pool: PoolSpec) -> bool:
 
 def check_readers(spec: ClusterSpec) -> None:
     """Raises `SpecError` if more workers may read from a prefill worker than it serves at once."""
-    readers = sum(pool.bounds[1] for pool in spec.pools if pool.role is not Role.PREFILL)
-    if readers > spec.transfer.max_readers and any(pool.role is Role.PREFILL for pool in spec.pools):
-        raise SpecError(
-            f"transfer: max_readers is {spec.transfer.max_readers}, but {readers} workers may read from each prefill "
-            "worker; raise it, and the limit of open files (ulimit -n) with it"
-        )
+    for pools in map(spec.pools_of, spec.models):
+        readers = sum(pool.bounds[1] for pool in pools if pool.role is not Role.PREFILL)
+        if readers > spec.transfer.max_readers and any(pool.role is Role.PREFILL for pool in pools):
+            raise SpecError(
+                f"transfer: max_readers is {spec.transfer.max_readers}, but {readers} workers may read from each "
+                "prefill worker; raise it, and the limit of open files (ulimit -n) with it"
+            )
 
 
 def check_devices(spec: ClusterSpec, devices: Path = Path("/dev")) -> None:

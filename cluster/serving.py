@@ -8,9 +8,10 @@ knows no scheduling and no wire format. Imports controller and dispatcher where 
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from cluster.control.pools import first_orders
 from cluster.control.scaling_loop import Decider
 from cluster.control.supervised import Failures, supervised
 from cluster.frontend.auth import Guard
-from cluster.frontend.context import GatewayContext, Server, ServerFactory
+from cluster.frontend.context import ClusterQueries, GatewayContext, Server, ServerFactory
 from cluster.runtime.interface import Runtime, ServiceHandle, WorkerOrder
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
 from cluster.spec import ClusterSpec
@@ -44,17 +45,18 @@ FIRST_CALL_S = 120.0  # processes may start slowly, because several read their l
 
 
 class GatewayService:
-    """One gateway process: a dispatcher behind its servers."""
+    """One gateway process: a dispatcher for each model behind its servers."""
 
     def __init__(self, name: str, spec: ClusterSpec, controller: ServiceHandle, make_server: ServerFactory) -> None:
         self._name = name
         self._spec = spec
-        decides = spec.elastic.mode != "off"
-        self._controller = ControllerCalls(controller, name, spec.transfer.read_timeout_s, decides=decides)
+        self._handle = controller
+        self._controller = self._calls()
         self._make_server = make_server
-        self._dispatcher: Dispatcher | None = None
+        self._dispatchers: dict[str, Dispatcher] = {}  # by model
+        self._queries: ClusterQueries | None = None
         self._server: Server | None = None
-        self._spans: Spans | None = None
+        self._spans: list[Spans] = []
         self._endpoint = ""
         self._opening = asyncio.Lock()  # a caller may retry before the first answer
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,40 +72,56 @@ class GatewayService:
         await asyncio.to_thread(import_module, "cluster.dispatch.dispatcher")
         await asyncio.to_thread(preload, self._spec)
 
-    async def open(self, model: ModelView, port: int, http_port: int | None = None) -> str:
+    def _calls(self) -> ControllerCalls:
+        decides = self._spec.elastic.mode != "off"
+        return ControllerCalls(self._handle, self._name, self._spec.transfer.read_timeout_s, decides=decides)
+
+    async def open(self, models: Sequence[ModelView], port: int, http_port: int | None = None) -> str:
         """Listen on these ports (0: any free one), unless it already does. Returns the endpoint."""
         async with self._opening:
-            if self._dispatcher is None:
-                await self._open(model, port, http_port)
+            if self._server is None:
+                await self._open(models, port, http_port)
         return self._endpoint
 
-    async def _open(self, model: ModelView, port: int, http_port: int | None) -> None:
-        spec = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
-        spans = await _spans(spec, self._name)
+    async def _open(self, models: Sequence[ModelView], port: int, http_port: int | None) -> None:
+        whole = replace(self._spec, gateway=replace(self._spec.gateway, grpc_port=port, http_port=http_port))
+        from cluster.dispatch.all_models import AllModels
         from cluster.dispatch.dispatcher import Dispatcher
 
-        dispatcher = Dispatcher(spec, model, self._controller, self._name, () if spans is None else (spans,))
+        contexts, dispatchers, all_spans = [], {}, []
         async with AsyncExitStack() as undo:
-            if spans is not None:
-                undo.push_async_callback(spans.close)
-            server = self._make_server(GatewayContext(self._name, spec, model, dispatcher, self._controller))
-            undo.push_async_callback(dispatcher.close)
-            await dispatcher.start()
+            for model in models:
+                spec = whole.of_model(model.name)
+                if (spans := await _spans(spec, self._name)) is not None:
+                    undo.push_async_callback(spans.close)
+                    all_spans.append(spans)
+                calls = self._calls()  # each remembers the membership that its dispatcher has
+                dispatcher = Dispatcher(spec, model, calls, self._name, () if spans is None else (spans,))
+                dispatchers[model.name] = dispatcher
+                contexts.append(GatewayContext(self._name, spec, model, dispatcher, self._controller))
+            context, *others = contexts
+            if others:
+                context = replace(context, others=tuple(others), whole=AllModels(self._name, dispatchers))
+            server = self._make_server(context)
+            for dispatcher in dispatchers.values():
+                undo.push_async_callback(dispatcher.close)
+            await asyncio.gather(*(dispatcher.start() for dispatcher in dispatchers.values()))
             self._endpoint = await server.open()
             undo.pop_all()
-        self._dispatcher, self._server, self._spans = dispatcher, server, spans
-        if spec.elastic.mode != "off":
-            period_s = spec.elastic.period_s
-            self._supervise(dispatcher, "reporting the load", lambda: self._report(dispatcher, period_s))
-        if spec.gateway.trace_requests:
-            self._supervise(dispatcher, "sampling the load", lambda: self._sample(dispatcher))
+        self._queries, self._dispatchers, self._spans = context.queries, dispatchers, all_spans
+        self._server = server
+        for dispatcher in dispatchers.values():
+            if whole.elastic.mode != "off":
+                self._supervise(dispatcher, "reporting the load", partial(self._report, dispatcher))
+            if whole.gateway.trace_requests:
+                self._supervise(dispatcher, "sampling the load", partial(self._sample, dispatcher))
 
     def _supervise(self, dispatcher: "Dispatcher", task: str, work: Callable[[], Awaitable[None]]) -> None:
         self._tasks.append(asyncio.ensure_future(supervised(task, work, dispatcher.discovery.failures)))
 
-    async def _report(self, dispatcher: "Dispatcher", period_s: float) -> None:
+    async def _report(self, dispatcher: "Dispatcher") -> None:
         """Send a load report to the controller. If that fails, the report is lost."""
-        await asyncio.sleep(period_s)
+        await asyncio.sleep(self._spec.elastic.period_s)
         try:
             await self._controller.report(dispatcher.load_reporter.report())
         except WorkerGone as error:
@@ -120,8 +138,8 @@ class GatewayService:
         return self._server.http_url
 
     async def view(self) -> ClusterView:
-        assert self._dispatcher is not None, "the gateway has not opened"
-        return self._dispatcher.view
+        assert self._queries is not None, "the gateway has not opened"
+        return self._queries.view
 
     async def cut(self) -> None:
         """Cancel the requests that `close` still waits for."""
@@ -133,10 +151,10 @@ class GatewayService:
             task.cancel()
         if self._server is not None:
             await self._server.close(grace_s)
-        if self._dispatcher is not None:
-            await self._dispatcher.close()
-        if self._spans is not None:
-            await self._spans.close()
+        for dispatcher in self._dispatchers.values():
+            await dispatcher.close()
+        for spans in self._spans:
+            await spans.close()
 
 
 def _adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
@@ -215,23 +233,23 @@ class Serving:
             )
         if spec.gateway.names_files:
             await asyncio.gather(*(gateway.call("check_files", timeout_s=FIRST_CALL_S) for gateway in self._gateways))
-        progress(f"starting {len(orders)} worker{'s' * (len(orders) != 1)}: loading {spec.model}")
+        progress(f"starting {len(orders)} worker{'s' * (len(orders) != 1)}: loading {', '.join(spec.models)}")
         await self._controller.call("begin", timeout_s=FIRST_CALL_S)
         restart = self.runtime.restart_service
         self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, restart, self._failures)
         preparing = (gateway.call("prepare", timeout_s=FIRST_CALL_S) for gateway in self._gateways)
         self._preparing = asyncio.gather(*preparing, return_exceptions=True)  # `open` would raise the same
-        model = await self._ready(progress)
+        models = await self._ready(progress)
         for adapter in await asyncio.to_thread(_adapters, spec) if spec.adapters else ():
             await self._controller.call("load_adapter", adapter)
         await self._preparing
         for index, gateway in enumerate(self._gateways):
             port, http_port = spec.gateway.grpc_port, spec.gateway.http_port
             ports = port and port + index, http_port and http_port + index
-            self.endpoints.append(await gateway.call("open", model, *ports, timeout_s=FIRST_CALL_S))
+            self.endpoints.append(await gateway.call("open", models, *ports, timeout_s=FIRST_CALL_S))
             if http_port is not None:
                 self.http_urls.append(await gateway.call("http_url"))
-            self._supervise(index, gateway, model)
+            self._supervise(index, gateway, models)
         membership: Membership = await self._controller.call("members", 0, 1.0)
         for link in membership.links:
             progress(
@@ -248,14 +266,14 @@ class Serving:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _ready(self, progress: Progress) -> ModelView:
+    async def _ready(self, progress: Progress) -> tuple[ModelView, ...]:
         """Wait for the workers, and report their state changes to `progress`."""
         controller = self._controller
         assert controller is not None
         deadline_s = asyncio.get_running_loop().time() + self.spec.health.start_timeout_s
         shown: dict[str, WorkerView] = {}
         while True:
-            model: ModelView | None = await controller.call("ready", 1.0)
+            models: tuple[ModelView, ...] | None = await controller.call("ready", 1.0)
             membership: Membership = await controller.call("members", 0, 1.0)
             for member in membership.members:
                 view, before = member.view, shown.get(member.view.name)
@@ -263,8 +281,8 @@ class Serving:
                 if before is None or before.state is not view.state:
                     detail = view.trouble or (f"pid {view.pid}" if view.pid else "")
                     progress(f"{view.name}: {view.state.value}{f' ({detail})' if detail else ''}")
-            if model is not None:
-                return model
+            if models is not None:
+                return models
             if asyncio.get_running_loop().time() > deadline_s:
                 waiting = ", ".join(
                     f"{view.name} ({view.trouble})" if view.trouble else view.name
@@ -275,11 +293,11 @@ class Serving:
                     f"{waiting} not ready within health.start_timeout_s ({self.spec.health.start_timeout_s:.0f} s)"
                 )
 
-    def _supervise(self, index: int, gateway: ServiceHandle, model: ModelView) -> None:
+    def _supervise(self, index: int, gateway: ServiceHandle, models: tuple[ModelView, ...]) -> None:
         """Supervise the gateway. After a restart it opens on the same ports."""
         port = int(self.endpoints[index].rpartition(":")[2])
         http_port = int(self.http_urls[index].rpartition(":")[2]) if self.http_urls else None
-        ports = GatewayPorts(model, port, http_port)
+        ports = GatewayPorts(models, port, http_port)
         manager = GatewayManager(f"gateway-{index}", gateway, ports, self.runtime, self._failures)
         self._gateway_managers.append(manager)
         manager.begin()
@@ -328,9 +346,9 @@ def make_controller(
     decider: Decider | None = None,
 ) -> "Controller":
     from cluster.control.controller import Controller
-    from cluster.policy.scaling.elastic import Elastic
+    from cluster.policy.scaling.elastic import elastic_policy
 
-    elastic = Elastic(spec) if spec.elastic.mode != "off" else None
+    elastic = elastic_policy(spec) if spec.elastic.mode != "off" else None
     return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s, decider=decider or elastic)
 
 

@@ -5,7 +5,7 @@ Knows keys, defaults and bounds; knows no file (`cluster.spec_file`) and no runt
 
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -98,7 +98,7 @@ class PoolSpec:
     number changes only by `diptych scale`.
     """
     model: str | None = None
-    """Default: the cluster's. All pools must serve one model."""
+    """Default: the cluster's. Pools of several models share gateways, which route by a request's `model`."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The ranks of a worker."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -425,12 +425,12 @@ def adapter_name_problem(name: str, model: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """One model served by pools of workers behind gateways."""
+    """Models served by pools of workers behind gateways."""
 
     model: str
-    """A short name, a GGUF file, a folder or a hub id."""
+    """A short name, a GGUF file, a folder or a hub id: the model of each pool that names no other."""
     pools: tuple[PoolSpec, ...]
-    """At least one mixed pool, or one prefill pool and one decode pool."""
+    """For each model at least one mixed pool, or one prefill pool and one decode pool."""
     name: str = "diptych"
     """Names the cluster and its actors. Lower-case letters, digits and dashes."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -459,26 +459,56 @@ class ClusterSpec:
         if len(set(names)) != len(names):
             raise ValueError(f"pools: names must differ, got {', '.join(names)}")
         _check_choice(self, "executor", EXECUTORS)
-        roles = {pool.role for pool in self.pools}
-        if not roles:
+        if not self.pools:
             raise ValueError("pools is empty; name one mixed pool, or a prefill and a decode pool")
-        if Role.MIXED not in roles and roles != {Role.PREFILL, Role.DECODE}:
-            missing = ({Role.PREFILL, Role.DECODE} - roles).pop().value
-            raise ValueError(f"pools: there is no {missing} pool (and no mixed one), so no request could finish")
-        if not any(pool.replicas for pool in self.pools):
-            raise ValueError("pools: there is no worker in any of them; give one at least 1 replica")
+        if self.model not in self.models:
+            others = ", ".join(self.models)
+            raise ValueError(f"model is {self.model}, but all pools serve {others}; write one of these as the model")
         for name in self.adapters:
-            if problem := adapter_name_problem(name, self.model):
+            if problem := next(filter(None, (adapter_name_problem(name, model) for model in self.models)), ""):
                 raise ValueError(f"adapters.{name}: the name {problem}")
         if self.adapters and self.executor == "modelled":
             raise ValueError("adapters: executor modelled has no weights to adapt; leave them out")
-        models = {pool.model or self.model for pool in self.pools}
-        if len(models) > 1:
-            raise ValueError(f"pools: all must serve one model, got {', '.join(sorted(models))}")
-        workers = sum(pool.replicas for pool in self.pools)
+        for model in self.models:
+            self._check_pools(self.pools_of(model), f" of {model}" if len(self.models) > 1 else "")
+
+    def _check_pools(self, pools: Sequence[PoolSpec], of_model: str) -> None:
+        """Raise ValueError if the pools of one model cannot serve it. `of_model`: for the message."""
+        roles = {pool.role for pool in pools}
+        if Role.MIXED not in roles and roles != {Role.PREFILL, Role.DECODE}:
+            missing = ({Role.PREFILL, Role.DECODE} - roles).pop().value
+            raise ValueError(
+                f"pools: there is no {missing} pool{of_model} (and no mixed one), so no request could finish"
+            )
+        workers = sum(pool.replicas for pool in pools)
+        if not workers:
+            raise ValueError(f"pools: there is no worker{of_model} in any of them; give one at least 1 replica")
         for role, floor in self.elastic.floors.items():  # a mixed worker counts in both
             if self.elastic.mode != "off" and floor > workers:
-                raise ValueError(f"elastic.floors.{role} is {floor}, the pools have {workers} workers; lower the floor")
+                raise ValueError(
+                    f"elastic.floors.{role} is {floor}, the pools{of_model} have {workers} workers; lower the floor"
+                )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The served models, in the order of their pools."""
+        return tuple(dict.fromkeys(pool.model or self.model for pool in self.pools))
+
+    def pools_of(self, model: str) -> tuple[PoolSpec, ...]:
+        return tuple(pool for pool in self.pools if (pool.model or self.model) == model)
+
+    def of_model(self, model: str) -> "ClusterSpec":
+        """The part of the cluster that serves this model. Its workers exchange no KV with those of others."""
+        if self.models == (model,):
+            return self
+        adapters = self.adapters if model == self.model else {}
+        return replace(self, model=model, pools=self.pools_of(model), adapters=adapters)
+
+    def check_one_model(self, what: str) -> None:
+        """Raises `SpecError` for several models. `what`: needs one."""
+        if len(self.models) > 1:
+            names = ", ".join(self.models)
+            raise SpecError(f"pools: they serve several models ({names}), and {what} takes one; write a file for each")
 
     def with_model(self, model: str) -> "ClusterSpec":
         return replace(self, model=model, pools=tuple(replace(pool, model=None) for pool in self.pools))

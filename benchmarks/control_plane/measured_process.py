@@ -21,7 +21,7 @@ from benchmarks.shutdown import wait_for_shutdown
 from cluster.control.client import ControllerCalls
 from cluster.control.controller import Controller
 from cluster.dispatch.dispatcher import Dispatcher
-from cluster.join import spec_and_model
+from cluster.join import spec_and_models
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.router import Ask
 from cluster.spec import ClusterSpec
@@ -46,7 +46,7 @@ class MeasuredGateway:
         self._dispatcher: Dispatcher | None = None
 
     async def open(self) -> None:
-        spec, model = await spec_and_model(self._controller, START_S)
+        spec, (model,) = await spec_and_models(self._controller, START_S)
         calls = ControllerCalls(self._controller, self._name, spec.transfer.read_timeout_s, decides=False)
         self._spec = spec
         self._dispatcher = Dispatcher(spec, model, calls, self._name)

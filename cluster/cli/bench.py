@@ -25,7 +25,7 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
     help=f"grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://). {DEFAULT}",
 )
 @access_options
-@connection("--model", default="", metavar="NAME", help="With http://: model to ask. [default: the only one there]")
+@connection("--model", default="", metavar="NAME", help="Model to ask. [default: the only one there]")
 @connection(
     "--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="With http://. [default: $OPENAI_API_KEY]"
 )

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cluster.cli.loans import loan_lines
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
-from cluster.cli.screen import decision_json, decision_text, size, view_json
+from cluster.cli.screen import decision_json, decision_text, models_text, named_class, size, view_json
 from cluster.cli.tiers import tier_lines, tier_troubles
 from cluster.observe.history import ClusterEvent, Traffic
 from cluster.policy.slo_attainment import SLOCount
@@ -43,14 +43,13 @@ def screen(
 
 def _header(status: ClusterStatus, rates: Rates, width: int, trouble: str) -> Iterator[Text]:
     view, uptime = status.view, duration_text(status.recent.uptime_s)
-    model = view.model.name if view.model else "not loaded yet"
-    named = f"{view.name}  model {model}  revision {view.revision}  {status.gateway} up {uptime}"
+    named = f"{view.name}  {models_text(view)}  revision {view.revision}  {status.gateway} up {uptime}"
     yield Text(named, style="bold", no_wrap=True, overflow="ellipsis")
     refused = f"  {rates.refused_s:.1f} refused/s" if rates.refused_s else ""
     load = f"{status.active_requests} of {status.max_requests} in flight, {status.slo_attainment.queued} queued"
     yield _line(f"{_rate(rates.requests_s)} requests/s  {_rate(rates.tokens_s)} tokens/s{refused}  {load}")
     when = "since the gateway started" if rates.kept_s is None else f"last {rates.kept_s:.0f} s"
-    classes = ((score.name, _attainment_text(score.ttft, score.tpot)) for score in rates.kept)
+    classes = ((named_class(score), _attainment_text(score.ttft, score.tpot)) for score in rates.kept)
     attained = "; ".join(f"{name}{NBSP}{text}" for name, text in classes if text) or "no request yet"
     for line in wrap(f"SLO attainment, {when}: {attained}", width, subsequent_indent="  ")[:MAX_SLO_LINES]:
         yield _line(line.replace(NBSP, " "))

@@ -76,7 +76,7 @@ async def _gateway(
     log_format: str | None,
 ) -> None:
     from cluster.frontend.servers import open_servers
-    from cluster.join import join, spec_and_model
+    from cluster.join import join, spec_and_models
     from cluster.runtime.logs import begin
     from cluster.runtime.sessions import settle_join
 
@@ -89,10 +89,10 @@ async def _gateway(
     Interrupts()  # again, because Ray replaced the SIGTERM handler
     controller = await await_controller(cluster, wait_s)
     click.echo(f"joining {cluster}")
-    spec, model = await spec_and_model(controller, wait_s)
+    spec, models = await spec_and_models(controller, wait_s)
     spec = change(spec)
     begin(replace(spec.logs, format=log_format or spec.logs.format), name)
-    joined = await join(name, spec, model, controller, open_servers)
+    joined = await join(name, spec, models, controller, open_servers)
     gc.freeze()  # see `cluster.runtime.ray`
     interrupts = Interrupts(serves=True)
     try:

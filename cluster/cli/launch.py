@@ -46,7 +46,10 @@ def spec_to_serve(file: str | None, model: str | None, sizes: Sizes) -> "Cluster
         return _without_file(model, sizes)
     sizes.check_no_file(file)
     spec = load_spec(file)
-    return spec if model is None else spec.with_model(model)
+    if model is None:
+        return spec
+    spec.check_one_model("MODEL on the command line")
+    return spec.with_model(model)
 
 
 def _without_file(model: str | None, sizes: Sizes) -> "ClusterSpec":

@@ -62,6 +62,7 @@ def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
     from cluster.spec_file import load_spec
 
     spec = private(load_spec(file))
+    spec.check_one_model("a profile")
     check_pools(spec, file, runtime)
 
     async def measured() -> "ClusterProfile":

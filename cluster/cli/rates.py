@@ -136,15 +136,15 @@ def _hits(first: Traffic, now: Traffic) -> float | None:
 
 def _since(first: "ClusterStatus", now: "ClusterStatus") -> Iterator[ClassScore]:
     """The scores of each class since `first`, without classes that had no request."""
-    before = {score.name: score for score in first.slo_attainment.classes}
+    before = {(score.name, score.model): score for score in first.slo_attainment.classes}
     for score in now.slo_attainment.classes:
-        was = before.get(score.name, ClassScore(score.name, 0, SLOCount(), SLOCount(), SLOCount()))
+        was = before.get((score.name, score.model), ClassScore(score.name, 0, SLOCount(), SLOCount(), SLOCount()))
         if score.requests > was.requests:
             ttft, tpot, both = (
                 SLOCount(one.settled - other.settled, one.kept - other.kept)
                 for one, other in ((score.ttft, was.ttft), (score.tpot, was.tpot), (score.both, was.both))
             )
-            yield ClassScore(score.name, score.requests - was.requests, ttft, tpot, both)
+            yield ClassScore(score.name, score.requests - was.requests, ttft, tpot, both, model=score.model)
 
 
 def _sum(counts: tuple[tuple[str, int], ...]) -> int:

@@ -10,7 +10,7 @@ from cluster.cli.groups import grouped
 sampling = grouped("Sampling")
 length = grouped("Length and stopping")
 answers = grouped("Several answers, log probabilities")
-scheduling = grouped("SLO and tenant")
+scheduling = grouped("Model, SLO and tenant")
 
 
 def _biases(ctx: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[int, float] | None:
@@ -64,6 +64,7 @@ ANSWERS = (
     answers("--prompt-logprobs", type=int, metavar="K", help="The same for the tokens of the prompt."),
 )
 SCHEDULING = (
+    scheduling("--model", metavar="NAME", help="Where several are served: the one to ask."),
     scheduling("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token."),
     scheduling("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first."),
     scheduling("--slo-class", metavar="NAME", help="SLO class, with its targets and its priority."),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # importing rich takes a tenth of a second, which --help must
 
     from cluster.events import Accepted, Completed, Queued
     from cluster.observe.ledger import LatencyLedger
+    from diptych.slo import ClassScore
     from kvtransfer.ticket import TransferReport
 
 PIPE_WIDTH = 200  # so that rows are not wrapped in a pipe
@@ -112,7 +113,7 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: "Accepted", comple
 
 
 def view_json(view: ClusterView) -> dict[str, Any]:
-    shown = ("name", "revision", "model", "workers", "links", "pools", "served_gateways", "failures")
+    shown = ("name", "revision", "model", "workers", "links", "pools", "served_gateways", "failures", "other_models")
     return {name: msgspec.to_builtins(getattr(view, name)) for name in shown} | {"unlinked": sorted(view.unlinked)}
 
 
@@ -224,14 +225,28 @@ def _bubble(worker: WorkerView) -> str:
     return f"{worker.stats.bubble_share:.0%}" if worker.parallel.pipeline > 1 else ""
 
 
+def named_class(score: "ClassScore") -> str:
+    """The class, and the model where there are several."""
+    return f"{score.name} of {score.model}" if score.model else score.name
+
+
+def models_text(view: ClusterView) -> str:
+    names = ", ".join(model.name for model in view.models) or "not loaded yet"
+    return f"models {names}" if len(view.models) > 1 else f"model {names}"
+
+
 def pools_table(view: ClusterView) -> "Table":
-    """Only elastic pools have a minimum and a maximum."""
-    table = plain_table("pool", "role", ">ready", ">target", ">min", ">max")
+    """Only elastic pools have a minimum and a maximum. Of several models, with the model of each pool."""
+    from rich.markup import escape
+
+    names_models = len(view.models) > 1
+    table = plain_table("pool", *(["model"] if names_models else []), "role", ">ready", ">target", ">min", ">max")
     for pool in view.pools:
         workers = (worker for worker in view.workers if worker.pool == pool.name)
         ready = sum(worker.state is WorkerState.READY for worker in workers)
         bounds = (pool.min_replicas, pool.max_replicas) if pool.min_replicas < pool.max_replicas else ("-", "-")
-        table.add_row(pool.name, pool.role.value, *map(str, (ready, pool.wanted, *bounds)))
+        model = [escape(pool.model)] if names_models else []
+        table.add_row(pool.name, *model, pool.role.value, *map(str, (ready, pool.wanted, *bounds)))
     return table
 
 

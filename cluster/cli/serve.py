@@ -137,17 +137,18 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
         if runtime == "local" or "RAY_ADDRESS" not in os.environ:
             check_devices(spec)
         check_readers(spec)
-        check_model(spec, fetch_model(spec))
+        for model in spec.models:
+            check_model(spec, fetch_model(model), model)
     except SpecError as error:
         raise SpecError(located(file, Path(file).read_text(), str(error)) if file else str(error)) from None
 
 
-def fetch_model(spec: "ClusterSpec") -> Path:
-    """Download the model to this host, with a progress bar. Workers on other hosts download it themselves."""
+def fetch_model(model: str) -> Path:
+    """Download a model to this host, with a progress bar. Workers on other hosts download it themselves."""
     from workers.model.store import resolve
 
     with progress_bar() as progress:
-        return resolve(spec.model, progress).path
+        return resolve(model, progress).path
 
 
 async def _serve(spec: "ClusterSpec", runtime: str, grace_s: float, *, gateways: bool) -> None:

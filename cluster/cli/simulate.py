@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.offline.sim.compare import Case, GoodputOptions
     from cluster.offline.sim.run import RunOptions
     from cluster.offline.workload.arrivals import Workload
+    from cluster.spec import ClusterSpec
     from workers.config import ParallelConfig
 
 system = grouped("System")
@@ -136,13 +137,20 @@ def simulate(
         write_report(compared, out, "Simulation", source)
 
 
+def _one_model(path: str) -> "ClusterSpec":
+    from cluster.spec_file import load_spec
+
+    spec = load_spec(path)
+    spec.check_one_model("a simulation")
+    return spec
+
+
 def _from_profile(path: str, profile: Path) -> "tuple[list[Case], Environment]":
     from cluster.offline.sim.compare import Case
     from cluster.offline.sim.fleet import environment_of, measured_models, with_kv_blocks
-    from cluster.spec_file import load_spec
     from workers.profiles.measured import load
 
-    spec, measured = with_kv_blocks(load_spec(path)), load(profile)
+    spec, measured = with_kv_blocks(_one_model(path)), load(profile)
     return [Case(spec.name, spec, measured_models(measured, spec))], environment_of(measured)
 
 
@@ -150,9 +158,8 @@ def _from_file(path: str, hardware: str | None, network: str) -> "list[Case]":
     """`hardware`: of pools that name none."""
     from cluster.offline.sim.compare import Case
     from cluster.offline.sim.fleet import models_of, with_kv_blocks
-    from cluster.spec_file import load_spec
 
-    spec = load_spec(path)
+    spec = _one_model(path)
     if hardware is not None:
         pools = tuple(pool if pool.hardware or pool.cost else replace(pool, hardware=hardware) for pool in spec.pools)
         spec = replace(spec, pools=pools)

@@ -15,6 +15,8 @@ from cluster.cli.screen import (
     decision_json,
     decisions_table,
     links_table,
+    models_text,
+    named_class,
     plain_table,
     pools_table,
     print_json,
@@ -69,9 +71,8 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
         _exit_unless_clean(view, audit)
         return
     screen = console()
-    model = view.model.name if view.model else "not loaded yet"
     load = f"{found.active_requests} of at most {found.max_requests} requests, {attainment.queued} of them queued"
-    named = f"cluster {view.name}, revision {view.revision}, model {model}"
+    named = f"cluster {view.name}, revision {view.revision}, {models_text(view)}"
     screen.print(f"{named}, {found.gateway}: {load}", markup=False)
     for table in _tables(view):
         screen.print(table)
@@ -128,7 +129,7 @@ def attainment_table(attainment: SLOAttainment) -> "Table":
     for score in attainment.classes:
         attained = map(_share, (score.ttft, score.tpot, score.both))
         errors = map(_errors, (score.ttft_errors, score.tpot_errors))
-        table.add_row(escape(score.name), str(score.requests), *attained, *errors)
+        table.add_row(escape(named_class(score)), str(score.requests), *attained, *errors)
     return table
 
 

@@ -7,7 +7,7 @@ membership by long poll. Requests do not pass through it. While it is away, gate
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from cluster.control.changes import (
     MAX_DRAIN_S,
@@ -166,8 +166,8 @@ class Controller:
                 leaving.cancel()
         await asyncio.gather(*(replica.end(STOP_GRACE_S) for replica in running), *self._leaving.values())
 
-    async def ready(self, timeout_s: float) -> ModelView | None:
-        """The model once every worker of the specification is ready; None after `timeout_s`.
+    async def ready(self, timeout_s: float) -> tuple[ModelView, ...] | None:
+        """The models once every worker of the specification is ready; None after `timeout_s`.
 
         Raises the error that keeps a worker from ever starting (`ModelError`, `RuntimeUnavailable`).
         """
@@ -180,27 +180,39 @@ class Controller:
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return self._model()
+        return self._models()
 
-    def _model(self) -> ModelView | None:
-        for info in (replica.info for replica in self._replicas.values()):
-            if info is not None:
-                return ModelView(self._spec.model, info.context_length, info.vocab_size, info.default_sampling)
-        return None
+    def _models(self) -> tuple[ModelView, ...] | None:
+        """The served models in order; None until a worker has loaded each."""
+        known = {self._model_of(each): each.info for each in self._replicas.values() if each.info is not None}
+        if known.keys() != set(self._spec.models):
+            return None
+        infos = ((name, known[name]) for name in self._spec.models)
+        return tuple(
+            ModelView(name, info.context_length, info.vocab_size, info.default_sampling) for name, info in infos
+        )
+
+    def _model_of(self, replica: ReplicaManager) -> str:
+        return replica.pool.model or self._spec.model
+
+    def _peers(self, replica: ReplicaManager) -> Callable[[], Iterable[ReplicaManager]]:
+        """The workers of its model: only these exchange KV."""
+        model = self._model_of(replica)
+        return lambda: [each for each in self._replicas.values() if self._model_of(each) == model]
 
     # ---- published state -------------------------------------------------------------------------------------
 
-    async def spec_and_model(self, timeout_s: float) -> tuple[ClusterSpec, ModelView] | None:
-        """For a joining gateway, once a worker has loaded the model; None after `timeout_s`.
+    async def spec_and_models(self, timeout_s: float) -> tuple[ClusterSpec, tuple[ModelView, ...]] | None:
+        """For a joining gateway, once workers have loaded the models; None after `timeout_s`.
 
         Raises `WorkerGone`, see `members`.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        while (model := self._model()) is None and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
+        while (models := self._models()) is None and (left_s := deadline_s - asyncio.get_running_loop().time()) > 0:
             await self._wait_for_change(self._revisions.now, left_s)
         if self._relinking is None:
             raise WorkerGone(NOT_BEGUN)
-        return None if model is None else (self._spec, model)
+        return None if models is None else (self._spec, models)
 
     async def members(self, revision: int, timeout_s: float, gateway: str = "", links_id: str = "") -> Membership:
         """The membership, once it differs from `revision` or after `timeout_s` (long poll). `gateway`: the caller.
@@ -259,8 +271,11 @@ class Controller:
         workers = tuple(replica.view for replica in self._replicas.values())
         links, unlinked = self._preflight.links, self._preflight.unlinked
         more = workers, links, unlinked, self._pool_views
+        first, *others = self._models() or (None,)
         adapters = tuple(self._adapters.values())
-        return ClusterView(self._revisions.now, self._spec.name, self._model(), *more, adapters=adapters)
+        return ClusterView(
+            self._revisions.now, self._spec.name, first, *more, adapters=adapters, other_models=tuple(others)
+        )
 
     def _bump(self, name: str = "") -> None:
         """Publish a change; `name`: of this worker."""
@@ -270,7 +285,7 @@ class Controller:
 
     def _retargeted(self) -> None:
         """Publish a change of the target workers."""
-        self._pool_views = pool_views(self._spec.pools, self._replicas.values())
+        self._pool_views = pool_views(self._spec, self._replicas.values())
         self._revisions.renamed()
         self._bump()
         self._targets_at = self._revisions.now
@@ -294,7 +309,7 @@ class Controller:
                 raise ChangeRefused(f"{worker} is {state}, not ready; flip it when it is")
             self._refuse_below_floors({worker: role})
             before = replica.role
-            await self._preflight.flip(replica, role, self._replicas.values)
+            await self._preflight.flip(replica, role, self._peers(replica))
             self._targets_at = self._revisions.now
             logger.info("%s: role set to %s, was %s", worker, role.value, before.value)
             return self._revisions.now
@@ -426,7 +441,9 @@ class Controller:
         return [each for each in self._replicas.values() if each.pool.name == pool and not each.is_leaving]
 
     def _refuse_below_floors(self, becomes: Mapping[str, Role | None]) -> None:
-        refuse_below_floors(self._spec.elastic.floors, self._replicas.values(), becomes)
+        for model in self._spec.models:
+            workers = [each for each in self._replicas.values() if self._model_of(each) == model]
+            refuse_below_floors(self._spec.elastic.floors, workers, becomes)
 
     def _add(self, pool: PoolSpec, name: str, role: Role, *, required: bool) -> ReplicaManager:
         replica = self._replicas[name] = ReplicaManager(
@@ -449,7 +466,7 @@ class Controller:
     async def _end_when_empty(self, replica: ReplicaManager, deadline_s: float | None) -> None:
         """Stop a draining worker once it is empty, or at the deadline; its remaining requests then fail over."""
         if deadline_s is not None:
-            linking = asyncio.ensure_future(self._preflight.link_draining(replica, self._replicas.values))
+            linking = asyncio.ensure_future(self._preflight.link_draining(replica, self._peers(replica)))
             try:
                 async with asyncio.timeout(deadline_s):
                     await replica.emptied(QUIET_S)
@@ -469,4 +486,4 @@ class Controller:
         self._retargeted()
 
     async def _introduce(self, new: ReplicaManager) -> None:
-        await self._preflight.introduce(new, self._replicas.values)
+        await self._preflight.introduce(new, self._peers(new))

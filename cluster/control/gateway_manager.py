@@ -26,9 +26,9 @@ OPEN_S = 120.0  # for its servers to open; its process may start slowly
 
 @dataclass(frozen=True, slots=True)
 class GatewayPorts:
-    """The model and ports that a gateway opens with. `http_port` None: no HTTP."""
+    """The models and ports that a gateway opens with. `http_port` None: no HTTP."""
 
-    model: ModelView
+    models: tuple[ModelView, ...]
     port: int
     http_port: int | None
 
@@ -61,7 +61,7 @@ class GatewayManager:
         limit_s = ANSWER_S if is_open else OPEN_S
         try:
             ports = self._ports
-            await self.handle.call("open", ports.model, ports.port, ports.http_port, timeout_s=limit_s)
+            await self.handle.call("open", ports.models, ports.port, ports.http_port, timeout_s=limit_s)
         except NoAnswer:
             self._silent_s += limit_s
             if self._silent_s >= HUNG_S:

@@ -4,7 +4,7 @@ A gateway that has an earlier revision gets only what changed since then.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -54,6 +54,21 @@ class Membership(Struct, frozen=True):
         if self.links_id != before.links_id:
             return whole
         return replace(whole, links=before.links, unlinked=before.unlinked)
+
+    def of_pools(self, names: Collection[str]) -> "Membership":
+        """A whole membership without the pools, workers and links of others; itself if there are none."""
+        if all(pool.name in names for pool in self.pools):
+            return self
+        members = tuple(member for member in self.members if member.view.pool in names)
+        workers = {member.view.name for member in members}
+        return replace(
+            self,
+            members=members,
+            links=tuple(link for link in self.links if link.owner in workers and link.reader in workers),
+            unlinked=frozenset(pair for pair in self.unlinked if workers.issuperset(pair)),
+            pools=(pools := tuple(pool for pool in self.pools if pool.name in names)),
+            adapters=tuple(adapter for adapter in self.adapters if adapter.model in {pool.model for pool in pools}),
+        )
 
 
 class Revisions:

@@ -44,10 +44,13 @@ def in_order(replicas: Mapping[str, ReplicaManager], pools: Sequence[PoolSpec]) 
     return {each.name: each for each in ordered}
 
 
-def pool_views(pools: Iterable[PoolSpec], replicas: Iterable[ReplicaManager]) -> tuple[PoolView, ...]:
+def pool_views(spec: ClusterSpec, replicas: Iterable[ReplicaManager]) -> tuple[PoolView, ...]:
     """Each pool with its target, which is its number of workers that are not leaving."""
     targets = Counter(each.pool.name for each in replicas if not each.is_leaving)
-    return tuple(PoolView(pool.name, pool.role, targets[pool.name], *pool.bounds) for pool in pools)
+    return tuple(
+        PoolView(pool.name, pool.role, targets[pool.name], *pool.bounds, pool.model or spec.model)
+        for pool in spec.pools
+    )
 
 
 def refuse_beyond_bounds(pool: PoolSpec, now: int, replicas: int) -> None:

@@ -277,11 +277,12 @@ class ReplicaManager:
 
 def order_of(spec: ClusterSpec, pool: PoolSpec, name: str, secret: str) -> WorkerOrder:
     """The order for one replica of a pool. `secret`: shared by the workers of the cluster."""
-    kv_formats = {(each.engine.block_size, each.engine.dtype) for each in spec.pools}
+    model = pool.model or spec.model
+    kv_formats = {(each.engine.block_size, each.engine.dtype) for each in spec.pools_of(model)}
     config = WorkerConfig(
         name=name,
         pool=pool.name,
-        model=pool.model or spec.model,
+        model=model,
         engine=pool.engine,
         cache=pool.cache,
         parallel=pool.parallel,

@@ -52,6 +52,7 @@ class WorkerDiscovery:
         history: History,
     ) -> None:
         self._spec = spec
+        self._pools = {pool.name for pool in spec.pools}
         self._model = model
         self._controller = controller
         self._name = name
@@ -194,6 +195,7 @@ class WorkerDiscovery:
 
     def take(self, membership: Membership) -> None:
         """Follow a membership. Members that did not change are the same objects."""
+        membership = membership.of_pools(self._pools)  # other pools serve other models
         before, self._membership = self._members, membership
         self.adapters = {each.name: each for each in membership.adapters}
         self._members = members = {member.view.name: member for member in membership.members}

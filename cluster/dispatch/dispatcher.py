@@ -1,4 +1,4 @@
-"""The dispatcher of one gateway: runs requests, and answers the frontend's queries about them.
+"""The dispatcher of one model in a gateway: runs requests, and answers the frontend's queries about them.
 
 Composes worker discovery, policy, admission queue, request runner and observers. Knows no text and no wire format.
 """
@@ -36,7 +36,10 @@ from workers.request import Request, check_shape
 
 
 class Dispatcher:
-    """Owned by one gateway. `start` before use, `close` after. `observers`: further observers of requests."""
+    """Owned by one gateway, which has one for each model. `start` before use, `close` after.
+
+    `observers`: further observers of requests.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class Dispatcher:
         self._slo_scores = SLOScores()
         self._metrics = RequestMetrics(spec.gateway.classes, spec.transfer.backends)
         self.history = History(spec.gateway.trace_requests, spec.gateway.trace_s, now_ns)
-        self.load_reporter = LoadReporter(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time())
+        self.load_reporter = LoadReporter(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time(), model.name)
         own = SLOObserver(self._slo_scores), self._metrics, self.history, self.load_reporter, RequestLog(name)
         self._observer = RequestObservers((*own, *observers))
         caches = self._policy.index if self._policy.wants_caches else None

@@ -14,8 +14,45 @@ from diptych.view import Adapter, CachedPrompt, ClusterView, DecisionRecord, Mod
 from workers.request import Request
 
 
-class RequestDispatcher(Protocol):
-    """The dispatcher's methods that servers use."""
+class ClusterQueries(Protocol):
+    """What servers ask about the whole cluster."""
+
+    @property
+    def view(self) -> ClusterView:
+        """The latest view of the cluster, with statistics."""
+        ...
+
+    async def audit(self) -> ClusterView:
+        """The view, with each ready worker's check of its block accounting."""
+        ...
+
+    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
+        """Time steps of a shape on this idle worker. Errors: `InvalidRequest`, `Rejected`."""
+        ...
+
+    def slo_attainment(self) -> GatewayAttainment:
+        """The SLO attainment of this gateway's requests."""
+        ...
+
+    def recent(self) -> Recent:
+        """The traffic of each worker, and the latest events."""
+        ...
+
+    def window(self, begin_ns: int, end_ns: int) -> Window:
+        """The history of a time window, in nanoseconds of `cluster.observe.ledger.now_ns`."""
+        ...
+
+    def oldest_requests(self, count: int) -> Sequence[RequestTrace]:
+        """Traces of the oldest `count` running requests."""
+        ...
+
+    def view_change(self) -> Awaitable[object]:
+        """Done after the next change of membership or state, counted from this call and not from its await."""
+        ...
+
+
+class RequestDispatcher(ClusterQueries, Protocol):
+    """The methods that servers use of the dispatcher of one model, whose queries see this model's workers only."""
 
     async def run(
         self,
@@ -38,25 +75,12 @@ class RequestDispatcher(Protocol):
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """The served adapters by name."""
-        ...
-
-    @property
-    def view(self) -> ClusterView:
-        """The latest view of the cluster, with statistics."""
+        """The served adapters of this model by name."""
         ...
 
     @property
     def capacity(self) -> ServingCapacity:
         """What the current workers can hold."""
-        ...
-
-    async def audit(self) -> ClusterView:
-        """The view, with each ready worker's check of its block accounting."""
-        ...
-
-    async def measure(self, worker: str, shape: Shape, repeats: int) -> Timings:
-        """Time steps of a shape on this idle worker. Errors: `InvalidRequest`, `Rejected`."""
         ...
 
     async def warm(self, request: Request, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
@@ -67,28 +91,8 @@ class RequestDispatcher(Protocol):
         """Unpin a prompt, or all, on each worker that prefills. Errors: `InvalidRequest`."""
         ...
 
-    def slo_attainment(self) -> GatewayAttainment:
-        """The SLO attainment of this gateway's requests."""
-        ...
-
     def count_refusal(self, class_name: str, cause: str) -> None:
         """Count a request of this class that the frontend refused. `cause`: one of `slo_attainment.REASONS`."""
-        ...
-
-    def recent(self) -> Recent:
-        """The traffic of each worker, and the latest events."""
-        ...
-
-    def window(self, begin_ns: int, end_ns: int) -> Window:
-        """The history of a time window, in nanoseconds of `cluster.observe.ledger.now_ns`."""
-        ...
-
-    def oldest_requests(self, count: int) -> Sequence[RequestTrace]:
-        """Traces of the oldest `count` running requests."""
-        ...
-
-    def view_change(self) -> Awaitable[object]:
-        """Done after the next change of membership or state, counted from this call and not from its await."""
         ...
 
 
@@ -106,13 +110,30 @@ class Operator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """What a server gets from its gateway process. Without an operator, changes of the cluster are refused."""
+    """What a server gets from its gateway process, for one model. Without an operator, changes of the cluster are
+    refused.
+
+    `spec`: of the pools that serve this model. The context of the first model has those of the others, and `whole`,
+    which answers for all.
+    """
 
     name: str
     spec: ClusterSpec
     model: ModelView
     dispatcher: RequestDispatcher
     operator: Operator | None = None
+    others: tuple["GatewayContext", ...] = ()
+    whole: ClusterQueries | None = None
+
+    @property
+    def models(self) -> tuple["GatewayContext", ...]:
+        """The context of each model."""
+        return self, *self.others
+
+    @property
+    def queries(self) -> ClusterQueries:
+        """About the whole cluster."""
+        return self.whole or self.dispatcher
 
 
 class Server(Protocol):

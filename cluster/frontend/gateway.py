@@ -40,7 +40,6 @@ from cluster.frontend.text import (
     encode_prompt,
 )
 from cluster.observe.ledger import now_ns
-from cluster.observe.metrics.responses import Responses
 from cluster.spec import Role, adapter_name_problem
 from diptych.request_ids import MAX_ID_CHARS, is_usable, new_id
 from diptych.view import Adapter, CachedPrompt, ClusterView, WorkerState
@@ -76,7 +75,6 @@ class Gateway:
         self._active: dict[str, _Running] = {}
         self._num_active = 0
         self._grammars: OrderedDict[Grammar, Grammar] = OrderedDict()  # those checked before
-        self.responses = Responses()
 
     @property
     def active(self) -> int:

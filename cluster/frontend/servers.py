@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from cluster.frontend.http.server import HttpServer  # needs the extra `http`
     from cluster.frontend.text import Tokenizer
 
+MAX_TOKENIZERS = 8  # kept between `preload` and `open`; further ones are loaded twice
+
 
 class Servers:
     """The `Server` of a gateway process, which owns it. Arguments and errors: see `GrpcServer`."""
 
     def __init__(
-        self, context: GatewayContext, load_tokenizer: "Callable[[], Tokenizer]", *, eager: bool = False
+        self, context: GatewayContext, *load_tokenizers: "Callable[[], Tokenizer]", eager: bool = False
     ) -> None:
         from cluster.frontend.grpc.server import GrpcServer
 
         if context.spec.gateway.http_port is not None:
             check_extra()
         self._context = context
-        self._grpc = GrpcServer(context, load_tokenizer, eager=eager)
+        self._grpc = GrpcServer(context, *load_tokenizers, eager=eager)
         self._http: HttpServer | None = None
         self._http_url = ""
 
@@ -51,7 +53,7 @@ class Servers:
     async def _open_http(self) -> None:
         from cluster.frontend.http.server import HttpServer
 
-        http = HttpServer(self._context, self._grpc.gateway, self._grpc.guard)
+        http = HttpServer(self._grpc.models, self._grpc.guard)
         self._http_url = await http.open()
         self._http = http
 
@@ -66,19 +68,20 @@ class Servers:
 
 
 def preload(spec: ClusterSpec) -> None:
-    """Import what the servers need, and load the tokenizer. Raises `ModelError` or `RuntimeUnavailable`."""
+    """Import what the servers need, and load the tokenizers. Raises `ModelError` or `RuntimeUnavailable`."""
     from workers.model.store import read_model_config, resolve
 
     import_module("cluster.frontend.grpc.server")
     if spec.gateway.http_port is not None:
         check_extra()
         import_module("cluster.frontend.http.server")
-    load_tokenizer(spec.model, read_model_config(resolve(spec.model).path).context_length)
+    for model in spec.models:
+        load_tokenizer(model, read_model_config(resolve(model).path).context_length)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=MAX_TOKENIZERS)
 def load_tokenizer(model: str, context_length: int) -> "Tokenizer":
-    """The tokenizer of the served model. Raises `ModelError`."""
+    """The tokenizer of a served model. Raises `ModelError`."""
     from workers.model.store import resolve
     from workers.model.tokenizer import ModelTokenizer
 
@@ -87,5 +90,6 @@ def load_tokenizer(model: str, context_length: int) -> "Tokenizer":
 
 def open_servers(context: GatewayContext) -> Servers:
     """The `ServerFactory` of `diptych serve`. A module function, so that it can be pickled."""
-    model = context.model
-    return Servers(context, partial(load_tokenizer, model.name, model.context_length), eager=True)
+    models = (each.model for each in context.models)
+    loads = (partial(load_tokenizer, model.name, model.context_length) for model in models)
+    return Servers(context, *loads, eager=True)

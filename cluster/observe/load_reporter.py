@@ -26,10 +26,13 @@ class _Running:
 
 
 class LoadReporter(RequestObserver):
-    """Owned by a Dispatcher. `default_slo`: of requests without one. `clock`: the dispatcher's, in seconds."""
+    """Owned by the Dispatcher of this model. `default_slo`: of requests without one. `clock`: the dispatcher's, in
+    seconds.
+    """
 
-    def __init__(self, gateway: str, default_slo: SLO, clock: Callable[[], float]) -> None:
+    def __init__(self, gateway: str, default_slo: SLO, clock: Callable[[], float], model: str = "") -> None:
         self._gateway = gateway
+        self._model = model
         self._default_slo = default_slo
         self._clock = clock
         self._reported_s = clock()
@@ -81,6 +84,7 @@ class LoadReporter(RequestObserver):
             arrived_tokens=self._arrived_tokens,
             expected_tokens=self._expected_tokens,
             samples=tuple(self._samples),
+            model=self._model,
         )
         self._reported_s, self._arrived, self._arrived_tokens, self._expected_tokens = now_s, 0, 0, 0
         self._samples.clear()

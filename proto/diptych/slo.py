@@ -42,7 +42,9 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class ClassScore:
-    """One SLO class. `both`: requests with both SLOs, both settled. Errors None: no prediction yet."""
+    """One SLO class; where there are several models, of one of them. `both`: requests with both SLOs, both settled.
+    Errors None: no prediction yet.
+    """
 
     name: str
     requests: int
@@ -51,6 +53,7 @@ class ClassScore:
     both: SLOCount
     ttft_errors: Errors | None = None
     tpot_errors: Errors | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ VIEW = Codec(
     served_gateways=("served_gateways", repeated(GATEWAY)),
     failures=("failures", repeated(FAILURES)),
     adapters=("adapters", repeated(ADAPTER)),
+    other_models=("other_models", repeated(MODEL)),
 )
 _DECISION = Codec(Decision, admin_pb2.Decision, role=("role", OPTIONAL_ROLE))
 DECISION_RECORD = Pair(

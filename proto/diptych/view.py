@@ -1,6 +1,7 @@
 """An immutable view of the cluster: workers, pools, links, gateways, recent decisions. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -277,6 +278,7 @@ class PoolView:
     wanted: int
     min_replicas: int
     max_replicas: int
+    model: str = ""
 
 
 class GatewayState(Enum):
@@ -328,7 +330,7 @@ class ClusterView:
 
     `links`: measured links; all in a small cluster, else some of each two pools. `unlinked`: pairs (owner, reader)
     between which KV cannot move. `gateways`: all known gateways, oldest first. `served_gateways`: those that `diptych
-    serve` started.
+    serve` started. `other_models`: served beside `model`.
     """
 
     revision: int
@@ -342,6 +344,20 @@ class ClusterView:
     served_gateways: tuple[GatewayView, ...] = ()
     failures: tuple[TaskFailures, ...] = ()
     adapters: tuple[Adapter, ...] = ()
+    other_models: tuple[ModelView, ...] = ()
+
+    @property
+    def models(self) -> tuple[ModelView, ...]:
+        """All served models; none until they are loaded."""
+        return () if self.model is None else (self.model, *self.other_models)
+
+    def of_pools(self, names: Collection[str]) -> "ClusterView":
+        """The part of the view with the pools of these names."""
+        return replace(
+            self,
+            workers=tuple(worker for worker in self.workers if worker.pool in names),
+            pools=tuple(pool for pool in self.pools if pool.name in names),
+        )
 
     def ready(self, *roles: Role) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.workers if worker.state is WorkerState.READY and worker.role in roles)

@@ -8,7 +8,7 @@ import pytest
 import cluster.join as cluster_joining
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
-from cluster.join import join, spec_and_model
+from cluster.join import join, spec_and_models
 from cluster.runtime.interface import ServiceHandle
 from cluster.runtime.local import LocalRuntime
 from cluster.runtime.runtime_errors import RuntimeUnavailable, WorkerGone
@@ -58,8 +58,8 @@ async def test_gateways_join_a_cluster_that_has_none() -> None:
     serving = await serve(split_spec(1, 2), runtime=runtime, make_server=never, gateways=False)
     try:
         assert serving.endpoints == []
-        spec, model = await spec_and_model(serving.controller, 5.0)
-        joined = [await join(f"gateway-{name}", spec, model, serving.controller, make_server) for name in "ab"]
+        spec, models = await spec_and_models(serving.controller, 5.0)
+        joined = [await join(f"gateway-{name}", spec, models, serving.controller, make_server) for name in "ab"]
         assert [each.endpoint for each in joined] == [f"gateway-{name}:{spec.gateway.grpc_port}" for name in "ab"]
         for each in servers:
             assert isinstance(each.context.dispatcher, Dispatcher)
@@ -89,7 +89,7 @@ async def test_a_joined_gateway_ends_when_its_controller_is_gone(
         with pytest.raises(
             RuntimeUnavailable, match=r"does not answer \(it is dead\) within 0 s; see the output of `diptych serve`"
         ):
-            await spec_and_model(gone, 0.2)
+            await spec_and_models(gone, 0.2)
 
 
 async def test_cut_skips_gateways_that_have_ended() -> None:

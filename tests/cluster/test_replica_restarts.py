@@ -63,7 +63,7 @@ def decode(runtime: Processes) -> WorkerView:
 
 
 def dispatcher(runtime: Processes) -> Any:
-    return runtime.services["gateway-0"].target._dispatcher
+    return next(iter(runtime.services["gateway-0"].target._dispatchers.values()))
 
 
 def kinds(runtime: Processes) -> list[str]:

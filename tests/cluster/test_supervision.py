@@ -66,7 +66,7 @@ async def seen(runtime: Processes, gateway: str) -> ClusterView:
 
 async def serves(runtime: Processes, gateway: str) -> None:
     """A request through this gateway has its answer, of workers that were never replaced."""
-    dispatcher = runtime.services[gateway].target._dispatcher
+    dispatcher = next(iter(runtime.services[gateway].target._dispatchers.values()))
     *_, last = [event async for event in generate(dispatcher, request("r"), deadline_s=10.0)]
     assert isinstance(last, Completed) and last.attempts == 1
     view = dispatcher.view
@@ -228,9 +228,9 @@ def test_opening_a_gateway_twice_opens_it_once() -> None:
             made.append(FakeServer(context))
             return made[-1]
 
-        model = serving._gateway_managers[0]._ports.model
+        models = serving._gateway_managers[0]._ports.models
         service = GatewayService("gateway-9", serving.spec, runtime.services["controller"], make_server)
-        await asyncio.gather(service.open(model, 0), service.open(model, 0))
+        await asyncio.gather(service.open(models, 0), service.open(models, 0))
         assert len(made) == 1
         await service.close(0.0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.frontend.context import RequestDispatcher
+from cluster.frontend.context import ClusterQueries
 from cluster.frontend.gateway import servable
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -20,8 +20,8 @@ Response = health_pb2.HealthCheckResponse
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Owned by the server. `need_workers`: services that are SERVING only while a worker is ready."""
 
-    def __init__(self, dispatcher: RequestDispatcher, need_workers: tuple[str, ...], others: tuple[str, ...]) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, queries: ClusterQueries, need_workers: tuple[str, ...], others: tuple[str, ...]) -> None:
+        self._queries = queries
         self._need_workers = need_workers
         self._others = others
         self._closing = asyncio.Event()
@@ -40,7 +40,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         sent: int | None = None
         closing = asyncio.ensure_future(self._closing.wait())
         while True:
-            change = asyncio.ensure_future(self._dispatcher.view_change())  # before reading, so that none is missed
+            change = asyncio.ensure_future(self._queries.view_change())  # before reading, so that none is missed
             try:
                 is_last = self._closing.is_set()  # before the write: the server may close during it
                 status = self._status(request.service)
@@ -56,7 +56,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _status(self, service: str) -> int:
         if service not in self._need_workers + self._others:
             return int(Response.SERVICE_UNKNOWN)
-        serving = service in self._others or servable(self._dispatcher.view)
+        serving = service in self._others or servable(self._queries.view)
         if serving and not self._closing.is_set():
             return int(Response.SERVING)
         return int(Response.NOT_SERVING)

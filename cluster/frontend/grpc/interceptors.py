@@ -9,9 +9,10 @@ from grpc_health.v1 import health
 from grpc_status import rpc_status
 
 from cluster.frontend.auth import Guard, KeyRefused
-from cluster.frontend.gateway import Gateway, servable
+from cluster.frontend.gateway import servable
 from cluster.frontend.grpc.sender import abort
 from cluster.frontend.grpc.statuses import code_name, status_of
+from cluster.frontend.served_models import ServedModels
 from diptych.wire import ADMIN, INFERENCE
 from workers.errors import InvalidRequest
 
@@ -56,8 +57,8 @@ class Undecodable:
 class ResponseInterceptor(grpc.aio.ServerInterceptor):
     """Turns errors into statuses, and counts responses by code. Outermost, so that it counts refused keys, too."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
@@ -87,7 +88,7 @@ class ResponseInterceptor(grpc.aio.ServerInterceptor):
                 raise
             finally:
                 if counts_ok or code != grpc.StatusCode.OK.name:  # successful status queries are not counted
-                    self._gateway.responses.count("grpc", method, code)
+                    self._models.responses.count("grpc", method, code)
 
         return behave
 
@@ -100,7 +101,7 @@ class ResponseInterceptor(grpc.aio.ServerInterceptor):
             raise
         except Exception as error:
             cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-            await abort(context, status_of(cause, servable(self._gateway.view)))
+            await abort(context, status_of(cause, servable(self._models.view)))
 
 
 def _tolerant(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

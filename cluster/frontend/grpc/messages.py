@@ -1,7 +1,7 @@
 """Decodes requests; `diptych.messages` encodes them. Pure, except for the tokenizer.
 
-Invalid input raises `InvalidRequest` with the message's field. `cluster.frontend.preprocessing` runs `read_request` and
-`read_batch`, because decoding a large message blocks.
+Invalid input raises `InvalidRequest` with the message's field. `cluster.frontend.preprocessing` runs the functions
+`read_...`, because decoding a large message blocks.
 """
 
 from collections.abc import Mapping
@@ -55,6 +55,11 @@ def read_request(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tupl
 def read_batch(tokenizer: Tokenizer, raw: bytes) -> list[bytes]:
     """Like `requests_from`, with the signature for preprocessing."""
     return requests_from(raw)
+
+
+def read_model(tokenizer: Tokenizer, raw: bytes) -> str:
+    """The model that a `GenerateRequest` names."""
+    return request_from(raw).model
 
 
 def request_from(raw: bytes) -> inference_pb2.GenerateRequest:

@@ -1,4 +1,4 @@
-"""The gRPC server: inference, admin, health and reflection services over one gateway.
+"""The gRPC server: inference, admin, health and reflection services over the gateway of each model.
 
 Knows ports and server options; knows no request.
 """
@@ -21,6 +21,7 @@ from cluster.frontend.grpc.interceptors import KeyInterceptor, ResponseIntercept
 from cluster.frontend.grpc.reflection import add_reflection
 from cluster.frontend.grpc.services import AdminService, InferenceService, add_inference_service
 from cluster.frontend.preprocessing import PreprocessingPool
+from cluster.frontend.served_models import ServedModels
 from cluster.frontend.text import Tokenizer
 from diptych.v1 import admin_pb2_grpc
 from diptych.wire import ADMIN, INFERENCE, KEEPALIVE, SERVER_SIZES
@@ -32,48 +33,50 @@ CUT_S = 0.5  # for the final statuses of cancelled requests
 
 
 class GrpcServer:
-    """Owned by its gateway process. `load_tokenizer` runs in a thread and in the preprocessing processes, so it must
-    pickle. `eager`: preprocessing starts with the server, and not with the first large input.
+    """Owned by its gateway process. `load_tokenizers`, one per model of the context, run in a thread and in the
+    preprocessing processes, so they must pickle. `eager`: preprocessing starts with the server, and not with the first
+    large input.
 
     Raises `SpecError` if a certificate or key file cannot be used.
     """
 
-    def __init__(
-        self, context: GatewayContext, load_tokenizer: Callable[[], Tokenizer], *, eager: bool = False
-    ) -> None:
+    def __init__(self, context: GatewayContext, *load_tokenizers: Callable[[], Tokenizer], eager: bool = False) -> None:
         self._eager = eager
         self.guard = Guard(context.spec.gateway)  # shared with the HTTP server
         self._context = context
-        self._load_tokenizer = load_tokenizer
+        self._load_tokenizers = load_tokenizers
         self._server: grpc.aio.Server | None = None
         self._health: HealthService | None = None
         self._stopping: asyncio.Task[None] | None = None
-        self._gateway: Gateway | None = None
+        self._models: ServedModels | None = None
 
     @property
-    def gateway(self) -> Gateway:
-        """The gateway of an open server; shared with the HTTP server."""
-        assert self._gateway is not None, "open() creates the gateway"
-        return self._gateway
+    def models(self) -> ServedModels:
+        """The gateways of an open server; shared with the HTTP server."""
+        assert self._models is not None, "open() creates them"
+        return self._models
 
     async def open(self) -> str:
         """Listen. Returns "host:port". Raises OSError if the port is not available, ModelError without a tokenizer."""
         spec = self._context.spec.gateway
-        tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        preprocessing = PreprocessingPool(self._load_tokenizer)
-        gateway = self._gateway = Gateway(self._context, tokenizer, preprocessing)
-        interceptors: list[grpc.aio.ServerInterceptor] = [ResponseInterceptor(gateway)]
+        pools, gateways = [], []
+        for context, load in zip(self._context.models, self._load_tokenizers, strict=True):
+            tokenizer = await asyncio.to_thread(load)
+            pools.append(PreprocessingPool(load))
+            gateways.append(Gateway(context, tokenizer, pools[-1]))
+        models = self._models = ServedModels(self._context, gateways)
+        interceptors: list[grpc.aio.ServerInterceptor] = [ResponseInterceptor(models)]
         if self.guard.has_keys:
             interceptors.append(KeyInterceptor(self.guard))
-        server = grpc.aio.server(interceptors=interceptors, options=_options(spec.max_requests))
-        add_inference_service(InferenceService(gateway, self.guard), server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._context, gateway), server)
-        self._health = HealthService(self._context.dispatcher, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
+        server = grpc.aio.server(interceptors=interceptors, options=_options(models.max_requests))
+        add_inference_service(InferenceService(models, self.guard), server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(models), server)
+        self._health = HealthService(self._context.queries, ("", INFERENCE), (ADMIN, health.SERVICE_NAME))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_reflection((INFERENCE, ADMIN, health.SERVICE_NAME), server)
         port = _bind(server, spec.host, spec.grpc_port, _credentials(self.guard))
         await server.start()
-        if self._eager:
+        for preprocessing in pools if self._eager else ():
             preprocessing.start()
         self._server = server
         return _address(spec.host, port)
@@ -89,10 +92,10 @@ class GrpcServer:
             await asyncio.wait([self._stopping], timeout=grace_s)
 
     async def close(self, grace_s: float) -> None:
-        """`drain`, then close the gateway, which cancels what still runs. May be called twice, or before `open`."""
+        """`drain`, then close the gateways, which cancels what still runs. May be called twice, or before `open`."""
         await self.drain(grace_s)
-        if self._gateway is not None:
-            await self._gateway.close()
+        if self._models is not None:
+            await self._models.close()
         if self._stopping is not None:
             await self._stopping
 

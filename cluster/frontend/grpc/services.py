@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import grpc
@@ -16,11 +15,12 @@ import grpc
 from cluster.control.changes import MAX_DRAIN_S, ControllerAway
 from cluster.events import Completed
 from cluster.frontend.auth import Guard
-from cluster.frontend.context import GatewayContext, Operator
+from cluster.frontend.context import Operator
 from cluster.frontend.gateway import Gateway, servable
 from cluster.frontend.grpc.messages import (
     prompt_from,
     read_batch,
+    read_model,
     read_request,
     request_from,
     requests_from,
@@ -31,9 +31,10 @@ from cluster.frontend.grpc.sender import Context, OutputNotTaken, Sender, abort
 from cluster.frontend.grpc.statuses import code_name, status_of
 from cluster.frontend.output_collector import SendDelta
 from cluster.frontend.preprocessing import LARGE_BYTES
+from cluster.frontend.served_models import ServedModels
 from cluster.frontend.text import PromptInput, TextDelta, TextEnd, TextPrompt
 from cluster.observe.ledger import now_ns
-from cluster.observe.metrics import exposition
+from cluster.observe.metrics import ModelMetrics, exposition_of
 from cluster.observe.trace_context import set_trace_headers
 from cluster.spec import MAX_REPLICAS
 from diptych.codec import seconds
@@ -53,8 +54,9 @@ MAX_PIN_S = 30 * 86_400.0
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Requests arrive as bytes, and large ones are decoded outside the event loop. Owned by the server."""
 
-    def __init__(self, gateway: Gateway, guard: Guard) -> None:
-        self._gateway = gateway
+    def __init__(self, models: ServedModels, guard: Guard) -> None:
+        self._models = models
+        self._preprocessing = models.gateways[0].preprocessing  # of what is read before the model is known
         self._guard = guard
 
     async def Generate(self, raw: bytes, context: Context) -> None:
@@ -62,45 +64,48 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         sender = Sender(context, event_message)
         self._set_trace_headers(context)
         try:
-            request, prompt = await self._read(raw, context)
+            gateway, request, prompt = await self._read(raw, context)
             request_id = request.request_id
-            generated = responses(self._gateway, request, prompt, deadline_of(context), sender.send_at_once)
+            generated = responses(gateway, request, prompt, deadline_of(context), sender.send_at_once)
             async with sender, aclosing(generated) as messages:
                 async for message in messages:
                     await sender.send(message)
         except Exception as error:  # not left to the interceptor, so that the log line has the request's id
-            await abort(context, status_of(error, servable(self._gateway.view), request_id))
+            await abort(context, status_of(error, servable(self._models.view), request_id))
 
     async def GenerateBatch(self, raw: bytes, context: Context) -> None:
         if len(raw) <= LARGE_BYTES:
             requests = requests_from(raw)
         else:
-            requests = await self._gateway.preprocessing.call(len(raw), read_batch, raw)
+            requests = await self._preprocessing.call(len(raw), read_batch, raw)
         self._set_trace_headers(context)
         await self._batch(requests, context, deadline_of(context))
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
-        return inference_pb2.CancelResponse(was_running=self._gateway.cancel(request.request_id))
+        return inference_pb2.CancelResponse(was_running=self._models.cancel(request.request_id))
 
-    async def _read(self, raw: bytes, context: Context) -> tuple[inference_pb2.GenerateRequest, PromptInput]:
-        """The request, with its id and the tenant of the call's key, and the prompt.
+    async def _read(self, raw: bytes, context: Context) -> tuple[Gateway, inference_pb2.GenerateRequest, PromptInput]:
+        """The gateway of the request's model; the request, with its id and the tenant of the call's key; the prompt.
 
-        Raises `InvalidRequest`, the preprocessing errors of a large prompt, `KeyRefused` and `TenantRefused`.
+        Raises `UnknownModel`, `InvalidRequest`, the preprocessing errors of a large prompt, `KeyRefused` and
+        `TenantRefused`.
         """
         if len(raw) <= LARGE_BYTES:
             request = request_from(raw)
-            prompt: PromptInput = prompt_from(request)
+            gateway, prompt = self._models.of(request.model), prompt_from(request)  # type: Gateway, PromptInput
         else:
-            call = self._gateway.preprocessing.call
-            without_prompt, prompt = await call(len(raw), read_request, raw, self._gateway.bounds)
+            model = await self._preprocessing.call(len(raw), read_model, raw) if self._models.has_several else ""
+            gateway = self._models.of(model)
+            call = gateway.preprocessing.call
+            without_prompt, prompt = await call(len(raw), read_request, raw, gateway.bounds)
             request = request_from(without_prompt)
         request.request_id = request.request_id or new_id()  # before the checks, so that logged errors have it
         metadata: Any = context.invocation_metadata() or ()
         request.tenant = self._guard.tenant(dict(metadata).get("authorization"), request.tenant)
-        return request, prompt
+        return gateway, request, prompt
 
     def _set_trace_headers(self, context: Context) -> None:
-        if self._gateway.traces:
+        if self._models.traces:
             set_trace_headers(context.invocation_metadata() or ())
 
     async def _batch(self, requests: Sequence[bytes], context: Context, deadline_s: float | None) -> None:
@@ -119,21 +124,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             request_id, acquired = "", 0
             try:
                 async with acquiring:
-                    request, prompt = await self._read(raw, context)
+                    gateway, request, prompt = await self._read(raw, context)
                     request_id = request.request_id
                     for _ in range(min(MAX_BATCH_IN_FLIGHT, max(1, request.sampling.n, request.sampling.best_of))):
                         await slots.acquire()
                         acquired += 1
                 left_s = None if deadline_s is None else deadline_s - (clock.time() - started_s)
-                async with aclosing(responses(self._gateway, request, prompt, left_s)) as messages:
+                async with aclosing(responses(gateway, request, prompt, left_s)) as messages:
                     async for message in messages:
                         await write(index, response=message)
-                self._gateway.responses.count("grpc", "Generate", "OK")
+                self._models.responses.count("grpc", "Generate", "OK")
             except OutputNotTaken:
                 raise  # ends the whole batch
             except Exception as error:
-                status = status_of(error, servable(self._gateway.view), request_id)
-                self._gateway.responses.count("grpc", "Generate", code_name(status.code))
+                status = status_of(error, servable(self._models.view), request_id)
+                self._models.responses.count("grpc", "Generate", code_name(status.code))
                 await write(index, error=status)
             finally:
                 for _ in range(acquired):
@@ -165,38 +170,39 @@ def add_inference_service(service: InferenceService, server: grpc.aio.Server) ->
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """Owned by the server."""
 
-    def __init__(self, context: GatewayContext, gateway: Gateway) -> None:
-        self._context = context
-        self._gateway = gateway
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
+        self._name = models.context.name
+        self._queries = models.context.queries
 
     async def GetCluster(self, request: admin_pb2.GetClusterRequest, context: Context) -> admin_pb2.GetClusterResponse:
-        dispatcher, operator = self._context.dispatcher, self._context.operator
+        operator = self._models.context.operator
         return ClusterStatus(
-            view=await dispatcher.audit() if request.audit else self._gateway.view,
-            gateway=self._context.name,
-            active_requests=self._gateway.active,
-            max_requests=self._context.spec.gateway.max_requests,
+            view=await self._queries.audit() if request.audit else self._queries.view,
+            gateway=self._name,
+            active_requests=self._models.active,
+            max_requests=self._models.max_requests,
             decisions=() if operator is None else await operator.decisions(),
-            slo_attainment=dispatcher.slo_attainment(),
-            recent=dispatcher.recent(),
+            slo_attainment=self._queries.slo_attainment(),
+            recent=self._queries.recent(),
         ).message()
 
     async def GetMetrics(self, request: admin_pb2.GetMetricsRequest, context: Context) -> admin_pb2.GetMetricsResponse:
-        return admin_pb2.GetMetricsResponse(text=await metrics_text(self._context, self._gateway))
+        return admin_pb2.GetMetricsResponse(text=await metrics_text(self._models))
 
     async def GetTrace(self, request: admin_pb2.GetTraceRequest, context: Context) -> None:
         offset_ns = time.time_ns() - now_ns()
         sender = Sender(context)
         begin_ns, end_ns = _interval(request, now_ns(), offset_ns)
-        window = self._context.dispatcher.window(begin_ns, end_ns).shifted(offset_ns)
-        for page in trace_pages(window, self._context.name):
+        window = self._queries.window(begin_ns, end_ns).shifted(offset_ns)
+        for page in trace_pages(window, self._name):
             await sender.send(page)
 
     async def MeasureSteps(
         self, request: admin_pb2.MeasureStepsRequest, context: Context
     ) -> admin_pb2.MeasureStepsResponse:
         worker = _checked_name("worker", request.worker)
-        timings = await self._context.dispatcher.measure(worker, SHAPE.decode(request), request.repeats)
+        timings = await self._queries.measure(worker, SHAPE.decode(request), request.repeats)
         message: admin_pb2.MeasureStepsResponse = TIMINGS.encode(timings)
         return message
 
@@ -206,7 +212,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequest("pin", f"is {ttl_s:g} s; it must be above 0 and at most {MAX_PIN_S:.0f}")
         prompt = TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
         pool = _checked_name("pool", request.pool)
-        warmed = await self._gateway.warm(prompt, request.tenant, pool, ttl_s)
+        warmed = await self._models.of_pool(pool).warm(prompt, request.tenant, pool, ttl_s)
         return admin_pb2.WarmPromptResponse(workers=map(CACHED_PROMPT.encode, warmed))
 
     async def UnpinPrompts(
@@ -215,7 +221,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         prompt = None
         if request.HasField("text"):
             prompt = TextPrompt(request.text, apply_chat_template=request.apply_chat_template)
-        unpinned = await self._gateway.unpin(prompt, request.tenant, _checked_name("pool", request.pool))
+        pool = _checked_name("pool", request.pool)
+        every = prompt is None and not pool
+        gateways = self._models.gateways if every else [self._models.of_pool(pool)]
+        unpinned = [each for gateway in gateways for each in await gateway.unpin(prompt, request.tenant, pool)]
         return admin_pb2.UnpinPromptsResponse(workers=map(CACHED_PROMPT.encode, unpinned))
 
     async def FlipWorker(self, request: admin_pb2.FlipWorkerRequest, context: Context) -> admin_pb2.FlipWorkerResponse:
@@ -247,8 +256,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: Context
     ) -> admin_pb2.LoadAdapterResponse:
-        self._gateway.check_model(request.model)
-        adapter = await self._gateway.read_adapter(_checked_name("name", request.name), request.path)
+        gateway = self._models.of(request.model)
+        adapter = await gateway.read_adapter(_checked_name("name", request.name), request.path)
         revision = await self._operator().load_adapter(adapter, request.expected_revision)
         return admin_pb2.LoadAdapterResponse(revision=revision)
 
@@ -260,9 +269,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.UnloadAdapterResponse(revision=revision)
 
     def _operator(self) -> Operator:
-        if self._context.operator is None:
+        if self._models.context.operator is None:
             raise ControllerAway("this gateway has no controller; ask another one")
-        return self._context.operator
+        return self._models.context.operator
 
 
 def _checked_name(field: str, name: str) -> str:
@@ -285,14 +294,17 @@ def _interval(request: admin_pb2.GetTraceRequest, current_ns: int, offset_ns: in
     return begin_ns, end_ns
 
 
-async def metrics_text(context: GatewayContext, gateway: Gateway) -> str:
+async def metrics_text(models: ServedModels) -> str:
     """This gateway's metrics in Prometheus' text format."""
-    operator = context.operator
+    operator = models.context.operator
     decided = None if operator is None else await operator.decision_counts()
-    attainment, compat = context.dispatcher.slo_attainment(), context.spec.metrics.compat
-    build = partial(exposition, active=gateway.active, compat=compat, responses=gateway.responses.rows())
+    parts = [
+        ModelMetrics(context.dispatcher.slo_attainment(), context.dispatcher.view, gateway.active)
+        for context, gateway in zip(models.context.models, models.gateways, strict=True)
+    ]
+    extra = decided, models.spec.metrics.compat, models.responses.rows()
     # In a thread: a thousand series take about 15 ms, which would delay tokens.
-    return await asyncio.to_thread(build, attainment, context.name, gateway.view, decided)
+    return await asyncio.to_thread(exposition_of, parts, models.context.name, models.view, *extra)
 
 
 async def responses(

@@ -5,6 +5,7 @@ Knows ASGI; knows no request.
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from starlette.types import Receive, Scope
@@ -45,11 +46,12 @@ def _one_prompt_limit(longest_text_bytes: int | None, context_length: int) -> _L
 class BodyReader:
     """Owned by its `Connection`.
 
-    A prompt of more than `longest_text_bytes` cannot fit into `context_length` tokens; None: unknown.
+    `models`: of each, the bytes of the longest text that can fit into its context (None: unknown), and the tokens of
+    that. The largest limit holds, since the model is only known when the body is read.
     """
 
-    def __init__(self, longest_text_bytes: int | None, context_length: int) -> None:
-        self._one_prompt = _one_prompt_limit(longest_text_bytes, context_length)
+    def __init__(self, models: Iterable[tuple[int | None, int]]) -> None:
+        self._one_prompt = max((_one_prompt_limit(*each) for each in models), key=lambda limit: limit.max_bytes)
         self._unread: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive) -> bytes | Failure | None:

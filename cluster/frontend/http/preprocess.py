@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from cluster.frontend.http.bodies import (
-    Body,
     CompletionBody,
     DetokenizeBody,
     Generation,
@@ -37,7 +36,13 @@ from workers.errors import InvalidRequest
 MAX_FIELD_BYTES = 64 << 10  # of a field other than the prompts; the longest valid lists of stops and biases fit
 REQUIRED = {"messages"}  # stays in the body, as an empty list
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+class AnyModel(BaseModel):
+    """The only field that all bodies have."""
+
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,11 @@ class PreprocessedBody:
 
     fields: dict[str, Any]
     prompts: tuple[EncodedPrompt, ...]
+
+
+def read_model(tokenizer: Tokenizer, raw: bytes) -> str:
+    """The model that a body of any kind names. Raises `MalformedBody`."""
+    return _parse(AnyModel, raw).model or ""
 
 
 def read_generation(

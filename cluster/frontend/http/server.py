@@ -16,14 +16,13 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.frontend.auth import Guard
-from cluster.frontend.context import GatewayContext
-from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.app import make_app
 from cluster.frontend.http.body_reader import BodyReader
 from cluster.frontend.http.connection import Connection
 from cluster.frontend.http.listener import listen
 from cluster.frontend.http.middleware import WRITER, CountResponses, NameRequests, RequireKey
 from cluster.frontend.http.reply import EVENTS
+from cluster.frontend.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +41,17 @@ INTERIM_S = (0.0, 0.1, 1.0, 5.0)  # interim responses after a client's half-clos
 
 
 class HttpServer:
-    """Does not own the gateway. To stop: `drain`, close the gateway, `close`."""
+    """Does not own the gateways. To stop: `drain`, close the gateways, `close`."""
 
-    def __init__(self, context: GatewayContext, gateway: Gateway, guard: Guard) -> None:
-        self._spec = context.spec.gateway
+    def __init__(self, models: ServedModels, guard: Guard) -> None:
+        self._spec = models.spec.gateway
         self._scheme = "http" if guard.tls is None else "https"
         self._closing = False
-        app = make_app(context, gateway, lambda: self._closing)
-        bodies = BodyReader(gateway.tokenizer.longest_text_bytes, gateway.bounds.context_length)
-        self._requests = Connection(app, bodies, self._spec.max_requests + 64, lambda: self._closing)
+        app = make_app(models, lambda: self._closing)
+        bodies = BodyReader((each.tokenizer.longest_text_bytes, each.bounds.context_length) for each in models.gateways)
+        self._requests = Connection(app, bodies, models.max_requests + 64, lambda: self._closing)
         checked = RequireKey(self._requests, guard) if guard.has_keys else self._requests
-        counted = CountResponses(NameRequests(checked), gateway.responses)
+        counted = CountResponses(NameRequests(checked), models.responses)
         origins = self._spec.http_allowed_origins
         config = uvicorn.Config(
             CORSMiddleware(counted, origins, METHODS, ["*"], expose_headers=EXPOSED) if origins else counted,

@@ -1,6 +1,7 @@
 """The Prometheus metrics of one gateway, as text. Knows the names of metrics; counts nothing, serves no port."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -9,7 +10,7 @@ from prometheus_client.registry import Collector
 from cluster.observe.metrics.families import Counts, Rows
 from cluster.observe.metrics.requests import request_families
 from cluster.observe.metrics.responses import response_families
-from cluster.observe.metrics.slo_metrics import slo_families
+from cluster.observe.metrics.slo_metrics import decision_families, slo_families
 from cluster.observe.metrics.supervision import supervision_families
 from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.metrics.workers import worker_families
@@ -17,6 +18,15 @@ from cluster.policy.slo_attainment import GatewayAttainment
 from diptych.view import ClusterView
 
 EMPTY = ClusterView(0, "", None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """What the dispatcher of one model tells. `view`: of its workers. `active`: number of running answers."""
+
+    attainment: GatewayAttainment
+    view: ClusterView
+    active: int = 0
 
 
 def exposition(
@@ -29,24 +39,57 @@ def exposition(
     compat: str | None = None,
     responses: Rows = (),
 ) -> str:
+    """`exposition_of` for one model."""
+    return exposition_of([ModelMetrics(attainment, view, active)], gateway, view, decisions, compat, responses)
+
+
+def exposition_of(
+    parts: Sequence[ModelMetrics],
+    gateway: str,
+    view: ClusterView,
+    decisions: Counts | None = None,
+    compat: str | None = None,
+    responses: Rows = (),
+) -> str:
     """The text that Prometheus scrapes. Every metric has the label `gateway`, except those that `compat` adds.
 
-    `decisions`: of the elastic policy, as (kind, outcome, count); None: there is no policy, or the controller is away.
-    `active`: number of running answers. `responses`: counts by server, method and code.
+    `parts`: by model; of several, requests, pools and workers have the label `model`. `view`: of all. `decisions`: of
+    the elastic policy, as (kind, outcome, count); None: there is no policy, or the controller is away. `responses`:
+    counts by server, method and code.
     """
 
+    def each(families_of: Callable[[ModelMetrics], Iterator[Metric]]) -> Iterable[Metric]:
+        if len(parts) == 1:
+            return families_of(parts[0])
+        return _by_model((part.view.model.name, families_of(part)) for part in parts if part.view.model)
+
     def families() -> Iterator[Metric]:
-        yield from slo_families(attainment, gateway, decisions)
-        yield from request_families(attainment, gateway, view, active)
+        yield from each(lambda part: slo_families(part.attainment, gateway))
+        yield from decision_families(gateway, decisions)
+        yield from each(lambda part: request_families(part.attainment, gateway, part.view, part.active))
         yield from supervision_families(gateway, view)
-        yield from worker_families(gateway, view)
+        yield from each(lambda part: worker_families(gateway, part.view))
         yield from response_families(gateway, responses)
         if compat == "vllm":
-            yield from vllm_families(attainment, gateway, view)
+            yield from each(lambda part: vllm_families(part.attainment, gateway, part.view))
 
     registry = CollectorRegistry()  # one per scrape, so that nothing is global
     registry.register(_Collector(families()))
     return generate_latest(registry).decode()
+
+
+def _by_model(parts: Iterable[tuple[str, Iterable[Metric]]]) -> Iterable[Metric]:
+    """The families of all models; their samples have the label `model`, unless they are vLLM's with `model_name`."""
+    found: dict[str, Metric] = {}
+    for model, families in parts:
+        for family in families:
+            samples = [
+                each if "model_name" in each.labels else each._replace(labels={**each.labels, "model": model})
+                for each in family.samples
+            ]
+            known = found.setdefault(family.name, family)
+            known.samples = samples if known is family else known.samples + samples
+    return found.values()
 
 
 class _Collector(Collector):

@@ -17,13 +17,16 @@ CHANGES: Pairs = tuple(permutations((role.value for role in Role), 2))
 DECISIONS: Pairs = tuple(product(("flip", "grow", "shrink"), ("done", "failed", "advised")))
 
 
-def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts | None) -> Iterator[Metric]:
+def decision_families(gateway: str, decisions: Counts | None) -> Iterator[Metric]:
+    if decisions is not None:
+        text = "Decisions of the elastic policy, of the whole cluster."
+        rows = _pairs(gateway, DECISIONS, decisions)
+        yield counter("diptych_elastic_decisions", text, ("gateway", "kind", "outcome"), rows)
+
+
+def slo_families(attainment: GatewayAttainment, gateway: str) -> Iterator[Metric]:
     def rows(counts: tuple[tuple[str, int], ...]) -> Rows:
         return (((gateway, value), count) for value, count in counts)
-
-    def pairs(known: Pairs, counts: Counts) -> Rows:
-        found = dict.fromkeys(known, 0) | {(one, other): count for one, other, count in counts}
-        return (((gateway, *pair), count) for pair, count in found.items())
 
     outcomes, refused = rows(attainment.outcomes), rows(attainment.refused)
     yield counter("diptych_requests", "Requests that have ended.", ("gateway", "outcome"), outcomes)
@@ -35,7 +38,7 @@ def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts 
     yield from _calibration(attainment, gateway)
     text = "Decodes migrated, and waiting prompts placed on other workers."
     labels = ("gateway", "reason", "outcome")
-    yield counter("diptych_moves", text, labels, pairs(MOVES, attainment.moves))
+    yield counter("diptych_moves", text, labels, _pairs(gateway, MOVES, attainment.moves))
     text = "Requests served by workers of another role, since none of this role was ready."
     yield counter("diptych_uncovered_requests", text, ("gateway", "role"), rows(attainment.uncovered))
     text = "Cached prefixes for which this gateway's prefix index had no room."
@@ -43,10 +46,13 @@ def slo_families(attainment: GatewayAttainment, gateway: str, decisions: Counts 
     moved = [((gateway,), attainment.moved_bytes)]
     yield counter("diptych_moved_bytes", "KV fetched for migrations of decodes.", ("gateway",), moved)
     labels = ("gateway", "from", "to")
-    yield counter("diptych_role_changes", "Role changes of workers.", labels, pairs(CHANGES, attainment.role_changes))
-    if decisions is not None:
-        text = "Decisions of the elastic policy, of the whole cluster."
-        yield counter("diptych_elastic_decisions", text, ("gateway", "kind", "outcome"), pairs(DECISIONS, decisions))
+    changes = _pairs(gateway, CHANGES, attainment.role_changes)
+    yield counter("diptych_role_changes", "Role changes of workers.", labels, changes)
+
+
+def _pairs(gateway: str, known: Pairs, counts: Counts) -> Rows:
+    found = dict.fromkeys(known, 0) | {(one, other): count for one, other, count in counts}
+    return (((gateway, *pair), count) for pair, count in found.items())
 
 
 def _slos(attainment: GatewayAttainment, gateway: str) -> Rows:

@@ -31,8 +31,9 @@ class Target:
     """An address: `grpc://HOST:PORT` or `HOST:PORT` is a Diptych gateway, `http://HOST:PORT[/v1]` any OpenAI server;
     with TLS, `grpcs://` and `https://`.
 
-    `model` (empty: the only one), `api_key` and `tokenizer` (a folder) are for HTTP. gRPC ignores `api_key`, because
-    the environment may have it for another server. Raises `EndpointError` for options that do not fit the address.
+    `model` is empty for the only one. `api_key` and `tokenizer` (a folder) are for HTTP. gRPC ignores `api_key`,
+    because the environment may have it for another server. Raises `EndpointError` for options that do not fit the
+    address.
     """
 
     address: str
@@ -56,7 +57,7 @@ class Target:
             raise EndpointError(
                 f"{self.address}: {scheme}:// is no endpoint; write grpc://HOST:PORT or http://HOST:PORT"
             )
-        if not self.is_http and (self.model or self.tokenizer):
-            raise EndpointError(f"{self.address} is gRPC; --model and --tokenizer go with http:// endpoints")
+        if not self.is_http and self.tokenizer:
+            raise EndpointError(f"{self.address} is gRPC; --tokenizer goes with http:// endpoints")
         if self.access.has_files and scheme == "http":
             raise EndpointError(f"{self.address} is without TLS; write https://, or leave --ca and --cert out")

@@ -13,4 +13,4 @@ def open_endpoint(target: Target) -> AbstractAsyncContextManager[Endpoint]:
         return open_http(target)
     from cluster.offline.load.grpc_endpoint import open_grpc
 
-    return open_grpc(target.address, target.access)
+    return open_grpc(target.address, target.access, target.model)

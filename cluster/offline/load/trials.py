@@ -86,6 +86,7 @@ class TrialObserver(Protocol):
 def configuration_of(path: str) -> Configuration:
     """A cluster to start from its YAML. Raises `SpecError` and OSError."""
     spec = load_spec(path)
+    spec.check_one_model("a comparison")
     pools = ", ".join(f"{pool.replicas} {pool.role.value}" for pool in spec.pools)
     is_colocated = all(pool.role is Role.MIXED for pool in spec.pools)
     return Configuration(spec.name, f"{spec.name}: {path}, {pools}", is_colocated, Path(path))

@@ -316,3 +316,27 @@ def _least_busy(view: ClusterView, group: Group) -> WorkerView:
 def _explain(now: Shares, after: Shares, mix: Mix) -> str:
     load = f"{mix.rate:.3g} requests/s of {mix.prompt_tokens:.0f} + {mix.output_tokens:.0f} tokens"
     return f"{load} are {now}; then {after}"
+
+
+class ElasticModels:
+    """An elastic policy for each model, which sees this model's pools and load. Owned by the scaling loop."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self._policies = {model: Elastic(spec.of_model(model)) for model in spec.models}
+        self._pools = {model: {pool.name for pool in spec.pools_of(model)} for model in spec.models}
+
+    def on_report(self, report: LoadReport, now_s: float) -> None:
+        self._policies[report.model].on_report(report, now_s)
+
+    def decide(self, view: ClusterView, now_s: float) -> Decision | None:
+        """The change of the first model that wants one. The others' changes stay due: they take turns."""
+        for model in list(self._policies):
+            decision = self._policies[model].decide(view.of_pools(self._pools[model]), now_s)
+            if decision is not None:
+                self._policies[model] = self._policies.pop(model)  # last in the next round
+                return decision
+        return None
+
+
+def elastic_policy(spec: ClusterSpec) -> Elastic | ElasticModels:
+    return Elastic(spec) if len(spec.models) == 1 else ElasticModels(spec)

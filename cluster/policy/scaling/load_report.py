@@ -13,7 +13,7 @@ class Sample(Struct, frozen=True, gc=False):
 
 
 class LoadReport(Struct, frozen=True, gc=False):
-    """What one gateway has seen since its last report, `seconds` ago.
+    """What one gateway has seen of one model's requests since its last report, `seconds` ago.
 
     `arrived` requests came, with `arrived_tokens` of prompt; their answers are expected to have `expected_tokens`.
     """
@@ -24,3 +24,4 @@ class LoadReport(Struct, frozen=True, gc=False):
     arrived_tokens: int
     expected_tokens: int = 0
     samples: tuple[Sample, ...] = ()
+    model: str = ""

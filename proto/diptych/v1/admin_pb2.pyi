@@ -42,7 +42,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self, audit: _Optional[bool] = ...) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "slo_attainment", "traffic", "events", "served_gateways", "failures", "unlinked", "adapters")
+    __slots__ = ("revision", "name", "model", "workers", "links", "gateway", "pools", "decisions", "slo_attainment", "traffic", "events", "served_gateways", "failures", "unlinked", "adapters", "other_models")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class GetClusterResponse(_message.Message):
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     UNLINKED_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    OTHER_MODELS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     name: str
     model: Model
@@ -73,7 +74,8 @@ class GetClusterResponse(_message.Message):
     failures: _containers.RepeatedCompositeFieldContainer[TaskFailures]
     unlinked: _containers.RepeatedCompositeFieldContainer[UnlinkedPair]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., slo_attainment: _Optional[_Union[SLOAttainment, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecentEvent, _Mapping]]] = ..., served_gateways: _Optional[_Iterable[_Union[ServedGateway, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TaskFailures, _Mapping]]] = ..., unlinked: _Optional[_Iterable[_Union[UnlinkedPair, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    other_models: _containers.RepeatedCompositeFieldContainer[Model]
+    def __init__(self, revision: _Optional[int] = ..., name: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., gateway: _Optional[_Union[Gateway, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., slo_attainment: _Optional[_Union[SLOAttainment, _Mapping]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RecentEvent, _Mapping]]] = ..., served_gateways: _Optional[_Iterable[_Union[ServedGateway, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[TaskFailures, _Mapping]]] = ..., unlinked: _Optional[_Iterable[_Union[UnlinkedPair, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., other_models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class ServedGateway(_message.Message):
     __slots__ = ("name", "state", "restarts", "silences", "detail")
@@ -290,7 +292,7 @@ class Errors(_message.Message):
     def __init__(self, p10: _Optional[float] = ..., p50: _Optional[float] = ..., p90: _Optional[float] = ...) -> None: ...
 
 class ClassScore(_message.Message):
-    __slots__ = ("name", "requests", "time_to_first_token", "time_per_output_token", "both", "first_token_errors", "output_token_errors")
+    __slots__ = ("name", "requests", "time_to_first_token", "time_per_output_token", "both", "first_token_errors", "output_token_errors", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +300,7 @@ class ClassScore(_message.Message):
     BOTH_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ERRORS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     requests: int
     time_to_first_token: SLOCount
@@ -305,7 +308,8 @@ class ClassScore(_message.Message):
     both: SLOCount
     first_token_errors: Errors
     output_token_errors: Errors
-    def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., time_to_first_token: _Optional[_Union[SLOCount, _Mapping]] = ..., time_per_output_token: _Optional[_Union[SLOCount, _Mapping]] = ..., both: _Optional[_Union[SLOCount, _Mapping]] = ..., first_token_errors: _Optional[_Union[Errors, _Mapping]] = ..., output_token_errors: _Optional[_Union[Errors, _Mapping]] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., time_to_first_token: _Optional[_Union[SLOCount, _Mapping]] = ..., time_per_output_token: _Optional[_Union[SLOCount, _Mapping]] = ..., both: _Optional[_Union[SLOCount, _Mapping]] = ..., first_token_errors: _Optional[_Union[Errors, _Mapping]] = ..., output_token_errors: _Optional[_Union[Errors, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Calibration(_message.Message):
     __slots__ = ("answers", "within_p50", "within_p90", "error_tokens", "asked_error_tokens")
@@ -372,18 +376,20 @@ class Worker(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., capacity_tokens: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memory_bytes: _Optional[int] = ..., detail: _Optional[str] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., audit: _Optional[str] = ..., tensor: _Optional[int] = ..., pipeline: _Optional[int] = ..., waits_for: _Optional[str] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("name", "role", "wanted", "min_replicas", "max_replicas")
+    __slots__ = ("name", "role", "wanted", "min_replicas", "max_replicas", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: _common_pb2.PoolRole
     wanted: int
     min_replicas: int
     max_replicas: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., wanted: _Optional[int] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.PoolRole, str]] = ..., wanted: _Optional[int] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("kind", "worker", "role", "pool", "reason", "outcome", "age")

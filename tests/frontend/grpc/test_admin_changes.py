@@ -285,6 +285,7 @@ def test_the_status_shows_roles_pools_and_decisions(served: tuple[str, FakeOpera
         "wanted": 2,
         "min_replicas": 1,
         "max_replicas": 4,
+        "model": "",
     }
     assert received["decisions"][0] == {
         "kind": "flip", "reason": "TTFT is 3.1 of its promise", "worker": "decode-1", "role": "prefill", "pool": "",

@@ -15,6 +15,7 @@ from cluster.frontend.auth import Guard
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.grpc.services import InferenceService, add_inference_service, deadline_of
+from cluster.frontend.served_models import ServedModels
 from cluster.spec import GatewaySpec
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
@@ -217,7 +218,8 @@ class Dropping(InferenceService):
 @asynccontextmanager
 async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]:
     server = grpc.aio.server()
-    service = Dropping(Gateway(gateway_context(dispatcher), ByteTokenizer()), Guard(GatewaySpec()))
+    context = gateway_context(dispatcher)
+    service = Dropping(ServedModels(context, [Gateway(context, ByteTokenizer())]), Guard(GatewaySpec()))
     service.left = count
     add_inference_service(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -56,10 +56,10 @@ async def test_the_request_of_a_client_that_reads_nothing_is_ended(
             requests = [long_request(f"idle-{index}") for index in range(8)]
             call = stub.GenerateBatch(inference_pb2.GenerateBatchRequest(requests=requests))
         await call.read()
-        assert server.gateway.active == 8
+        assert server.models.active == 8
         counted = ("grpc", method, "DEADLINE_EXCEEDED")
         async with asyncio.timeout(30):
-            while server.gateway.active or dict(server.gateway.responses.rows()).get(counted) != 1:
+            while server.models.active or dict(server.models.responses.rows()).get(counted) != 1:
                 await asyncio.sleep(0.01)
         assert subject.workers["decode-0"].engine.stats().steps < TOKENS  # it was cut and did not come to its end
         await subject.settle()

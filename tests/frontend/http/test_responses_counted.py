@@ -133,6 +133,6 @@ async def test_a_refused_key_counts_on_both_servers(dispatcher: FakeDispatcher, 
         with pytest.raises(DiptychError):
             await there.grpc.complete("hello")
         async with asyncio.timeout(5):
-            while sum((received := dict(servers._grpc.gateway.responses.rows())).values()) < 2:
+            while sum((received := dict(servers._grpc.models.responses.rows())).values()) < 2:
                 await asyncio.sleep(0.005)
     assert received["http", "completions", "401"] == received["grpc", "Generate", "UNAUTHENTICATED"] == 1

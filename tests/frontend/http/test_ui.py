@@ -59,6 +59,7 @@ async def test_the_page_status_equals_diptych_status(there: Clients, dispatcher:
     assert [each["name"] for each in status["workers"]] == [each.name for each in received.workers]
     assert status["pools"][0] == {
         "name": "prefill",
+        "model": "",
         "role": "prefill",
         "wanted": 2,
         "ready": 1,

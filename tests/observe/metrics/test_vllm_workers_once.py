@@ -9,7 +9,7 @@ import cluster.control.controller as cluster_controller
 import cluster.dispatch.discovery as discovery
 from cluster.control.membership import Listeners
 from cluster.frontend.context import GatewayContext
-from cluster.join import join, spec_and_model
+from cluster.join import join, spec_and_models
 from cluster.observe.metrics import exposition
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.runtime.interface import WorkerOrder
@@ -86,8 +86,8 @@ async def test_another_gateway_exports_workers_when_the_first_leaves(monkeypatch
 
     serving = await serve(split_spec(1, 2), runtime=LocalRuntime(build), make_server=door, gateways=False)
     try:
-        spec, model = await spec_and_model(serving.controller, 5.0)
-        first, second = [await join(name, spec, model, serving.controller, door) for name in NAMES]
+        spec, models = await spec_and_models(serving.controller, 5.0)
+        first, second = [await join(name, spec, models, serving.controller, door) for name in NAMES]
         async with asyncio.timeout(20.0):
             while [each.engines() for each in doors] != [WORKERS, set()]:
                 await asyncio.sleep(0.02)

@@ -151,7 +151,7 @@ async def test_a_gateway_that_cannot_open_stops_its_span_sender() -> None:
         service = GatewayService("gateway-7", parse_spec(document), cast(Any, None), no_door)
         for _ in range(3):  # as whoever serves tries again
             with pytest.raises(SpecError):
-                await service.open(ModelView("tiny", 64, 256), 0)
+                await service.open([ModelView("tiny", 64, 256)], 0)
         senders = [each.name for each in threading.enumerate() if "Otel" in each.name]
         assert not senders
 

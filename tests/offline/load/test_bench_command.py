@@ -157,7 +157,7 @@ def test_only_a_marked_endpoint_has_a_known_kind(given: str, kind: bool | None, 
         ),
         ((*CLOSED, "--seeds", "3"), "--seeds goes with --goodput or --compare"),
         ((*CLOSED, "--endpoint", "ftp://there"), "ftp:// is no endpoint"),
-        ((*CLOSED, "--model", "mine"), "is gRPC; --model and --tokenizer go with http:// endpoints"),
+        ((*CLOSED, "--tokenizer", "."), "is gRPC; --tokenizer goes with http:// endpoints"),
         ((*CLOSED, "--endpoint", "127.0.0.1:1"), "nothing answers at 127.0.0.1:1"),
         (
             (*CLOSED, "--endpoint", "http://127.0.0.1:1"),
@@ -172,6 +172,7 @@ def test_invalid_options_are_one_clear_line(arguments: tuple[str, ...], says: st
 
 def test_a_wrong_model_is_one_clear_line(served: Served) -> None:
     assert "model 'nope' is not served here" in refused(run("--endpoint", served.http, "--model", "nope", *CLOSED))
+    assert "choose one of them with --model" in refused(run("--endpoint", served.grpc, "--model", "nope", *CLOSED))
 
 
 def test_a_cluster_that_does_not_start_is_one_clear_line(tmp_path: Path) -> None:

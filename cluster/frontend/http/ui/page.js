@@ -99,7 +99,7 @@ function fill(id, rows, empty, columns) {
 
 function poolRow(pool) {
   return element("tr", { class: "pool" },
-    cell(pool.name), cell(pool.role ? role(pool.role) : ""),
+    element("td", { title: pool.model }, pool.name), cell(pool.role ? role(pool.role) : ""),
     cell(`${pool.ready} of ${pool.wanted} ready`, pool.ready ? "" : "dead"),
     cell(pool.running, "number"), cell(pool.waiting, "number"), cell(blocks(pool.used_blocks, pool.total_blocks)));
 }
@@ -123,8 +123,16 @@ function streamRow(stream) {
     cell(stream.output_tokens, "number"), cell(span(stream.age_s), "number"));
 }
 
+/** Of several models the chat asks the chosen one. */
+function showModels(models) {
+  if ($("model").options.length === models.length) return;
+  $("model").replaceChildren(...models.map((each) => element("option", {}, each.name)));
+  $("model").hidden = models.length < 2;
+}
+
 function showStatus(status, rate) {
-  $("cluster").textContent = `${status.name} · ${status.model.name} · ${status.gateway.name}`;
+  showModels(status.models);
+  $("cluster").textContent = `${status.name} · ${status.models.map((each) => each.name).join(", ")} · ${status.gateway.name}`;
   const figures = [
     ["requests", `${status.gateway.active} of ${status.gateway.max_requests}`],
     ["queued", status.gateway.queued],
@@ -143,7 +151,7 @@ function showStatus(status, rate) {
   fill("streams", status.streams.map(streamRow), "no request is running", 8);
   $("attainment").hidden = !status.classes.length;
   fill("classes", status.classes.map((each) => element("tr", {},
-    cell(each.name), cell(each.requests, "number"),
+    cell(each.model ? `${each.name} · ${each.model}` : each.name), cell(each.requests, "number"),
     cell(percent(each.ttft), "number"), cell(percent(each.tpot), "number"), cell(percent(each.both), "number"))), "", 5);
   const events = status.events.map((event) => element("li", {},
     element("time", {}, `${span(event.age_s)} ago`),
@@ -274,6 +282,7 @@ function bubble(kind, content) {
 /** Streams one answer into its bubble, and returns its text. */
 async function answer(signal) {
   const body = { messages: conversation, stream: true, stream_options: { include_usage: true } };
+  if (!$("model").hidden) body.model = $("model").value;
   if ($("most").value) body.max_tokens = Number($("most").value);
   const began = performance.now();
   const headers = { "Content-Type": "application/json" };

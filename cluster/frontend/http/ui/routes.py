@@ -10,11 +10,10 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from cluster.frontend.context import GatewayContext
-from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.failures import JSON
 from cluster.frontend.http.openapi import route_options
 from cluster.frontend.http.ui.status import status
+from cluster.frontend.served_models import ServedModels
 from cluster.observe.ledger import now_ns
 
 STATUS = "/ui/status"
@@ -34,11 +33,11 @@ HEADERS = {
 FRESH_S = 0.5  # shortest time between two builds of the status, however many pages poll
 
 
-def add_ui(app: FastAPI, context: GatewayContext, gateway: Gateway) -> None:
+def add_ui(app: FastAPI, models: ServedModels) -> None:
     for path, (name, kind) in FILES.items():
         content = files(__package__).joinpath(name).read_bytes()
         app.add_api_route(path, _sender(content, kind), include_in_schema=False)
-    app.add_api_route(STATUS, Snapshots(partial(status, context, gateway)).answer, **route_options(STATUS, "GET"))
+    app.add_api_route(STATUS, Snapshots(partial(status, models)).answer, **route_options(STATUS, "GET"))
 
 
 def _sender(content: bytes, kind: str) -> Callable[[], Coroutine[Any, Any, Response]]:

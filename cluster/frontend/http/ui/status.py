@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from cluster.frontend.context import GatewayContext
-from cluster.frontend.gateway import Gateway
+from cluster.frontend.served_models import ServedModels
 from diptych.history import RequestTrace
 from diptych.slo import ClassScore
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -11,26 +10,27 @@ from diptych.view import ClusterView, WorkerState, WorkerView
 MAX_WORKERS, MAX_STREAMS, MAX_EVENTS, MAX_CLASSES = 256, 64, 16, 16
 
 
-def status(context: GatewayContext, gateway: Gateway, now_ns: int) -> dict[str, Any]:
+def status(models: ServedModels, now_ns: int) -> dict[str, Any]:
     """Times are in seconds; `used_blocks` of `total_blocks` hold KV. Counters count since the gateway started."""
-    view, attainment, recent = gateway.view, context.dispatcher.slo_attainment(), context.dispatcher.recent()
-    model = view.model or context.model
+    queries = models.context.queries
+    view, attainment, recent = queries.view, queries.slo_attainment(), queries.recent()
+    served = [each.model for each in models.context.models]
     return {
         "name": view.name,
-        "model": {"name": model.name, "context_length": model.context_length},
+        "models": [{"name": each.name, "context_length": each.context_length} for each in served],
         "revision": view.revision,
         "gateway": {
-            "name": context.name,
-            "active": gateway.active,
+            "name": models.context.name,
+            "active": models.active,
             "queued": attainment.queued,
-            "max_requests": context.spec.gateway.max_requests,
+            "max_requests": models.max_requests,
             "uptime_s": recent.uptime_s,
             "output_tokens": sum(traffic.output_tokens for _, traffic in recent.traffic),
         },
         "pools": [_pool(name, view) for name in dict.fromkeys([*(pool.name for pool in view.pools), *_pools(view)])],
         "workers": [_worker(each) for each in view.workers[:MAX_WORKERS]],
         "num_workers": len(view.workers),
-        "streams": [_stream(each, now_ns) for each in context.dispatcher.oldest_requests(MAX_STREAMS)],
+        "streams": [_stream(each, now_ns) for each in queries.oldest_requests(MAX_STREAMS)],
         "classes": [_class(each) for each in attainment.classes[:MAX_CLASSES]],
         "events": [
             {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text}
@@ -49,6 +49,7 @@ def _pool(name: str, view: ClusterView) -> dict[str, Any]:
     pool = next((pool for pool in view.pools if pool.name == name), None)
     return {
         "name": name,
+        "model": "" if pool is None else pool.model,
         "role": "" if pool is None else pool.role.value,
         "wanted": len(workers) if pool is None else pool.wanted,
         "ready": sum(worker.state is WorkerState.READY for worker in workers),
@@ -90,4 +91,4 @@ def _stream(trace: RequestTrace, now_ns: int) -> dict[str, Any]:
 def _class(score: ClassScore) -> dict[str, Any]:
     """Attainment shares; null until a request of the class with such an SLO has ended."""
     shares = {"ttft": score.ttft.share, "tpot": score.tpot.share, "both": score.both.share}
-    return {"name": score.name, "requests": score.requests} | shares
+    return {"name": score.name, "model": score.model, "requests": score.requests} | shares

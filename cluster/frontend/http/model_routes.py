@@ -1,0 +1,227 @@
+"""The HTTP routes of one model, which read a body and reply. `cluster.frontend.http.app` has their paths."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from cluster.frontend.context import GatewayContext
+from cluster.frontend.gateway import Gateway
+from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from cluster.frontend.http.failures import JSON
+from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
+from cluster.frontend.http.headers import parse_headers
+from cluster.frontend.http.messages_body import CountTokensBody, MessagesBody, count_tokens_json
+from cluster.frontend.http.messages_wire import MessagesWire
+from cluster.frontend.http.middleware import NAME
+from cluster.frontend.http.preprocess import (
+    detokenize,
+    items_of,
+    read_detokenize,
+    read_generation,
+    read_previous_id,
+    read_response,
+    read_tokenize,
+    tokenize,
+)
+from cluster.frontend.http.reply import ParsedRequest, Reply
+from cluster.frontend.http.response_store import History, ResponseStore, size_of
+from cluster.frontend.http.responses_body import Item, ResponsesBody
+from cluster.frontend.http.responses_wire import ResponsesWire
+from cluster.frontend.http.wire import OpenAIWire, Wire
+from cluster.frontend.preprocessing import LARGE_BYTES
+from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
+from cluster.frontend.tools.answer_plan import AnswerPlan, AnswerPlanner
+from cluster.observe.trace_context import set_trace_headers
+from workers.log_fields import log_fields
+
+logger = logging.getLogger(__name__)
+
+GENERATIONS: Mapping[str, type[Generation | MessagesBody]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+}
+RESPONSES = "/v1/responses"
+READERS = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
+
+
+class ModelRoutes:
+    """Owned by the application, which shares `responses` and `encoding` (a thread that encodes) between models."""
+
+    def __init__(
+        self, context: GatewayContext, gateway: Gateway, responses: ResponseStore, encoding: asyncio.Semaphore
+    ) -> None:
+        self.gateway = gateway
+        self._context = context
+        self._started_s = int(time.time())
+        self._encoding = encoding
+        self._responses = responses
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        prompts, has_logprobs = _prompts(body, request), body.wanted_logprobs is not None
+        if not body.echo:
+            form = CompletionFormat(self.gateway.tokenizer, has_logprobs)
+            return self._reply(body, prompts, AnswerPlan(), request, self._openai(body, request, form))
+        echoes = [await self._echo(each, body.wanted_tokens or 1) for each in prompts]
+        form = CompletionFormat(self.gateway.tokenizer, has_logprobs, echoes, body.n or 1)
+        prompts = [TokenPrompt(each.tokens) for each in echoes]
+        return self._reply(body, prompts, AnswerPlan(), request, self._openai(body, request, form))
+
+    async def _echo(self, prompt: PromptInput, num_output: int) -> Echo:
+        tokens = await self.gateway.encode(prompt, num_output)
+        if isinstance(prompt, TextPrompt | EncodedPrompt):
+            return Echo(prompt.text, tokens)
+        return Echo(text_from(self.gateway.tokenizer, tokens), tokens)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        prompts, plan = await self._planned(body, body, request)
+        form = ChatFormat(self.gateway.tokenizer, bool(body.logprobs), plan.make_parser)
+        return self._reply(body, prompts, plan, request, self._openai(body, request, form))
+
+    async def messages(self, body: MessagesBody, request: Request) -> Response:
+        prompts, plan = await self._planned(body.chat, body, request)
+        wire = MessagesWire(request.scope[NAME].unique, self.gateway.name_of(body.model), plan.make_parser)
+        return self._reply(body, prompts, plan, request, wire)
+
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        tenant = parse_headers(request.headers, request.scope[NAME]).tenant
+        history = self._responses.history(tenant, body.previous_response_id)
+        if not hasattr(request.state, "items") and size_of(history) > LARGE_BYTES:
+            await self._read_response(request, body.model_dump_json(exclude_unset=True).encode(), history)
+        items: bytes | None = getattr(request.state, "items", None)
+        chat = body.chat_after(items_of(history) if items is None else ())  # the prompt is encoded, if there are items
+        prompts, plan = await self._planned(chat, chat, request)
+        name = f"resp_{request.scope[NAME].unique}"
+
+        def keep(output: list[Item]) -> None:
+            if body.store is not False:
+                new = json.dumps(body.items).encode() if items is None else items
+                self._responses.keep(tenant, name, history, (new, json.dumps(output).encode()))
+
+        repeated = body.repeated(chat.sampling(self.gateway.default_sampling))
+        wire = ResponsesWire(name, self.gateway.name_of(body.model), repeated, plan.make_parser, keep)
+        return self._reply(chat, prompts, plan, request, wire)
+
+    async def _read_response(self, request: Request, raw: bytes, history: History) -> dict[str, Any]:
+        """The fields of a large conversation's request; its prompt and items become those of `request.state`."""
+        gateway, size = self.gateway, len(raw) + size_of(history)
+        call = gateway.preprocessing.call
+        read = await call(size, read_response, raw, history, gateway.bounds, gateway.default_sampling)
+        request.state.prompts, request.state.items = read.prompts, read.items
+        return read.fields
+
+    async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
+        (prompt,), _ = await self._planned(body.chat, body, request)
+        tokens = prompt.tokens if isinstance(prompt, TokenPrompt) else await self.gateway.encode(prompt)
+        return Response(count_tokens_json(len(tokens)), media_type=JSON)
+
+    async def _planned(
+        self, body: ChatBody, given: ChatBody | MessagesBody, request: Request
+    ) -> tuple[Sequence[PromptInput], AnswerPlan]:
+        """The prompt, and how its answers are read. `given`: the body that the client sent."""
+        tools, prompts = body.tool_request, _prompts(given, request)
+        if not self._planner.needs_prompt:
+            return prompts, self._planner.plan(tools)
+        with given.client_errors():
+            (tokens,) = [await self.gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
+        return [TokenPrompt(tokens)], self._planner.plan(tools, tokens)
+
+    @cached_property
+    def _planner(self) -> AnswerPlanner:
+        spec = self._context.spec.gateway
+        return AnswerPlanner(self.gateway.tokenizer, spec.tool_call_parser, spec.reasoning_parser)
+
+    def _openai(self, body: Generation, request: Request, form: CompletionFormat | ChatFormat) -> OpenAIWire:
+        return OpenAIWire(
+            form,
+            request.scope[NAME].unique,
+            self.gateway.name_of(body.model),
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            usage_in_chunks=body.usage_in_chunks,
+        )
+
+    def _reply(
+        self,
+        body: Generation | MessagesBody,
+        prompts: Sequence[PromptInput],
+        plan: AnswerPlan,
+        request: Request,
+        wire: Wire,
+    ) -> Response:
+        headers = parse_headers(request.headers, request.scope[NAME])
+        if self.gateway.traces:
+            set_trace_headers(request.headers.items())
+        if not headers.name.is_prefix:
+            more = log_fields(self._context.name, headers.name.unique)
+            logger.info("request %s has x-request-id %.500r", headers.name.unique, headers.name.given, extra=more)
+        sampling = body.sampling(self.gateway.default_sampling)
+        parsed = ParsedRequest(
+            prompts,
+            sampling if plan.grammar is None else replace(sampling, grammar=plan.grammar),
+            headers,
+            model=body.model or "",
+            client_names=body.client_names,
+            stream=bool(body.stream),
+            scores_only=isinstance(body, CompletionBody) and body.scores_only,
+            keep=plan.keep,
+        )
+        return Reply(self.gateway, parsed, wire, self._encoding)
+
+    async def tokenize(self, body: TokenizeBody) -> Response:
+        return Response(tokenize(self.gateway.tokenizer, body, self.gateway.bounds), media_type=JSON)
+
+    async def detokenize(self, body: DetokenizeBody) -> Response:
+        return Response(detokenize(self.gateway.tokenizer, body, self.gateway.bounds), media_type=JSON)
+
+    async def large(self, request: Request, raw: bytes) -> Response | None:
+        """The response to a large body; None: the route continues with a small body and the encoded prompts."""
+        gateway, path = self.gateway, request.scope["path"]
+        call = gateway.preprocessing.call
+        if path in READERS:
+            model, answer = await call(len(raw), READERS[path], raw, gateway.bounds)
+            gateway.check_model(model)
+            return Response(answer, media_type=JSON)
+        if path == RESPONSES:
+            tenant = parse_headers(request.headers, request.scope[NAME]).tenant
+            history = self._responses.history(tenant, await call(len(raw), read_previous_id, raw))
+            request._json = await self._read_response(request, raw, history)
+            request._body = b"{}"
+            return None
+        body = await call(len(raw), read_generation, GENERATIONS[path], raw, gateway.bounds, gateway.default_sampling)
+        request._json, request.state.prompts = body.fields, body.prompts
+        request._body = b"{}"  # frees the large body; FastAPI checks that there is one
+        return None
+
+    def describe_all(self) -> list[dict[str, Any]]:
+        """The model and its adapters, as in `GET /v1/models`."""
+        return [self.describe(name) for name in ("", *self._context.dispatcher.adapters)]
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """An adapter has the model that it changes as its `parent`. Raises `UnknownModel`."""
+        model = self._context.model
+        found = self.gateway.name_of(name)
+        return {
+            "id": found,
+            "object": "model",
+            "parent": None if found == model.name else model.name,
+            "created": self._started_s,
+            "owned_by": "diptych",
+            "max_model_len": self.gateway.max_model_len,
+            "default_sampling_params": self.gateway.default_sampling,
+        }
+
+
+def _prompts(body: Generation | MessagesBody, request: Request) -> Sequence[PromptInput]:
+    """The prompts; those of a large body are already encoded."""
+    encoded: Sequence[PromptInput] | None = getattr(request.state, "prompts", None)
+    return body.prompts() if encoded is None else encoded
