@@ -2,10 +2,10 @@
 
     watch ──> more blocks ready ──> read them (a few reads at once) ─┐
       ^──────────────────────────────────────────────────────────────┤
-                                   finished, all read ──> release ──> report
+                                nothing left to read ──> release ──> report
 
 Knows the protocol; knows no socket and frees no block: the caller frees the target blocks when their reads have
-settled, possibly after the pull failed or was cancelled.
+settled, possibly after the pull failed or was cancelled. What is read next is a `ReadOrder`'s choice.
 """
 
 import asyncio
@@ -32,6 +32,44 @@ class LeaseClient(Protocol):
     async def release(self, lease: str, epoch: int) -> None: ...
 
 
+class ReadOrder(Protocol):
+    """Which of a ticket's tokens are read next. Each read begins and ends where blocks of both sides do, or at the end
+    of the ticket.
+    """
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is to be read."""
+        ...
+
+    def take(self, ready_tokens: int) -> tuple[int, int] | None:
+        """The first token and the number of tokens of the next read, of the first `ready_tokens`. None: not now."""
+        ...
+
+    def landed(self, first_token: int) -> None:
+        """The read from this token on is right: its digests match, or the lease was valid after it."""
+        ...
+
+
+class InOrder:
+    """A `ReadOrder`: all from `next_token` on, as soon as it is ready. Reads may end inside a longer block of ours."""
+
+    def __init__(self, next_token: int, num_tokens: int) -> None:
+        self._next = next_token
+        self._stop = num_tokens
+
+    @property
+    def is_done(self) -> bool:
+        return self._next >= self._stop
+
+    def take(self, ready_tokens: int) -> tuple[int, int] | None:
+        first, self._next = self._next, max(self._next, ready_tokens)
+        return (first, self._next - first) if self._next > first else None
+
+    def landed(self, first_token: int) -> None:
+        pass
+
+
 async def pull(
     client: LeaseClient,
     reader: Callable[[PullOrder], Read],
@@ -43,13 +81,15 @@ async def pull(
     block_size: int,
     pieces: tuple[Piece, ...],
     skip_tokens: int = 0,
+    order: ReadOrder | None = None,
 ) -> TransferReport:
     """Read the prompt's KV into `target_blocks` of `block_size` tokens; the first `skip_tokens` tokens are here.
 
-    `pieces` are those of all our ranks. Returns when every byte has arrived, all digests match, and the owner has
-    confirmed that the lease was valid to the end. Otherwise raises a `TransferError` (`PeerRefused` when the tokens
-    that are here end inside a block of the owner), and the target blocks hold nothing usable. On failure and on cancel,
-    reads in flight are left to settle. The lease is extended while reads run, and not released on failure.
+    `pieces` are those of all our ranks. `order`: what to read of it; None: all, from the front. Returns when every byte
+    has arrived, all digests match, and the owner has confirmed that the lease was valid to the end. Otherwise raises a
+    `TransferError` (`PeerRefused` when the tokens that are here end inside a block of the owner), and the target blocks
+    hold nothing usable but what `order` was told. On failure and on cancel, reads in flight are left to settle. The
+    lease is extended while reads run, and not released on failure.
     """
     run = _Pull(
         client=client,
@@ -60,11 +100,14 @@ async def pull(
         block_size=block_size,
         skip_tokens=skip_tokens,
         read_timeout_s=read_timeout_s,
+        order=order or InOrder(skip_tokens, ticket.num_tokens),
+        proves_reads=order is not None,
     )
     loop = asyncio.get_running_loop()
     begun = loop.time()
     await run.follow()
     await client.release(ticket.lease, ticket.epoch)
+    run.prove()
     return TransferReport(
         lease=ticket.lease,
         transport=link.transport,
@@ -82,10 +125,7 @@ async def pull(
 
 
 class _Pull:
-    """The state of one pull: blocks of the ticket that are ready, requested and landed.
-
-    If our blocks are longer, an order may end inside one of them, and the next one begins there.
-    """
+    """The state of one pull: how much of the ticket is ready, which reads are in flight, and what has landed."""
 
     def __init__(
         self,
@@ -97,6 +137,8 @@ class _Pull:
         block_size: int,
         skip_tokens: int,
         read_timeout_s: float,
+        order: ReadOrder,
+        proves_reads: bool,
     ) -> None:
         left = ticket.num_tokens - skip_tokens
         self._first_target, stop = covering(block_size, skip_tokens, left)
@@ -114,33 +156,36 @@ class _Pull:
             )
         self._pieces = pieces
         self._target_size = block_size
-        skip_blocks = -(-skip_tokens // self._source_size)
+        self._skipped = -(-skip_tokens // self._source_size)
         self._client = client
         self._reader = reader
         self._ticket = ticket
         self._targets = target_blocks
         self._read_timeout_s = read_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._ready = skip_blocks
-        self._requested = skip_blocks
-        self._digests: list[tuple[int, ...]] = []  # [piece][block - self._requested]; none: unchecked
-        self._finished = skip_blocks == len(ticket.blocks)
-        self._in_flight: set[asyncio.Future[ReadStats]] = set()
+        self._order = order
+        self._proves_reads = proves_reads
+        self._unproven: list[PullOrder] = []  # that have landed without digests
+        self._ready = self._skipped
+        self._digests: list[tuple[int, ...]] = []  # [piece][block - self._skipped]; none: unchecked
+        self._finished = self._skipped == len(ticket.blocks)
+        self._in_flight: dict[asyncio.Future[ReadStats], PullOrder] = {}
         self._busy_since = 0.0
         self.busy_s = 0.0
         self.landed: list[ReadStats] = []
 
     async def follow(self) -> None:
-        """Watch and read until all blocks are here."""
+        """Watch and read until nothing is left to read."""
         watch: asyncio.Task[Progress] | None = None
+        num_proven = 0  # reads that had landed when the watch began
         ttl_s = self._ticket.ttl_s
         beat = self._loop.time()
         try:
-            while self._requested < len(self._ticket.blocks) or self._in_flight:
+            while not self._order.is_done or self._in_flight:
                 period_s = min(LONGEST_WATCH_S, ttl_s / HEARTBEATS_PER_TTL)
-                due_s = beat + period_s - self._loop.time() if self._finished else 0.0
+                due_s = beat + period_s - self._loop.time() if self._finished and not self._unproven else 0.0
                 if watch is None and due_s <= 0:
-                    beat = self._loop.time()
+                    beat, num_proven = self._loop.time(), len(self._unproven)
                     watch = self._loop.create_task(self._watch(period_s))
                 waiting: set[asyncio.Future[ReadStats] | asyncio.Task[Progress]] = {*self._in_flight}
                 if watch:
@@ -149,6 +194,7 @@ class _Pull:
                 self._collect()
                 if watch and watch.done():
                     ttl_s = self._take(watch.result())
+                    self.prove(num_proven)
                     watch = None
                 self._request()
         finally:
@@ -176,8 +222,8 @@ class _Pull:
         if fresh > 0:
             known = self._ready - progress.first_block
             new = [piece[known : known + fresh] for piece in progress.digests]
-            unasked = len(new) not in (0, len(self._pieces)) or (self._digests and not new)
-            if unasked or any(len(piece) != fresh for piece in new):
+            is_mixed = self._ready > self._skipped and bool(new) != bool(self._digests)
+            if len(new) not in (0, len(self._pieces)) or is_mixed or any(len(piece) != fresh for piece in new):
                 raise PeerRefused(f"{self._ticket.lease}: the owner sent no digests for some of its blocks")
             self._digests = [old + added for old, added in zip(self._digests or [()] * len(new), new, strict=True)]
             self._ready = progress.ready_blocks
@@ -185,30 +231,40 @@ class _Pull:
         return progress.ttl_s
 
     def _request(self) -> None:
-        """Start one read of all that is ready, if there is room for a read."""
-        if self._requested == self._ready or len(self._in_flight) >= READS_AT_ONCE:
-            return
-        first_token = self._requested * self._source_size
-        num_tokens = min(self._ready * self._source_size, self._ticket.num_tokens) - first_token
-        start, stop = covering(self._target_size, first_token, num_tokens)
-        order = PullOrder(
-            peer=self._ticket.owner.incarnation,
-            source_blocks=self._ticket.blocks[self._requested : self._ready],
-            target_blocks=self._targets[start - self._first_target : stop - self._first_target],
-            first_token=first_token,
-            num_tokens=num_tokens,
-            digests=tuple(zip(self._pieces, self._digests, strict=True)) if self._digests else (),
-            deadline_s=self._read_timeout_s,
-        )
-        if not self._in_flight:
-            self._busy_since = self._loop.time()
-        self._in_flight.add(self._reader(order).done)
-        self._requested, self._digests = self._ready, []
+        """Start the reads that are next, as far as there is room for them."""
+        ready_tokens = min(self._ready * self._source_size, self._ticket.num_tokens)
+        while len(self._in_flight) < READS_AT_ONCE and (taken := self._order.take(ready_tokens)) is not None:
+            first_token, num_tokens = taken
+            first, stop = covering(self._source_size, first_token, num_tokens)
+            start, end = covering(self._target_size, first_token, num_tokens)
+            digests = [piece[first - self._skipped : stop - self._skipped] for piece in self._digests]
+            order = PullOrder(
+                peer=self._ticket.owner.incarnation,
+                source_blocks=self._ticket.blocks[first:stop],
+                target_blocks=self._targets[start - self._first_target : end - self._first_target],
+                first_token=first_token,
+                num_tokens=num_tokens,
+                digests=tuple(zip(self._pieces, digests, strict=True)) if digests else (),
+                deadline_s=self._read_timeout_s,
+            )
+            if not self._in_flight:
+                self._busy_since = self._loop.time()
+            self._in_flight[self._reader(order).done] = order
+
+    def prove(self, count: int | None = None) -> None:
+        """The lease was still valid after the first `count` of the reads that landed without digests, or after all."""
+        for order in self._unproven[:count]:
+            self._order.landed(order.first_token)
+        del self._unproven[:count]
 
     def _collect(self) -> None:
         """Take in the reads that ended. Raises the first failure."""
         for done in [done for done in self._in_flight if done.done()]:
-            self._in_flight.discard(done)
+            order = self._in_flight.pop(done)
             self.landed.append(done.result())
+            if order.digests:
+                self._order.landed(order.first_token)
+            elif self._proves_reads:
+                self._unproven.append(order)
             if not self._in_flight:
                 self.busy_s += self._loop.time() - self._busy_since

@@ -279,9 +279,9 @@ class Worker:
         return None if lease is None else self._ticket(lease)
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        """Pull a prefix that another worker holds into our cache.
+        """Begin to pull a prefix that another worker holds into our cache, for `timeout_s` at most.
 
-        Returns how many tokens of it are then cached; 0 when they did not arrive in time, which is no error.
+        Returns how many tokens of it are coming. What does not arrive is no error: the prompt computes it.
         """
         self._accept(request)
         return await self._kv_fetcher.fetch_prefix(request, ticket, timeout_s)
@@ -331,6 +331,7 @@ class Worker:
         self._reservations.give_up(lambda each: each.key == key, "was cancelled while it waited for a reservation")
         if (task := self._fetches.get(key)) is not None:
             task.cancel()
+        self._kv_fetcher.cancel(key)
         self.engine.fail(key, "it was canceled")
         self._changed()
         self._routes.pop(key, None)
@@ -485,6 +486,7 @@ class Worker:
 
     def _forget(self, key: str) -> None:
         self._routes.pop(key, None)
+        self._kv_fetcher.cancel(key)
         self.engine.abort(key)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:

@@ -52,7 +52,7 @@ class Attempt:
     `cut_tokens`: tokens that the prefill worker computes; the decode worker computes the rest (0: no cut). `answer`:
     the tokens so far, which `on_tokens` extends. `on_moved` gets source and target of a migration,
     `on_unlinked` owner and reader of a fetch that could not connect. `prefix_owner`: a worker that may have the
-    prompt's prefix; the prefill worker fetches it first, for at most `prefix_fetch_s`. `lenders` hold a part of the KV
+    prompt's prefix; the prefill worker fetches it, for at most `prefix_fetch_s`. `lenders` hold a part of the KV
     of a colocated attempt.
     """
 
@@ -196,7 +196,7 @@ class Attempt:
         await prefill.take(prefill.handle.prefill(prefill.request, self._cut_tokens))
 
     async def _fetch_prefix(self) -> None:
-        """Let the prefill worker fetch the prompt's prefix from its owner. On failure it computes the prefix."""
+        """The prefill worker begins to fetch the prompt's prefix from its owner. It computes what does not arrive."""
         owner = self._prefix_owner
         if owner is None:
             return

@@ -15,6 +15,7 @@ from cluster.policy.routing.router import Ask, Placement
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
+from tests.engine.waiting import wait_for_fetches
 from tests.model.tiny import write_tiny_llama
 from workers.config import ByteSize, CacheConfig
 from workers.costs import LinearCost
@@ -29,6 +30,11 @@ PROMPT = tuple(3 + 11 * position % 300 for position in range(150))
 QUESTION = tuple(5 + 7 * position % 300 for position in range(30))
 ANSWER = 120  # tokens
 TOTAL = len(PROMPT) + ANSWER  # of the first turn
+
+
+@pytest.fixture(autouse=True)
+def waits_for_what_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_fetches(monkeypatch)
 
 
 @pytest.fixture(scope="module")

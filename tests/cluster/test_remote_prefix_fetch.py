@@ -1,5 +1,6 @@
 """A prefix fetched from another worker's cache gives the same tokens as a computed one: a real model."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.cluster.pairs import Legs, colocated, parallel_worker, words
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import Request, SamplingParams
+from workers.worker import Worker
 
 ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=24, max_running=8)
 OTHER = replace(ENGINE, block_size=12)
@@ -22,6 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(
         write_tiny_llama(folder, num_layers=3, hidden_size=72, ffn_size=100, num_heads=9, num_kv_heads=3, head_dim=8)
     )
+
+
+async def ended(worker: Worker) -> None:
+    """Its fetches have."""
+    async with asyncio.timeout(30.0):
+        while len(worker.engine.prefix_fetches):
+            await asyncio.sleep(0.001)
 
 
 PAIRS = pytest.mark.parametrize(
@@ -52,6 +61,7 @@ async def test_a_fetched_prefix_gives_the_same_tokens(
         ticket = await holder.hold_prefix(longer)
         assert ticket is not None and ticket.num_tokens == 64
         assert await taker.fetch_prefix(longer, ticket, 30.0) == 64, words(ParallelConfig(*owner))
+        await ended(taker)
         before = taker.engine.stats().cached_blocks
         assert before == 64 // engine.block_size
         (moved,) = await Legs(taker, decode).run([longer])
@@ -90,6 +100,7 @@ async def test_an_answer_is_fetched_from_the_gang_that_generated_it(
         ticket = await holder.hold_prefix(turn)
         assert ticket is not None and ticket.num_tokens == 72, "79 tokens, of which the last has no KV"
         assert await taker.fetch_prefix(turn, ticket, 30.0) == 72
+        await ended(taker)
         (tokens,) = await colocated(taker, [replace(turn, id="again")])
         assert tokens == expected
         assert taker.engine.pool.hits.tokens == {"fetched": 72}, "whole blocks of 8 or 12 tokens"

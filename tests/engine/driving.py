@@ -12,6 +12,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.engine import Engine, EngineOutput
+from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.step import ELSEWHERE, PENDING, Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
 
@@ -109,6 +110,12 @@ def run_to_end(engine: Engine, now_s: float = 0.0, device: "Device | None" = Non
         emitted += more
         if plan is None:
             return emitted
+
+
+def bring(fetches: PrefixFetches, fetch: PrefixFetch, now_s: float = 0.0) -> None:
+    """All that is still to be read of a prefix arrives."""
+    while (taken := fetches.take(fetch, fetch.num_tokens, now_s)) is not None:
+        fetches.landed(fetch, taken[0], now_s)
 
 
 def tokens_of(emitted: list[EngineOutput], key: str) -> list[int]:

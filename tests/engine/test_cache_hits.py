@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.driving import request
+from tests.engine.driving import bring, request
 from tests.engine.test_host_cache import answer, prompt, small
 from workers.costs import LinearCost
 from workers.engine.cache_hits import CacheHits
@@ -34,7 +34,8 @@ def test_fetched_blocks_count_as_fetched_for_their_first_prompt_alone() -> None:
     subject, device = small()
     fetch = subject.prefix_fetches.begin(prompt(100, 32))
     device.fill(fetch.blocks, prompt(100, 32))
-    subject.prefix_fetches.end(fetch, arrived=True)
+    bring(subject.prefix_fetches, fetch)
+    subject.prefix_fetches.end(fetch)
     sources = []
     for name in ("first", "second"):
         _, cached, emitted = answer(subject, device, request(name, prompt(100, 36), max_tokens=2))

@@ -11,6 +11,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from tests.engine.driving import (
     Device,
     Pipeline,
+    bring,
     digest_of,
     engine,
     next_token,
@@ -268,7 +269,8 @@ class HostMachine(EngineMachine):
             return
         fetch = self.engine.prefix_fetches.begin(tokens)
         self.device.fill(fetch.blocks, tokens)
-        self.engine.prefix_fetches.end(fetch, arrived=True)
+        bring(self.engine.prefix_fetches, fetch)
+        self.engine.prefix_fetches.end(fetch)
 
 
 HostMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

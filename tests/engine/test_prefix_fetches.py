@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.errors import LeaseLost
 from tests.engine.driving import (
+    bring,
     digest_of,
     engine,
     next_token,
@@ -22,6 +23,7 @@ from tests.engine.driving import (
 from workers.costs import LinearCost
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
 from workers.engine.engine import Engine
+from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
@@ -38,7 +40,7 @@ class Side:
     def __init__(self, num_blocks: int = 8, *, digest: bool = True, prefix_blocks: int = 1) -> None:
         self.pool = BlockPool(num_blocks, BLOCK)
         self.leases = LeaseBook(self.pool, 10.0, digest=digest)
-        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks)
+        self.prefix_fetches = PrefixFetches(self.pool, self.leases, prefix_blocks, StepEstimate(LinearCost()), 1)
 
     def computed(self, tokens: range, *, key_digests: int = 99) -> None:
         """A prompt was computed here, held for a reader, and released."""
@@ -86,7 +88,8 @@ def test_a_prefix_is_not_held_for_another_tenant() -> None:
     side.computed(range(10))
     assert side.prefix_fetches.hold("r:prefix", range(20), 0.0, "eve") is None
     fetch = side.prefix_fetches.begin(range(8), "eve")
-    side.prefix_fetches.end(fetch, arrived=True)
+    bring(side.prefix_fetches, fetch)
+    side.prefix_fetches.end(fetch)
     assert fetch.num_shared == 0
     lease = side.prefix_fetches.hold("e:prefix", range(20), 0.0, "eve")
     assert lease is not None and lease.blocks == fetch.blocks
@@ -238,7 +241,9 @@ def test_a_fetched_prefix_is_cached_and_a_failed_fetch_is_freed() -> None:
         fetch = side.prefix_fetches.begin(range(9))  # two full blocks and one token
         side.check()
         assert len(fetch.blocks) == 3
-        side.prefix_fetches.end(fetch, arrived=arrived)
+        if arrived:
+            bring(side.prefix_fetches, fetch)
+        side.prefix_fetches.end(fetch)
         assert (side.cached(range(9)), side.pool.num_free) == (cached, 8)
 
 
@@ -247,7 +252,8 @@ def test_only_missing_blocks_are_fetched() -> None:
     side.computed(range(12))
     fetch = side.prefix_fetches.begin(range(24))
     assert (fetch.num_shared, len(fetch.blocks)) == (2, 6), "three blocks are here, of which two count"
-    side.prefix_fetches.end(fetch, arrived=True)
+    bring(side.prefix_fetches, fetch)
+    side.prefix_fetches.end(fetch)
     assert side.cached(range(24)) == 6
 
 
@@ -266,7 +272,8 @@ def test_a_prefix_that_does_not_fit_changes_nothing() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["hold", "read", "release", "fetch", "end", "lose", "compute", "digest"]), st.integers(0, 3)
+            st.sampled_from(["hold", "read", "release", "fetch", "end", "lose", "compute", "digest"]),
+            st.integers(0, 3),
         ),
         max_size=40,
     ),
@@ -295,12 +302,15 @@ def test_blocks_balance_for_any_order_of_holds_and_fetches(steps: list[tuple[str
                 done = held.pop(number % len(held))
                 side.leases.release(done.key, done.epoch)
             elif what in ("end", "lose") and coming:
-                side.prefix_fetches.end(coming.pop(number % len(coming)), arrived=what == "end")
+                fetch = coming.pop(number % len(coming))
+                if what == "end":
+                    bring(side.prefix_fetches, fetch)
+                side.prefix_fetches.end(fetch)
         except OutOfBlocks:
             assert held or coming
         side.check()
     for fetch in coming:
-        side.prefix_fetches.end(fetch, arrived=False)
+        side.prefix_fetches.end(fetch)
     side.leases.expire(99.0)
     side.check()
     assert side.pool.num_free == 12
@@ -317,7 +327,7 @@ def fetching(byte_s: float) -> tuple[Engine, PrefixFetch]:
     """A worker that gets 32 tokens, of ten bytes each, which it computes in a second each."""
     cost = FixedCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, byte_s, 0.0)
     subject = engine(kv_blocks=34, cost=cost, block_bytes=40)
-    return subject, subject.prefix_fetches.begin(range(1, 33), now_s=10.0)
+    return subject, subject.prefix_fetches.begin(range(1, 33), now_s=12.0)
 
 
 def ask(subject: Engine, tenant: str = "") -> None:
@@ -326,44 +336,46 @@ def ask(subject: Engine, tenant: str = "") -> None:
 
 
 def test_a_prompt_whose_prefix_arrives_waits_for_it_and_computes_the_rest() -> None:
-    subject, fetch = fetching(byte_s=0.02)
+    subject, fetch = fetching(byte_s=0.002)
     ask(subject)
     assert step(subject, 12.0)[0] is None
-    assert subject.wakes_at_s == pytest.approx(10.0 + 320 * 0.02 + 0.05 * 40), "as expected, and 5 % of computing it"
-    subject.prefix_fetches.end(fetch, arrived=True)
+    assert subject.wakes_at_s == pytest.approx(12.0 + 2 * 40 * 0.002 + 0.05 * 40), "two reads, and 5 % of computing it"
+    bring(subject.prefix_fetches, fetch, 13.0)
+    subject.prefix_fetches.end(fetch)
     plan, _ = planned(subject, 13.0)
     assert plan.chunks[0].first_position == 32
     subject.check()
 
 
-@pytest.mark.parametrize("now_s", [13.0, 18.5])
+@pytest.mark.parametrize("now_s", [13.0, 14.5])
 def test_a_prefix_that_does_not_arrive_or_is_late_is_computed(now_s: float) -> None:
-    subject, fetch = fetching(byte_s=0.02)
+    subject, fetch = fetching(byte_s=0.002)
     ask(subject)
     assert step(subject, 12.0)[0] is None
     if now_s < subject.wakes_at_s:
         assert step(subject, now_s)[0] is None
-        subject.prefix_fetches.end(fetch, arrived=False)
+        subject.prefix_fetches.end(fetch)
     plan, _ = planned(subject, now_s)
     assert plan.chunks[0].first_position == 0
 
 
 def test_nothing_waits_for_what_is_computed_sooner_or_is_another_tenants() -> None:
-    subject, _ = fetching(byte_s=0.2)  # 62 seconds more, and 32 of computing
+    subject, _ = fetching(byte_s=0.2)  # 64 seconds, and 32 of computing
     ask(subject)
     assert planned(subject, 12.0)[0].chunks[0].first_position == 0
-    subject, _ = fetching(byte_s=0.02)
+    subject, _ = fetching(byte_s=0.002)
     ask(subject, tenant="eve")
     assert planned(subject, 12.0)[0].chunks[0].first_position == 0
 
 
 def test_prompts_behind_it_that_are_computed_until_then_go_first() -> None:
-    subject, fetch = fetching(byte_s=0.02)
+    subject, fetch = fetching(byte_s=0.002)
     ask(subject)
     subject.add(request("long", tuple(range(100, 120)), max_tokens=1), 12.0, hold=False)
     subject.add(request("short", (200, 201), max_tokens=1), 12.0, hold=False)
     plan, _ = planned(subject, 12.0)
     assert [chunk.key for chunk in plan.chunks] == ["short/0"]
-    subject.prefix_fetches.end(fetch, arrived=True)
+    bring(subject.prefix_fetches, fetch, 14.0)
+    subject.prefix_fetches.end(fetch)
     plan, _ = planned(subject, 14.0)
     assert plan.chunks[0].key == "r/0"

@@ -108,8 +108,8 @@ def small(disk: RecordedDisk, cost: CostModel = CHEAP, host: int = 12) -> Engine
 
 
 def slow_disk(disk: RecordedDisk) -> Engine:
-    """Reading four blocks takes a bit longer than a step that computes them."""
-    subject = filled(disk, host=20)
+    """Reading four blocks takes a bit longer than a step that computes them, whose fixed cost is small."""
+    subject = filled(disk, LinearCost(step_s=0.004, swap_byte_s=0.0), host=20)
     (store,) = subject._stores
     store.block_s = 1.2 * subject._estimate.cost.prefill_seconds(16) / 4
     disk.read_s = store.block_s

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,6 +126,60 @@ async def test_a_completely_cached_prompt_is_released_without_a_read(story: Stor
     report = await story.pull(skip_blocks=6)
     assert (report.num_reads, report.num_bytes) == (0, 0)
     assert story.leases.released == ["lease"]
+
+
+class Backwards:
+    """Two blocks with each read, from the end."""
+
+    def __init__(self) -> None:
+        self.left = [(64, 26), (32, 32), (0, 32)]
+        self.proven: list[int] = []
+
+    @property
+    def is_done(self) -> bool:
+        return not self.left
+
+    def take(self, ready_tokens: int) -> tuple[int, int] | None:
+        return self.left.pop(0) if self.left and ready_tokens == NUM_TOKENS else None
+
+    def landed(self, first_token: int) -> None:
+        self.proven.append(first_token)
+
+
+async def test_what_is_read_first_is_told_when_its_digests_match(story: Story) -> None:
+    order = Backwards()
+    task = story.pull(order=order)
+    story.compute(*BLOCKS)
+    story.leases.finish("lease")
+    report = await task
+    assert order.proven == [64, 32, 0] and (report.num_reads, report.digests_verified) == (3, 6)
+    assert [block_of(story.ours, target) for target in TARGETS] == [block_bytes_of(block) for block in BLOCKS]
+
+
+async def test_without_digests_a_read_is_told_once_the_lease_was_valid_after_it(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, told = Backwards(), asyncio.Event()
+    watch, begun = story.client.watch, asyncio.Event()
+
+    async def late(*args: Any) -> Progress:
+        """The first watch that proves something waits."""
+        if story.begun.qsize():
+            begun.set()
+            await told.wait()
+        return await watch(*args)
+
+    monkeypatch.setattr(story.client, "watch", late)
+    story.leases.advance("lease", num_blocks=len(BLOCKS))
+    story.leases.finish("lease")
+    task = story.pull(order=order)
+    await begun.wait()
+    assert story.begun.qsize() and not order.proven
+    story.leases.expire("lease")
+    told.set()
+    with pytest.raises(LeaseLost):
+        await task
+    assert not order.proven
 
 
 async def test_a_corrupted_byte_is_a_digest_mismatch_and_nothing_is_released(story: Story) -> None:

@@ -153,7 +153,7 @@ TLS_MISTAKES = {
     "another authority": "unable to get local issuer certificate",
     "expired": "certificate has expired",
     "another name": "IP address mismatch",
-    "a server without TLS": "one without TLS does not answer either: write redis://",
+    "a server without TLS": "the server answers without TLS: write redis://",
     "a client without TLS": "Connection closed by server|reset by peer",
 }
 
@@ -184,6 +184,17 @@ async def test_what_is_wrong_with_tls_stops_the_tier_with_its_reason_and_changes
     assert re.search(f"reads stopped: .*({TLS_MISTAKES[mistake]})", tier.stats().trouble), tier.stats().trouble
     lines = [each.getMessage() for each in caplog.records if "reads of the remote KV store" in each.getMessage()]
     assert len(lines) == 1 and "are stopped" in lines[0], lines
+
+
+def test_a_server_without_tls_is_told_apart_before_a_handshake_waits_for_it(
+    server: RedisServer, tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_store, "_measure", None)  # no handshake is tried
+    url = server.url.replace("redis://", "rediss://")
+    store = remote_store.open_remote_store(url, None, str(authority.ca), b"f", 4096)
+    assert store._problem == "the server answers without TLS: write redis:// for it"
+    with tls_endpoint(server.port, authority.sign("server")) as port:
+        assert not remote_store._answers_without_tls(f"rediss://127.0.0.1:{port}/0")
 
 
 async def test_a_missing_file_or_library_is_one_error_at_the_start(

@@ -179,6 +179,15 @@ def test_a_worker_restores_what_is_faster_than_computing_it_and_computes_while_i
     assert latency.found(subject, Match(300), 200) == (199, 0.0)
 
 
+def test_a_prompt_in_two_stores_is_read_from_one_after_the_other() -> None:
+    made = spec("mooncake-local", cost=replace(SIMPLE, swap_byte_s=1e-6))
+    pools = tuple(replace(each, cache=CacheConfig(ByteSize(2 * 384))) for each in made.pools)
+    latency = LatencyPredictor(replace(made, pools=pools), ActiveRequests())
+    subject = structs.replace(worker("p0"), kv_token_bytes=1, disk_byte_s=1e-3, remote_byte_s=1e-3)
+    in_one, in_two = Match(640, disk_tokens=384), Match(640, disk_tokens=192, remote_tokens=192)
+    assert latency.found(subject, in_two, 1000) == latency.found(subject, in_one, 1000)
+
+
 def test_a_worker_is_chosen_that_can_read_what_another_one_stored() -> None:
     """p0 has told that the prompt is on a server. It is busy; p1 uses the same server, p2 another one."""
     made = spec("mooncake-local", cost=SIMPLE)

@@ -154,7 +154,7 @@ def refuse_to_hold(owner: Worker, reader: Worker) -> None:
 
 
 def leave_no_room(owner: Worker, reader: Worker) -> None:
-    def begin(tokens: Sequence[int], salt: str = "", now_s: float = 0.0) -> PrefixFetch:
+    def begin(tokens: Sequence[int], salt: str = "", now_s: float = 0.0, **link: object) -> PrefixFetch:
         raise OutOfBlocks("none left")
 
     reader.engine.prefix_fetches.begin = begin

@@ -107,6 +107,9 @@ class BlockPool:
         self.host = HostCache(host_blocks, first_host, self.log, most_pinned)
         self.forget_in_stores: Callable[[Sequence[bytes]], object] = len  # set by an Engine with stores
 
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._blocks
+
     @property
     def num_free(self) -> int:
         return len(self._clean) + len(self._cached) + self._end - len(self._references)

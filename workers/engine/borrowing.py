@@ -48,14 +48,14 @@ class Moves:
         self._due_returns: list[SpanReturn] = []
         self._repaid: list[RemoteKV] = []
         self._block_s = 0.0  # to move a block
-        self._token_s = 0.0  # that a token waits for each lender of its sequence
+        self._token_s = 0.0  # that a decode waits for each lender of its sequence
 
     def learn_move(self, seconds: float, num_blocks: int) -> None:
         """A lender has read this many blocks."""
         self._block_s = _learned(self._block_s, seconds / num_blocks)
 
     def learn_wait(self, seconds: float) -> None:
-        """A token waits this long for a lender, in all layers together."""
+        """A decode waits this long for a lender, in all layers together."""
         self._token_s = _learned(self._token_s, seconds)
 
     def add(self, sequence: Sequence) -> None:
@@ -179,7 +179,7 @@ class Moves:
                 continue
             span = sequence.remote[-1]
             room = self._pool.num_free - self._growth(sequence) - self._low
-            since = sequence.num_computed - sequence.moved_at
+            since = sequence.num_computed - max(sequence.moved_at, sequence.num_given)  # a prompt waits once
             if span.num_blocks <= room and self._pays(span.num_blocks, since, sequence.most_to_come):
                 self._return(sequence, span, here=True)
 

@@ -103,7 +103,7 @@ class Engine:
         self._stores = [StoreTier(store, self._pool, block_bytes) for store in stores]
         self._pool.forget_in_stores = self._forget_in_stores
         prefix_blocks = math.lcm(prefix_tokens, config.block_size) // config.block_size
-        self._prefix_fetches = PrefixFetches(self._pool, self._leases, prefix_blocks)
+        self._prefix_fetches = PrefixFetches(self._pool, self._leases, prefix_blocks, self._estimate, block_bytes)
         self._loads = Loads(self._stores, self._pool, self._estimate, block_bytes, self._prefix_fetches)
         self._scheduler = Scheduler(
             config, self._pool, self._leases, self._loads, self._estimate, block_bytes=block_bytes, depth=depth
@@ -322,7 +322,7 @@ class Engine:
         self._kv.moves.learn_move(seconds, num_blocks)
 
     def learn_wait(self, seconds: float) -> None:
-        """A token waits this long for a lender, in all layers together."""
+        """A decode waits this long for a lender, in all layers together."""
         self._kv.moves.learn_wait(seconds)
 
     def offer_loan(self, number: int, count: int, now_s: float) -> Lease:

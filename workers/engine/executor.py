@@ -40,7 +40,7 @@ class SpanQuery(Struct, frozen=True, gc=False):
 
     `layer` and `heads`, a half-open range of query heads, count in the whole model. `query` is [tokens, heads,
     head_dim] and `state` [tokens, heads, head_dim + 2] in float32 (see `workers.ops.span`); an empty state is that
-    before any key.
+    before any key. `is_chunk`: of several tokens of a prompt, not of a decode.
     """
 
     layer: int
@@ -49,6 +49,7 @@ class SpanQuery(Struct, frozen=True, gc=False):
     position: int
     query: bytes
     state: bytes = b""
+    is_chunk: bool = False
 
 
 RemoteAttend = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]

@@ -128,12 +128,32 @@ class KVCacheManager:
         return False
 
     def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
-        """Restore what host memory has behind a prompt's scheduled tokens, if that is cheaper than computing it."""
+        """Take what the device has behind a prompt's scheduled tokens, and restore what host memory has behind that, if
+        it is cheaper than computing it.
+        """
+        self._copy_known(sequence, moves)
         size, first = self._pool.block_size, sequence.num_scheduled
         self.tier.restore(sequence, moves)
         restored = range(first // size, sequence.num_scheduled // size)
         found = Counter(sequence.from_stores.pop(place, Tier.HOST).value for place in restored)
         self._count(sequence, {source: size * count for source, count in found.items()}, first)
+
+    def _copy_known(self, sequence: Sequence, moves: BlockMoves) -> None:
+        """Into its own blocks, which a lease may name."""
+        size, first = self._pool.block_size, sequence.num_scheduled
+        if first % size or sequence.wants_prompt_logprobs:
+            return
+        index = first // size
+        known = self._pool.match(sequence.hashes[index : (len(sequence.tokens) - 1) // size])
+        if not known:
+            return
+        num_tokens = len(known) * size
+        fetched = size * self._pool.use_fetched(known)
+        moves.copy(known, sequence.blocks[index : index + len(known)])
+        moves.restored.append((sequence, num_tokens))
+        sequence.num_ordered += num_tokens
+        sequence.cached_tokens += num_tokens
+        self._count(sequence, {DEVICE: num_tokens - fetched, FETCHED: fetched}, first)
 
     def _count(self, sequence: Sequence, found: Mapping[str, int], first: int) -> None:
         """Count tokens that were found, from this one on, by source, and what this saves."""

@@ -1,11 +1,11 @@
-"""Reads of cached prefixes from stores into host memory, from where steps restore them, while the prompts are computed.
+"""Reads of cached prefixes while their prompts wait and are computed: from stores into host memory, and from other
+workers onto the device (`prefix_fetch`).
 
     a prompt waits behind others    its blocks are read from the front, which costs nothing
     its turn comes                  computing goes on from what is here, and reads from the back (`race`)
-    the two meet                    a step restores what was read, and computing goes on behind it
+    the two meet                    a step takes what was read, and computing goes on behind it
 
-A block that is missing, late or corrupt is computed. A prompt whose prefix is being fetched from another worker waits
-for it, if that is faster than computing. Pure: seconds are arguments, and stores tell how long reads took.
+A block that is missing, late or corrupt is computed. Pure: seconds are arguments, and stores tell how long reads took.
 """
 
 import math
@@ -16,7 +16,7 @@ from functools import partial
 
 from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.estimate import StepEstimate
-from workers.engine.prefix_fetch import PrefixFetches
+from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.race import Gap, StepSeconds, choose
 from workers.engine.sequence import Sequence, State
 from workers.engine.store_tiers import StoreTier
@@ -29,10 +29,11 @@ LATE = 2.0  # reads that take this many times as long as they should are not wai
 
 @dataclass(slots=True, eq=False)
 class _Loading:
-    """A prompt whose prefix goes on in stores. Places are numbers of blocks; `names` are those of all that may be read.
+    """A prompt whose prefix goes on elsewhere. Places are numbers of blocks, as in `names`.
 
-    `known`: how many of the first ones each store has. `end`: the most of these. `unfound`: stores that have not told
-    yet. `reads`: reading more is worth it. `is_new`: it begins now.
+    `known`: how many of the first ones each store has. `end`: the most of these, and of what a fetch brings.
+    `unfound`: stores that have not told yet. `fetch`: the one in progress that brings what comes next. `reads`: reading
+    more from stores is worth it. `is_new`: it begins now.
     """
 
     sequence: Sequence
@@ -40,6 +41,7 @@ class _Loading:
     known: list[int]
     end: int
     unfound: int
+    fetch: PrefixFetch | None = None
     unread: deque[int] = field(default_factory=deque)  # ascending
     reading: set[int] = field(default_factory=set)
     reads: bool = True
@@ -58,6 +60,10 @@ class _Read:
     tiers: list[StoreTier]  # the one that reads, and those to be tried if it fails
     begun_s: float
     wanted: list[tuple[_Loading, int]]
+
+
+def _may_load(sequence: Sequence) -> bool:
+    return not (sequence.request.fresh or sequence.wants_prompt_logprobs or sequence.borrows)
 
 
 class Loads:
@@ -90,26 +96,33 @@ class Loads:
 
     def begin(self, sequence: Sequence, now_s: float) -> None:
         """Look for what continues the prompt's prefix."""
-        if not self._tiers or sequence.request.fresh or sequence.wants_prompt_logprobs:
+        if not self._tiers or not _may_load(sequence):
             return
         self._now_s = max(self._now_s, now_s)
-        sequence.hashes = prefix_hashes(sequence.tokens, self._size, sequence.hashes, sequence.salt)
-        names = sequence.hashes[: (len(sequence.tokens) - 1) // self._size]
+        names = self._names(sequence)
         first = self._num_here(names)
-        names = names[: first + self._host.num_blocks // 2]
-        if not self._is_worth_reading(sequence, first, len(names)):
+        end = min(len(names), first + self._most_ahead)
+        if not self._is_worth_reading(sequence, first, end):
             return
         loading = _Loading(sequence, names, [0] * len(self._tiers), first, len(self._tiers))
         self._loadings[sequence] = loading
         for number, tier in enumerate(self._tiers):
-            tier.find(names[first:], FIND_TIMEOUT_S, partial(self._found, loading, number, first))
+            tier.find(names[first:end], FIND_TIMEOUT_S, partial(self._found, loading, number, first))
         loading.is_new = False  # its turn, if it is now, decides where reads begin
+
+    def _names(self, sequence: Sequence) -> list[bytes]:
+        """Of all blocks that may be read: at least one token is left to compute."""
+        sequence.hashes = prefix_hashes(sequence.tokens, self._size, sequence.hashes, sequence.salt)
+        return sequence.hashes[: (len(sequence.tokens) - 1) // self._size]
 
     def _num_here(self, names: Items[bytes]) -> int:
         """How many of the first blocks are on the device or in host memory."""
         known = self._pool.num_known(names)
-        behind = (place for place in range(known, len(names)) if names[place] not in self._host)
+        behind = (place for place in range(known, len(names)) if not self._is_here(names[place]))
         return next(behind, len(names))
+
+    def _is_here(self, name: bytes) -> bool:
+        return name in self._pool or name in self._host
 
     def _is_worth_reading(self, sequence: Sequence, first: int, end: int) -> bool:
         """Whether these blocks would be restored from host memory."""
@@ -120,7 +133,7 @@ class Loads:
 
     def _found(self, loading: _Loading, number: int, first: int, count: int) -> None:
         loading.unfound -= 1
-        end = min(first + count, len(loading.names))
+        end = first + count
         loading.known[number] = end
         loading.unread.extend(range(loading.end, end))
         loading.end = max(loading.end, end)
@@ -147,43 +160,39 @@ class Loads:
 
     def waits_until_s(self, sequence: Sequence, seconds: StepSeconds) -> float | None:
         """Until when a prompt whose turn it is should wait for what is read, at most; None: it should not."""
-        loading = self._loadings.get(sequence)
+        loading = self._loading(sequence)
         if loading is None:
-            return self._fetched_until_s(sequence, seconds)
+            return None
         first = self._num_here(loading.names[: loading.end]) * self._size
         if self._tokens_now(loading, first, seconds):
             return None
         return max(loading.find_until_s or 0.0, loading.wait_until_s or 0.0)
 
-    def _fetched_until_s(self, sequence: Sequence, seconds: StepSeconds) -> float | None:
-        """The same for what is being fetched from another worker, if that is here before it could be computed."""
-        if not self._fetches or sequence.request.fresh or sequence.wants_prompt_logprobs or sequence.borrows:
-            return None
-        size, total = self._size, len(sequence.tokens)
-        sequence.hashes = prefix_hashes(sequence.tokens, size, sequence.hashes, sequence.salt)
-        names = sequence.hashes[: (total - 1) // size]
-        here = self._num_here(names)
-        fetch = self._fetches.going_on(names, here)
-        if fetch is None:
-            return None
-        first, end = here * size, min(len(fetch.hashes), len(names)) * size
-        compute_s = seconds.now(total - first, first)
-        num_bytes = (len(fetch.hashes) - fetch.num_shared) * self._block_bytes
-        here_s = fetch.begun_s + self._estimate.cost.transfer_seconds(num_bytes)
-        until_s = here_s + PATIENCE * compute_s
-        waited_s = max(here_s - self._now_s, seconds.floor_s) + seconds.later(total - end, end)
-        if self._now_s >= until_s or waited_s >= compute_s:
-            return None
-        self.wakes_at_s = min(self.wakes_at_s, until_s)
-        return until_s
-
     def tokens_now(self, sequence: Sequence, seconds: StepSeconds) -> int:
         """How many of its missing tokens the next step should compute, at most."""
-        loading = self._loadings.get(sequence)
+        loading = self._loading(sequence)
         if loading is None:
             return len(sequence.tokens)
         self._pass(loading, sequence.num_scheduled)
         return self._tokens_now(loading, sequence.num_scheduled, seconds)
+
+    def _loading(self, sequence: Sequence) -> _Loading | None:
+        """What may still be read for it, with the fetch from another worker that brings what comes next, if any."""
+        loading = self._loadings.get(sequence)
+        fetch: PrefixFetch | None = None
+        if self._fetches and _may_load(sequence):
+            names = self._names(sequence)
+            first = -(-sequence.num_scheduled // self._size) or self._num_here(names)
+            fetch = self._fetches.going_on(names, first)
+            if fetch is not None:
+                if loading is None:
+                    loading = self._loadings[sequence] = _Loading(sequence, names, [0] * len(self._tiers), 0, 0)
+                loading.end = max(loading.end, fetch.num_common(names))
+        if loading is not None:
+            if fetch is None and loading.fetch is not None:
+                loading.wait_until_s = None
+            loading.fetch = fetch
+        return loading
 
     def _tokens_now(self, loading: _Loading, first: int, seconds: StepSeconds) -> int:
         total, cached = len(loading.sequence.tokens), loading.end * self._size
@@ -193,13 +202,16 @@ class Loads:
             return total
         until = self._next_here(loading, first)
         missing = self._arrivals(loading, first, until)
+        if loading.fetch is not None:
+            patience_s = LATE * loading.fetch.piece_s + PATIENCE * seconds.now(total - first, first)
+            loading.wait_until_s = loading.fetch.progress_s + patience_s
         gap = Gap(
             first=first,
             until=until,
             cached=cached,
             total=total,
             missing=missing,
-            copy_s=self._estimate.cost.swap_seconds(self._block_bytes) / 2,
+            copy_s=self._estimate.cost.swap_seconds(self._block_bytes) / 2 if self._tiers else 0.0,
             can_wait=self._can_wait(loading) and until - first == len(missing) * self._size > 0,
         )
         choice = choose(gap, seconds)
@@ -213,12 +225,13 @@ class Loads:
             self.wakes_at_s = min(self.wakes_at_s, loading.wait_until_s)
             return 0
         aligned = -(-(first + choice.num_tokens) // self._size) * self._size
-        return (min(aligned, until) if choice.reads or until < cached else total) - first
+        return (min(aligned, until) if choice.reads else total) - first
 
     def _arrivals(self, loading: _Loading, first: int, until: int) -> list[tuple[int, float]]:
         """The first token of each block in between that is being read or could be, and in how many seconds it is here.
 
-        Each store reads one block after the other, and from the back what it does not read yet.
+        Each store reads one block after the other; so does a fetch. What is not read yet is read from the back, and so
+        from one store after the other.
         """
         waits_s = {tier: -min(self._now_s - tier.progress_s, tier.block_s) for tier in self._tiers if tier.num_reading}
         arrivals: dict[int, float] = {}
@@ -228,9 +241,13 @@ class Loads:
             for each, place in read.wanted:
                 if each is loading:
                     arrivals[place] = waits_s[read.tiers[0]]
+        wait_s = 0.0
         for place in reversed(loading.unread):
             tier = self._tier(loading, place)
-            arrivals[place] = waits_s[tier] = waits_s.get(tier, 0.0) + tier.block_s
+            wait_s = arrivals[place] = max(wait_s, waits_s.get(tier, 0.0)) + tier.block_s
+        if loading.fetch is not None:
+            for place, arrives_s in loading.fetch.arrivals_s(self._now_s):
+                arrivals[place] = min(arrives_s, arrivals.get(place, math.inf))
         in_order = ((place * self._size, arrivals[place]) for place in sorted(arrivals))
         return [each for each in in_order if first <= each[0] < until]
 
@@ -243,10 +260,12 @@ class Loads:
 
     def _can_wait(self, loading: _Loading) -> bool:
         has_patience = loading.wait_until_s is None or self._now_s < loading.wait_until_s
-        return has_patience and bool(loading.reading or self._num_ahead() < self._most_ahead)
+        return has_patience and bool(loading.fetch or loading.reading or self._num_ahead() < self._most_ahead)
 
     def _pass(self, loading: _Loading, first: int) -> None:
         """Computing has come to this token."""
+        if loading.fetch is not None:
+            loading.fetch.passed(first)
         if first >= loading.end * self._size and not loading.unfound:
             return self.end(loading.sequence)
         while loading.unread and loading.unread[0] * self._size < first:
@@ -257,11 +276,11 @@ class Loads:
         }
 
     def _next_here(self, loading: _Loading, first: int) -> int:
-        """The first token behind `first` whose block is in host memory; one at `first` itself is not worth a copy."""
+        """The first token behind `first` whose block is here; one at `first` itself is not worth a copy."""
         places = iter(range(-(-first // self._size), loading.end))
         if not first % self._size:
-            next((place for place in places if loading.names[place] not in self._host), None)
-        place = next((place for place in places if loading.names[place] in self._host), loading.end)
+            next((place for place in places if not self._is_here(loading.names[place])), None)
+        place = next((place for place in places if self._is_here(loading.names[place])), loading.end)
         return place * self._size
 
     # ---- reads ---------------------------------------------------------------------------------------------------
@@ -295,7 +314,7 @@ class Loads:
         read = self._reads.get(name)
         if read is not None:
             read.wanted.append((loading, place))
-        elif name not in self._host:
+        elif not self._is_here(name):
             tiers = [tier for tier, known in zip(self._tiers, loading.known, strict=True) if place < known]
             block = self._host.load(name) if tiers[0].is_free else None
             if block is None:

@@ -1,40 +1,108 @@
-"""Remote prefix fetch: copies a prefix from one worker's cache into another's.
+"""Remote prefix fetch: copies a prefix from one worker's cache into another's, a few blocks with each read.
 
     owner    cached ──hold──> leased, ready as far as restored and digested ──release──> cached
-    reader   begin ──> blocks allocated, bytes in flight ──arrived──> hashed and cached, or freed after a failure
+    reader   begin ──> blocks allocated ──take──> being read ──landed──> hashed and cached
+                              └─ passed: computed here meanwhile, no longer to be read
 
-The fetched prefix is an ordinary cache entry: a prompt finds it, or recomputes it after its eviction.
+Reads come from the front while all prompts wait, and from the back once one of them computes. The fetched prefix is an
+ordinary cache entry: a prompt finds it, or recomputes it after its eviction. Pure: time is an argument.
 """
 
+import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from workers.config import RESTORED_SHARE
 from workers.engine.blocks import BlockPool, Cached, OutOfBlocks, prefix_hashes
+from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
 from workers.kv_events import chain, name_of_block
 
+READS = 16  # of a whole prefix, at most: fewer where latency would count
+MOST_LINKS = 1024  # whose speed is remembered
+_LATENCIES = 4.0  # a read should take at least this many times as long as an empty one
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class PrefixFetch:
-    """A prefix that is being fetched since `begun_s`. Its first `num_shared` blocks were here already."""
+    """A prefix that is being fetched. Its first `num_shared` blocks were here already.
 
-    begun_s: float
+    It is read in units of `unit` blocks, which end where a block of the owner does; `piece` units with each read.
+    `block_s`: seconds to fetch a block, as of late. `progress_s`: when the newest read ended, or when the first one is
+    expected to begin.
+    """
+
     blocks: tuple[int, ...]
     num_shared: int
     hashes: tuple[bytes, ...]
     names: tuple[int, ...]  # of `cache_log`
+    owner: str
+    num_tokens: int
+    block_size: int
+    unit: int
+    piece: int
+    block_s: float
+    begun_s: float
+    progress_s: float
+    unread: deque[int] = field(default_factory=deque)  # units that are neither read nor passed, ascending
+    reading: deque[range] = field(default_factory=deque)  # units of each read, in the order of reads
+    from_back: bool = False
+    first_read_s: float | None = None
+    num_landed: int = 0  # blocks
+
+    @property
+    def is_done(self) -> bool:
+        return not self.unread
+
+    def num_common(self, hashes: Sequence[bytes]) -> int:
+        """How many of these first blocks it has too."""
+        return bisect_left(range(min(len(hashes), len(self.hashes))), True, key=lambda n: hashes[n] != self.hashes[n])
+
+    def passed(self, num_tokens: int) -> None:
+        """A prompt computes these first tokens itself, and goes on behind them."""
+        self.from_back = True
+        while self.unread and (self.unread[0] + 1) * self.unit * self.block_size <= num_tokens:
+            self.unread.popleft()
+
+    @property
+    def piece_s(self) -> float:
+        """Seconds of a read."""
+        return self.piece * self.unit * self.block_s
+
+    def arrivals_s(self, now_s: float) -> Iterator[tuple[int, float]]:
+        """Blocks that are read or will be, and in how many seconds each is here, if the rest is read from the back."""
+        wait_s = max(self.progress_s - now_s, -self.piece_s)
+        for units in self.reading:
+            wait_s += len(units) * self.unit * self.block_s
+            yield from ((place, max(0.0, wait_s)) for unit in units for place in self.places(unit))
+        for number, unit in enumerate(reversed(self.unread)):
+            end = min(len(self.unread), (number // self.piece + 1) * self.piece)
+            yield from ((place, max(0.0, wait_s + end * self.unit * self.block_s)) for place in self.places(unit))
+
+    def places(self, unit: int) -> range:
+        """Numbers of its full blocks."""
+        return range(unit * self.unit, min((unit + 1) * self.unit, len(self.hashes)))
 
 
 class PrefixFetches:
-    """Owned by an Engine. `prefix_blocks`: a local prefix counts in multiples of this many blocks."""
+    """Owned by an Engine. `prefix_blocks`: a local prefix counts in multiples of this many blocks. `block_bytes`: KV
+    bytes of a block.
+    """
 
-    def __init__(self, pool: BlockPool, leases: LeaseBook, prefix_blocks: int) -> None:
+    def __init__(
+        self, pool: BlockPool, leases: LeaseBook, prefix_blocks: int, estimate: StepEstimate, block_bytes: int
+    ) -> None:
         self._pool = pool
         self._leases = leases
         self._prefix_blocks = prefix_blocks
-        self._in_flight: set[PrefixFetch] = set()
+        self._estimate = estimate
+        self._block_bytes = block_bytes
+        self._in_flight: dict[PrefixFetch, None] = {}
+        self._block_s: dict[str, float] = {}  # owner -> of its last fetch, the latest last
+        self._start_s = 0.0  # from the begin of a fetch to its first read, as of late
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -76,25 +144,104 @@ class PrefixFetches:
         found = (each for each in self._in_flight if wanted and each.hashes[known : known + 1] == wanted)
         return max(found, key=lambda each: len(each.hashes), default=None)
 
-    def begin(self, tokens: Sequence[int], salt: str = "", now_s: float = 0.0) -> PrefixFetch:
-        """Allocate blocks for a prefix that another worker holds. Raises `OutOfBlocks` and changes nothing."""
-        hashes = prefix_hashes(tokens, self._pool.block_size, salt=salt)
+    def begin(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        now_s: float = 0.0,
+        *,
+        owner: str = "",
+        owner_size: int = 1,
+        latency_s: float = 0.0,
+        bytes_per_s: float = 0.0,
+    ) -> PrefixFetch:
+        """Allocate blocks for a prefix that another worker holds in blocks of `owner_size` tokens.
+
+        `latency_s` and `bytes_per_s`: the link's, as measured; 0 bytes: as in the cost model. What the last fetch from
+        this `owner` took counts more. Raises `OutOfBlocks` and changes nothing.
+        """
+        size = self._pool.block_size
+        hashes = prefix_hashes(tokens, size, salt=salt)
         shared = self.known(hashes)
-        aligned = len(shared)
+        num_shared, num_blocks = len(shared), -(-len(tokens) // size)
         try:
-            fresh = self._pool.allocate(-(-len(tokens) // self._pool.block_size) - aligned)
+            fresh = self._pool.allocate(num_blocks - num_shared)
         except OutOfBlocks:
             self._pool.free(shared)
             raise
-        fetch = PrefixFetch(now_s, (*shared, *fresh), aligned, tuple(hashes), tuple(chain(tokens, salt=salt)))
-        self._in_flight.add(fetch)
+        if bytes_per_s:
+            block_s = self._block_bytes / bytes_per_s
+        else:
+            latency_s = self._estimate.cost.transfer_latency_s
+            block_s = self._block_bytes * self._estimate.cost.transfer_byte_s
+        unit = math.lcm(owner_size, size) // size
+        piece = max(-(-(num_blocks - num_shared) // (READS * unit)), 1)
+        if block_s:
+            piece = max(piece, math.ceil(min(_LATENCIES * latency_s / (unit * block_s), num_blocks)))
+        fetch = PrefixFetch(
+            blocks=(*shared, *fresh),
+            num_shared=num_shared,
+            hashes=tuple(hashes),
+            names=tuple(chain(tokens, salt=salt)),
+            owner=owner,
+            num_tokens=len(tokens),
+            block_size=size,
+            unit=unit,
+            piece=piece,
+            block_s=self._block_s.get(owner, block_s + latency_s / (piece * unit)),
+            begun_s=now_s,
+            progress_s=now_s + self._start_s,
+            unread=deque(range(num_shared // unit, -(-len(hashes) // unit))),
+        )
+        self._in_flight[fetch] = None
         return fetch
 
-    def end(self, fetch: PrefixFetch, *, arrived: bool) -> None:
-        """The fetch has `arrived`, verified, or failed. From now on at most the cache keeps the blocks."""
-        self._in_flight.remove(fetch)
-        if arrived:
-            for index in range(fetch.num_shared, len(fetch.hashes)):
-                prefix = name_of_block(fetch.names, index, self._pool.block_size)
-                self._pool.name(fetch.blocks[index], fetch.hashes[index], prefix, fetched=True)
+    def take(self, fetch: PrefixFetch, ready_tokens: int, now_s: float) -> tuple[int, int] | None:
+        """The next read: its first token and how many, of the first `ready_tokens`. None: there is none now."""
+        unread, step = fetch.unread, fetch.unit * fetch.block_size
+        num_ready = -(-fetch.num_tokens // step) if ready_tokens >= fetch.num_tokens else ready_tokens // step
+        while unread and self._is_here(fetch, unread[0]):
+            unread.popleft()
+        ready = bisect_left(unread, num_ready)
+        if not ready:
+            return None
+        stop = ready if fetch.from_back else min(fetch.piece, ready)
+        start = max(0, stop - fetch.piece)
+        while unread[start] != unread[stop - 1] - (stop - 1 - start):  # it must be in one run
+            start, stop = (start + 1, stop) if fetch.from_back else (start, stop - 1)
+        units = range(unread[start], unread[stop - 1] + 1)
+        for _ in units:
+            del unread[start]
+        if fetch.first_read_s is None:
+            fetch.first_read_s = fetch.progress_s = now_s
+            self._start_s = (self._start_s + now_s - fetch.begun_s) / 2
+        if not fetch.reading:
+            fetch.progress_s = now_s
+        fetch.reading.append(units)
+        return units.start * step, min(units.stop * step, fetch.num_tokens) - units.start * step
+
+    def _is_here(self, fetch: PrefixFetch, unit: int) -> bool:
+        places = fetch.places(unit)
+        return self._pool.num_known(fetch.hashes[places.start : places.stop]) == len(places)
+
+    def landed(self, fetch: PrefixFetch, first_token: int, now_s: float) -> None:
+        """What was read from this token on is here, verified."""
+        units = next(each for each in fetch.reading if each.start * fetch.unit * fetch.block_size == first_token)
+        fetch.reading.remove(units)
+        places = [place for unit in units for place in fetch.places(unit)]
+        fetch.num_landed += len(places)
+        fetch.progress_s = now_s
+        if fetch.first_read_s is not None and places:
+            fetch.block_s = (now_s - fetch.first_read_s) / fetch.num_landed
+            self._block_s.pop(fetch.owner, None)
+            self._block_s[fetch.owner] = fetch.block_s
+            if len(self._block_s) > MOST_LINKS:
+                del self._block_s[next(iter(self._block_s))]
+        for place in places:
+            prefix = name_of_block(fetch.names, place, self._pool.block_size)
+            self._pool.name(fetch.blocks[place], fetch.hashes[place], prefix, fetched=True)
+
+    def end(self, fetch: PrefixFetch) -> None:
+        """It has ended or failed. From now on at most the cache keeps what has landed."""
+        del self._in_flight[fetch]
         self._pool.free(fetch.blocks)

@@ -73,7 +73,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Compute `num_tokens` now; 0: wait for what is read. `reads`: what is not read yet is worth reading."""
+    """Compute `num_tokens` now; 0: wait for what is read. `reads`: what is read, or will be, is worth using."""
 
     num_tokens: int
     reads: bool
@@ -100,10 +100,11 @@ def choose(gap: Gap, seconds: StepSeconds) -> Choice:
         copy_s = (most - passed) * gap.copy_s
         return Choice(target(passed) - first, True, max(compute_s(passed), read_s(passed)) + copy_s + rest_s)
 
+    choices = []
+    if most or gap.until == gap.cached:
+        choices.append(Choice(gap.total - first, False, seconds.now(gap.total - first, first)))
     if gap.until < gap.cached:
-        choices = [Choice(gap.until - first, True, compute_s(most) + rest_s)]
-    else:
-        choices = [Choice(gap.total - first, False, seconds.now(gap.total - first, first))]
+        choices.append(Choice(gap.until - first, True, compute_s(most) + rest_s))
     if gap.can_wait:
         choices.append(Choice(0, True, max(read_s(0), seconds.floor_s) + most * gap.copy_s + rest_s))
     meeting = bisect_left(range(most), True, key=lambda passed: compute_s(passed) >= read_s(passed))

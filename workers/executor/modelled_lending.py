@@ -67,7 +67,9 @@ async def ask_lenders(
             async with asyncio.timeout(STEP_WAIT_S):
                 for span in chunk.remote:
                     await asyncio.sleep(calls.seconds(cost, len(chunk.tokens)))
-                    await attend(span, SpanQuery(0, (0, 1), first, chunk.first_position, bytes(len(chunk.tokens))))
+                    query, is_chunk = bytes(len(chunk.tokens)), len(chunk.tokens) > 1
+                    asked = SpanQuery(0, (0, 1), first, chunk.first_position, query, is_chunk=is_chunk)
+                    await attend(span, asked)
                     first += span.num_blocks * block_size
         except (TransferError, TimeoutError):
             return False

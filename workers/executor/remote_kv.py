@@ -122,16 +122,19 @@ class RemoteStates:
         rows = query[run.tokens].float().cpu().numpy()
         step = max(1, MAX_QUERY_BYTES // rows[0].nbytes)
         pieces = [(run.position + at, rows[at : at + step].tobytes()) for at in range(0, len(rows), step)]
-        return self._ask(layer, spans, pieces, query.shape[2])
+        return self._ask(layer, spans, pieces, query.shape[2], is_chunk=len(rows) > 1)
 
-    async def _ask(self, layer: int, spans: list[_Part], pieces: list[tuple[int, bytes]], head_dim: int) -> bytes:
+    async def _ask(
+        self, layer: int, spans: list[_Part], pieces: list[tuple[int, bytes]], head_dim: int, *, is_chunk: bool
+    ) -> bytes:
         """The states of one chunk. Raises `TransferError`."""
         states: list[bytes] = []
         layer, heads = layer + self._shard.layers[0], self._shard.heads
         for position, query in pieces:
             state, num_bytes = b"", len(query) // head_dim * (head_dim + 2)
             for span in spans:
-                state = await self._attend(span.kv, SpanQuery(layer, heads, span.first, position, query, state))
+                asked = SpanQuery(layer, heads, span.first, position, query, state, is_chunk)
+                state = await self._attend(span.kv, asked)
                 if len(state) != num_bytes:
                     raise TransferError(f"{span.kv.lender} returned {len(state)} bytes of state instead of {num_bytes}")
             states.append(state)

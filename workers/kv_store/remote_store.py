@@ -9,6 +9,7 @@ rule (`maxmemory-policy`). Knows no sequence and no tensor.
 
 import asyncio
 import logging
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, cast
+from urllib.parse import urlsplit
 
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeout
 from redis.retry import Retry
 
 from workers.errors import KVStoreError
@@ -379,12 +380,25 @@ def open_remote_store(
         raise KVStoreError(f"cache.remote.url {url!r} is no URL of a server: {error}") from None
     read_byte_s, problem = DEFAULT_BYTE_S, ""
     try:
+        if _answers_without_tls(url):
+            raise RedisError("the server answers without TLS: write redis:// for it")
         read_byte_s = _measure(client, f"diptych:{fingerprint.hex()}:probe", PAGE_BYTES + block_bytes)
     except FAILURES as error:
         problem = str(error)
-        if url.startswith("rediss") and isinstance(error, TimeoutError | RedisTimeout):
-            problem += " (one without TLS does not answer either: write redis:// for it)"
     return RemoteStore(client, fingerprint, block_bytes, read_byte_s, problem)
+
+
+def _answers_without_tls(url: str) -> bool:
+    """Whether a `rediss://` URL is that of a server without TLS, which would not answer a handshake at all."""
+    parts = urlsplit(url)
+    if parts.scheme != "rediss":
+        return False
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 6379), CONNECT_TIMEOUT_S) as plain:
+            plain.sendall(b"PING\r\n")
+            return plain.recv(1) in (b"+", b"-")
+    except OSError:
+        return False
 
 
 def _measure(client: Redis, key: str, size: int) -> float:

@@ -219,7 +219,8 @@ class KVBorrower:
         )
         begun_s = time.monotonic()
         state = await client.attend(request, ATTEND_S)
-        self._engine.learn_wait((time.monotonic() - begun_s) * self._num_layers)
+        if not query.is_chunk:
+            self._engine.learn_wait((time.monotonic() - begun_s) * self._num_layers)
         return state
 
     def _arm(self) -> None:

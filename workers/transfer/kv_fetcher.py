@@ -10,13 +10,14 @@ from collections.abc import Callable
 from kvtransfer.control import ControlClient
 from kvtransfer.copies import covering, union_of_pieces
 from kvtransfer.errors import DigestMismatch, PeerLost, TransferError, Unlinked
-from kvtransfer.pull import pull
+from kvtransfer.pull import ReadOrder, pull
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferReport, TransferTicket
 from kvtransfer.transport import PullOrder, Read
 from workers.config import WorkerConfig
 from workers.engine.blocks import OutOfBlocks
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor
+from workers.engine.prefix_fetch import PrefixFetch
 from workers.errors import UnknownSequence
 from workers.log_fields import log_fields
 from workers.request import MIXED_KV, FetchedOut, Request
@@ -24,6 +25,26 @@ from workers.stats import NO_PULLS
 from workers.transfer.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
+
+
+class _PrefixOrder:
+    """The `ReadOrder` of a prefix: the engine chooses. Calls `changed` when a part of it has arrived."""
+
+    def __init__(self, engine: Engine, fetch: PrefixFetch, changed: Callable[[], None]) -> None:
+        self._engine = engine
+        self._fetch = fetch
+        self._changed = changed
+
+    @property
+    def is_done(self) -> bool:
+        return self._fetch.is_done
+
+    def take(self, ready_tokens: int) -> tuple[int, int] | None:
+        return self._engine.prefix_fetches.take(self._fetch, ready_tokens, asyncio.get_running_loop().time())
+
+    def landed(self, first_token: int) -> None:
+        self._engine.prefix_fetches.landed(self._fetch, first_token, asyncio.get_running_loop().time())
+        self._changed()
 
 
 class KVFetcher:
@@ -42,7 +63,7 @@ class KVFetcher:
         self._executor = executor
         self._peer_links = peer_links
         self._changed = changed
-        self._prefix_fetches: set[asyncio.Task[int]] = set()
+        self._prefix_fetches: dict[str, asyncio.Task[None]] = {}  # by the key of the request that asked
         self.pulls = NO_PULLS
 
     async def reserved(self, key: str, ticket: TransferTicket, *, goes_on: bool) -> FetchedOut | None:
@@ -71,17 +92,24 @@ class KVFetcher:
             self._engine.fail(key, f"unexpected {type(error).__name__}: {error}")
         return None
 
-    async def pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
-        """Pull the ticket's KV after `skip_tokens` into these blocks. Errors: `TransferError`."""
+    async def pull(
+        self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int, order: ReadOrder | None = None
+    ) -> TransferReport:
+        """Pull the ticket's KV after `skip_tokens` into these blocks, or as much as `order` asks for.
+
+        Errors: `TransferError`.
+        """
         try:
-            report = await self._pull(ticket, blocks, skip_tokens)
+            report = await self._pull(ticket, blocks, skip_tokens, order)
         except TransferError as error:
             self.pulls = self.pulls.failure(corrupt=isinstance(error, DigestMismatch))
             raise
         self.pulls = self.pulls.arrival(report)
         return report
 
-    async def _pull(self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int) -> TransferReport:
+    async def _pull(
+        self, ticket: TransferTicket, blocks: tuple[int, ...], skip_tokens: int, order: ReadOrder | None
+    ) -> TransferReport:
         try:
             client, link = await self._meet(ticket.owner)
             ours = [(shard.layout, shard.rank) for shard in self._executor.shards()]
@@ -95,6 +123,7 @@ class KVFetcher:
                 block_size=self._config.engine.block_size,
                 pieces=union_of_pieces([shard.layout for shard in ticket.owner.shards], ours),
                 skip_tokens=skip_tokens,
+                order=order,
             )
         except PeerLost:
             self._peer_links.unlink(ticket.owner.incarnation)
@@ -107,46 +136,69 @@ class KVFetcher:
             raise Unlinked(f"{type(error).__name__}: {error}") from error
 
     async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        """Pull the ticket's prefix into our cache; returns how many tokens of it are there.
+        """Begin to pull the ticket's prefix into our cache; returns how many tokens of it are coming.
 
-        0 without room, for another dtype, or after a failure: the prompt is then computed, which only costs time.
-        Raises `Unlinked`.
+        A prompt with this prefix takes what has arrived, and computes the rest. The pull ends within `timeout_s`,
+        whatever has arrived by then. 0 without room or for another dtype: the prompt is then computed, which only
+        costs time. Raises `Unlinked`.
         """
-        task = asyncio.ensure_future(self._fetch_prefix(request, ticket, timeout_s))
-        self._prefix_fetches.add(task)
-        task.add_done_callback(self._prefix_fetches.discard)
-        return await task
-
-    async def _fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
         tokens = (*request.prompt, *request.generated)[: ticket.num_tokens]
         if self.is_rounded(ticket):
             return 0  # converted KV is rounded, so it differs from what this worker computes
         try:
-            fetch = self._engine.prefix_fetches.begin(tokens, request.cache_salt, asyncio.get_running_loop().time())
+            async with asyncio.timeout(timeout_s):
+                _, link = await self._meet(ticket.owner)
+        except TimeoutError:
+            return 0
+        self.cancel(request.key)
+        try:
+            fetch = self._engine.prefix_fetches.begin(
+                tokens,
+                request.cache_salt,
+                asyncio.get_running_loop().time(),
+                owner=ticket.owner.incarnation,
+                owner_size=ticket.owner.shards[0].layout.block_size,
+                latency_s=link.latency_s,
+                bytes_per_s=link.bytes_per_s,
+            )
         except OutOfBlocks:
             return 0
-        arrived = False
+        task = asyncio.ensure_future(self._follow(fetch, ticket, timeout_s))
+        self._prefix_fetches[request.key] = task
+        task.add_done_callback(lambda ended: self._ended(request.key, ended, fetch))
+        return ticket.num_tokens
+
+    async def _follow(self, fetch: PrefixFetch, ticket: TransferTicket, timeout_s: float) -> None:
+        """Until all that is wanted of it has arrived."""
+        skip_tokens = fetch.num_shared * self._config.engine.block_size
+        order = _PrefixOrder(self._engine, fetch, self._changed)
         try:
-            skip_tokens = fetch.num_shared * self._config.engine.block_size
             async with asyncio.timeout(timeout_s):
-                await self.pull(ticket, fetch.blocks[fetch.num_shared :], skip_tokens)
-            arrived = True
-        except Unlinked:
-            raise
+                await self.pull(ticket, fetch.blocks[fetch.num_shared :], skip_tokens, order)
         except (TransferError, TimeoutError) as error:
             reason = str(error) or f"it took longer than {timeout_s:.1f} s"
             logger.warning("worker %s: could not fetch a prefix: %s", self._config.name, reason)
-        finally:
-            self._engine.prefix_fetches.end(fetch, arrived=arrived)
-            self._changed()
-        return ticket.num_tokens if arrived else 0
+        except Exception:
+            logger.exception("worker %s: fetch of a prefix", self._config.name)
+
+    def _ended(self, key: str, task: "asyncio.Task[None]", fetch: PrefixFetch) -> None:
+        if self._prefix_fetches.get(key) is task:
+            del self._prefix_fetches[key]
+        self._engine.prefix_fetches.end(fetch)
+        self._changed()
+
+    def cancel(self, key: str) -> None:
+        """Stop the fetch of a prefix that was begun for this request, if there is one. What has arrived stays."""
+        if (task := self._prefix_fetches.get(key)) is not None:
+            task.cancel()
 
     async def close(self) -> None:
         """Cancel prefix fetches."""
-        for task in self._prefix_fetches:
+        tasks = [*self._prefix_fetches.values()]
+        for task in tasks:
             task.cancel()
-        if self._prefix_fetches:
-            await asyncio.wait(self._prefix_fetches)
+        if tasks:
+            await asyncio.wait(tasks)
 
     def is_rounded(self, ticket: TransferTicket) -> bool:
         """Whether the owner's KV has another dtype than ours."""

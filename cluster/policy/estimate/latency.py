@@ -182,7 +182,8 @@ class LatencyPredictor:
 
         The worker restores what it has in host memory only where that is faster than computing it. It reads at most
         half of its host cache from its disk and its remote server, and computes from the front meanwhile until the two
-        meet (`workers.engine.race`), so reading takes no time of its own.
+        meet (`workers.engine.race`), so reading takes no time of its own. It reads one store after the other, since a
+        prompt is read from its end.
         """
         most = num_tokens - 1
         tokens, copied = min(match.ready_tokens, most), 0
@@ -191,7 +192,7 @@ class LatencyPredictor:
         cost, (copy_s, disk_s, remote_s) = self.cost(worker), self.restore_token_seconds(worker)
         in_stores = match.disk_tokens + match.remote_tokens
         readable = min(in_stores, self._pools[worker.pool].host_bytes // 2 // max(1, worker.kv_token_bytes))
-        read_s = max(match.disk_tokens * disk_s, match.remote_tokens * remote_s) * readable / max(1, in_stores)
+        read_s = (match.disk_tokens * disk_s + match.remote_tokens * remote_s) * readable / max(1, in_stores)
         for found, load_s in ((match.host_tokens, 0.0), (readable, read_s)):
             if (count := min(found, most - tokens)) <= 0:
                 continue
