@@ -67,7 +67,9 @@ class LoanRecords:
             for worker, counts in self._counts.items()
         }
         for span in remote:
-            loan = self._loans[span.lender, span.loan]
+            loan = self._loans.get((span.lender, span.loan))
+            if loan is None:
+                continue  # it has just been given back
             before = found.get(loan.worker) or BorrowStats(loan.worker)
             found[loan.worker] = structs.replace(
                 before,

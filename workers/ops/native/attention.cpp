@@ -709,11 +709,13 @@ void attend(Call call, const int32_t* query_starts, const int32_t* context_lens,
         (waits || job.parts >= 0 ? last : jobs).push_back(job);
     }
     std::stable_sort(jobs.begin(), jobs.end(), [&](const Job& a, const Job& b) { return a.cost(call) > b.cost(call); });
-    std::vector<float> shared(numbers);
+    thread_local Scratch kept;
+    kept.reserve(numbers);
+    float* shared = kept.take(numbers);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(dynamic, 1)
-        for (size_t at = 0; at < jobs.size(); at++) run<Number>(call, jobs[at], shared.data());
+        for (size_t at = 0; at < jobs.size(); at++) run<Number>(call, jobs[at], shared);
         if (call.wait != nullptr) {
 #pragma omp master
             call.states = call.wait();
@@ -721,8 +723,8 @@ void attend(Call call, const int32_t* query_starts, const int32_t* context_lens,
         }
 #pragma omp for schedule(dynamic, 1)
         for (size_t at = 0; at < last.size(); at++) {
-            if (last[at].parts >= 0) join_parts(call, last[at], shared.data());
-            else run<Number>(call, last[at], shared.data());
+            if (last[at].parts >= 0) join_parts(call, last[at], shared);
+            else run<Number>(call, last[at], shared);
         }
     }
 }
