@@ -47,6 +47,7 @@ END_PREFERRED = 0.7
 MOST_SCHEMAS, QUICK_SCHEMAS = 1000, 20
 MOST_OF_STEP, MOST_MORE_S = 1.03, 0.005
 TIMEOUT_S = 300.0
+RECORD_STEPS = "Answers of a record's schema"
 SCHEMAS, STEPS, BESIDE = "Schemas", f"Decode steps of {STREAMS} sequences", "A stream, while another client sends"
 # An answer of this schema is longer than any that is measured.
 SCHEMA = {
@@ -59,8 +60,25 @@ SCHEMA = {
     "required": ["name", "kind", "values"],
     "additionalProperties": False,
 }
-
-
+# As applications ask for: most of its text is keys.
+RECORD = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "last_name": {"type": "string", "maxLength": 12},
+        "date_of_birth": {"type": "string", "format": "date"},
+        "is_subscribed": {"type": "boolean"},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string", "maxLength": 16}, "postal_code": {"type": "integer"}},
+            "required": ["street", "postal_code"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["first_name", "last_name", "date_of_birth", "is_subscribed", "address"],
+    "additionalProperties": False,
+}
+RECORDS = 8
 HOSTILE = "(a{1,300}b{1,300}){1,300}"
 
 
@@ -95,6 +113,7 @@ class _Streams:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._left = 0
+        self._num_tokens = 0
         self._ended = asyncio.Event()
         self._times: list[float] = []
 
@@ -102,9 +121,24 @@ class _Streams:
         tokens = [each for each in bundle.outputs if isinstance(each, TokensOut)]
         assert len(tokens) == len(bundle.outputs), f"{bundle.outputs} instead of tokens"
         self._times.append(time.perf_counter())
+        self._num_tokens += sum(len(each.tokens) for each in tokens)
         self._left -= sum(each.finish is not None for each in tokens)
         if not self._left:
             self._ended.set()
+
+    async def tokens_a_step(self, logprobs: int | None) -> float:
+        """Of `RECORDS` answers, one after the other. With log probabilities no token is skipped."""
+        steps, begun = self._worker.engine.stats().steps, self._num_tokens
+        for index in range(RECORDS):
+            self._left = 1
+            self._ended.clear()
+            grammar = Grammar("json", json.dumps(RECORD))
+            sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=200, grammar=grammar, logprobs=logprobs)
+            prompt = random_prompt(random.Random(index), PROMPT)
+            await self._worker.generate(Request(f"{index}-{logprobs}", prompt, sampling, reply_to="bench"))
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._ended.wait()
+        return (self._num_tokens - begun) / (self._worker.engine.stats().steps - steps)
 
     async def step_s(self, number: int, answer: int, grammar: Grammar | None) -> float:
         """The median step in which all decode."""
@@ -138,10 +172,12 @@ async def _steps(rounds: int, answer: int, progress: Progress) -> list[Figure]:
             for has_grammar in (False, True) if number % 2 else (True, False):
                 taken[has_grammar].append(await streams.step_s(number, answer, grammar if has_grammar else None))
             progress(f"round {number + 1} of {rounds}: {1e3 * taken[False][-1]:.1f}, {1e3 * taken[True][-1]:.1f} ms")
+        jumps = await streams.tokens_a_step(None) / await streams.tokens_a_step(0)
     finally:
         listening.cancel()
         await worker.close()
     return [
+        Figure(RECORD_STEPS, MODEL, "tokens a step, of those without forced ones", "x", spread([jumps])),
         Figure(STEPS, MODEL, "without", "ms", spread(taken[False])),
         Figure(STEPS, MODEL, "with a schema", "ms", spread(taken[True])),
         Figure(STEPS, MODEL, "with a schema / without", "x", ratios(taken[True], taken[False])),

@@ -16,6 +16,7 @@ from workers.request import FinishReason, Grammar, Request, SamplingParams
 
 PROMPT = tuple(3 + 11 * position % 250 for position in range(40))
 BLOCK = 8
+FORCES = Grammar("regex", "([ab]cdefghijklmnop[ab]cdefg[ab]){3}")
 
 
 @pytest.fixture(scope="module")
@@ -96,22 +97,46 @@ async def test_a_grammar_that_gets_stuck_ends_its_request_once_and_no_other(
     """As one does whose limits are reached in the middle of an answer."""
     from workers.executor import grammar_masks
 
-    run_out = Grammar("regex", "a{20}")
-    find = grammar_masks.GrammarMasks._matcher
+    run_out = Grammar("regex", "[ab]{20}")
+    find = grammar_masks.GrammarMasks._running
 
     def limited(self: grammar_masks.GrammarMasks, key: str, grammar: Grammar, answer: bytes) -> object:
-        matcher = find(self, key, grammar, answer)
+        running = find(self, key, grammar, answer)
         if grammar == run_out and len(answer) >= 4 * 5:
-            matcher.consume_token(0)
-        return matcher
+            running.matcher.consume_token(0)
+        return running
 
-    monkeypatch.setattr(grammar_masks.GrammarMasks, "_matcher", limited)
+    monkeypatch.setattr(grammar_masks.GrammarMasks, "_running", limited)
     async with cluster(alone(model)) as subject:
         expected = await run_all(subject, all_of())
         bad = asyncio.ensure_future(subject.run(asked("bad", run_out)))
         assert await run_all(subject, all_of()) == expected
         with pytest.raises(NotComputable, match="its grammar allows no token"):
             await bad
+        await subject.settle()
+
+
+async def test_forced_tokens_take_no_steps_of_their_own_and_are_the_same_tokens(model: Path) -> None:
+    """With log probabilities every token is sampled, under a mask."""
+    request = asked("jumps", FORCES)
+    for spec in (alone(model), real(split_spec(block_size=BLOCK), model), alone(model, max_batch_tokens=16)):
+        async with cluster(spec) as subject:
+            found, steps = list[list[int]](), list[int]()
+            for each in (replace(request.sampling, logprobs=0), request.sampling):
+                before = sum(worker.engine.stats().steps for worker in subject.workers.values())
+                found.append(tokens_of(await subject.run(replace(request, id=f"r{len(found)}", sampling=each))))
+                steps.append(sum(worker.engine.stats().steps for worker in subject.workers.values()) - before)
+            assert found[0] == found[1] and steps[0] >= len(found[0])
+            assert steps[1] < 0.6 * steps[0]
+            await subject.settle()
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 30, 4))
+async def test_forced_tokens_end_at_the_limit(model: Path, max_tokens: int) -> None:
+    async with cluster(alone(model)) as subject:
+        whole = tokens_of(await subject.run(asked("whole", FORCES)))
+        events = await subject.run(asked("cut", FORCES, max_tokens=max_tokens))
+        assert tokens_of(events) == whole[:max_tokens] and completed(events).finish is FinishReason.LENGTH
         await subject.settle()
 
 

@@ -80,6 +80,23 @@ def test_a_new_matcher_continues_anywhere_as_the_old_one(
         check_answer(grammar, tokenizer.decode(answer))
 
 
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda each: each.text[:20])
+def test_what_is_forced_behind_a_token_is_what_each_mask_alone_allows(
+    compiler: GrammarCompiler, grammar: Grammar
+) -> None:
+    choose, jumped = random.Random(5), 0
+    for _ in range(20):
+        kept, answer = GrammarMasks(compiler, VOCAB, num_threads=1), list[int]()
+        while not answer or (answer[-1] != EOS and len(answer) < 100):
+            found = step(kept, asked(grammar, answer))
+            answer.append(choose.choice(np.flatnonzero(unpacked(found.masks[0], VOCAB)).tolist()))
+            for token in dict(found.forced(answer[-1:])).get(0, ()):
+                assert allowed(GrammarMasks(compiler, VOCAB, num_threads=1), grammar, answer) == [token]
+                answer.append(token)
+                jumped += 1
+    assert jumped or grammar.kind in ("regex", "lark")
+
+
 def test_a_matcher_that_does_not_fit_the_answer_is_replaced(masks: GrammarMasks) -> None:
     a, b, c = (ModelTokenizerIds.of(letter) for letter in "abc")
     assert allowed(masks, ABC, [a]) == sorted([EOS, b, c])

@@ -31,7 +31,9 @@ from workers.engine.sequence import Sequence, State
 class Step(Protocol):
     """The step in the making. Sequences in transfer, or with all their tokens in flight, are not candidates."""
 
-    decodable: tuple[Sequence, ...]  # running, one token each to compute, those who waited longest first
+    decodable: tuple[
+        Sequence, ...
+    ]  # running, their newest tokens to compute (one, and what a grammar forces behind it), longest wait first
     unfinished: tuple[Sequence, ...]  # running, with prompt tokens still to order, oldest first
     beside: list[Sequence]  # decodes that other steps compute meanwhile
     now_s: float  # when the step begins
@@ -49,7 +51,7 @@ class Step(Protocol):
         ...
 
     def decode(self, sequence: Sequence) -> bool:
-        """Compute the sequence's newest token; False when there is no block for it, no budget, or when it belongs in
+        """Compute the sequence's newest tokens; False when there is no block for it, no budget, or when it belongs in
         the next step, for the next stage to work on."""
         ...
 

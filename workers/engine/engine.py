@@ -467,7 +467,7 @@ class Engine:
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self._pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
-        stuck = dict(result.stuck)
+        stuck, forced = dict(result.stuck), dict(result.forced)
         each_chunk = zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True)
         for index, (chunk, token, logprobs, prompt) in enumerate(each_chunk):
             sequence = self._sequences[chunk.key]
@@ -488,7 +488,7 @@ class Engine:
                 if len(self._leases):
                     self._leases.advance(sequence, digests)
                 if token is not None:
-                    self._append(sequence, token, logprobs, now_s)
+                    self._append(sequence, (token, *forced.get(index, ())), logprobs, now_s)
                 elif sequence.cut_tokens == sequence.num_computed:
                     cached = sequence.cached_tokens, sequence.cached_from
                     self._outputs.append(HeadOut(sequence.key, sequence.timing(now_s), *cached))
@@ -581,7 +581,15 @@ class Engine:
         for store in self._stores:
             store.save(saved)
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> None:
+    def _append(self, sequence: Sequence, tokens: Items[int], logprobs: TokenLogprobs | None, now_s: float) -> None:
+        """Up to the token that ends the answer. Only the first one is of a sequence that is held for a reader."""
+        for count, token in enumerate(tokens):
+            sequence.num_forced = count
+            if self._append_one(sequence, token, logprobs, now_s) or sequence.hold:
+                break
+
+    def _append_one(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> bool:
+        """Whether it ends the answer."""
         sequence.tokens.append(token)
         finish = sequence.finish_reason(self._eos)
         first = sequence.decode_called_s is None and sequence.first_token_s is None
@@ -609,6 +617,7 @@ class Engine:
                 sequence.doomed = True
             else:
                 self._end(sequence)
+        return finish is not None
 
     def _end_held(self, sequence: Sequence) -> None:
         self._leases.finish(sequence.key)

@@ -128,7 +128,7 @@ class Scheduler:
             num_missing = num_tokens - each.num_computed - each.num_ordered
             if num_missing == 0:
                 ordered.append(each)
-            elif num_missing == 1 and num_tokens > each.num_given:
+            elif 0 < num_missing <= 1 + each.num_forced and num_tokens > each.num_given:
                 decodable.append(each)
             else:
                 unfinished.append(each)

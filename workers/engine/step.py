@@ -99,7 +99,8 @@ class StepResult(Struct, frozen=True, gc=False):
     `digests[rank][j]` are the cell digests of the plan's digest_blocks[j] on that rank (see `kvtransfer.digest`).
     `seconds` is the device's time for the step, through all stages, without waits for other plans.
     `lost` are the indices of chunks whose remote KV could not be used; their token is None. So is that of a chunk in
-    `stuck`, whose grammar allows no token: pairs (index, why).
+    `stuck`, whose grammar allows no token: pairs (index, why). `forced` are pairs (index, tokens): what must follow the
+    chunk's token by its grammar.
     """
 
     number: int
@@ -110,3 +111,4 @@ class StepResult(Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     lost: tuple[int, ...] = ()
     stuck: tuple[tuple[int, str], ...] = ()
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()

@@ -91,7 +91,8 @@ class StepBuilder:
         if self._rows <= 0:
             self.beside.append(sequence)
             return False
-        if self.left <= 0 or not self._take(sequence, 1):
+        newest = max(1, len(sequence.tokens) - sequence.num_scheduled)  # one: that of the step in flight
+        if self.left <= 0 or not self._take(sequence, min(newest, self.left)):
             return False
         self._rows -= 1
         return True

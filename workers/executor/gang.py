@@ -126,6 +126,7 @@ class GangExecutor:
             prompt_logprobs=sampled.prompt_logprobs,
             lost=tuple(sorted({index for step in steps for index in step.lost})),
             stuck=sampled.stuck,
+            forced=sampled.forced,
         )
 
     @property

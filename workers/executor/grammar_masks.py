@@ -5,6 +5,9 @@
 
 A matcher is found by its sequence's key. One that is missing, or does not fit the answer's tokens, is made anew from
 these tokens; nothing else is ever needed, so matchers may be dropped at any time.
+
+Where only one text can follow, the next token is the first one of that text as the tokenizer writes it. This holds
+however the answer got there, so tokens that are forced behind a sampled one need not be sampled.
 """
 
 from collections import OrderedDict
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_MATCHERS = 512  # the least recently used are dropped
+MOST_FORCED = 64  # tokens behind a sampled one
 
 Mask = NDArray[np.int32]  # [vocab / 32]: bit i of word w is token 32 * w + i
 Allowed = Mapping[int, Mask]  # of a row of logits; rows without a grammar are missing
@@ -36,16 +40,48 @@ class _Running:
     matcher: "LLMatcher"
     answer: bytes  # the tokens that it has seen
 
+    def consume(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self.matcher.is_stopped():  # only end tokens may follow, with `ignore_eos`
+                break
+            self.matcher.consume_token(token)
+        self.answer += np.array(tokens, np.int32).tobytes()
+
+    def forced(self) -> int | None:
+        """The token that must follow, if there is only one text."""
+        if self.matcher.is_stopped() or self.matcher.is_error():
+            return None
+        return next(iter(self.matcher.compute_ff_tokens()), None)
+
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """By the index of the chunk: the mask, or why there is none."""
+    """By the index of the chunk: the mask, or why there is none.
+
+    `jumping`: of answers that need no log probabilities, so that forced tokens need no sample.
+    """
 
     masks: Mapping[int, Mask]
     stuck: Mapping[int, str]
+    jumping: Mapping[int, _Running]
+
+    def forced(self, sampled: Sequence[int | None]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """What must follow these tokens, one for each chunk: pairs (index of the chunk, tokens)."""
+        pairs = ((index, self._behind(running, sampled[index])) for index, running in self.jumping.items())
+        return tuple((index, tokens) for index, tokens in pairs if tokens)
+
+    def _behind(self, running: _Running, sampled: int | None) -> tuple[int, ...]:
+        if sampled is None:
+            return ()
+        running.consume((sampled,))
+        tokens: list[int] = []
+        while len(tokens) < MOST_FORCED and (token := running.forced()) is not None:
+            running.consume((token,))
+            tokens.append(token)
+        return tuple(tokens)
 
 
-NO_MASKS = StepMasks({}, {})
+NO_MASKS = StepMasks({}, {}, {})
 
 
 class GrammarMasks:
@@ -81,39 +117,48 @@ class GrammarMasks:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         stuck: dict[int, str] = {}
-        ready: list[tuple[int, LLMatcher, Draw]] = []
+        masks: dict[int, Mask] = {}
+        jumping: dict[int, _Running] = {}
+        free: list[tuple[int, LLMatcher, Draw]] = []
         for index, chunk, draw, grammar in wanted:
             try:
-                ready.append((index, self._matcher(chunk.key, grammar, draw.answer), draw))
+                running = self._running(chunk.key, grammar, draw.answer)
             except InvalidRequest as error:
                 stuck[index] = error.message
-        words = np.zeros((len(ready), self._num_words), np.int32)
-        if ready:
-            fill_next_token_bitmask_par(self._parallel, [(each[1], row) for row, each in enumerate(ready)], words)
-        masks: dict[int, Mask] = {}
-        for (index, matcher, draw), mask in zip(ready, words, strict=True):
+                continue
+            if draw.params.logprobs is None:
+                jumping[index] = running
+            if (token := running.forced()) is not None:
+                masks[index] = self._only(token)
+            else:
+                free.append((index, running.matcher, draw))
+        words = np.zeros((len(free), self._num_words), np.int32)
+        if free:
+            fill_next_token_bitmask_par(self._parallel, [(each[1], row) for row, each in enumerate(free)], words)
+        for (index, matcher, draw), mask in zip(free, words, strict=True):
             if matcher.is_error():
                 stuck[index] = reason(matcher)
             elif not mask.any():
                 stuck[index] = "it allows no token"
             else:
                 masks[index] = _without(mask, draw.banned)
-        return StepMasks(masks, stuck)
+        return StepMasks(masks, stuck, jumping)
 
-    def _matcher(self, key: str, grammar: Grammar, answer: bytes) -> "LLMatcher":
+    def _only(self, token: int) -> Mask:
+        mask = np.zeros(self._num_words, np.int32)
+        mask.view(np.uint32)[token // 32] = 1 << token % 32
+        return mask
+
+    def _running(self, key: str, grammar: Grammar, answer: bytes) -> _Running:
         """The sequence's matcher behind these tokens. Raises `InvalidRequest`."""
         running = self._matchers.pop(key, None)
         if running is None or running.grammar != grammar or not answer.startswith(running.answer):
             running = _Running(grammar, self._compiler.matcher(grammar), b"")
-        for token in np.frombuffer(answer[len(running.answer) :], np.int32).tolist():
-            if running.matcher.is_stopped():  # only end tokens may follow, with `ignore_eos`
-                break
-            running.matcher.consume_token(token)
-        running.answer = answer
+        running.consume(np.frombuffer(answer[len(running.answer) :], np.int32).tolist())
         self._matchers[key] = running
         while len(self._matchers) > MOST_MATCHERS:
             self._matchers.popitem(last=False)
-        return running.matcher
+        return running
 
     def close(self) -> None:
         self._masking.shutdown()

@@ -63,6 +63,7 @@ class RankStep:
     comm_s: float = 0.0  # of `seconds`: in sums and gathers with the ranks of the stage
     lost: tuple[int, ...] = ()
     stuck: tuple[tuple[int, str], ...] = ()
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,7 @@ def compute(
         comm_s=part.group.take_comm_s() if part.group else 0.0,
         lost=lost,
         stuck=outputs.stuck,
+        forced=outputs.forced,
     )
 
 
@@ -285,6 +287,7 @@ class _StepOutputs:
         self.logprobs: list[TokenLogprobs | None] = [None] * num_chunks
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
         self.stuck: tuple[tuple[int, str], ...] = ()
+        self.forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def _forward(
@@ -325,6 +328,7 @@ def _forward(
         outputs.stuck = tuple(found.stuck.items())
         for chunk, _ in outputs.stuck:
             outputs.tokens[chunk] = outputs.logprobs[chunk] = None
+        outputs.forced = found.forced(outputs.tokens)
 
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:

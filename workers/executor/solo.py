@@ -45,6 +45,7 @@ class SoloExecutor:
             prompt_logprobs=step.prompt_logprobs,
             lost=step.lost,
             stuck=step.stuck,
+            forced=step.forced,
         )
 
     @property
