@@ -110,7 +110,7 @@ class Worker:
             config, self.engine, executor, self._peer_links, self._kv_fetcher, self._ticket, self._changed
         )
         self._leases = LeaseServer(
-            config, self.engine.leases, executor, self._peer_now, self._changed, self._pump.wake, self._lender
+            config, lambda: self.engine.leases, executor, self._peer_now, self._changed, self._pump.wake, self._lender
         )
         self._pumping = asyncio.ensure_future(self._pump.run())
         self._pumping.add_done_callback(self._pump_ended)

@@ -256,7 +256,8 @@ class ReplicaManager:
             await stub.subscribe(f"controller-{uuid.uuid4().hex[:12]}", on_heartbeat)
 
     def _take(self, stats: WorkerStats) -> None:
-        self.view = replace(self.view, stats=stats)  # not published: statistics are not membership
+        if stats is not self.view.stats:
+            self.view = replace(self.view, stats=stats)  # not published: statistics are not membership
         self._pulse()
         if (self.view.detail or self.view.failures) and self._is_steady():
             self._in_a_row = 0

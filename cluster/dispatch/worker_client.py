@@ -187,8 +187,9 @@ class WorkerClient:
     def _heard(self, stats: WorkerStats, at_s: float) -> None:
         self._silence.reset()
         self.last_bundle_s = at_s
-        self.stats = stats
-        self.touched()
+        if stats is not self.stats:  # an idle worker's are the same
+            self.stats = stats
+            self.touched()
         self._sent.pop(self.name, None)
 
     def _route(self, outputs: Sequence[Output]) -> None:

@@ -1,6 +1,7 @@
-"""Makes the public methods of a class catch up first with what it has not committed yet, unless they say otherwise.
+"""Makes the public methods of a class call its `_before_use` first, unless they are marked as unaffected.
 
-A method that is added cannot forget it. Knows no engine.
+For an engine whose steps are not all committed, and whose statistics are kept until something changes. A method that is
+added cannot forget it. Knows no engine.
 """
 
 from collections.abc import Callable
@@ -12,16 +13,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def unaffected(method: F) -> F:
-    """It neither reads nor changes what is not committed yet. Of a property: decorate its function."""
+    """It neither reads what may not be committed yet, nor changes statistics. Of a property: decorate its function."""
     method.__dict__["is_unaffected"] = True
     return method
 
 
 def catches_up(owner: type[C]) -> type[C]:
-    """Each public method and property that is not `unaffected` calls `_catch_up_first` first, while that is not None.
-
-    `owner` has the attribute `_catch_up_first: Callable[[], object] | None`.
-    """
+    """Each public method and property of `owner` that is not `unaffected` calls `_before_use` first."""
     for name, value in list(vars(owner).items()):
         if name.startswith("_"):
             continue
@@ -39,8 +37,7 @@ def _catching_up(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def caught_up(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._catch_up_first is not None:
-            self._catch_up_first()
+        self._before_use()
         return method(self, *args, **kwargs)
 
     return caught_up

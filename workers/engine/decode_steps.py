@@ -73,11 +73,6 @@ class DecodeSteps:
         index = bisect_right(self._stops, place)
         return (self._stops[index] if index < len(self._stops) else self._stops[0] + self._pool.block_size) - place
 
-    @property
-    def num_unsent(self) -> int:
-        """Tokens of each sequence that `outputs` has not returned yet."""
-        return self._ended - self._sent
-
     def advance(self, count: int) -> None:
         """The step in flight and those behind it, `count` in all and at most `num_until_filled`, have ended."""
         is_filled = count == self.num_until_filled

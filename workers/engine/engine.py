@@ -115,9 +115,8 @@ class Engine:
         self._step_s = 0.0
         self._non_finite = 0
         self._decodes: DecodeSteps | None = None  # they run now
-        self._decode_stats: WorkerStats | None = None  # made at one of these steps
         self._catch_up: Callable[[bool], object] | None = None
-        self._catch_up_first: Callable[[], object] | None = None
+        self._known_stats: WorkerStats | None = None  # nothing has changed since but what decode steps change
 
     @property
     def pool(self) -> BlockPool:
@@ -524,17 +523,18 @@ class Engine:
 
     @unaffected
     def begin_decodes(self, sample: Sample, catch_up: Callable[[bool], object]) -> None:
-        """Such steps run as one: `advance_decodes` after each but the last, `end_decodes` before that is committed.
+        """Such steps run as one: `count_decodes` and then `commit_decodes` for all but the last, then `end_decodes`.
 
         `catch_up` is called before the engine is read (False) or changed (True), to report what has ended by then.
         """
         self._decodes = DecodeSteps(self._scheduler.only_decodes, self._kv, self._pool, sample)
-        self._catch_up, self._catch_up_first, self._decode_stats = catch_up, self._before_change, None
+        self._catch_up = catch_up
 
-    def _before_change(self) -> None:
+    def _before_use(self) -> None:
+        """A method that is not `unaffected` is called."""
         if self._catch_up is not None:
             self._catch_up(True)
-        self._decode_stats = None
+        self._known_stats = None
 
     @property
     @unaffected
@@ -544,26 +544,24 @@ class Engine:
         return self._decodes.num_until_filled
 
     @unaffected
-    def advance_decodes(self, seconds: Items[float]) -> None:
-        """Steps have ended, the one in flight first and at most `num_until_filled`: each took so long."""
-        decodes = self._decodes
-        assert decodes is not None, "no steps run as one"
+    def count_decodes(self, seconds: Items[float]) -> None:
+        """Steps have ended, the one in flight first: each took so long. They are not committed yet."""
         for each in seconds:
             self._took(each)
+        self._steps += len(seconds)
+
+    @unaffected
+    def commit_decodes(self, seconds: Items[float]) -> None:
+        """The next of these, at most `num_until_filled`."""
+        decodes = self._decodes
+        assert decodes is not None, "no steps run as one"
         self._estimate.learn_decodes(decodes.batch, decodes.context_tokens, seconds)
         decodes.advance(len(seconds))
         self._kv.take_missing()  # no loan could give it
-        self._steps += len(seconds)
-
-    @property
-    @unaffected
-    def num_untold(self) -> int:
-        """Tokens of each sequence of these steps that `drain_decodes` has not returned yet."""
-        return 0 if self._decodes is None else self._decodes.num_unsent
 
     @unaffected
     def drain_decodes(self, ends_s: Items[float]) -> list[TokensOut]:
-        """The tokens of these steps since the last call. `ends_s`: of all that have ended."""
+        """The tokens of these steps since the last call. `ends_s`: of all that are committed."""
         assert self._decodes is not None, "no steps run as one"
         return self._decodes.outputs(ends_s)
 
@@ -571,8 +569,7 @@ class Engine:
     def end_decodes(self) -> StepPlan:
         """The plan of the step in flight, which is the last one. Everything before it was drained."""
         assert self._decodes is not None, "no steps run as one"
-        sequences, self._decodes = self._decodes.sequences, None
-        self._catch_up = self._catch_up_first = self._decode_stats = None
+        sequences, self._decodes, self._catch_up = self._decodes.sequences, None, None
         size, now_s = self._pool.block_size, math.nan  # all have begun
         chunks = tuple([each.chunk(each.num_computed, 1, size, self._eos, now_s) for each in sequences])
         return StepPlan(self._steps, chunks)
@@ -687,6 +684,7 @@ class Engine:
 
         No steps run as one beside leases, loans or host memory.
         """
+        self._known_stats = None
         self._pool.host.expire_pins(now_s)
         self._loans.expire(now_s)
         for lease in self._leases.expire(now_s):
@@ -733,22 +731,24 @@ class Engine:
     ) -> WorkerStats:
         if self._catch_up is not None:
             self._catch_up(False)
-        if self._decodes is None:
-            return self._stats(bubble_share, pulls, adapters, borrowed)
-        if self._decode_stats is None:
-            self._decode_stats = self._stats(bubble_share, pulls, adapters, borrowed)
-        return structs.replace(  # all that such steps change
-            self._decode_stats,
-            free_blocks=self._pool.num_free,
-            cached_blocks=self._pool.num_cached,
-            steps=self._steps,
-            step_s=self._step_s,
-            cache_number=self._pool.log.number,
-            bubble_share=bubble_share,
-            pulls=pulls,
-            adapters=adapters,
-            borrowed=borrowed,
-        )
+        known, given = self._known_stats, (bubble_share, pulls, adapters, borrowed)
+        if known is None or self._stores or self._pool.host.num_blocks:  # which change by themselves
+            known = self._stats(*given)
+        elif known.steps != self._steps or given != (known.bubble_share, known.pulls, known.adapters, known.borrowed):
+            known = structs.replace(
+                known,
+                free_blocks=self._pool.num_free,
+                cached_blocks=self._pool.num_cached,
+                steps=self._steps,
+                step_s=self._step_s,
+                cache_number=self._pool.log.number,
+                bubble_share=bubble_share,
+                pulls=pulls,
+                adapters=adapters,
+                borrowed=borrowed,
+            )
+        self._known_stats = known
+        return known
 
     def _stats(
         self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]

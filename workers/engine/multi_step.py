@@ -43,7 +43,7 @@ class MultiStep:
         self._steps: RunningDecodes | None = None
         self._reader: dict[str, LateReader] = {}  # by sequence
         self._readers: tuple[LateReader, ...] = ()
-        self._ended = 0
+        self._ended = self._committed = self._told = 0  # of the steps
         self._is_checked = True
         self._is_catching_up = False
         self.last_plan = StepPlan(0, ())
@@ -64,7 +64,8 @@ class MultiStep:
             steps.shorten(1)
             late = {}
         self._steps, self._reader, self._readers = steps, late, tuple(dict.fromkeys(late.values()))
-        self._ended, self._is_checked = 0, True
+        self._ended = self._committed = self._told = 0
+        self._is_checked = True
         for reader in self._readers:
             reader.attach(self)
         self._engine.begin_decodes(steps.sample, self._on_use)
@@ -73,8 +74,14 @@ class MultiStep:
     @property
     def begun_s(self) -> float:
         """When the step in flight began, if it is one of these and not the first; else 0."""
-        self.catch_up(False)
-        return self._steps.ends_s[self._ended - 1] if self._steps is not None and self._ended else 0.0
+        if self._steps is None:
+            return 0.0
+        ended = self._num_ended(self._steps)
+        return self._steps.ends_s[ended - 1] if ended else 0.0
+
+    def _num_ended(self, steps: RunningDecodes) -> int:
+        """By now, without the last one."""
+        return min(bisect_right(steps.ends_s, self._now_s(), self._ended), len(steps.ends_s) - 1)
 
     def is_told(self, reader: LateReader | None) -> bool:
         """Whether steps run whose outputs this reader gets late."""
@@ -82,7 +89,7 @@ class MultiStep:
 
     def num_untold(self, key: str) -> int:
         self.catch_up(False)
-        return self._engine.num_untold if key in self._reader else 0
+        return self._ended - self._told if key in self._reader and self._steps is not None else 0
 
     def catch_up(self, with_tokens: bool) -> None:
         """Commit and tell what has ended by now, but for the last step."""
@@ -95,22 +102,27 @@ class MultiStep:
             self._is_catching_up = False
 
     def _catch_up(self, steps: RunningDecodes, with_tokens: bool) -> None:
-        ends_s, begin = steps.ends_s, self._ended
-        if ends_s[begin] <= (now_s := self._now_s()):
-            ended = min(bisect_right(ends_s, now_s, begin), len(ends_s) - 1)
-            while self._ended < ended:
-                stop = min(ended, self._ended + self._engine.num_until_filled)
-                steps.observe(self._ended, stop)
-                self._engine.advance_decodes(steps.seconds[self._ended : stop])
-                self._ended = stop
-            if ended > begin:
-                stats = self._stats()
-                for reader in self._readers:
-                    reader.on_late_stats(stats, ends_s[ended - 1])
-        if with_tokens and self._engine.num_untold:
+        if (ended := self._num_ended(steps)) > self._ended:
+            self._engine.count_decodes(steps.seconds[self._ended : ended])
+            self._ended = ended
+            while (filled := self._committed + self._engine.num_until_filled) <= ended:
+                self._commit(steps, filled)
+            stats = self._stats()
+            for reader in self._readers:
+                reader.on_late_stats(stats, steps.ends_s[ended - 1])
+        if with_tokens and self._told < self._ended:
+            if self._committed < self._ended:
+                self._commit(steps, self._ended)
             self._tell_tokens(steps)
 
+    def _commit(self, steps: RunningDecodes, stop: int) -> None:
+        """The steps up to this one."""
+        steps.observe(self._committed, stop)
+        self._engine.commit_decodes(steps.seconds[self._committed : stop])
+        self._committed = stop
+
     def _tell_tokens(self, steps: RunningDecodes) -> None:
+        self._told = self._ended
         outputs: dict[LateReader, list[TokensOut]] = {}
         for output in self._engine.drain_decodes(steps.ends_s[: self._ended]):
             outputs.setdefault(self._reader[output.key], []).append(output)

@@ -113,8 +113,11 @@ class Pump:
     async def _wait(self) -> None:
         """For work, or until a prompt has waited long enough for its blocks."""
         seconds = self._engine.wakes_at_s - self._now_s()
+        if math.isinf(seconds):
+            await self._work.wait()
+            return
         with suppress(TimeoutError):
-            async with asyncio.timeout(None if math.isinf(seconds) else max(0.0, seconds)):
+            async with asyncio.timeout(max(0.0, seconds)):
                 await self._work.wait()
 
     async def _oldest_or_work(self) -> None:

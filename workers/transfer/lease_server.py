@@ -23,7 +23,7 @@ class LeaseServer:
     def __init__(
         self,
         config: WorkerConfig,
-        leases: LeaseBook,
+        leases: Callable[[], LeaseBook],
         executor: Executor,
         address: Callable[[], PeerAddress],
         released: Callable[[], None],
@@ -70,7 +70,7 @@ class LeaseServer:
         has_waited = False
         while True:
             progressed = self._progressed
-            mark = self._leases.progress(lease, epoch, have_blocks, loop.time())
+            mark = self._leases().progress(lease, epoch, have_blocks, loop.time())
             if mark.ready_blocks > have_blocks or mark.finished or loop.time() >= deadline_s:
                 return watch_reply(
                     mark.cells,
@@ -95,5 +95,5 @@ class LeaseServer:
 
     def release(self, lease: str, epoch: int) -> None:
         """The reader has all KV. Raises `LeaseLost`."""
-        self._leases.release(lease, epoch)
+        self._leases().release(lease, epoch)
         self._released()

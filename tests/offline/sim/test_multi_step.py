@@ -52,17 +52,17 @@ def both(spec: ClusterSpec, costs: Mapping[str, PoolModel], load: str, seed: int
 def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[int, int]]:
     """Steps that ran as one, and all others."""
     counts = [0, 0]
-    advance, commit = Engine.advance_decodes, Engine.commit
+    count, commit = Engine.count_decodes, Engine.commit
 
-    def counted_advance(self: Engine, seconds: Sequence[float]) -> None:
+    def counted(self: Engine, seconds: Sequence[float]) -> None:
         counts[0] += len(seconds)
-        advance(self, seconds)
+        count(self, seconds)
 
     def counted_commit(self: Engine, *args: object) -> None:
         counts[1] += 1
         commit(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Engine, "advance_decodes", counted_advance)
+    monkeypatch.setattr(Engine, "count_decodes", counted)
     monkeypatch.setattr(Engine, "commit", counted_commit)
     return lambda: (counts[0], counts[1])
 
