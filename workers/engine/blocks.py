@@ -214,7 +214,8 @@ class BlockPool:
         self._names[block] = content
         if fetched:
             self._fetched.add(block)
-        self.host.on_device(content)
+        if self.host.pins.most:
+            self.host.on_device(content)
         if prefix is not None:
             self._prefixes[block] = prefix
             self.log.add(Tier.DEVICE, prefix)

@@ -88,8 +88,9 @@ class MultiStep:
         return self._steps is not None and reader in self._readers
 
     def num_untold(self, key: str) -> int:
-        self.catch_up(False)
-        return self._ended - self._told if key in self._reader and self._steps is not None else 0
+        if self._steps is None or key not in self._reader:
+            return 0
+        return self._num_ended(self._steps) - self._told
 
     def catch_up(self, with_tokens: bool) -> None:
         """Commit and tell what has ended by now, but for the last step."""

@@ -10,7 +10,7 @@ Source of the idea: loops whose clock jumps, as in trio's and FoundationDB's tes
 import asyncio
 import heapq
 from collections.abc import Callable, Coroutine
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from cluster.offline.sim.network import Network
@@ -24,6 +24,43 @@ MAX_NAMED = 12
 
 class Deadlock(RuntimeError):
     """Nothing can run any more, but tasks still wait; the message names them."""
+
+
+class _Handle(asyncio.Handle):
+    """Without what asyncio records for its debug mode."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., object], args: tuple[Any, ...], loop: "VirtualLoop", context: Context | None
+    ) -> None:
+        _fill(self, callback, args, loop, context)
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    """The same. `_scheduled`: or its cancellation would not be reported."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        loop: "VirtualLoop",
+        context: Context | None,
+    ) -> None:
+        _fill(self, callback, args, loop, context)
+        self._when = when
+        self._scheduled = True
+
+
+def _fill(
+    handle: Any, callback: Callable[..., object], args: tuple[Any, ...], loop: "VirtualLoop", context: Context | None
+) -> None:
+    handle._callback, handle._args, handle._loop = callback, args, loop
+    handle._context = copy_context() if context is None else context
+    handle._cancelled, handle._repr, handle._source_traceback = False, None, None
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -45,7 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -57,8 +94,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        handle._scheduled = True  # type: ignore[attr-defined]  # or its cancellation would not be reported
+        handle = _TimerHandle(when, callback, args, self, context)
         self._number += 1
         heapq.heappush(self._timers, (when, self._number, handle))
         return handle
@@ -92,7 +128,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle._cancelled:
-                handle._run()
+                try:
+                    handle._context.run(handle._callback, *handle._args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    self.call_exception_handler({"message": f"in {handle}", "exception": error, "handle": handle})
 
     # ---- no world outside ----------------------------------------------------------------------------------------
 
