@@ -4,6 +4,7 @@ Knows no text (the gateway encodes and decodes), no device and no clock. Everyth
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -38,6 +39,38 @@ class Grammar:
 
     kind: Literal["json", "regex", "choice", "lark", "grammar"]
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The valid values of a number, and the same in words. `is_open`: `least` itself is not valid."""
+
+    least: float
+    most: float
+    rule: str
+    is_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        """False for NaN."""
+        return self.least <= value <= self.most and not (self.is_open and value == self.least)
+
+
+# Of numbers of `SamplingParams` by themselves.
+BOUNDS = {
+    "temperature": Bound(0.0, 100.0, "between 0 (greedy) and 100"),
+    "top_k": Bound(0, math.inf, "0 (off) or a positive number of tokens"),
+    "top_p": Bound(0.0, 1.0, "above 0 and at most 1 (off)", is_open=True),
+    "min_p": Bound(0.0, 1.0, "between 0 (off) and 1"),
+    "repetition_penalty": Bound(0.0, 100.0, "above 0 and at most 100; 1 is off", is_open=True),
+    "max_tokens": Bound(1, math.inf, "at least 1"),
+    "min_tokens": Bound(0, math.inf, "0 or more"),
+    "logprobs": Bound(0, 20, "between 0 and 20"),
+    "prompt_logprobs": Bound(0, 20, "between 0 and 20"),
+    "presence_penalty": Bound(-2.0, 2.0, "between -2 and 2; 0 is off"),
+    "frequency_penalty": Bound(-2.0, 2.0, "between -2 and 2; 0 is off"),
+    "n": Bound(1, MOST_ANSWERS, f"between 1 and {MOST_ANSWERS}"),
+    "best_of": Bound(1, MOST_ANSWERS, f"between n and {MOST_ANSWERS}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +117,9 @@ class SamplingParams:
                 raise InvalidRequest(f"sampling.{name}", f"is {_shown(getattr(self, name))}; it must be {rule}")
 
         # Comparisons are written so that NaN fails them.
-        need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 (greedy) and 100")
-        need(self.top_k >= 0, "top_k", "0 (off) or a positive number of tokens")
-        need(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (off)")
-        need(0.0 <= self.min_p <= 1.0, "min_p", "between 0 (off) and 1")
-        need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "above 0 and at most 100; 1 is off")
+        for name, bound in BOUNDS.items():
+            need(getattr(self, name) is None or bound.holds(getattr(self, name)), name, bound.rule)
         need(self.seed is None or 0 <= self.seed < 2**64, "seed", "an unsigned 64-bit number")
-        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        need(self.min_tokens >= 0, "min_tokens", "0 or more")
         need(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -99,10 +127,6 @@ class SamplingParams:
         )
         need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 strings, none of them empty")
         need(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "token ids, 0 or more")
-        need(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
-        need(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20")
-        for name in ("presence_penalty", "frequency_penalty"):
-            need(-2.0 <= getattr(self, name) <= 2.0, name, "between -2 and 2; 0 is off")
         biased = dict(self.logit_bias)
         if len(self.logit_bias) > MOST_BIASES or len(biased) < len(self.logit_bias):
             rule = f"at most {MOST_BIASES}, each token once"
@@ -111,12 +135,7 @@ class SamplingParams:
             if token < 0 or not -100.0 <= bias <= 100.0:
                 rule = "a token id is 0 or more, a bias lies between -100 and 100"
                 raise InvalidRequest("sampling.logit_bias", f"has {token}: {bias}; {rule}")
-        need(1 <= self.n <= MOST_ANSWERS, "n", f"between 1 and {MOST_ANSWERS}")
-        need(
-            self.best_of is None or self.n <= self.best_of <= MOST_ANSWERS,
-            "best_of",
-            f"between n ({self.n}) and {MOST_ANSWERS}",
-        )
+        need(self.best_of is None or self.n <= self.best_of, "best_of", f"between n ({self.n}) and {MOST_ANSWERS}")
         if self.grammar is not None and len(self.grammar.text.encode(errors="replace")) > MOST_GRAMMAR_BYTES:
             raise InvalidRequest(
                 "sampling.grammar", f"has more than {MOST_GRAMMAR_BYTES >> 10} KiB of text; shorten it"

@@ -9,14 +9,22 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, GetJsonSchemaHandler, model_validator
 
 from cluster.events import Unservable
+from cluster.frontend.http.fields import HARMLESS, complete, complete_object
 from cluster.frontend.http.structured import grammar_from
 from cluster.frontend.http.tool_fields import CallHistory, tool_request
-from cluster.frontend.http.unsupported import check_message, check_stream_options, check_supported
+from cluster.frontend.http.unsupported import (
+    MESSAGE_FIELDS,
+    OFF,
+    STREAM_FIELDS,
+    check_message,
+    check_stream_options,
+    check_supported,
+)
 from cluster.frontend.text import ChatPrompt, RawPrompt, TextPrompt, TokenPrompt, check_depth
 from cluster.frontend.tools.answer_plan import ToolRequest
 from workers.errors import InvalidRequest
@@ -48,12 +56,21 @@ class Body(BaseModel):
 
     model: str | None = None
 
+    least: ClassVar[Mapping[str, float]] = {"top_k": -1}  # lowest values that this API has otherwise than `BOUNDS`
+    limited: ClassVar[Mapping[str, Any]] = {}  # fields of this API of which only null and this value are supported
+    harmless: ClassVar[str] = HARMLESS  # what is said of fields that are known but not read
+
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, given: Any) -> Any:
         if isinstance(given, dict):
             check_supported(given, cls.known_fields())
         return given
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core))
+        return complete(schema, cls.known_fields(), harmless=cls.harmless, least=cls.least, limited=cls.limited)
 
     @classmethod
     def known_fields(cls) -> Collection[str]:
@@ -75,8 +92,19 @@ class Body(BaseModel):
             raise Unservable(error.message, self.client_names.get(error.field, error.field)) from None
 
 
-class StreamOptions(BaseModel):
+class BodyPart(BaseModel):
+    """An object in a body. Its reader refuses the other fields; of `off` those that request nothing pass."""
+
     model_config = ConfigDict(extra="allow")
+    off: ClassVar[Collection[str]] = ()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return complete_object(handler.resolve_ref_schema(handler(core)), cls.off, OFF)
+
+
+class StreamOptions(BodyPart):
+    off = STREAM_FIELDS
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -174,6 +202,8 @@ class Generation(Body):
 class CompletionBody(Generation):
     """POST /v1/completions."""
 
+    least: ClassVar[Mapping[str, float]] = {**Body.least, "max_tokens": 0}  # with echo
+
     prompt: Any = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -221,17 +251,15 @@ class CompletionBody(Generation):
         return [each for each in found if each is not None]
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class TextPart(BodyPart):
     type: str
     text: str | None = None
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(BodyPart):
     """`name` is not passed to the chat template; a tool's message has the name of the tool instead."""
 
-    model_config = ConfigDict(extra="allow")
+    off = MESSAGE_FIELDS
 
     role: str
     content: str | Annotated[list[TextPart], FirstError()] | None = None
@@ -289,6 +317,8 @@ class TokenizeBody(Body):
     Accepts the body of a completion or a chat too, and ignores its other fields.
     """
 
+    harmless: ClassVar[str] = "Ignored: the body of a completion or a chat is accepted too."
+
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], FirstError()] | None = None
     tools: Annotated[list[dict[str, Any]], FirstError()] | None = None
@@ -311,7 +341,8 @@ class TokenizeBody(Body):
             raise InvalidRequest("prompt", "or messages is needed, and not both")
         if self.prompt is not None:
             return TextPrompt(self.prompt, self.add_special_tokens is not False)
-        return _chat_prompt(self, [] if self.tool_choice == "none" else self.tools)
+        asked = tool_request(self.tools, self.tool_choice, None)  # refuses what a chat would
+        return _chat_prompt(self, [] if asked is None else self.tools)
 
 
 class DetokenizeBody(Body):

@@ -203,6 +203,7 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
 
 def _thinking(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The variable that chat templates have for it. `disabled` sets none: templates without it would refuse it."""
+    refuse_others("thinking", given or {}, {"type", "budget_tokens", "display"})
     kind = "disabled" if given is None else given.get("type")
     if kind not in ("enabled", "adaptive", "disabled"):
         raise InvalidRequest("thinking.type", f"is {str(kind)[:40]!r}; enabled, adaptive and disabled are supported")

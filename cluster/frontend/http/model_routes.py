@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 from fastapi import Request
@@ -217,6 +218,12 @@ class ModelRoutes:
             "created": self._started_s,
             "owned_by": "diptych",
             "max_model_len": self.gateway.max_model_len,
+            "capabilities": {
+                "chat": bool(self.gateway.tokenizer.info.get("chat_template")),
+                "tool_calls": self._planner.reads_calls,
+                "reasoning": self._planner.needs_prompt,
+                "structured_output": find_spec("llguidance") is not None,
+            },
             "default_sampling_params": self.gateway.default_sampling,
         }
 

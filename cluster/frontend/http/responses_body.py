@@ -9,7 +9,7 @@ tools, tool_choice, text, reasoning     ──> those of a chat
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from cluster.frontend.http.bodies import Body, ChatBody, FirstError
 from cluster.frontend.http.unsupported import refuse_others
@@ -25,6 +25,8 @@ Item = dict[str, Any]
 
 class ResponsesBody(Body):
     """POST /v1/responses."""
+
+    limited: ClassVar[Mapping[str, Any]] = {"truncation": "disabled", "background": False, "top_logprobs": 0}
 
     input: str | Annotated[list[Item], FirstError()]
     instructions: str | None = None
@@ -77,8 +79,7 @@ class ResponsesBody(Body):
 
     def chat_after(self, history: Sequence[Item]) -> "ResponsesChat":
         """This request as a chat, behind these items of the conversation. Raises `InvalidRequest`."""
-        passing: Mapping[str, Any] = {"truncation": "disabled", "background": False, "top_logprobs": 0}
-        for name, value in passing.items():
+        for name, value in self.limited.items():
             if getattr(self, name) not in (None, value):
                 raise InvalidRequest(name, f"is not supported; leave it out, or send {json.dumps(value)}")
         messages = [("instructions", {"role": "system", "content": self.instructions})] if self.instructions else []
@@ -153,8 +154,10 @@ def _assistant_part(where: str, item: Item) -> Item | None:
             return {"content": _text(f"{where}.content", item.get("content"))}
         case "reasoning":
             refuse_others(where, item, {"type", "content", "summary", "id", "status"})
-            parts = item.get("content") or ()
-            return {"reasoning_content": "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))}
+            parts = [each for each in item.get("content") or () if isinstance(each, dict)]
+            for at, each in enumerate(parts):
+                refuse_others(f"{where}.content[{at}]", each, {"type", "text"})
+            return {"reasoning_content": "".join(str(each.get("text", "")) for each in parts)}
         case "function_call":
             refuse_others(where, item, {"type", "call_id", "name", "arguments", "id", "status"})
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -193,6 +196,7 @@ def _text(where: str, content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else part
         if not isinstance(part, dict) or kind not in TEXTS or not isinstance(part.get("text"), str):
             raise InvalidRequest(f"{where}[{at}]", f"is a part of type {str(kind)[:40]!r}; only text is supported")
+        refuse_others(f"{where}[{at}]", part, {"type", "text", "annotations", "logprobs"})
         texts.append(part["text"])
     return "".join(texts)
 

@@ -51,6 +51,11 @@ class AnswerPlanner:
         """Whether `plan` needs the prompt's tokens."""
         return self._format.reasoning is not None
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the model can call tools."""
+        return self._format.calls is not None
+
     def plan(self, tools: ToolRequest | None, prompt: Sequence[int] = ()) -> AnswerPlan:
         """Raises `InvalidRequest` for tools that this model cannot call."""
         form, reasoning = self._format, self._format.reasoning

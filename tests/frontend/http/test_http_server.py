@@ -152,7 +152,7 @@ async def test_unsupported_fields_with_default_values_pass(there: Clients, path:
 
 
 async def test_tokens_are_counted_with_the_tools(there: Clients, dispatcher: FakeDispatcher) -> None:
-    tools = [{"name": "look"}]
+    tools = [{"type": "function", "function": {"name": "look"}}]
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
     counted = (await there.http.post("/tokenize", json=body)).json()["tokens"]
     _ = [event async for event in there.grpc.chat([("user", "hi")], tools=tools, max_tokens=1)]
