@@ -94,6 +94,18 @@ async def test_workers_of_other_ranks_lend_too(
     assert tokens_of(await answer(model, SMALL, *workers)) == alone
 
 
+async def test_others_are_served_meanwhile(model: ModelFolder, alone: list[int]) -> None:
+    """Stages of a pipeline compute steps of the borrower and of others at the same time."""
+    short = [Request(f"s{n}", PROMPT[n : n + 40], replace(SAMPLING, max_tokens=30)) for n in range(6)]
+    async with opened(model, SMALL, BOTH, PP2, PP2) as (subject, _):
+        asked = [Request("long", PROMPT, SAMPLING), *short]
+        long, *answers = await asyncio.gather(*map(subject.run, asked))
+        again = [tokens_of(await subject.run(replace(each, id=f"{each.id}-again"))) for each in short]
+        assert tokens_of(long) == alone and completed(long).attempts == 1
+        assert [tokens_of(each) for each in answers] == again
+        await subject.settle()
+
+
 @pytest.mark.parametrize(
     ("parallel", "how"),
     [(TP2, signal.SIGKILL), (PP2, signal.SIGKILL), pytest.param(BOTH, signal.SIGSTOP, marks=pytest.mark.full)],
