@@ -67,7 +67,7 @@ class MessagesBody(Body):
                 "tools": None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
                 "tool_choice": choice,
                 "parallel_tool_calls": parallel,
-                "chat_template_kwargs": _thinking(self.thinking),
+                **_thinking(self.thinking),
                 "response_format": _format(self.output_config),
             }
         )
@@ -201,13 +201,21 @@ def _choice(given: Mapping[str, Any] | None) -> tuple[Any, bool | None]:
     return CHOICES[kind], parallel
 
 
-def _thinking(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The variable that chat templates have for it. `disabled` sets none: templates without it would refuse it."""
-    refuse_others("thinking", given or {}, {"type", "budget_tokens", "display"})
-    kind = "disabled" if given is None else given.get("type")
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise InvalidRequest("thinking.type", f"is {str(kind)[:40]!r}; enabled, adaptive and disabled are supported")
-    return None if kind != "enabled" else {"enable_thinking": True}
+def _thinking(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The fields of a chat for it."""
+    if given is None:
+        return NOTHING
+    refuse_others("thinking", given, {"type", "budget_tokens", "display"})
+    match given.get("type"):
+        case "enabled":
+            return {"chat_template_kwargs": {"enable_thinking": True}}
+        case "disabled":
+            return {"reasoning_effort": "none"}  # passes where a template knows no reasoning
+        case "adaptive":
+            return NOTHING
+        case kind:
+            why = f"is {str(kind)[:40]!r}; enabled, adaptive and disabled are supported"
+            raise InvalidRequest("thinking.type", why)
 
 
 def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -169,6 +169,23 @@ async def test_a_choice_is_enforced(there: Clients, dispatcher: FakeDispatcher, 
     assert dispatcher.requests[-1].sampling.grammar is not None
 
 
+async def test_thinking_is_the_reasoning_of_a_chat(dispatcher: FakeDispatcher) -> None:
+    seen: list[Any] = []
+
+    class ThinkingTokenizer(ToolTokenizer):
+        def apply_chat_template(
+            self, messages: Any, *, tools: Any = (), template_kwargs: Any = None
+        ) -> tuple[int, ...]:
+            seen.append(dict(template_kwargs or {}))
+            return (1,)
+
+    async with opened(dispatcher, ThinkingTokenizer) as (there, _), sdk(there) as client:
+        dispatcher.script = scripted("Yes")
+        for kind in ("enabled", "disabled", "adaptive"):
+            await client.messages.create(**ASK, thinking={"type": kind, "budget_tokens": 1024})
+    assert seen == [{"enable_thinking": True}, {"reasoning_effort": "none"}, {}]
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
