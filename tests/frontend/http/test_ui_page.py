@@ -1,6 +1,7 @@
 """The page at /ui in a real browser: what a person sees, and that whatever the cluster says stays text."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from diptych.view import PoolView
 from tests.frontend.grpc.fake import FakeDispatcher, view
 from tests.frontend.http.chromium import LOOK_S, WAIT_S, Page, browser, installed, page
 from tests.frontend.http.opened import Clients, opened
+from tests.frontend.http.test_tool_calls import ToolTokenizer
 from tests.frontend.http.test_ui import KEY, trace
 
 pytestmark = pytest.mark.skipif(installed() is None, reason="needs a browser: apt-get install chromium")
@@ -93,6 +95,22 @@ async def test_the_chat_streams_and_remembers_the_conversation(tab: Page) -> Non
         await tab.until("document.querySelectorAll('.assistant small').length === 2")
         assert bytes(dispatcher.requests[1].prompt) == b"<user>hello <b>you</b>\n<assistant>first second\n<user>again\n"
         assert tab.complaints == []
+
+
+async def test_the_chat_shows_reasoning_apart_and_does_not_send_it_back(tab: Page) -> None:
+    dispatcher = FakeDispatcher(lambda request: b"<think>hm, so</think>Yes", chunk=3, step_s=0.01)
+    async with opened(dispatcher, ToolTokenizer) as (there, _):
+        await tab.open(f"{url(there)}/ui")
+        await tab.until("!!document.querySelector('#workers .worker')")
+        for number, asked in enumerate(("hello", "again"), 1):
+            await tab.type("#prompt", asked)
+            await tab.press_enter()
+            await tab.until(f"document.querySelectorAll('.assistant small').length === {number}")
+            await tab.until("!document.getElementById('send').hidden")
+        assert await tab.value("document.querySelector('.assistant .reasoning').innerText") == "hm, so"
+        assert await tab.value("document.querySelector('.assistant').innerText.split('\\n')[1]") == "Yes"
+        messages, _ = json.loads(bytes(dispatcher.requests[1].prompt))
+        assert [each["content"] for each in messages] == ["hello", "Yes", "again"]
 
 
 async def test_a_stopped_answer_is_cancelled_in_the_cluster(tab: Page) -> None:

@@ -288,6 +288,7 @@ async function answer(signal) {
   const headers = { "Content-Type": "application/json" };
   const response = await ask("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
   const text = document.createTextNode(""), shown = bubble("assistant", text);
+  const thought = element("div", { class: "reasoning" });
   let first = null, last = null, tokens = 0;
   try {
     for await (const data of dataOf(response)) {
@@ -295,11 +296,13 @@ async function answer(signal) {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       tokens = chunk.usage?.completion_tokens ?? tokens;
-      const more = chunk.choices[0]?.delta?.content;
-      if (!more) continue;
+      const { content, reasoning_content: reasoning } = chunk.choices[0]?.delta ?? {};
+      if (!content && !reasoning) continue;
       last = performance.now();
       first ??= last;
-      text.appendData(more);
+      if (reasoning) shown.prepend(thought);
+      thought.append(reasoning ?? "");
+      text.appendData(content ?? "");
       $("messages").scrollTop = $("messages").scrollHeight;
     }
   } finally {
