@@ -7,7 +7,6 @@ row-parallel one its columns of A and all of B: the sum over the ranks that the 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from workers.model.adapter import AdapterFolder
 from workers.model.description import ModelConfig
@@ -53,22 +52,17 @@ class _Loading:
         found, first = [], 0
         for part in stacked(names, cuts):
             if prefix + part.name in self._folder.modules:
-                found.append(LowRank(self._a(prefix + part.name), self._b(prefix + part.name, part.rows), first))
+                found.append(self._low_rank(prefix + part.name, first, rows=part.rows))
             first += part.rows[1] - part.rows[0]
         return tuple(found)
 
     def row_parallel(self, module: str, columns: Range) -> tuple[LowRank, ...]:
         if module not in self._folder.modules:
             return ()
-        return (LowRank(self._a(module, columns), self._b(module), 0),)
+        return (self._low_rank(module, 0, columns=columns),)
 
-    def _a(self, module: str, columns: Range | None = None) -> Tensor:
-        """[rank, in], a copy: the file may change later."""
-        return self._take(module, "A", columns=columns).clone()
-
-    def _b(self, module: str, rows: Range | None = None) -> Tensor:
-        """[rank, out], scaled."""
-        return (self._take(module, "B", rows).t() * self._folder.scale).contiguous()
-
-    def _take(self, module: str, part: str, rows: Range | None = None, columns: Range | None = None) -> Tensor:
-        return self._weights.take(f"base_model.model.{module}.lora_{part}.weight", rows, columns)
+    def _low_rank(self, module: str, first: int, rows: Range | None = None, columns: Range | None = None) -> LowRank:
+        """`rows` of B and `columns` of A. Copies: the file may change later."""
+        name = f"base_model.model.{module}.lora"
+        a = self._weights.take(f"{name}_A.weight", columns=columns)
+        return LowRank.of(a, self._weights.take(f"{name}_B.weight", rows) * self._folder.scale, first)

@@ -1,4 +1,4 @@
-"""Low-rank changes of linear layers (LoRA): y += (x Aᵀ) Bᵀ, for each row of a batch with its own A and B, or none.
+"""Low-rank changes of linear layers (LoRA): y += (x A) B, for each row of a batch with its own A and B, or none.
 
 Knows rows and numbered adapters; knows no model and no file. A row without an adapter is not touched, so it keeps its
 bits. Our kernel computes each row alone in a fixed order; torch, where there is no kernel, one adapter's rows at a
@@ -23,6 +23,7 @@ QKV, OUTPUT, GATE_UP, DOWN = "qkv", "output", "gate_up", "down"  # the linear la
 Change = Callable[[str, Tensor, Tensor], None]
 """(linear layer, its x [rows, in], its y [rows, out]): adds each row's change to y."""
 
+RANK_MULTIPLE = 16  # as in native/lora.cpp
 _ENTRY = struct.Struct("@PPqqq")  # as `Entry` in native/lora.cpp
 
 
@@ -30,9 +31,14 @@ _ENTRY = struct.Struct("@PPqqq")  # as `Entry` in native/lora.cpp
 class LowRank:
     """The change of some output features of a linear layer, from `first` on."""
 
-    a: Tensor  # [rank, in]
+    a: Tensor  # [in, rank], with columns of zeros up to a multiple of 16
     b: Tensor  # [rank, out], with the adapter's scale
     first: int
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, first: int) -> "LowRank":
+        """From A [rank, in] and B [out, rank], which are copied."""
+        return cls(F.pad(a.t(), (0, -len(a) % RANK_MULTIPLE)).contiguous(), b.t().contiguous(), first)
 
     def to(self, device: torch.device) -> "LowRank":
         return LowRank(self.a.to(device, non_blocking=True), self.b.to(device, non_blocking=True), self.first)
@@ -47,7 +53,7 @@ class LinearChange:
 
     def __post_init__(self) -> None:
         addressed = [
-            _ENTRY.pack(pointer(each.a), pointer(each.b), each.first, each.b.shape[1], each.a.shape[0])
+            _ENTRY.pack(pointer(each.a), pointer(each.b), each.first, each.b.shape[1], each.b.shape[0])
             for each in self.parts
         ]
         object.__setattr__(self, "entries", b"".join(addressed))
@@ -78,8 +84,10 @@ class StepAdapters:
         self._device = device
         self._deterministic = deterministic
         self._native = device.type == "cpu" and library() is not None
-        found = [] if self._native else [np.flatnonzero(numbers == number) for number in range(len(adapters))]
-        self._rows = [torch.from_numpy(rows).to(device) for rows in found]
+        by_adapter = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :].astype(np.int32)
+        self._rows, self._of_rows = by_adapter, numbers[by_adapter]
+        starts = np.searchsorted(self._of_rows, np.arange(1, len(adapters)))
+        self._segments = [] if self._native else torch.from_numpy(by_adapter).to(device).tensor_split(starts.tolist())
 
     def at_rows(self) -> "StepAdapters":
         """For the sampled rows only."""
@@ -100,13 +108,14 @@ class StepAdapters:
         counts = np.array([0, *(len(each.parts) if each else 0 for each in changes)], np.int32).cumsum(dtype=np.int32)
         entries = b"".join([each.entries for each in changes if each])
         kernel("lora")(
-            pointer(x), x.shape[1], pointer(y), y.shape[1], len(x), self._numbers.ctypes.data, counts.ctypes.data,
-            entries, torch.get_num_threads(),
+            pointer(x), x.shape[1], pointer(y), y.shape[1], self._rows.ctypes.data, self._of_rows.ctypes.data,
+            len(self._rows), counts.ctypes.data, entries, torch.get_num_threads(),
         )  # fmt: skip
 
     def _by_torch(self, changes: Sequence[LinearChange | None], x: Tensor, y: Tensor) -> None:
         product = (lambda x, w: alike(w, None, x)) if self._deterministic else F.linear
-        for rows, each in zip(self._rows, changes, strict=True):
+        for rows, each in zip(self._segments, changes, strict=True):
             for part in each.parts if each and len(rows) else ():
                 columns = slice(part.first, part.first + part.b.shape[1])
-                y[rows, columns] += product(product(x[rows], part.a), part.b.t())
+                inner = product(x[rows], part.a[:, : len(part.b)].t())
+                y[rows, columns] += product(inner, part.b.t())

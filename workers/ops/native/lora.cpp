@@ -1,52 +1,84 @@
-// Low-rank changes of a linear layer's output, y += (x Aᵀ) B, each row with its own A and B or none.
+// Low-rank changes of a linear layer's output, y += (x A) B, each row with its own A and B or none.
 //
-// Each row is computed alone in a fixed order: its bits do not depend on other rows or the number of threads.
+// Each number is one chain of fused multiply-adds in a fixed order: its bits do not depend on other rows, on the position
+// of the row, or on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <vector>
+#include "gemm_lanes.hpp"
 
 namespace {
 
-constexpr int64_t ALONE = 1 << 14;  // multiplications up to which one thread computes alone
-constexpr int LANES = 16;           // partial sums of a dot product
+constexpr int64_t MOST_RANK = 256, ALONE = 1 << 16;  // multiplications up to which one thread computes alone
 
 struct Entry {
-    const float* a;  // [rank, in]
+    const float* a;  // [in, rank rounded up to 16]
     const float* b;  // [rank, out]
     int64_t first, out, rank;
 };
 
-float dot(const float* x, const float* a, int64_t size) {
-    float lanes[LANES] = {};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] = std::fma(x[i + lane], a[i + lane], lanes[lane]);
-    for (int lane = 0; i < size; i++, lane++) lanes[lane] = std::fma(x[i], a[i], lanes[lane]);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-    return lanes[0];
+// y[row] += x[row] · w for ROWS rows of `depth` numbers and w [depth, columns].
+template <int ROWS>
+void add_product(const float* const* x, const float* w, int64_t depth, int64_t columns, float* const* y) {
+    int64_t column = 0;
+    for (; column + LANES <= columns; column += LANES) {
+        Floats sums[ROWS];
+        for (int row = 0; row < ROWS; row++) sums[row] = load(y[row] + column);
+        for (int64_t k = 0; k < depth; k++) {
+            Floats weights = load(w + k * columns + column);
+#pragma GCC unroll 12
+            for (int row = 0; row < ROWS; row++) sums[row] = fused(all(x[row][k]), weights, sums[row]);
+        }
+        for (int row = 0; row < ROWS; row++) store(y[row] + column, sums[row]);
+    }
+    for (; column < columns; column++)
+        for (int row = 0; row < ROWS; row++)
+            for (int64_t k = 0; k < depth; k++)
+                y[row][column] = std::fma(x[row][k], w[k * columns + column], y[row][column]);
 }
 
-void change_row(const float* x, float* y, int64_t in, const Entry& entry) {
-    float* __restrict__ target = y + entry.first;
-    for (int64_t rank = 0; rank < entry.rank; rank++) {
-        const float inner = dot(x, entry.a + rank * in, in);
-        const float* __restrict__ b = entry.b + rank * entry.out;
-        for (int64_t i = 0; i < entry.out; i++) target[i] = std::fma(inner, b[i], target[i]);
+template <int ROWS = ROW_TILE>
+void add_products(int64_t rows, const float* const* x, const float* w, int64_t depth, int64_t columns,
+                  float* const* y) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return add_products<ROWS - 1>(rows, x, w, depth, columns, y);
+    add_product<ROWS>(x, w, depth, columns, y);
+}
+
+void change(const float* x, int64_t in, float* y, int64_t out, const int32_t* rows, int64_t count,
+            const Entry& entry) {
+    int64_t width = (entry.rank + 15) / 16 * 16;
+    alignas(64) float inner[ROW_TILE * MOST_RANK];
+    std::memset(inner, 0, count * width * sizeof(float));
+    const float *from[ROW_TILE], *between[ROW_TILE];
+    float *shrunk[ROW_TILE], *to[ROW_TILE];
+    for (int64_t row = 0; row < count; row++) {
+        from[row] = x + rows[row] * in;
+        between[row] = shrunk[row] = inner + row * width;
+        to[row] = y + rows[row] * out + entry.first;
     }
+    add_products(count, from, entry.a, in, width, shrunk);
+    add_products(count, between, entry.b, entry.rank, entry.out, to);
 }
 
 }  // namespace
 
-// `numbers` [rows]: each row's adapter, or -1; the entries of adapter n are `starts[n]` to `starts[n + 1]`.
-extern "C" void diptych_lora(const float* x, int64_t in, float* y, int64_t out, int64_t rows, const int32_t* numbers,
-                             const int32_t* starts, const Entry* entries, int64_t threads) {
-    int64_t work = rows * (in + out) * 8;
+// `rows`: those with an adapter, sorted by it; `numbers`: the adapter of each of these. The entries of adapter n are
+// `starts[n]` to `starts[n + 1]`.
+extern "C" void diptych_lora(const float* x, int64_t in, float* y, int64_t out, const int32_t* rows,
+                             const int32_t* numbers, int64_t count, const int32_t* starts, const Entry* entries,
+                             int64_t threads) {
+    std::vector<int64_t> tiles;  // where each begins: up to ROW_TILE rows with the same adapter
+    for (int64_t row = 0; row < count; row++)
+        if (!row || numbers[row] != numbers[row - 1] || row - tiles.back() == ROW_TILE) tiles.push_back(row);
+    tiles.push_back(count);
+    int64_t work = count * (in + out) * 16, num_tiles = int64_t(tiles.size()) - 1;
 #pragma omp parallel for schedule(dynamic) num_threads(int(std::clamp<int64_t>(work / ALONE, 1, threads)))
-    for (int64_t row = 0; row < rows; row++) {
-        int32_t number = numbers[row];
-        if (number < 0) continue;
-        for (int32_t at = starts[number]; at < starts[number + 1]; at++)
-            change_row(x + row * in, y + row * out, in, entries[at]);
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+        int64_t row = tiles[tile];
+        for (int32_t at = starts[numbers[row]]; at < starts[numbers[row] + 1]; at++)
+            change(x, in, y, out, rows + row, tiles[tile + 1] - row, entries[at]);
     }
 }
