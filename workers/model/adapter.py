@@ -41,6 +41,10 @@ _EMPTY = (
     "trainable_token_indices",
     "target_parameters",
     "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
 )
 
 
