@@ -63,7 +63,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {
     "torch": (
         *("workers.ops", "workers.model", "workers.executor", "kvtransfer.backends"),
-        *("cluster.cli.doctor", "benchmarks.engine.drivers", "benchmarks.gpu"),
+        *("cluster.cli.doctor", "benchmarks.adapters", "benchmarks.engine.drivers", "benchmarks.gpu"),
     ),
     "ray": (
         *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),
