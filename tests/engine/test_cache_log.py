@@ -172,7 +172,7 @@ def test_evicted_cleared_and_forgotten_blocks_are_logged_as_removed() -> None:
     assert pool.log.names(Tier.DEVICE) == {chain(first)[0], *chain(second)}
     pool.clear_cache()
     assert pool.log.names(Tier.DEVICE) == set(chain(second)), "what is held can be found"
-    pool.forget([pool._names[held[1]]])
+    pool.forget([name for name in (pool._names[held[1]],) if name is not None])
     assert pool.log.names(Tier.DEVICE) == {chain(second)[1]}
 
 

@@ -163,7 +163,8 @@ def leave_no_room(owner: Worker, reader: Worker) -> None:
 def damage(owner: Worker, reader: Worker) -> None:
     """The owner's digests are not those of its bytes."""
     heads, layers, *_ = owner._executor.facts.layout.shape
-    owner.engine.pool.digests.update(dict.fromkeys(owner.engine.pool._names, (bytes(8 * heads * layers),)))
+    pool = owner.engine.pool
+    pool.digests.update(dict.fromkeys(pool._blocks.values(), (bytes(8 * heads * layers),)))
 
 
 def expire(owner: Worker, reader: Worker) -> None:

@@ -10,12 +10,12 @@ into it. A block is free once all of them release it. Knows ids and counts; know
 
 import heapq
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
+from workers.engine.block_list import BlockList, block_ids
 from workers.engine.cache_hits import CacheHits
 from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.host_cache import HostCache
@@ -95,8 +95,8 @@ class BlockPool:
         self._references = [0] * reserved  # of each block ever allocated, so an unused pool costs nothing
         self._end = num_blocks
         self._clean: list[int] = []  # heap of freed blocks: lowest ids first, so that runs are adjacent
-        self._cached: OrderedDict[int, bytes] = OrderedDict()  # unreferenced but reusable, oldest first
-        self._names: dict[int, bytes] = {}  # block -> content hash, referenced or not
+        self._cached = BlockList(reserved)  # unreferenced but reusable, oldest first
+        self._names: list[bytes | None] = [None] * reserved  # content hash of each block, referenced or not
         self._blocks: dict[bytes, int] = {}  # content hash -> block
         self._prefixes: dict[int, int] = {}  # named block -> cache log name of the prefix that ends there
         self.digests: dict[int, tuple[bytes, ...]] = {}  # named block -> digests of its cells on each rank
@@ -137,12 +137,15 @@ class BlockPool:
         taken = [heapq.heappop(self._clean) for _ in range(min(count, len(self._clean)))]
         first = len(self._references)  # every freed id is lower
         untouched = range(first, min(first + count - len(taken), self._end))
-        self._references += [0] * len(untouched)
-        taken += untouched
+        if untouched:
+            self._references += [0] * len(untouched)
+            self._names += [None] * len(untouched)
+            self._cached.grow(len(untouched))
+            taken += block_ids(untouched.start, untouched.stop)
         while len(taken) < count:
-            block, name = self._cached.popitem(last=False)
+            block = self._cached.popleft()
             if evicted is not None:
-                evicted.append(Cached(block, name, self._prefixes.get(block)))
+                evicted.append(self._as_cached(block))
             self._forget(block)
             taken.append(block)
         for block in taken:
@@ -157,17 +160,19 @@ class BlockPool:
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop a reference. The tail is freed first, so that the head of an idle prefix survives longest."""
+        references, names, idle = self._references, self._names, []
         for block in reversed(blocks):
             if block == ELSEWHERE:
                 continue
-            assert self._references[block] > 0, f"block {block} is freed twice"
-            self._references[block] -= 1
-            if self._references[block]:
+            left = references[block] = references[block] - 1
+            assert left >= 0, f"block {block} is freed twice"
+            if left:
                 continue
-            if block in self._names:
-                self._cached[block] = self._names[block]
+            if names[block] is not None:
+                idle.append(block)
             else:
                 heapq.heappush(self._clean, block)
+        self._cached.extend(idle)
 
     def begin_transfer(self, blocks: tuple[int, ...]) -> None:
         """Bytes may land in these blocks until `end_transfer`, so they stay held until then."""
@@ -190,7 +195,7 @@ class BlockPool:
             block = self._blocks.get(name)
             if block is None:
                 break
-            self._cached.pop(block, None)
+            self._cached.discard(block)
             self._references[block] += 1
             found.append(block)
         return found
@@ -208,7 +213,7 @@ class BlockPool:
         assert self._references[block] > 0, f"block {block} is named but not held"
         if not self._prefix_caching or content in self._blocks:
             return
-        if block in self._names:
+        if self._names[block] is not None:
             self._forget(block)
         self._blocks[content] = block
         self._names[block] = content
@@ -227,11 +232,17 @@ class BlockPool:
         """
         if len(self._clean) + self._end - len(self._references) >= among:
             return []
-        going = [item for item in islice(self._cached.items(), among) if item[1] not in self.host][:most]
-        for block, _ in going:
-            del self._cached[block]
+        oldest = map(self._as_cached, islice(self._cached, among))
+        going = [each for each in oldest if each.name not in self.host][:most]
+        for block, _, _ in going:
+            self._cached.discard(block)
             self._references[block] = 1
-        return [Cached(block, name, self._prefixes.get(block)) for block, name in going]
+        return going
+
+    def _as_cached(self, block: int) -> Cached:
+        name = self._names[block]
+        assert name is not None, f"block {block} is cached but not named"
+        return Cached(block, name, self._prefixes.get(block))
 
     def hold_unsaved(self, most: int) -> list[Cached]:
         """Up to `most` pinned blocks that are here and not in host memory, with one more reference each."""
@@ -254,7 +265,8 @@ class BlockPool:
         for block in reversed(blocks):
             self.free([block])
             if block in self._cached:
-                self._cached.move_to_end(block, last=False)
+                self._cached.discard(block)
+                self._cached.appendleft(block)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Remove these hashes from all tiers, because their content is in doubt; owners keep the blocks."""
@@ -265,7 +277,7 @@ class BlockPool:
             if block is None:
                 continue
             self._forget(block)
-            if self._cached.pop(block, None) is not None:
+            if self._cached.discard(block):
                 heapq.heappush(self._clean, block)
 
     def is_shared(self, block: int, owners: int = 1) -> bool:
@@ -273,18 +285,20 @@ class BlockPool:
         return self._references[block] > owners
 
     def is_named(self, block: int) -> bool:
-        return block in self._names
+        return self._names[block] is not None
 
     def clear_cache(self) -> None:
         """Evict every unreferenced prefix, also on the host."""
         self.host.clear()
         while self._cached:
-            block, _ = self._cached.popitem()
+            block = self._cached.popleft()
             self._forget(block)
             heapq.heappush(self._clean, block)
 
     def _forget(self, block: int) -> None:
-        del self._blocks[self._names.pop(block)]
+        name, self._names[block] = self._names[block], None
+        assert name is not None, f"block {block} has no name"
+        del self._blocks[name]
         self.digests.pop(block, None)
         self._fetched.discard(block)
         prefix = self._prefixes.pop(block, None)
@@ -302,10 +316,11 @@ class BlockPool:
         assert len(expected) <= self._end, "more blocks were taken than there are"
         free = sorted([*self._clean, *self._cached])
         assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
-        assert len(self._names) == len(self._blocks) and all(self._blocks[n] == b for b, n in self._names.items())
-        assert set(self.digests) <= set(self._names), "a digest outlived its block's name"
+        named = {block: name for block, name in enumerate(self._names) if name is not None}
+        assert len(named) == len(self._blocks) and all(self._blocks[name] == block for block, name in named.items())
+        assert set(self.digests) <= set(named), "a digest outlived its block's name"
         self.host.check()
-        assert set(self._prefixes) <= set(self._names), "a prefix outlived its block's name"
+        assert set(self._prefixes) <= set(named), "a prefix outlived its block's name"
         assert self.log.names(Tier.DEVICE) == set(self._prefixes.values()), "the log differs from what is cached"
 
 
