@@ -168,6 +168,9 @@ async def test_split_equals_colocated_and_transformers_token_for_token(client: A
 
 # ---- a worker is killed --------------------------------------------------------------------------------------------
 
+PLACE = {"type": "object", "properties": {"latitude": {"type": "number"}, "longitude": {"type": "number"}}}
+# Longer than a stream: its forced tokens arrive together.
+RECORDS = {"type": "array", "items": {**PLACE, "required": ["latitude", "longitude"]}, "minItems": 20}
 Moment = Callable[[WorkerView, WorkerView], bool]
 MOMENTS: dict[str, Moment] = {
     "mid-decode": lambda prefill, decode: decode.stats.running >= 3,
@@ -181,14 +184,15 @@ def random_prompts(case: int) -> list[list[int]]:
     return [[draw.randrange(100, 49_000) for _ in range(draw.choice((20, 60, 120, 300)))] for _ in range(STREAMS)]
 
 
-def sampling(index: int) -> dict[str, float]:
-    """Half of the streams are greedy, half sampled with a seed."""
-    return {"temperature": 0.0} if index % 2 else {"seed": index, **SAMPLED}
+def sampling(index: int) -> dict[str, Any]:
+    """Half of the streams are greedy, half sampled with a seed; every third one has a grammar, too."""
+    chosen: dict[str, Any] = {"temperature": 0.0} if index % 2 else {"seed": index, **SAMPLED}
+    return chosen if index % 3 else {**chosen, "json_schema": RECORDS}
 
 
 async def stream(client: AsyncClient, index: int, prompt: list[int]) -> list[TextEvent]:
     options = {"max_tokens": STREAM_TOKENS, "ignore_eos": True, "timeout_s": ANSWER_S, **sampling(index)}
-    return [event async for event in client.generate(prompt, **options)]  # type: ignore[arg-type]
+    return [event async for event in client.generate(prompt, **options)]
 
 
 @pytest.mark.grid
