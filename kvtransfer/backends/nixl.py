@@ -12,9 +12,11 @@ from collections.abc import Callable
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, load_nixl
 from kvtransfer.backends.nixl_pump import NixlPump
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
-from kvtransfer.errors import PeerLost
+from kvtransfer.errors import PeerLost, TransportUnavailable
 from kvtransfer.ticket import HostIdentity, ShardAddress
 from kvtransfer.transport import Copies, Read, Region
+
+OPEN_S = 60.0  # to start an agent and register the pool: seconds, where UCX looks for many devices
 
 
 class NixlTransport:
@@ -27,9 +29,11 @@ class NixlTransport:
         self._pending: set[PendingRead] = set()
         self._pump = NixlPump(lambda: NixlAgent(api, region, identity), region.num_bytes, quarantine_s)
         try:
-            self._pump.submit(self._pump.start).result()
-        except BaseException:
+            self._pump.submit(self._pump.start).result(OPEN_S)
+        except BaseException as error:
             self._pump.submit(self._pump.stop)
+            if isinstance(error, TimeoutError):
+                raise TransportUnavailable(f"NIXL has not started within {OPEN_S:g} s") from None
             raise
 
     def address(self) -> bytes:

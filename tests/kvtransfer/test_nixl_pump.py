@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from kvtransfer.backends import nixl_pump
+from kvtransfer.backends import nixl, nixl_pump
 from kvtransfer.backends.nixl_agent import NixlAddress, NixlPeer
 from kvtransfer.backends.nixl_pump import NixlPump
 from kvtransfer.backends.pending_read import NO_COPIES, PendingRead
+from kvtransfer.errors import TransportUnavailable
 from kvtransfer.host import host_identity
 
 ADDRESS = NixlAddress(1, b"", b"", 0, 1 << 20, 1 << 10, "cpu", (), host_identity())
@@ -68,3 +69,22 @@ async def test_a_read_in_flight_is_polled_even_with_a_very_short_pause(
     finally:
         pump.submit(pump.stop)
         await asyncio.to_thread(pump.thread.join)
+
+
+def test_an_agent_that_does_not_start_makes_the_backend_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = threading.Event()
+
+    def hang(*args: object) -> Any:
+        starts.wait()
+        return StubAgent()
+
+    monkeypatch.setattr(nixl, "OPEN_S", 0.1)
+    monkeypatch.setattr(nixl, "load_nixl", lambda: None)
+    monkeypatch.setattr(nixl, "NixlAgent", hang)
+    region = cast(Any, SimpleNamespace(num_bytes=1 << 20))
+    with pytest.raises(TransportUnavailable, match="has not started within"):
+        nixl.NixlTransport(region, identity=host_identity(), quarantine_s=60)
+    (thread,) = [each for each in threading.enumerate() if each.name == "kv-nixl"]
+    starts.set()
+    thread.join(10.0)
+    assert not thread.is_alive(), "the late agent is stopped"
