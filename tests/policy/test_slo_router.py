@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 from msgspec import structs
 
 from cluster.policy.routing.router import Placement
+from diptych.view import Adapter
 from tests.policy.views import BLOCKS, Story, changed, request, view, worker
 from workers.costs import LinearCost
 from workers.request import SLO
@@ -133,6 +135,21 @@ def test_without_slos_the_load_is_still_spread() -> None:
     first = subject.send(picture, request("a", 900))
     second = subject.send(picture, request("b", 900, first=4000))
     assert {first.prefill, second.prefill} == {"p0", "p1"} and {first.decode, second.decode} == {"d0", "d1"}
+
+
+@pytest.mark.parametrize("routing", ["slo", "mooncake"])
+def test_workers_that_hold_the_adapter_are_preferred_while_loading_it_takes_longer_than_their_queue(
+    routing: str,
+) -> None:
+    adapter = Adapter("sql", "m", "/models/sql", "id", 500_000_000)  # half a second to load
+    wanted = replace(request("a", 200, max_tokens=20), adapter=adapter)
+    holding = worker("p1", queued_tokens=400, adapters=("id",)), worker("d1", running=2, used=20, adapters=("id",))
+    picture = view(worker("p0"), worker("d0"), *holding)
+    assert Story(routing, slo=TIGHT).names(picture, request("a", 200)) == ("p0", "d0")
+    prefill, decode = Story(routing, slo=TIGHT).names(picture, wanted)
+    assert prefill == "p1" and (routing != "slo" or decode == "d1")
+    picture = changed(picture, worker("p1", queued_tokens=600, adapters=("id",)))
+    assert Story(routing, slo=TIGHT).names(picture, wanted)[0] == "p0"
 
 
 def test_the_load_of_other_gateways_counts() -> None:

@@ -1,6 +1,7 @@
 """Cluster views made by hand, and policies over them."""
 
 from dataclasses import replace
+from typing import Any
 
 from cluster.policy.policy import Policy, open_policy
 from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Sent
@@ -19,10 +20,10 @@ SIMPLE = LinearCost(0.0, 0.001, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0)
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
 
 
-def worker(name: str, **stats: float) -> WorkerView:
+def worker(name: str, **stats: Any) -> WorkerView:
     """Ready; its pool and role follow from the first letter of its name. `used` counts blocks."""
     role, used = ROLES[name[0]], int(stats.pop("used", 0))
-    known = WorkerStats(**{"total_blocks": BLOCKS, "free_blocks": BLOCKS - used} | stats)  # type: ignore[arg-type]
+    known = WorkerStats(**{"total_blocks": BLOCKS, "free_blocks": BLOCKS - used} | stats)
     return WorkerView(name, role.value, role, WorkerState.READY, "1", capacity_tokens=BLOCK * BLOCKS, stats=known)
 
 
