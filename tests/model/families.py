@@ -3,11 +3,14 @@
 Shapes are odd on purpose: heads wider than hidden / heads, one KV head, windows shorter than the prompts.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.model.tiny import write_tiny_tokenizer
 
@@ -57,6 +60,15 @@ EYES = {
     "patch_size": 14,
 }
 EYE_TOKENS = {"mm_tokens_per_image": 4, "image_token_index": 310, "boi_token_index": 311, "eoi_token_index": 312}
+GPT_OSS = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
+}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 2}),
@@ -89,15 +101,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen 3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
     "qwen 3 moe, some dense": ("qwen3_moe", {**EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
+    "gpt oss": ("gpt_oss", GPT_OSS),
+    "gpt oss, mxfp4": ("gpt_oss", {**GPT_OSS, "num_experts_per_tok": 5}),  # all: no rounding chooses others
     "qwen 3, biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
 }
 
 
-def write_family(folder: Path, name: str, seed: int = 0) -> Path:
-    """The family's model with weights, config and a byte-level tokenizer."""
+def write_family(folder: Path, name: str, seed: int = 0, **others: Any) -> Path:
+    """The family's model with weights, config and a byte-level tokenizer; `others`: of the config."""
     model_type, changes = FAMILIES[name]
     sizes = {} if "text_config" in changes else SIZES
-    config = AutoConfig.for_model(model_type, **(sizes | changes))
+    config = AutoConfig.for_model(model_type, **(sizes | changes | others))
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -108,13 +122,40 @@ def write_family(folder: Path, name: str, seed: int = 0) -> Path:
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder)
+    if "mxfp4" in name:
+        _pack_experts(folder)
     write_tiny_tokenizer(folder)
     return folder
 
 
+def _pack_experts(folder: Path) -> None:
+    """Rounds the experts to MXFP4 blocks."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = _packed(tensors.pop(name).float().transpose(1, 2))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _packed(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales of numbers [..., columns], as in the Open Compute Project's Microscaling Formats 1.0."""
+    blocks = numbers.unflatten(-1, (-1, 32))
+    powers = blocks.abs().amax(-1).log2().floor() - 2
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = blocks / powers.exp2()[..., None]
+    codes = (scaled.abs()[..., None] - sizes).abs().argmin(-1) + 8 * (scaled < 0)
+    return (codes[..., ::2] + 16 * codes[..., 1::2]).byte(), (powers + 127).byte()
+
+
 def reference(folder: Path) -> PreTrainedModel:
     """transformers' own computation of the folder, in float32 and with attention written out."""
+    packed = "mxfp4" in (folder / "config.json").read_text()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=Mxfp4Config(dequantize=True) if packed else None,
     )
     return model.eval()

@@ -45,6 +45,7 @@ class Case:
     window: int
     softcap: float
     seed: int
+    sinks: bool = False
 
 
 @st.composite
@@ -65,6 +66,7 @@ def cases(draw: st.DrawFn, longest: int = 60) -> Case:
         window=draw(st.sampled_from([0, 1, 7, 100])),
         softcap=draw(st.sampled_from([0.0, 2.0])),
         seed=draw(st.integers(0, 2**16)),
+        sinks=draw(st.booleans()),
     )
 
 
@@ -88,7 +90,8 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
     key, value = torch.randn(2, tokens, case.kv_heads, case.head_dim, generator=generator).to(DEVICE, dtype)
     meta = on_device(ragged(tables, case.queries, case.contexts, case.block_size))
     expected_pool, its_pool = (to_slots(pool, case.dtype).to(DEVICE, copy=True) for _ in range(2))
-    arguments = (1, meta, case.head_dim**-0.5, case.window, case.softcap)
+    sinks = torch.randn(query.shape[1], generator=generator).mul(8).to(DEVICE, dtype) if case.sinks else None
+    arguments = (1, meta, case.head_dim**-0.5, case.window, case.softcap, sinks)
     REFERENCE.write_kv(expected_pool, key, value, 1, meta.slot_mapping)
     backend.write_kv(its_pool, key, value, 1, meta.slot_mapping)
     assert torch.equal(bits(its_pool), bits(expected_pool))
@@ -118,7 +121,7 @@ def test_triton_equals_the_reference_in_its_interpreter(case: Case, backend: Att
 @pytest.mark.parametrize("window", [0, 270])
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_many_keys_are_attended_to_in_several_spans(backend: Attention, window: int) -> None:
-    case = Case([1, 1, 3, 20], [256, 700, 640, 521], 16, 1, 3, 8, torch.float32, window, 0.0, 0)
+    case = Case([1, 1, 3, 20], [256, 700, 640, 521], 16, 1, 3, 8, torch.float32, window, 0.0, 0, sinks=True)
     equals_the_reference(backend, case)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.errors import LeaseLost, TransferError
 from kvtransfer.open import SharedMemory
+from tests.model.families import write_family
 from tests.model.test_executor import config
 from tests.model.test_shard import SMOLLM2
 from tests.model.tiny import write_tiny_llama
@@ -45,8 +46,11 @@ ALL = (0, 4)  # heads
 Ask = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+@pytest.fixture(scope="module", params=["llama"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    if request.param == "gpt oss":
+        sizes = {"head_dim": 8, "sliding_window": 400, "max_position_embeddings": 512}  # a window over all spans
+        return ModelFolder("deep", write_family(tmp_path_factory.mktemp("models") / "deep", "gpt oss", **sizes))
     return ModelFolder("deep", write_tiny_llama(tmp_path_factory.mktemp("models") / "deep", num_layers=LAYERS))
 
 
@@ -121,6 +125,7 @@ def same(one: list[StepResult], other: list[StepResult]) -> bool:
     return parts[0] == parts[1]
 
 
+@pytest.mark.parametrize("folder", ["llama", "gpt oss"], indirect=True)
 async def test_chunks_of_a_prompt_and_decodes_have_the_same_bits_as_with_all_kv_here(workers: Workers) -> None:
     tail = PROMPT[2 * SPAN :]
     results = await workers.compute(

@@ -125,6 +125,11 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma 2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported; supported: gelu_pytorch_t"),
     ("mixtral", {"num_experts_per_tok": 6}, "6 of 5 experts cannot be chosen"),
     ("smollm 3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 5 layers"),
+    ("gpt oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported; supported: 7.0"),
+    ("gpt oss", {"sliding_window": None}, "sliding_window is None; it must be a positive whole number"),
+    ("gpt oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq' is not supported; supp"),
+    ("gpt oss, mxfp4", {"intermediate_size": 48}, "multiples of 32, but hidden_size is 64, intermediate_size 48"),
+    ("llama 2", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config 'mxfp4' is not supported"),
     ("llama 2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq' is not supported; supp"),
     ("llama 2", {"dtype": "int8"}, "dtype 'int8' is not one of float32, bfloat16, float16"),
 ]
@@ -151,6 +156,9 @@ def test_every_missing_tensor_is_named_before_weights_are_mapped(tmp_path: Path)
             ("phi 3, short", "model.layers.0.mlp.gate_up_proj.weight"),
             ("mixtral", "model.layers.2.block_sparse_moe.experts.4.w2.weight"),
             ("qwen 2 moe", "model.layers.2.mlp.shared_expert_gate.weight"),
+            ("gpt oss", "model.layers.1.self_attn.sinks"),
+            ("gpt oss", "model.layers.1.mlp.experts.down_proj_bias"),
+            ("gpt oss, mxfp4", "model.layers.1.mlp.experts.gate_up_proj_scales"),
         )
     ):
         folder = change_tensors(write_family(tmp_path / str(number), family), **{name: None})

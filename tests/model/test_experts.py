@@ -80,16 +80,18 @@ def test_the_order_of_a_rows_sum_is_its_own() -> None:
     assert torch.equal(experts(x.flip(0)).flip(0), alone)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_grouped_experts_compute_the_same(
-    normalise: bool, tokens: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+    normalise: bool, tokens: int, shared: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(4)
 
     def linear(rows: int, columns: int) -> Linear:
-        return Linear(torch.randn(rows, columns, generator=generator))
+        offset = torch.randn(rows, generator=generator) if bias else None
+        return Linear(torch.randn(rows, columns, generator=generator), offset)
 
     def expert() -> FeedForward:
         return FeedForward(linear(2 * FFN, HIDDEN), linear(HIDDEN, FFN), "silu")

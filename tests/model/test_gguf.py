@@ -25,6 +25,8 @@ UNSAYABLE = (
     "qwen 2, upper windows",
     "qwen 3 moe, some dense",
     "gemma 3 with eyes",
+    "gpt oss",
+    "gpt oss, mxfp4",
 )
 
 

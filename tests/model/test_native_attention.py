@@ -96,9 +96,16 @@ def test_the_switch_turns_the_kernels_off() -> None:
 
 def test_a_backend_that_computes_wrongly_or_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_window(
-        query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+        query: Tensor,
+        pool: Tensor,
+        layer: int,
+        batch: RaggedBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        return REFERENCE.attend(query, pool, layer, batch, scale, 0, softcap)
+        return REFERENCE.attend(query, pool, layer, batch, scale, 0, softcap, sinks)
 
     def fails(*_: object) -> None:
         raise RuntimeError("no kernel image")

@@ -37,6 +37,7 @@ class Case:
     softcap: float
     threads: int
     seed: int
+    sinks: bool
 
 
 @st.composite
@@ -56,6 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
         softcap=draw(st.sampled_from([0.0, 2.0])),
         threads=draw(st.sampled_from([1, 2])),
         seed=draw(st.integers(0, 2**16)),
+        sinks=draw(st.booleans()),
     )
 
 
@@ -68,7 +70,9 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
     query = torch.randn(sum(case.queries), case.kv_heads * case.group, case.head_dim, generator=generator)
     tables = scattered_tables(case.contexts, BLOCKS, BLOCK_SIZE, rng)
     batch = ragged(tables, case.queries, case.contexts, BLOCK_SIZE)
-    all_here = backend.attend(query, here, layer, batch, scale, case.window, case.softcap)
+    sinks = torch.randn(query.shape[1], generator=generator).mul(8) if case.sinks else None
+    options = (scale, case.window, case.softcap, sinks)
+    all_here = backend.attend(query, here, layer, batch, *options)
 
     there, ours = nothing.expand_as(here).clone(), here.clone()
     moved = rng.sample(range(BLOCKS), BLOCKS)  # block here -> block there
@@ -98,8 +102,8 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
         begins=torch.tensor([SPAN * sum(spans) for spans in case.lenders], dtype=torch.int32),
         states=arrive,
     )
-    spread = backend.attend(query, ours, layer, partly, scale, case.window, case.softcap)
-    return spread, all_here, lambda: REFERENCE.attend(query, here, layer, batch, scale, case.window, case.softcap)
+    spread = backend.attend(query, ours, layer, partly, *options)
+    return spread, all_here, lambda: REFERENCE.attend(query, here, layer, batch, *options)
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")

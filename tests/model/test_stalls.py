@@ -101,14 +101,25 @@ def no_write(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 
 
 def echo(
-    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    batch: RaggedBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends to nothing."""
     return query.clone()
 
 
 @pytest.mark.parametrize(
-    "family", ["llama 3", "qwen 2", "qwen 3", "gemma 2", "gemma 3", "phi 3, partial rotary", "mixtral", "qwen 2 moe"]
+    "family",
+    [
+        *("llama 3", "qwen 2", "qwen 3", "gemma 2", "gemma 3", "phi 3, partial rotary", "mixtral", "qwen 2 moe"),
+        "gpt oss",
+    ],
 )
 def test_no_layer_stalls(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "library", lambda: None)

@@ -29,9 +29,10 @@ def ptx(kernel, tile, kinds, sizes, aligned):
 
 for pool, slot in (("*bf16", 128), ("*i8", 132)):
     kinds = {"query": "*bf16", "output": "*bf16", "pool": pool, "states": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    kinds["sinks"] = "*bf16"
     kinds |= dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
     sizes = {"LAYERS": 32, "KV_HEADS": 8, "BLOCK": 16, "SLOT": slot, "HEAD_DIM": 128, "WINDOW": 0, "GROUP": 4,
-             "DIM": 128, "CAPPED": False, "SCALED": pool == "*i8", "SPLIT": SPLIT}
+             "DIM": 128, "CAPPED": False, "SCALED": pool == "*i8", "SPLIT": SPLIT, "SINKS": True}
     for kernel, tile, whole in (
         (triton_paged._attend_span, DECODE, True), (triton_paged._attend_chunk, CHUNK, True),
         (triton_paged._attend_span, INVARIANT, False), (triton_paged._attend_chunk, INVARIANT, False),
@@ -43,14 +44,14 @@ for pool, slot in (("*bf16", 128), ("*i8", 132)):
         widths = {int(width, 16) for width in copies}
         assert 16 in widths if pool == "*bf16" else widths <= {4}, (kernel.__name__, pool, widths)
         assert "wgmma" in found or tile is DECODE
-    own = {name: sizes[name] for name in ("HEAD_DIM", "WINDOW", "SPLIT", "DIM")}
+    own = {name: sizes[name] for name in ("HEAD_DIM", "WINDOW", "SPLIT", "DIM", "SINKS")}
     ptx(triton_paged._merge_spans, DECODE, kinds, own, POINTERS)
 
 kinds = dict.fromkeys(("x", "delta", "weight", "total", "y", "gate_up", "cos", "sin"), "*bf16") | {"eps": "fp32"}
 for added in (True, False):
     ptx(triton_fused._rms_norm, DECODE, kinds, {"SIZE": 4096, "ADDED": added, "WEIGHTED": True}, ())
-for gelu in (True, False):
-    ptx(triton_fused._gated, DECODE, kinds, {"COLUMNS": 1024, "GELU": gelu}, ())
+for kind in range(3):
+    ptx(triton_fused._gated, DECODE, kinds, {"COLUMNS": 1024, "KIND": kind}, ())
 ptx(triton_fused._rotate, DECODE, kinds, {"HEAD_DIM": 128, "HALF": 64, "HEADS": 64, "DIM": 64, "REST": 1}, ())
 """
 

@@ -21,7 +21,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 def read_model_config(folder: Path) -> ModelConfig:
     """The configuration in `folder`. Raises `ModelError` naming the file and the invalid field."""
     fields = read_fields(folder / "config.json")
-    _refuse_quantised(fields)
     path = folder / "generation_config.json"
     generation = read_fields(path) if path.exists() else Fields(path, {})
     config = replace(
@@ -35,6 +34,8 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def _check(fields: Fields, config: ModelConfig) -> None:
+    if not (config.experts and config.experts.mxfp4):
+        _refuse_quantised(fields)
     if config.num_heads % config.num_kv_heads:
         fields.refuse(f"{config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads")
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]

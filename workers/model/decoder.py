@@ -58,6 +58,7 @@ class Layer:
     ffn_norm: Tensor  # [hidden]
     feed_forward: Changeable
     ffn_post_norm: Tensor | None  # [hidden]
+    sinks: Tensor | None = None  # [heads]: see `Attend`
 
 
 class Decoder:
@@ -184,7 +185,7 @@ class Decoder:
         if states is not None:
             batch = replace(batch, states=states(index, query))
         attended = self.attention.attend(
-            query, pool, index, batch, config.attention_scale, here.window, config.attention_softcap
+            query, pool, index, batch, config.attention_scale, here.window, config.attention_softcap, layer.sinks
         )  # [tokens, heads, head_dim]
         return attended.flatten(1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 SILU = "silu"
 GELU_TANH = "gelu_pytorch_tanh"
+CLAMPED_SILU = "clamped_silu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class ExpertsConfig:
     """A router selects `per_token` of `count` experts, each `ffn_size` wide.
 
     `normalise`: divide the weights of the selected experts by their sum. `shared_ffn_size`: width of the shared expert,
-    weighted by a sigmoid gate; 0 is none.
+    weighted by a sigmoid gate; 0 is none. `bias`: of the router and of all experts. `stacked`: one tensor [experts, in,
+    out] has the matrices of all experts; `interleaved`: gate and up are the even and odd columns of theirs; `mxfp4`: it
+    is stored as MXFP4 blocks.
     """
 
     count: int
@@ -57,6 +60,10 @@ class ExpertsConfig:
     ffn_size: int
     normalise: bool
     shared_ffn_size: int = 0
+    bias: bool = False
+    stacked: bool = False
+    interleaved: bool = False
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = ""
     key_norm: str = ""
+    sinks: str = ""
     output: str = "self_attn.o_proj"
     attention_post_norm: str = ""
     ffn_norm: str = "post_attention_layernorm"

@@ -7,7 +7,16 @@ checkpoints may omit them.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from workers.model.description import GELU_TANH, SILU, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig, TensorNames
+from workers.model.description import (
+    CLAMPED_SILU,
+    GELU_TANH,
+    SILU,
+    ExpertsConfig,
+    LayerConfig,
+    ModelConfig,
+    RopeConfig,
+    TensorNames,
+)
 from workers.model.fields import Fields
 from workers.model.rope_fields import read_rope
 
@@ -35,6 +44,8 @@ _MIXTRAL = TensorNames(
     expert_gate_up=("w1", "w3"),
     expert_down="w2",
 )
+_GPT_OSS = TensorNames(router="mlp.router", expert_gate_up=("gate_up_proj",), sinks="self_attn.sinks")
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 def describe(fields: Fields) -> ModelConfig:
@@ -195,6 +206,37 @@ def _phi3(fields: Fields) -> ModelConfig:
     return _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_PHI3, partial_rotary=True)
 
 
+def _gpt_oss(fields: Fields) -> ModelConfig:
+    fields = fields.completed(
+        head_dim=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        sliding_window=128,
+        rope_theta=150_000.0,
+        rope_scaling=_GPT_OSS_YARN,
+        attention_bias=True,
+    )
+    fields.only("swiglu_alpha", 1.702)
+    fields.only("swiglu_limit", 7.0)
+    types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(_num_layers(fields))]
+    windows = _typed_windows(fields, types, fields.count("sliding_window"))
+    config = replace(_plain(fields, windows, rms_eps=1e-5, names=_GPT_OSS), activation=CLAMPED_SILU)
+    experts = ExpertsConfig(
+        count=fields.count("num_local_experts", 128, most=_MAX_EXPERTS),
+        per_token=fields.count("num_experts_per_tok", 4),
+        ffn_size=config.ffn_size,
+        normalise=True,
+        bias=True,
+        stacked=True,
+        interleaved=True,
+        mxfp4=fields.inner("quantization_config").get("quant_method") == "mxfp4",
+    )
+    if experts.mxfp4 and (config.hidden_size % 32 or config.ffn_size % 32):
+        sizes = f"hidden_size is {config.hidden_size}, intermediate_size {config.ffn_size}"
+        fields.refuse(f"MXFP4 needs multiples of 32, but {sizes}")
+    return _with_experts(config, experts, [True] * config.num_layers)
+
+
 def _smollm3(fields: Fields) -> ModelConfig:
     fields.only("use_sliding_window", False)
     config = _plain(fields, tied=True)
@@ -282,4 +324,5 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Gemma3ForConditionalGeneration": _gemma3_and_vision,
     "Phi3ForCausalLM": _phi3,
     "SmolLM3ForCausalLM": _smollm3,
+    "GptOssForCausalLM": _gpt_oss,
 }

@@ -85,13 +85,18 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """The same in two grouped matrix products, for a GPU: the host does not wait to learn the router's choice."""
+    """The same in two grouped matrix products, for a GPU: the host does not wait to learn the router's choice.
+
+    Biases are [experts, out]; None: there are none.
+    """
 
     router: ExpertRouter
     gate_up: Tensor  # [experts, 2 * ffn, hidden]
     down: Tensor  # [experts, hidden, ffn]
     activation: str
     shared: SharedExpert | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, change: Change | None = None) -> Tensor:
         weights, chosen = self.router(x)
@@ -99,9 +104,14 @@ class GroupedExperts:
         experts = torch.arange(len(self.down), device=x.device)
         ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # of each expert's rows
         rows = x[order // self.router.per_token]
-        inner = gated(torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends), self.activation)
+        gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
+        if self.gate_up_bias is not None:
+            gate_up += self.gate_up_bias[sorted_experts]
+        down = torch._grouped_mm(gated(gate_up, self.activation), self.down.transpose(1, 2), offs=ends)
+        if self.down_bias is not None:
+            down += self.down_bias[sorted_experts]
         answers = torch.empty_like(rows)
-        answers[order] = torch._grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+        answers[order] = down
         total = (answers.view(*chosen.shape, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
         return total if self.shared is None else total + self.shared(x)
 
@@ -109,11 +119,19 @@ class GroupedExperts:
 def grouped(experts: Experts) -> Experts | GroupedExperts:
     """The experts as `GroupedExperts` where that needs no wait; their weights are copied."""
     pairs = [(each.gate_up, each.down) for each in experts.experts]
-    weights = [(up.weight, down.weight) for up, down in pairs if isinstance(up, Linear) and isinstance(down, Linear)]
-    if len(weights) < len(pairs) or not all(_can_group(each) for each in weights[0]):
+    linears = [(up, down) for up, down in pairs if isinstance(up, Linear) and isinstance(down, Linear)]
+    if len(linears) < len(pairs) or not all(_can_group(each.weight) for each in linears[0]):
         return experts
-    gate_up, down = (torch.stack(each) for each in zip(*weights, strict=True))
-    return GroupedExperts(experts.router, gate_up, down, experts.experts[0].activation, experts.shared)
+    gate_up, down = (torch.stack([each.weight for each in layer]) for layer in zip(*linears, strict=True))
+    biases = [[each.bias for each in layer if each.bias is not None] for layer in zip(*linears, strict=True)]
+    return GroupedExperts(
+        experts.router,
+        gate_up,
+        down,
+        experts.experts[0].activation,
+        experts.shared,
+        *(torch.stack(each) if each else None for each in biases),
+    )
 
 
 def _can_group(weight: Tensor) -> bool:

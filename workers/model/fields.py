@@ -61,6 +61,10 @@ class Fields:
             self.refuse(f"{name} is {value!r}; it must be an object")
         return Fields(self.path, absent | value)
 
+    def completed(self, **absent: Any) -> "Fields":
+        """The same, with defaults for absent fields."""
+        return Fields(self.path, absent | self._content)
+
     def only(self, name: str, *supported: Any) -> Any:
         """The field's value, which must be one of the supported ones; the first is the default."""
         value = self.get(name, supported[0])

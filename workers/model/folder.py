@@ -7,7 +7,7 @@ format is eight bytes of header length, the header in JSON, then the numbers.
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,9 @@ def check_tensors(path: Path, config: ModelConfig) -> None:
         raise ModelError(f"{path}: the weights lack {missing[0]} (one of {len(missing)} tensors)")
     for name, shape in shapes.items():
         entry = entries[name]
-        if entry.dtype not in WEIGHT_DTYPES:
-            known = ", ".join(WEIGHT_DTYPES)
+        dtypes = ("U8",) if name.endswith(("_blocks", "_scales")) else WEIGHT_DTYPES
+        if entry.dtype not in dtypes:
+            known = ", ".join(dtypes)
             raise ModelError(f"{path}: {name} is of dtype {entry.dtype}; supported: {known}, or a GGUF file")
         if entry.shape != shape:
             raise ModelError(f"{path}: {name} has shape {list(entry.shape)}, config.json says {list(shape)}")
@@ -114,7 +115,10 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
 
 def count_parameters(folder: ModelFolder) -> int:
     """Number of parameters; a tied head counts once."""
-    return sum(math.prod(shape) for shape in tensor_shapes(read_model_config(folder.path)).values())
+    config = read_model_config(folder.path)
+    if config.experts:  # two numbers of MXFP4 share a byte
+        config = replace(config, experts=replace(config.experts, mxfp4=False))
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
 
 def tokenizer_id(folder: ModelFolder) -> str:

@@ -129,6 +129,7 @@ class _Builder:
             attention_norm=attention_norm,
             qkv=self._qkv(prefix),
             qk_norm=self._qk_norm(prefix),
+            sinks=self._weights.take(f"{prefix}.{names.sinks}", self._shard.heads) if names.sinks else None,
             output=self._reduced(
                 Output(self._row_parallel(prefix, names.output, self._features(self._shard.heads), config.output_bias))
             ),
@@ -177,12 +178,34 @@ class _Builder:
             shared_columns = (experts.shared_ffn_size, self._shard.shared_ffn)
             shared = SharedExpert(expert(names.shared_expert, shared_columns), gate)
         columns = (experts.ffn_size, self._shard.expert_ffn)
-        router = ExpertRouter(
-            self._make(self._weights.take(f"{prefix}.{names.router}.weight")), experts.per_token, experts.normalise
-        )
-        each = tuple(expert(f"{names.experts}.{number}", columns) for number in range(experts.count))
-        routed = Experts(router, each, shared)
+        bias = self._weights.take(f"{prefix}.{names.router}.bias") if experts.bias else None
+        scores = self._make(self._weights.take(f"{prefix}.{names.router}.weight"), bias)
+        router = ExpertRouter(scores, experts.per_token, experts.normalise)
+        if experts.stacked:
+            each = [self._stacked_expert(f"{prefix}.{names.experts}", number) for number in range(experts.count)]
+        else:
+            each = [expert(f"{names.experts}.{number}", columns) for number in range(experts.count)]
+        routed = Experts(router, tuple(each), shared)
         return routed if self._deterministic else grouped(routed)
+
+    def _stacked_expert(self, prefix: str, expert: int) -> FeedForward:
+        """This rank's columns of one expert whose matrices [in, out] are in tensors of all experts."""
+        names, experts, columns = self._config.names, self._config.experts, self._shard.expert_ffn
+        assert experts is not None
+        interleaved, take = experts.interleaved, partial(self._weights.take, expert=expert)
+        gate_up, down = (f"{prefix}.{name}" for name in (names.expert_gate_up[0], names.expert_down))
+
+        def own(rows: Tensor) -> Tensor:
+            halves = (rows[::2], rows[1::2]) if interleaved else rows.chunk(2)
+            return torch.cat([half[slice(*columns)] for half in halves]).contiguous()
+
+        first_bias = own(take(f"{gate_up}_bias")) if experts.bias else None
+        last_bias = take(f"{down}_bias") if experts.bias and self._shard.tensor_rank == 0 else None
+        return FeedForward(
+            gate_up=self._make(own(take(gate_up).t()), first_bias, self._weight_format),
+            down=self._make(take(down, columns).t().contiguous(), last_bias, self._weight_format),
+            activation=self._config.activation,
+        )
 
     def _feed_forward(self, prefix: str, gate_up: tuple[str, ...], down: str, columns: Cut, bias: bool) -> FeedForward:
         return FeedForward(

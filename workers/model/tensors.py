@@ -6,7 +6,7 @@ Knows names and sizes; knows no file and no torch.
 import re
 from collections.abc import Iterator
 
-from workers.model.description import LayerConfig, ModelConfig
+from workers.model.description import ExpertsConfig, LayerConfig, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -42,6 +42,8 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple
     yield from _norms(hidden, names.attention_norm)
     yield from _linear(names.qkv, (query, kv, kv), hidden, config.qkv_bias)
     yield from _norms(head_dim, names.query_norm, names.key_norm)
+    if names.sinks:
+        yield names.sinks, (config.num_heads,)
     yield from _linear((names.output,), (hidden,), query, config.output_bias)
     yield from _norms(hidden, names.attention_post_norm, names.ffn_norm)
     if layer.has_experts:
@@ -55,7 +57,11 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple
 def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     names, hidden, experts = config.names, config.hidden_size, config.experts
     assert experts is not None
-    yield f"{names.router}.weight", (experts.count, hidden)
+    yield from _linear((names.router,), (experts.count,), hidden, experts.bias)
+    if experts.stacked:
+        yield from _stacked(experts, f"{names.experts}.{names.expert_gate_up[0]}", hidden, 2 * experts.ffn_size)
+        yield from _stacked(experts, f"{names.experts}.{names.expert_down}", experts.ffn_size, hidden)
+        return
     sizes = {f"{names.experts}.{expert}": experts.ffn_size for expert in range(experts.count)}
     if experts.shared_ffn_size:
         yield f"{names.shared_gate}.weight", (1, hidden)
@@ -63,6 +69,17 @@ def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, size in sizes.items():
         yield from _linear(tuple(f"{name}.{part}" for part in names.expert_gate_up), (size, size), hidden, bias=False)
         yield from _linear((f"{name}.{names.expert_down}",), (hidden,), size, bias=False)
+
+
+def _stacked(experts: ExpertsConfig, name: str, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """One matrix of all experts."""
+    if experts.mxfp4:
+        yield f"{name}_blocks", (experts.count, columns, rows // 32, 16)
+        yield f"{name}_scales", (experts.count, columns, rows // 32)
+    else:
+        yield name, (experts.count, rows, columns)
+    if experts.bias:
+        yield f"{name}_bias", (experts.count, columns)
 
 
 def _norms(size: int, *names: str) -> Iterator[tuple[str, tuple[int, ...]]]:

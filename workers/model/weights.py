@@ -16,7 +16,7 @@ from workers.errors import ModelError
 from workers.model.folder import TensorEntry, read_header, weight_files
 from workers.model.shard import Range
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # those of `folder.WEIGHT_DTYPES`
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,19 @@ class Weights:
             mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
             self._tensors.update({entry.name: (mapped, entry) for entry in entries})
 
-    def take(self, name: str, rows: Range | None = None, columns: Range | None = None) -> Tensor:
+    def take(
+        self, name: str, rows: Range | None = None, columns: Range | None = None, expert: int | None = None
+    ) -> Tensor:
         """The tensor or a part of it. Raises `ModelError` if a number is NaN or infinity.
 
-        The result is dense: rows stay mapped, columns are copied.
+        The result is dense: rows stay mapped, columns are copied. `expert`: of a tensor of all experts, which may be
+        stored as MXFP4.
         """
-        mapped, entry = self._tensors[name]
-        dtype = _DTYPES[entry.dtype]
-        numbers = mapped[entry.start : entry.start + entry.num_bytes]
-        if entry.start % dtype.itemsize:  # allowed by the format, but a view needs alignment
-            numbers = numbers.clone()
-        whole = numbers.view(dtype).view(entry.shape)
+        if name in self._tensors:
+            whole = self._stored(name, expert)
+        else:
+            blocks, scales = (self._stored(f"{name}_{part}", expert).to(self._device) for part in ("blocks", "scales"))
+            whole = from_mxfp4(blocks, scales).t().contiguous()
         part = whole if rows is None else whole[slice(*rows)]
         if columns is not None:
             part = part[:, slice(*columns)].contiguous()
@@ -64,6 +66,26 @@ class Weights:
                 f"{self._path}: {name} holds NaN or infinity; the file is damaged or does not fit {self._dtype}"
             )
         return tensor
+
+    def _stored(self, name: str, expert: int | None) -> Tensor:
+        mapped, entry = self._tensors[name]
+        dtype = _DTYPES[entry.dtype]
+        numbers = mapped[entry.start : entry.start + entry.num_bytes]
+        if entry.start % dtype.itemsize:  # allowed by the format, but a view needs alignment
+            numbers = numbers.clone()
+        whole = numbers.view(dtype).view(entry.shape)
+        return whole if expert is None else whole[expert]
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """float32 [rows, blocks * 32] of blocks [rows, blocks, 16] and scales [rows, blocks], both uint8.
+
+    Two numbers share a byte, the first in its low bits: a sign and one of eight sizes. A block's scale is
+    2^(byte - 127); with 255, a NaN, no number is finite. Source: Open Compute Project, Microscaling Formats (2023).
+    """
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
+    numbers = torch.cat([sizes, -sizes])[torch.stack([blocks & 15, blocks >> 4], -1).int()]  # [rows, blocks, 16, 2]
+    return torch.ldexp(numbers.flatten(-2), scales.int()[..., None] - 127).flatten(-2)
 
 
 def fuse(parts: list[Tensor]) -> Tensor:

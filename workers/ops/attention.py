@@ -27,13 +27,22 @@ logger = logging.getLogger(__name__)
 
 class Attend(Protocol):
     def __call__(
-        self, query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+        self,
+        query: Tensor,
+        pool: Tensor,
+        layer: int,
+        batch: RaggedBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of query [tokens, heads, head_dim] over the pool's `layer`; returns the query's shape.
 
         Head h of the query reads KV head h // (heads / kv_heads). A query sees itself and the window - 1 tokens before
-        it (0: all). Scores s become softcap * tanh(s / softcap) unless softcap is 0. Sequences with `batch.begins`
-        continue from `batch.states`.
+        it (0: all). Scores s become softcap * tanh(s / softcap) unless softcap is 0. `sinks` [heads]: the score of one
+        more key, without a value, that all queries of a head see (Xiao et al., Streaming LLMs, 2023). Sequences with
+        `batch.begins` continue from `batch.states`.
         """
 
 
@@ -66,13 +75,20 @@ def _continued(attend: Attend) -> Attend:
     """A backend's `attend` that knows no states, for batches with states too."""
 
     def attend_all(
-        query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+        query: Tensor,
+        pool: Tensor,
+        layer: int,
+        batch: RaggedBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if batch.begins is None or batch.states is None:
-            return attend(query, pool, layer, batch, scale, window, softcap)
+            return attend(query, pool, layer, batch, scale, window, softcap, sinks)
         # The rows that continue from a state are computed twice: first wrongly, from any block.
         readable = replace(batch, block_tables=batch.block_tables.clamp(min=0), begins=None, states=None)
-        output = attend(query, pool, layer, readable, scale, window, softcap)
+        output = attend(query, pool, layer, readable, scale, window, softcap, sinks)
         runs = itertools.pairwise(batch.query_starts.tolist())
         begins, contexts = batch.begins.tolist(), batch.context_lens.tolist()
         own: list[tuple[slice, Tensor]] = []
@@ -84,6 +100,8 @@ def _continued(attend: Attend) -> Attend:
         earlier = batch.states()
         for run, later in own:
             state = states.join(earlier[run], later)
+            if sinks is not None:
+                state = states.join(state, states.of_sinks(sinks, later))
             output[run] = (state[..., 2:] / state[..., 1:2]).to(output.dtype)
         return output
 
@@ -98,11 +116,18 @@ def _triton_write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_
 
 def _triton_attend(*, invariant: bool) -> Attend:
     def attend(
-        query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+        query: Tensor,
+        pool: Tensor,
+        layer: int,
+        batch: RaggedBatch,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         from workers.ops import triton_paged
 
-        return triton_paged.attend(query, pool, layer, batch, scale, window, softcap, invariant=invariant)
+        return triton_paged.attend(query, pool, layer, batch, scale, window, softcap, sinks, invariant=invariant)
 
     return attend
 

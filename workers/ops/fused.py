@@ -13,7 +13,8 @@ from torch import Tensor
 from workers.ops.native.library import kernel, library, pointer
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # by the names that checkpoints use
-_GATES = {SILU: 0, GELU_TANH: 1}
+CLAMPED_SILU = "clamped_silu"  # of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), gate <= 7 and up in [-7, 7]
+_GATES = {SILU: 0, GELU_TANH: 1, CLAMPED_SILU: 2}
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -47,11 +48,14 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up [rows, size] for gate_up [rows, 2 * size] with the gate first; `SILU` or `GELU_TANH`."""
+    """activation(gate) * up [rows, size] for gate_up [rows, 2 * size] with the gate first, for one of `_GATES`."""
     if gate_up.is_cuda:
-        return _triton().gated(gate_up, gelu=activation == GELU_TANH)  # type: ignore[no-any-return]
+        return _triton().gated(gate_up, _GATES[activation])  # type: ignore[no-any-return]
     if not _native(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == CLAMPED_SILU:
+            gate = gate.clamp(max=7.0)
+            return (up.clamp(-7.0, 7.0) + 1.0) * gate * torch.sigmoid(1.702 * gate)
         return (F.silu(gate) if activation == SILU else F.gelu(gate, approximate="tanh")) * up
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, size)

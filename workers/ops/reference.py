@@ -16,7 +16,14 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 
 
 def attend(
-    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    batch: RaggedBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `attention.Attend`."""
     outputs = []
@@ -35,6 +42,9 @@ def attend(
         hidden = key_at > query_at
         if window:
             hidden |= key_at <= query_at - window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(chunk), 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outputs)

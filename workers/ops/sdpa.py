@@ -26,7 +26,14 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 
 
 def attend(
-    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    batch: RaggedBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `attention.Attend`."""
     context_lens, starts, block_tables = batch.context_lens.tolist(), batch.query_starts.tolist(), batch.block_tables
@@ -37,10 +44,11 @@ def attend(
     if num_decodes:
         rows = slice(0, num_decodes)
         contexts = batch.context_lens[rows]
-        output[rows] = _decode(query[rows], pool, layer, block_tables[rows], contexts, scale, window, softcap)
+        output[rows] = _decode(query[rows], pool, layer, block_tables[rows], contexts, scale, window, softcap, sinks)
     for row in range(num_decodes, len(query_lens)):
         run = slice(starts[row], starts[row + 1])
-        output[run] = _chunk(query[run], pool, layer, block_tables[row], context_lens[row], scale, window, softcap)
+        table, context = block_tables[row], context_lens[row]
+        output[run] = _chunk(query[run], pool, layer, table, context, scale, window, softcap, sinks)
     return output
 
 
@@ -53,6 +61,7 @@ def _decode(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One query token per sequence. The query heads of a KV head become its queries, so K and V are not repeated."""
     batch, heads, head_dim = query.shape
@@ -64,18 +73,26 @@ def _decode(
     if window:
         visible &= at >= context_lens[:, None] - window
     folded = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    output = _masked(folded, key, value, visible[:, None, None], scale, softcap)
+    output = _masked(folded, key, value, visible[:, None, None], scale, softcap, sinks)
     return output.reshape(batch, heads, head_dim)
 
 
 def _chunk(
-    query: Tensor, pool: Tensor, layer: int, table: Tensor, context: int, scale: float, window: int, softcap: float
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    table: Tensor,
+    context: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """A chunk of one prompt. The kernel's own causal mask serves only a chunk without a prefix before it."""
     length, heads, head_dim = query.shape
     key, value = gather(pool, layer, table[None], context, query.dtype)  # [1, kv_heads, context, head_dim]
     queries = query.transpose(0, 1)[None]  # [1, heads, length, head_dim]
-    if not (window or softcap or length < context):
+    if not (window or softcap or length < context or sinks is not None):
         output = F.scaled_dot_product_attention(queries, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return output[0].transpose(0, 1)
     visible = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
@@ -83,16 +100,25 @@ def _chunk(
         visible = visible.triu(context - length - window + 1)
     group = heads // key.shape[1]
     folded = queries.reshape(1, -1, group * length, head_dim)
-    output = _masked(folded, key, value, visible.repeat(group, 1)[None, None], scale, softcap)
+    output = _masked(folded, key, value, visible.repeat(group, 1)[None, None], scale, softcap, sinks)
     return output.reshape(heads, length, head_dim).transpose(0, 1)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float) -> Tensor:
-    """Attention where `visible`; SDPA has no soft cap."""
-    if not softcap:
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
+    """Attention where `visible`; SDPA has no soft cap and no sinks."""
+    if not softcap and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
-    return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ value
+    scores = query @ key.transpose(2, 3) * scale  # [batch, kv_heads, heads and queries, keys]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        queries = scores.shape[1] * scores.shape[2] // len(sinks)  # of a head
+        last = sinks.repeat_interleave(queries).view(*scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, last], dim=-1)
+    return scores.softmax(dim=-1)[..., : key.shape[2]] @ value
 
 
 def gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,13 @@ def attend_span(
     return torch.cat([most[..., None], total[..., None], values], -1)
 
 
+def of_sinks(sinks: Tensor, like: Tensor) -> Tensor:
+    """The state after the one key of each head's sink [heads], for as many queries as `like`."""
+    state = torch.zeros_like(like)
+    state[..., 0], state[..., 1] = sinks, 1.0
+    return state
+
+
 def join(earlier: Tensor, later: Tensor) -> Tensor:
     """The state after the keys of both. Each row has a key in `later`."""
     most = torch.maximum(earlier[..., :1], later[..., :1])

@@ -37,12 +37,12 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     return total, y
 
 
-def gated(gate_up: Tensor, *, gelu: bool) -> Tensor:
-    """See `fused.gated`."""
+def gated(gate_up: Tensor, kind: int) -> Tensor:
+    """See `fused.gated`; `kind` 0: silu, 1: gelu by tanh, 2: clamped silu."""
     gate_up = gate_up.contiguous()
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, size)
-    _gated[(rows, triton.cdiv(size, _COLUMNS))](gate_up, y, size, COLUMNS=_COLUMNS, GELU=gelu)
+    _gated[(rows, triton.cdiv(size, _COLUMNS))](gate_up, y, size, COLUMNS=_COLUMNS, KIND=kind)
     return y
 
 
@@ -80,14 +80,18 @@ def _rms_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated(gate_up, y, size, COLUMNS: tl.constexpr, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gated(gate_up, y, size, COLUMNS: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < size
     gate = tl.load(gate_up + row * 2 * size + at, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + at, inside, 0.0).to(tl.float32)
-    if GELU:
+    if KIND == 1:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         open_ = 0.5 * gate * (1.0 + (2.0 * tl.sigmoid(2.0 * inner) - 1.0))  # the last factor is tanh(inner)
+    elif KIND == 2:
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        open_ = gate * tl.sigmoid(1.702 * gate)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
     else:
         open_ = gate * tl.sigmoid(gate)
     tl.store(y + row * size + at, (open_ * up).to(y.dtype.element_ty), inside)

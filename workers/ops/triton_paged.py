@@ -61,6 +61,7 @@ def attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
     *,
     invariant: bool = False,
 ) -> Tensor:
@@ -101,8 +102,8 @@ def attend(
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         _merge_spans[(heads, len(contexts))](
-            states, output, starts, contexts, splits, HEAD_DIM=head_dim, WINDOW=window,
-            SPLIT=SPLIT, DIM=sizes["DIM"], num_warps=1,
+            states, output, starts, contexts, sinks, splits, HEAD_DIM=head_dim, WINDOW=window,
+            SPLIT=SPLIT, DIM=sizes["DIM"], SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
     if sequences > decodes:
         tile = INVARIANT if invariant else CHUNK
@@ -111,7 +112,7 @@ def attend(
         _attend_chunk[grid](
             query, query.stride(0), query.stride(1), output, pool, batch.query_starts[decodes:],
             batch.context_lens[decodes:], batch.block_tables[decodes:], batch.block_tables.stride(0),
-            layer, scale, softcap, **sizes, QUERIES=queries, WHOLE=not invariant,
+            sinks, layer, scale, softcap, **sizes, QUERIES=queries, WHOLE=not invariant, SINKS=sinks is not None,
             ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -136,10 +137,10 @@ def _write(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_chunk(  # type: ignore[no-untyped-def]
     query, query_token_stride, query_head_stride, output, pool, query_starts, context_lens, block_tables, table_stride,
-    layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
+    sinks, layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, CAPPED: tl.constexpr,
     SCALED: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """QUERIES queries of one sequence and KV head over all spans."""
     tile, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -182,6 +183,9 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
                 total = total * kept + span_total * added
                 summed = summed * kept[:, None] + span_summed * added[:, None]
                 most = greater
+        if SINKS:
+            kept, total = _with_sink(most, total, tl.load(sinks + head, real, 0.0))
+            summed *= kept[:, None]
         answer = summed / tl.where(total == 0.0, 1.0, total)[:, None]
         to = (token * KV_HEADS * GROUP + head) * HEAD_DIM
         tl.store(output + to[:, None] + dim[None, :], answer.to(queries.dtype), inside)
@@ -225,11 +229,13 @@ def _merge_spans(  # type: ignore[no-untyped-def]
     output,
     query_starts,
     context_lens,
+    sinks,
     splits,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     DIM: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """The states of one sequence and head merged from left to right, as `_attend_chunk` merges them."""
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -249,9 +255,21 @@ def _merge_spans(  # type: ignore[no-untyped-def]
         total = total * kept + span_total * added
         summed = summed * kept + span_summed * added
         most = greater
+    if SINKS:
+        kept, total = _with_sink(most, total, tl.load(sinks + head + tl.arange(0, 1)))
+        summed *= kept
     answer = summed / tl.where(total == 0.0, 1.0, total)
     to = (tl.load(query_starts + sequence).to(tl.int64) * tl.num_programs(0) + head) * HEAD_DIM
     tl.store(output + to + dim, answer.to(output.dtype.element_ty), dim < HEAD_DIM)
+
+
+@triton.jit
+def _with_sink(most, total, sink):  # type: ignore[no-untyped-def]
+    """(factor of the summed values, sum of the weights) after one more key, without a value."""
+    sink = sink.to(tl.float32) * 1.4426950408889634
+    greater = tl.maximum(most, sink)
+    kept = tl.exp2(most - greater)
+    return kept, total * kept + tl.exp2(sink - greater)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

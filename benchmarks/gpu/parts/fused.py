@@ -19,15 +19,15 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
     _near("add_rms_norm", normed, F.rms_norm(total.double(), (size,), weight.double(), 1e-5))
     _near("rms_norm", triton_fused.rms_norm(x, None, 1e-5), F.rms_norm(x.double(), (size,), None, 1e-5))
     gate, up = gate_up.double().chunk(2, -1)
-    _near("silu", triton_fused.gated(gate_up, gelu=False), F.silu(gate) * up)
-    _near("gelu", triton_fused.gated(gate_up, gelu=True), F.gelu(gate, approximate="tanh") * up)
+    _near("silu", triton_fused.gated(gate_up, 0), F.silu(gate) * up)
+    _near("gelu", triton_fused.gated(gate_up, 1), F.gelu(gate, approximate="tanh") * up)
     low, high = heads.double().chunk(2, -1)
     rotated = torch.cat([low * cos - high * cos, high * cos + low * cos], -1)
     _near("rotate", triton_fused.rotate(heads, cos, cos), rotated)
     copy = copy_bytes_s(device, 1 << (16 if tiny else 32))
     calls = {
         "add_rms_norm": (lambda: triton_fused.add_rms_norm(x, delta, weight, 1e-5), 4 * x.nbytes),
-        "gated": (lambda: triton_fused.gated(gate_up, gelu=False), gate_up.nbytes * 3 // 2),
+        "gated": (lambda: triton_fused.gated(gate_up, 0), gate_up.nbytes * 3 // 2),
         "rotate": (lambda: triton_fused.rotate(heads, cos, cos), 2 * heads.nbytes),
     }
     figures: dict[str, object] = {"copy_gb_s": copy / 1e9}

@@ -31,7 +31,7 @@ class Linear:
     weight_format = "float32"
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, deterministic: bool = False) -> None:
-        self.weight = weight
+        self.weight, self.bias = weight, bias
         self._plain = functools.partial(F.linear, weight=weight, bias=bias)
         self._plain_from, self._few_rows = _choose(weight, bias, deterministic)
 

@@ -342,6 +342,7 @@ struct Call {
     int64_t window;
     float softcap;
     int64_t slot_size = 0;            // in numbers
+    const float* sinks = nullptr;     // [heads]: scores of a last key without a value; null: none
     const int32_t* begins = nullptr;  // [sequences], multiples of TILE: earlier keys are not in the pool; null: all are
     const float* states = nullptr;    // [tokens, heads, 2 + head_dim] of the keys before `begins`, or before the span
     const float* (*wait)() = nullptr; // for the states, which are not there yet; null: they are
@@ -629,6 +630,11 @@ void write_output(const Call& call, const Job& job, const Partial& all) {
         const float* from = all.values + row * call.wide_dim();
         float* to = call.output + (token * call.heads + head) * call.head_dim;
         float share = 1.0f / all.sum[row];
+        if (call.sinks != nullptr) {
+            const float sink = call.sinks[head], most = std::max(all.most[row], sink);
+            const float kept = std::exp(all.most[row] - most);
+            share = kept / (all.sum[row] * kept + std::exp(sink - most));
+        }
         for (int64_t dim = 0; dim < call.head_dim; dim++) to[dim] = from[dim] * share;
     }
 }
@@ -764,10 +770,11 @@ extern "C" void diptych_attend(const float* query, int64_t query_token_stride, i
                                const void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t heads,
                                int64_t kv_heads, int64_t block_size, int64_t head_dim, const int32_t* query_starts,
                                const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
-                               int64_t sequences, float scale, int64_t window, float softcap, const int32_t* begins,
-                               const float* (*wait)()) {
+                               int64_t sequences, float scale, int64_t window, float softcap, const float* sinks,
+                               const int32_t* begins, const float* (*wait)()) {
     Call call{query,  query_token_stride, query_head_stride, output,       pool,         layer, layers, heads, kv_heads,
               block_size, head_dim,       block_tables,      table_stride, scale,        window, softcap};
+    call.sinks = sinks;
     call.begins = begins;
     call.wait = wait;
     attend_to(kind, call, query_starts, context_lens, sequences);

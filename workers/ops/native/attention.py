@@ -40,7 +40,14 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
 
 
 def attend(
-    query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scale: float, window: int, softcap: float
+    query: Tensor,
+    pool: Tensor,
+    layer: int,
+    batch: RaggedBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `workers.ops.attention.Attend`."""
     _, kv_heads, layers, _, block_size, _ = _shape(pool)
@@ -51,6 +58,7 @@ def attend(
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     tables = batch.block_tables
     sequences, table_stride = tables.shape  # dense
+    sinks = None if sinks is None else sinks.float()
     waiting = None if batch.states is None else _Waiting(batch.states)
     kernel("attend")(
         pointer(rows),
@@ -73,6 +81,7 @@ def attend(
         scale,
         window,
         softcap,
+        None if sinks is None else pointer(sinks),
         None if batch.begins is None else pointer(batch.begins),
         None if waiting is None else waiting.pointer,
     )

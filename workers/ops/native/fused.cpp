@@ -75,7 +75,8 @@ void diptych_add_rms_norm(const float* x, const float* delta, const float* weigh
     }
 }
 
-// y = activation(gate) * up, where x [rows, 2 * size] holds gate, then up. kind 0: silu; 1: gelu by tanh.
+// y = activation(gate) * up, where x [rows, 2 * size] holds gate, then up. kind 0: silu; 1: gelu by
+// tanh; 2: (up + 1) * gate * sigmoid(1.702 * gate), both clamped.
 void diptych_gated(const float* x, float* y, int64_t rows, int64_t size, int64_t kind, int64_t threads) {
 #pragma omp parallel for num_threads(team(4 * rows * size, threads))
     for (int64_t row = 0; row < rows; row++) {
@@ -83,6 +84,11 @@ void diptych_gated(const float* x, float* y, int64_t rows, int64_t size, int64_t
         float* answer = y + row * size;
         if (kind == 0)
             for (int64_t i = 0; i < size; i++) answer[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+        else if (kind == 2)
+            for (int64_t i = 0; i < size; i++) {
+                float number = std::min(gate[i], 7.0f);  // NaN passes
+                answer[i] = number / (1.0f + exponential(-1.702f * number)) * (std::clamp(up[i], -7.0f, 7.0f) + 1.0f);
+            }
         else  // (1 + tanh u) / 2 = 1 / (1 + e^-2u)
             for (int64_t i = 0; i < size; i++) {
                 float number = gate[i], twice = number * std::fma(0.0713548163f * number, number, 1.59576912f);
