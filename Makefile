@@ -104,9 +104,9 @@ image:
 image-test: $(READY)
 	@DIPTYCH_IMAGE=1 $(BIN)/python -m pytest -q -s tests/image/test_image.py
 
-# Long prompts arrive during decodes: whole prompts first, four chunk sizes, and split, on the same two cores, with five
-# seeds; about an hour and a half. ARGS="--seeds 2 --rates 0.6": less. See docs/benchmarking.md.
-INTERFERENCE := $(addprefix examples/interference/,$(addsuffix .yaml,colocated chunk-64 chunk-128 chunk-256 chunk-512 split))
+# Long prompts arrive during decodes: whole prompts first, four chunk sizes, two mixed workers, split, and ours, on the same
+# two cores, with five seeds; about two hours. ARGS="--seeds 2 --rates 0.6": less. See docs/benchmarking.md.
+INTERFERENCE := $(addprefix examples/interference/,$(addsuffix .yaml,colocated chunk-64 chunk-128 chunk-256 chunk-512 colocated-two split ours))
 compare: $(VENV)/.bench
 	@$(BIN)/diptych bench --compare $(INTERFERENCE) \
 		--workload poisson:rate=0.6,count=40,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6 \

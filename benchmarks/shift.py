@@ -75,7 +75,7 @@ class Fleet:
             PoolSpec(role.value, role, self.workers // 2, engine=engine, resources=SHARE, cost=self.cost)
             for role in (Role.PREFILL, Role.DECODE)
         )
-        elastic = ElasticSpec(mode=mode, window_s=10.0, margin=0.1, dwell_s=2.0, cooldown_s=5.0)
+        elastic = ElasticSpec(mode=mode, window_s=10.0, dwell_s=2.0, cooldown_s=5.0)
         gateway = GatewaySpec(grpc_port=0, routing="slo", rebalance=True, slo=slo)
         return ClusterSpec(MODEL, pools, NAME, gateway=gateway, health=PATIENT, elastic=elastic, executor=self.executor)
 

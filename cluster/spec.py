@@ -342,8 +342,6 @@ class ElasticSpec:
     """Interval between two decisions."""
     window_s: float = 30.0
     """A decision looks at this many seconds of load. Longer: steadier, but later."""
-    margin: float = 0.1
-    """Smallest predicted improvement, as a share, that justifies a change."""
     dwell_s: float = 3.0
     """How long the prediction must hold without a break."""
     cooldown_s: float = 10.0
@@ -354,7 +352,7 @@ class ElasticSpec:
     def __post_init__(self) -> None:
         _check_choice(self, "mode", ELASTIC)
         _check_above_0(self, "period_s", "window_s", rule="above 0 seconds")
-        _check(self, ("margin", "dwell_s", "cooldown_s"), lambda value: value >= 0, "0 or more")
+        _check(self, ("dwell_s", "cooldown_s"), lambda value: value >= 0, "0 or more")
         for role, floor in self.floors.items():
             if role not in ("prefill", "decode") or floor < 0:
                 raise ValueError(f"floors.{role} is {floor}; floors are numbers of workers of prefill and decode")

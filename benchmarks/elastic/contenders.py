@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.elastic.scenarios import Scenario
 from cluster.offline.sim.compare import Case
-from cluster.offline.sim.systems import SYSTEMS, arrange, balanced, system
+from cluster.offline.sim.systems import SYSTEMS, arrange, prefills_of
 from cluster.spec import ROUTING, ClusterSpec, SpecError
 
 CHUNKS = (256, 512, 1024, 2048)  # tokens of a colocated worker's step
@@ -120,8 +120,9 @@ def case_of(contender: Contender, scenario: Scenario, view: View = FRESH) -> Cas
 
 def _arranged(contender: Contender, scenario: Scenario) -> ClusterSpec:
     fleet, prefills = scenario.fleet, contender.prefills
-    if not prefills and system(contender.system).is_split:
-        prefills = balanced(fleet.count, scenario.machines.model().cost, scenario.draw(1.0, 0), fleet.engine)
+    if not prefills and not contender.plain:
+        cost, load = scenario.machines.model().cost, scenario.draw(1.0, 0)
+        prefills = prefills_of(contender.system, cost, fleet, load, scenario.slo)
     spec = arrange(contender.system, fleet, prefills)
     engine: dict[str, Any] = {"batching": "chunked"} if contender.plain else {}
     if contender.chunk:

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ import click
 from benchmarks.hosted import hosted, refuse_foreign_ray
 from benchmarks.sim_vs_real import page, record
 from benchmarks.sim_vs_real.compare import compare
-from benchmarks.sim_vs_real.systems import SYSTEMS, capacity, slo_for, workload
+from benchmarks.sim_vs_real.systems import KINDS, SYSTEMS, capacity, slo_for, workload
 from cluster.offline.load.grpc_endpoint import drive_cluster
 from cluster.offline.load.sender import LoadOptions
 from cluster.offline.profile.measure import ROUNDS, measure
@@ -21,7 +22,9 @@ from cluster.spec import ClusterSpec
 from diptych.client import AsyncClient
 from workers.profiles.measured import ClusterProfile
 
+Cell = tuple[str, float, int]  # kind of requests, load, seed
 LOADS = (0.4, 0.8)
+RUNS = 5  # of a cell, with different seeds
 REQUESTS = 40
 DEADLINE_S = 240.0
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -30,6 +33,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.argument("systems", nargs=-1, type=click.Choice(tuple(SYSTEMS)))
 @click.option("--load", "loads", type=click.FloatRange(0.05, 2.0), multiple=True, help="Shares of capacity (0.4, 0.8).")
+@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Kinds of requests (all).")
+@click.option("--runs", type=click.IntRange(1, 20), default=RUNS, show_default=True, help="With different seeds.")
 @click.option("--requests", type=click.IntRange(5, 1000), default=REQUESTS, show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 20), default=ROUNDS, show_default=True, help="Of the profile.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -40,6 +45,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def main(
     systems: tuple[str, ...],
     loads: tuple[float, ...],
+    kinds: tuple[str, ...],
+    runs: int,
     requests: int,
     rounds: int,
     seed: int,
@@ -48,9 +55,10 @@ def main(
     out: Path,
     file: Path,
 ) -> None:
-    """Run the same requests on the real cluster and in the simulator. About ten minutes for each system on two cores.
+    """Run the same requests on the real cluster and in the simulator. An hour for each system on two cores; a single
+    cell, such as `ours --kind shift --load 0.8 --runs 1`, takes minutes.
 
-    Runs of other systems and loads stay as they were recorded.
+    Runs of other systems, kinds and loads stay as they were recorded.
     """
     if recorded and (systems or keep_profile):
         raise click.UsageError("--recorded runs nothing; omit the systems and --keep-profile")
@@ -61,8 +69,9 @@ def main(
             known = found.profiles.get(name) if keep_profile else None
             if keep_profile and known is None:
                 raise click.UsageError(f"{name} has no recorded profile; omit --keep-profile")
-            profile, runs = _run(SYSTEMS[name], known, loads or LOADS, requests, rounds, seed)
-            found = _merged(found, name, profile, runs, fresh=known is None)
+            cells = tuple(product(kinds or KINDS, loads or LOADS, range(seed, seed + runs)))
+            profile, measured = _run(SYSTEMS[name], known, cells, requests, rounds)
+            found = _merged(found, name, profile, measured, fresh=known is None)
             record.save(found, file)
     comparisons = [compare(real, found.profiles[real.system]) for real in found.runs]
     text = page.section(found, comparisons)
@@ -74,14 +83,17 @@ def _merged(
     found: record.Recorded, name: str, profile: ClusterProfile, runs: Sequence[record.RealRun], *, fresh: bool
 ) -> record.Recorded:
     """Add the runs. A new profile replaces the system's older runs, which belong to the old profile."""
-    again = {run.load for run in runs}
-    others = [run for run in found.runs if run.system != name or (not fresh and run.load not in again)]
-    order = sorted([*others, *runs], key=lambda run: (tuple(SYSTEMS).index(run.system), run.load))
+    again = {run.cell for run in runs}
+    others = [run for run in found.runs if run.system != name or (not fresh and run.cell not in again)]
+    order = sorted(
+        [*others, *runs],
+        key=lambda run: (tuple(SYSTEMS).index(run.system), KINDS.index(run.kind), run.load, run.seed),
+    )
     return record.Recorded(found.profiles | {name: profile}, tuple(order))
 
 
 def _run(
-    spec: ClusterSpec, known: ClusterProfile | None, loads: Sequence[float], requests: int, rounds: int, seed: int
+    spec: ClusterSpec, known: ClusterProfile | None, cells: Sequence[Cell], requests: int, rounds: int
 ) -> tuple[ClusterProfile, list[record.RealRun]]:
     """Raises `ProcessFailed`, `DiptychError`, `ProfileError`."""
     _tell(f"starting {spec.name}")
@@ -89,12 +101,14 @@ def _run(
         endpoint = system.endpoints[spec.name]
         profile = known or asyncio.run(_profile(endpoint, rounds))
         # The simulator needs an event loop of its own, so it runs between the real ones.
-        rate = capacity(profile, spec, requests, seed)
-        _tell(f"{spec.name} serves at most {rate:.2f} requests/s, by simulation")
-        runs = [
-            asyncio.run(_real(endpoint, spec, profile, load, workload(spec.name, requests, load * rate, seed, number)))
-            for number, load in enumerate(loads, 1)
-        ]
+        rates = {kind: capacity(profile, spec, requests, 0, kind) for kind in dict.fromkeys(kind for kind, *_ in cells)}
+        for kind, rate in rates.items():
+            _tell(f"{spec.name} serves at most {rate:.2f} requests/s of {kind}, by simulation")
+        runs = []
+        for number, cell in enumerate(cells, 1):
+            kind, load, seed = cell
+            sent = workload(spec.name, requests, load * rates[kind], seed, number, kind)
+            runs.append(asyncio.run(_real(endpoint, spec, profile, cell, sent)))
     return profile, runs
 
 
@@ -104,15 +118,17 @@ async def _profile(endpoint: str, rounds: int) -> ClusterProfile:
 
 
 async def _real(
-    endpoint: str, spec: ClusterSpec, profile: ClusterProfile, load: float, requested: Workload
+    endpoint: str, spec: ClusterSpec, profile: ClusterProfile, cell: Cell, requested: Workload
 ) -> record.RealRun:
-    requests = len(requested.arrivals)
-    _tell(f"{spec.name} at {load:.0%}: {requests} requests arrive in {requested.duration_s:.0f} s")
+    requests, (kind, load, seed) = len(requested.arrivals), cell
+    _tell(
+        f"{spec.name}, {kind}, at {load:.0%}, seed {seed}: {requests} requests arrive in {requested.duration_s:.0f} s"
+    )
     slo = slo_for(profile, spec)
-    sent = LoadOptions(profile.vocab_size, DEADLINE_S, requests, system=spec.name)
+    sent = LoadOptions(profile.vocab_size, DEADLINE_S, requests, seed=seed, system=spec.name)
     async with AsyncClient(endpoint) as client:
         run = await drive_cluster(client, requested, sent)
-    return record.recorded(run, dict(figures(run, slo).phases_s), load, slo)
+    return record.recorded(run, dict(figures(run, slo).phases_s), load, slo, requested, kind)
 
 
 _tell = partial(click.echo, err=True)

@@ -1,8 +1,8 @@
 """Errors of simulated figures against real ones, and their targets. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 from benchmarks.sim_vs_real.record import RealRun, spread
 from benchmarks.sim_vs_real.systems import SYSTEMS
@@ -87,6 +87,16 @@ def compared(real: RealRun, simulated: Run) -> Comparison:
         _each(run, simulated, "ttft_s"),
         _each(run, simulated, "tpot_s"),
     )
+
+
+def mean_rows(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """The figures of several runs of one cell: means of those that both sides have."""
+    made = []
+    for alike in zip(*runs, strict=True):
+        known = [(row.real, row.simulated) for row in alike if row.real is not None and row.simulated is not None]
+        real, simulated = (fmean(side) for side in zip(*known, strict=True)) if known else (None, None)
+        made.append(replace(alike[0], real=real, simulated=simulated))
+    return made
 
 
 def _percentiles(metric: str, real: Percentiles | None, simulated: Percentiles | None) -> Iterator[Row]:

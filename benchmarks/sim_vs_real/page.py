@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.sim_vs_real.compare import Comparison, Row
-from benchmarks.sim_vs_real.record import Recorded
+from benchmarks.sim_vs_real.compare import Comparison, Row, mean_rows
+from benchmarks.sim_vs_real.record import RealRun, Recorded
 from cluster.offline.scoring.figures import slo_text
 from workers.profiles.measured import ClusterProfile
 
@@ -12,12 +12,23 @@ PAGE = "simulator.md"
 BEGIN, END = "<!-- sim-vs-real: begin -->", "<!-- sim-vs-real: end -->"
 
 
-def rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """(figure, real, simulated, error, target)."""
+def rows(found: Sequence[Row]) -> list[tuple[str, ...]]:
+    """(figure, real, simulated, error, target, verdict)."""
     return [
-        (row.metric, _figure(row, row.real), _figure(row, row.simulated), _error(row), f"{row.target:.0%}")
-        for row in comparison.rows
+        (
+            row.metric,
+            _figure(row, row.real),
+            _figure(row, row.simulated),
+            _error(row),
+            f"{row.target:.0%}",
+            _verdict(row),
+        )
+        for row in found
     ]
+
+
+def _verdict(row: Row) -> str:
+    return "met" if row.met else "**missed**"
 
 
 def _figure(row: Row, value: float | None) -> str:
@@ -35,17 +46,22 @@ def _error(row: Row) -> str:
 
 
 def section(found: Recorded, comparisons: Sequence[Comparison]) -> str:
-    """Markdown: the profiles, and a table for each run."""
+    """Markdown: the profiles, and a table for each cell, with means over its runs."""
     blocks = [_where(found.profiles)]
+    cells: dict[object, list[tuple[RealRun, Comparison]]] = {}
     for real, comparison in zip(found.runs, comparisons, strict=True):
+        cells.setdefault(real.cell, []).append((real, comparison))
+    for runs in cells.values():
+        real, comparison = runs[0]
+        several = f"means of {len(runs)} runs; the first: " if len(runs) > 1 else ""
         head = (
-            f"**{comparison.name} of its capacity**: {len(real.seen)} requests, {real.workload.rate:.2f} a second, "
-            f"SLO {slo_text(real.slo)}, attainment {comparison.real.attainment.both:.0%} real and "
+            f"**{comparison.name} of its capacity**: {several}{len(real.seen)} requests, {real.workload.rate:.2f} a "
+            f"second, SLO {slo_text(real.slo)}, attainment {comparison.real.attainment.both:.0%} real and "
             f"{comparison.simulated.attainment.both:.0%} simulated. Median error of a single request: TTFT "
             f"{comparison.each_ttft:.1%}, TPOT {comparison.each_tpot:.1%}."
         )
-        table = ["| figure | real | simulated | error | target |", "|---|---|---|---|---|"]
-        table += [f"| {' | '.join(row)} |" for row in rows(comparison)]
+        table = ["| figure | real | simulated | error | target | |", "|---|---|---|---|---|---|"]
+        table += [f"| {' | '.join(row)} |" for row in rows(mean_rows([each.rows for _, each in runs]))]
         blocks += [head, "\n".join(table)]
     return "\n\n".join(blocks)
 

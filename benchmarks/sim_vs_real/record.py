@@ -25,6 +25,7 @@ class RecordedRequest:
     token_s: tuple[float, ...]
     ledger_ttft_s: float | None = None
     ledger_total_s: float | None = None
+    prefix: tuple[int, ...] = ()
 
     @property
     def at_gateway_s(self) -> tuple[float, ...]:
@@ -36,7 +37,7 @@ class RecordedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RealRun:
-    """A real run of a system at `load` times its capacity."""
+    """A real run of a system at `load` times its capacity. `kind`: of the requests (`systems.KINDS`)."""
 
     system: str
     load: float
@@ -45,15 +46,28 @@ class RealRun:
     seen: tuple[RecordedRequest, ...]
     phases_s: dict[str, float]
     notes: tuple[str, ...] = ()
+    kind: str = "chat"
+    block_tokens: int = 512
 
     @property
     def name(self) -> str:
-        return f"{self.system} at {self.load:.0%}"
+        return (
+            f"{self.system} at {self.load:.0%}"
+            if self.kind == "chat"
+            else f"{self.system}, {self.kind}, at {self.load:.0%}"
+        )
+
+    @property
+    def cell(self) -> tuple[str, str, float]:
+        """What its repetitions have in common."""
+        return self.system, self.kind, self.load
 
     @property
     def workload(self) -> Workload:
         return Workload(
-            self.name, tuple(Arrival(each.at_s, each.prompt_tokens, each.output_tokens) for each in self.seen)
+            self.name,
+            tuple(Arrival(each.at_s, each.prompt_tokens, each.output_tokens, each.prefix) for each in self.seen),
+            self.block_tokens,
         )
 
     @property
@@ -89,8 +103,10 @@ def spread(at_s: float, ttft_s: float, total_s: float, count: int) -> tuple[floa
     return tuple(at_s + ttft_s + index * step_s for index in range(count))
 
 
-def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> RealRun:
-    """Record a run, rounded to 0.1 ms."""
+def recorded(
+    run: Run, phases_s: dict[str, float], load: float, slo: SLO, sent: Workload | None = None, kind: str = "chat"
+) -> RealRun:
+    """Record a run, rounded to 0.1 ms. `sent`: its requests, for the prefixes that their prompts share."""
     seen = tuple(
         RecordedRequest(
             each.arrival_s,
@@ -100,10 +116,12 @@ def recorded(run: Run, phases_s: dict[str, float], load: float, slo: SLO) -> Rea
             tuple(round(at_s - each.arrival_s, 4) for at_s in each.token_s),
             round(each.ledger.ttft_ns / 1e9, 4) if each.ledger else None,
             round(each.ledger.total_ns / 1e9, 4) if each.ledger else None,
+            sent.arrivals[each.index].prefix if sent else (),
         )
         for each in run.served
     )
-    return RealRun(run.system, load, run.seed, slo, seen, phases_s, run.notes)
+    size = sent.block_tokens if sent else 512
+    return RealRun(run.system, load, run.seed, slo, seen, phases_s, run.notes, kind, size)
 
 
 def load(file: Path = FILE) -> Recorded:

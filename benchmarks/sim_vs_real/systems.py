@@ -1,7 +1,8 @@
-"""The two compared systems and their requests. Pure.
+"""The compared systems and their requests. Pure.
 
-The load is a small chat load with an occasional long prompt, because the systems differ in the effect of a long prompt
-on the other requests.
+`chat` is a small load with an occasional long prompt, because the systems differ in the effect of a long prompt on the
+other requests. In `prefixes` the same prompts follow one of two system prompts, which caches hold. In `shift` the first
+half of the requests are long prompts with short answers, the second half short prompts with long answers.
 """
 
 import random
@@ -11,12 +12,13 @@ from benchmarks.hosted import ENGINE, MODEL, PATIENT, SHARE
 from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 from cluster.offline.workload.arrivals import Arrival, Workload
-from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
+from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from workers.profiles.measured import ClusterProfile
 from workers.request import SLO
 
 PROMPTS = (64, 64, 128, 128, 1024)
 ANSWER = 48
+SYSTEM_PROMPTS, BLOCK = 2, 512  # shared ones, and their tokens
 PINNED = replace(ENGINE, cores="auto")
 SPLIT = ClusterSpec(
     MODEL,
@@ -33,28 +35,51 @@ COLOCATED = replace(
     name="colocated",
     pools=(PoolSpec("mixed", Role.MIXED, engine=replace(PINNED, kv_blocks=768, threads=2), resources=SHARE),),
 )
-SYSTEMS = {spec.name: spec for spec in (SPLIT, COLOCATED)}
+OURS = replace(
+    COLOCATED,
+    name="ours",
+    pools=(
+        PoolSpec(
+            "mixed",
+            Role.MIXED,
+            replicas=2,
+            engine=replace(PINNED, kv_blocks=576, batching="adaptive", prompt_order="deadline"),
+            resources=SHARE,
+        ),
+    ),
+    gateway=GatewaySpec(grpc_port=0, routing="slo", admission="slo", rebalance=True),
+    elastic=ElasticSpec(mode="act"),
+)
+SYSTEMS = {spec.name: spec for spec in (SPLIT, COLOCATED, OURS)}
+CHAT, PREFIXES, SHIFT = KINDS = ("chat", "prefixes", "shift")
 
 
-def workload(name: str, count: int, rate: float | None, seed: int, turn: int = 0) -> Workload:
+def workload(name: str, count: int, rate: float | None, seed: int, turn: int = 0, kind: str = CHAT) -> Workload:
     """Poisson arrivals at `rate` per second; None: all at once. A seed gives the same lengths at any rate.
 
     Each `turn` has its own prompts, so it does not hit the prefix caches of earlier ones.
     """
     lengths, times = random.Random(f"lengths {seed}"), random.Random(f"times {seed}")
     arrivals, at_s = [], 0.0
+    first = turn * (count + SYSTEM_PROMPTS)  # block ids of this turn
     for number in range(count):
-        arrivals.append(Arrival(at_s, lengths.choice(PROMPTS), ANSWER, prefix=(turn * count + number,)))
+        prefix: tuple[int, ...] = (first + number,)
+        prompt, answer = lengths.choice(PROMPTS), ANSWER
+        if kind == PREFIXES:
+            prompt, prefix = prompt + BLOCK, (first + count + lengths.randrange(SYSTEM_PROMPTS), *prefix)
+        elif kind == SHIFT:
+            prompt, answer = (max(PROMPTS), ANSWER // 4) if number < count // 2 else (min(PROMPTS), 2 * ANSWER)
+        arrivals.append(Arrival(at_s, prompt, answer, prefix=prefix))
         at_s += times.expovariate(rate) if rate is not None else 0.0
-    return Workload(name, tuple(arrivals))
+    return Workload(name, tuple(arrivals), BLOCK)
 
 
-def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int) -> float:
+def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int, kind: str = CHAT) -> float:
     """Simulated requests per second when all arrive at once."""
     run = simulate(
         spec,
         measured_models(profile, spec),
-        workload("all at once", count, None, seed),
+        workload("all at once", count, None, seed, kind=kind),
         RunOptions(environment=environment_of(profile)),
     )
     return count / run.seconds

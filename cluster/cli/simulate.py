@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.offline.workload.arrivals import Workload
     from cluster.spec import ClusterSpec
     from workers.config import ParallelConfig
+    from workers.request import SLO
 
 system = grouped("System")
 load = grouped("Load")
@@ -124,7 +125,7 @@ def simulate(
     else:
         names = [name.strip() for name in (compare or "").split(",") if name.strip()]
         parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
-        cases = _systems(names, model, hardware, parallel, workers, prefills, network, workload)
+        cases = _systems(names, model, hardware, parallel, workers, prefills, network, workload, slo)
     options = RunOptions(seed=seed, slo=slo, trace=wants_trace, environment=environment)
     search = None
     if wants_goodput:
@@ -176,15 +177,18 @@ def _systems(
     prefills: int | None,
     network: str,
     workload: "Workload",
+    slo: "SLO",
 ) -> "list[Case]":
     from cluster.offline.sim.compare import Case
     from cluster.offline.sim.fleet import fleet, pool_model
-    from cluster.offline.sim.systems import arrange, balanced
+    from cluster.offline.sim.systems import arrange, prefills_of
 
     equal = fleet(model, hardware, parallel, workers)
     of_pool = pool_model(model, hardware, parallel, link=network)
-    prefills = prefills or balanced(workers, of_pool.cost, workload, equal.engine)
-    specs = [(name, arrange(name, equal, prefills)) for name in names]
+    specs = [
+        (name, arrange(name, equal, prefills or prefills_of(name, of_pool.cost, equal, workload, slo)))
+        for name in names
+    ]
     return [Case(name, spec, {pool.name: of_pool for pool in spec.pools}) for name, spec in specs]
 
 

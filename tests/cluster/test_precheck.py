@@ -68,7 +68,7 @@ REFUSED = [
         "transfer: max_readers is 8, but 9 workers",
     ),
     ({"more": "gateway: {grpc_port: 99999}"}, 12, "", "gateway: grpc_port is 99999; it must be between 0"),
-    ({"more": "elastic:\n  margin: -1"}, 13, "", "elastic: margin is -1.0; it must be 0 or more"),
+    ({"more": "elastic:\n  dwell_s: -1"}, 13, "", "elastic: dwell_s is -1.0; it must be 0 or more"),
     ({"more": "name: A"}, 12, "", "name 'A' must be lower-case letters"),
 ]
 

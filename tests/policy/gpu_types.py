@@ -16,7 +16,7 @@ MODEL, H100, A100 = "llama-2-70b", "h100-80gb", "a100-80gb"
 TTFT_S, TPOT_S = 4.0, 0.075
 TIGHT = SLO(ttft_s=TTFT_S, tpot_s=TPOT_S)
 FIXED = ElasticSpec()
-ELASTIC = ElasticSpec(mode="act", window_s=15.0, margin=0.05, dwell_s=1.0, cooldown_s=2.0)
+ELASTIC = ElasticSpec(mode="act", window_s=15.0, dwell_s=1.0, cooldown_s=2.0)
 
 
 @dataclass(frozen=True, slots=True)

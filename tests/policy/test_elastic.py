@@ -14,7 +14,8 @@ from msgspec import structs
 from cluster.policy.scaling.balance import Group, Mix, shares
 from cluster.policy.scaling.elastic import CALM, PATIENCE, Elastic
 from cluster.policy.scaling.load_report import LoadReport, Sample
-from cluster.policy.scaling.offered_load import RECENT_S
+from cluster.policy.scaling.offered_load import RECENT_S, SOON_S
+from cluster.policy.scaling.role_gain import gain, kept
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, Decision, PoolView, WorkerState, WorkerView
 from workers.config import EngineConfig
@@ -225,7 +226,7 @@ def test_a_calm_cluster_changes_nothing_and_neither_does_an_idle_one() -> None:
 def test_a_change_waits_for_dwell_and_cooldown() -> None:
     mild = replace(ANSWERS, rate=3.6)
     assert CALM < shares(split(3, 3), mild).worst < 1.0
-    cluster = Cluster(spec(dwell_s=4.0, cooldown_s=1000.0, margin=0.01))
+    cluster = Cluster(spec(dwell_s=4.0, cooldown_s=1000.0))
     assert not cluster.run(4, mild)
     assert len(cluster.run(60, mild)) == 1
 
@@ -363,14 +364,50 @@ def test_few_requests_change_no_role_if_it_may_be_chance() -> None:
     assert not Cluster(spec(**margins)).run(30, few)
 
 
-@pytest.mark.parametrize(("rate", "then"), [(5.6, (0, 0, 6)), (2.0, (2, 0, 4))])
-def test_if_some_equal_workers_are_mixed_all_become_mixed_unless_that_is_worse(
-    rate: float, then: tuple[int, int, int]
-) -> None:
-    """The load is uncertain, so no other change is considered. Below `CALM` nothing changes."""
-    cluster = Cluster(spec(window_s=6.0))
-    for number, worker in enumerate(list(cluster.workers.values())):
-        role = Role.PREFILL if number < 2 else Role.MIXED
-        cluster.workers[worker.name] = structs.replace(worker, role=role)
-    cluster.run(120, Mix(rate, 2333, 2333, 200, ttft_s=8.0, tpot_s=0.2, spread=0.0))
-    assert cluster.roles() == then
+# ---- what a change gains and costs ---------------------------------------------------------------------------------
+
+
+def gained(mix: Mix, before: list[Group], after: list[Group], flips: int) -> float:
+    return gain(before, shares(before, mix), after, flips, mix)
+
+
+def test_at_full_load_one_request_in_ten_is_late_and_beyond_it_those_that_exceed_it() -> None:
+    assert kept(0.0) == 1.0 and kept(1.0) == pytest.approx(0.9) and kept(2.0) == pytest.approx(0.45)
+    assert kept(0.75) == pytest.approx(0.99, abs=0.001) and kept(math.inf) == 0.0
+    loads = [kept(number / 20) for number in range(60)]
+    assert loads == sorted(loads, reverse=True)
+
+
+def test_roles_that_serve_the_load_gain_nothing_by_a_change() -> None:
+    quiet = replace(PROMPTS, rate=2.0, requests=100.0, seen_s=20.0)
+    assert shares(split(3, 3), quiet).worst < CALM
+    assert gained(quiet, split(3, 3), split(4, 2), 1) < 0.0
+    busy = replace(quiet, rate=6.0)
+    assert gained(busy, split(3, 3), split(4, 2), 1) > 0.1
+
+
+def test_a_change_must_pay_within_as_long_as_the_load_has_been_seen() -> None:
+    busy = replace(PROMPTS, rate=6.0, seen_s=20.0)
+    long, short = (gained(replace(busy, seen_s=seconds), split(3, 3), split(4, 2), 1) for seconds in (20.0, 1.0))
+    assert long - short == pytest.approx(SOON_S / 6 / 1.0 - SOON_S / 6 / 20.0)
+    assert long > 0.0 > short
+
+
+def test_cached_prefixes_on_the_workers_that_change_are_lost() -> None:
+    """Most tokens are cached. With one mixed worker in six changed, a sixth of those is computed again."""
+    cached = Mix(9.0, 3000, 300, 300, ttft_s=2.0, tpot_s=0.06, seen_s=20.0)
+    cold = replace(cached, computed_tokens=300 + 2700 / 6)
+    now, after = split(0, 0, 6), split(1, 0, 5)
+    expected = kept(shares(after, cold).worst) / kept(shares(now, cached).worst) - 1.0 - SOON_S / (6 * 20.0)
+    assert gained(cached, now, after, 1) == pytest.approx(expected)
+    assert kept(shares(after, cold).worst) < kept(shares(after, cached).worst)
+
+
+def test_mixed_workers_with_cached_prefixes_stay_mixed_where_others_split() -> None:
+    """Splitting all of them loses all of their prefixes, and then the prompts are too long."""
+    fresh = Mix(9.0, 600, 600, 300, ttft_s=2.0, tpot_s=0.03, seen_s=60.0)
+    cached = replace(fresh, prompt_tokens=6000)
+    before, after = split(0, 0, 6), split(2, 4)
+    assert gained(fresh, before, after, 6) > 0.0 > gained(cached, before, after, 6)
+    one_more = [gained(mix, split(2, 4), split(2, 3, 1), 1) for mix in (fresh, cached)]
+    assert one_more[0] == pytest.approx(one_more[1], abs=1e-3), "a decode worker that becomes mixed loses no prefixes"

@@ -37,7 +37,7 @@ KINDS = {"colocated=": True, "split=": False}  # prefixes of an endpoint's addre
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One side of the comparison. `is_colocated`: its workers do both phases; None: unknown.
+    """One side of the comparison. `is_colocated`: its workers always do both phases; None: unknown.
 
     `target`: a server that already runs; else `path` is the YAML of a cluster to start.
     """
@@ -88,7 +88,7 @@ def configuration_of(path: str) -> Configuration:
     spec = load_spec(path)
     spec.check_one_model("a comparison")
     pools = ", ".join(f"{pool.replicas} {pool.role.value}" for pool in spec.pools)
-    is_colocated = all(pool.role is Role.MIXED for pool in spec.pools)
+    is_colocated = spec.elastic.mode != "act" and all(pool.role is Role.MIXED for pool in spec.pools)
     return Configuration(spec.name, f"{spec.name}: {path}, {pools}", is_colocated, Path(path))
 
 

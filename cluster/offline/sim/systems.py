@@ -5,16 +5,21 @@ Each runs through the same production code; what a paper does beyond scheduling 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from cluster.offline.workload.arrivals import Workload
+from cluster.policy.scaling.balance import Group, Mix, shares
+from cluster.policy.scaling.role_gain import kept
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import CostModel
+from workers.request import SLO
 
 MIXED, PREFILL, DECODE = "mixed", "prefill", "decode"  # pool names
 CHUNK = 512  # tokens; of SplitFuse and Sarathi's strict setting
 RARE_HEARTBEATS = HealthSpec(heartbeat_s=1.0, dead_after_s=10.0)  # so that a simulation spends less time on them
+_CLEARLY = 0.02  # more requests in time than with mixed workers: with less, ours starts with mixed workers
 PROMPT_BATCH = 2048  # prompt tokens in one batch; above it throughput falls (Splitwise, section V)
 
 
@@ -22,7 +27,7 @@ PROMPT_BATCH = 2048  # prompt tokens in one batch; above it throughput falls (Sp
 class System:
     """Engine settings of the workers, and how requests are placed.
 
-    `mixed`: of colocated workers; a system without them splits into `prefill` and `decode` workers.
+    `mixed`: of colocated workers; a system without them splits into `prefill` and `decode` workers. Ours does either.
     """
 
     mixed: Mapping[str, Any] | None = None
@@ -58,12 +63,13 @@ SYSTEMS: dict[str, System] = {
     "mooncake": _MOONCAKE,
     "mooncake-predictive": replace(_MOONCAKE, admission="predictive"),
     "ours": System(
+        mixed=_ADAPTIVE,
         prefill=_ADAPTIVE,
         decode=_ADAPTIVE,
         routing="slo",
         admission="slo",
         rebalance=True,
-        elastic=ElasticSpec(mode="act", period_s=0.5, window_s=15.0, margin=0.05, dwell_s=1.0, cooldown_s=2.0),
+        elastic=ElasticSpec(mode="act", period_s=0.5, window_s=15.0, dwell_s=1.0, cooldown_s=2.0),
     ),
 }
 
@@ -88,10 +94,12 @@ def system(name: str) -> System:
 def arrange(name: str, fleet: EqualWorkers, prefills: int) -> ClusterSpec:
     """The fleet arranged as this system; one that splits puts `prefills` workers into its prefill pool.
 
+    Ours splits unless `prefills` is 0.
+
     Raises `SpecError` for an unknown system, and when a pool would be empty.
     """
     chosen = system(name)
-    if chosen.mixed is not None:
+    if chosen.mixed is not None and not (prefills and chosen.prefill):
         pools: tuple[PoolSpec, ...] = (_pool(MIXED, Role.MIXED, fleet.count, fleet, chosen.mixed),)
     elif 0 < prefills < fleet.count:
         pools = (
@@ -130,6 +138,52 @@ def phase_seconds(cost: CostModel, workload: Workload, engine: EngineConfig) -> 
     context = round(prompt + output / 2)
     batch = max(1, min(engine.max_running, engine.kv_blocks * engine.block_size // max(1, context)))
     return cost.prefill_seconds(round(prompt)), output * cost.decode_seconds(batch, batch * context) / batch
+
+
+def prefills_of(name: str, model: CostModel, fleet: EqualWorkers, workload: Workload, slo: SLO) -> int:
+    """The number of prefill workers with which this system starts; 0: all are mixed."""
+    chosen = system(name)
+    if chosen.mixed is None:
+        return balanced(fleet.count, model, workload, fleet.engine)
+    return best_start(model, fleet, workload, slo) if chosen.prefill else 0
+
+
+def best_start(cost: CostModel, fleet: EqualWorkers, workload: Workload, slo: SLO) -> int:
+    """The number of prefill workers that our elastic rule rates best for the mean request; 0: all mixed, as in doubt.
+
+    Unlike `balanced` it knows the SLO, cached prefixes, and mixed workers.
+    """
+    count, engine = len(workload.arrivals), fleet.engine
+    prompt = sum(each.prompt_tokens for each in workload.arrivals) / count
+    mix = Mix(
+        rate=count / max(workload.duration_s, 1.0),
+        prompt_tokens=prompt,
+        computed_tokens=prompt * (1.0 - _cached_share(workload)),
+        output_tokens=sum(each.output_tokens for each in workload.arrivals) / count,
+        ttft_s=slo.ttft_s,
+        tpot_s=slo.tpot_s,
+    )
+
+    def group(role: Role, count: int) -> Group:
+        return Group("", role, count, cost, engine.kv_blocks * engine.block_size, engine.max_running)
+
+    rated = {0: kept(shares([group(Role.MIXED, fleet.count)], mix).worst)}
+    for prefills in range(1, fleet.count):
+        groups = [group(Role.PREFILL, prefills), group(Role.DECODE, fleet.count - prefills)]
+        rated[prefills] = kept(shares(groups, mix).worst)
+    best = max(rated, key=lambda prefills: rated[prefills])
+    return best if rated[best] > rated[0] * (1.0 + _CLEARLY) else 0
+
+
+def _cached_share(workload: Workload) -> float:
+    """Of the prompt tokens, those of prefixes that came before."""
+    seen: set[int] = set()
+    found = 0
+    for each in workload.arrivals:
+        blocks = len(list(takewhile(seen.__contains__, each.prefix)))
+        found += min(blocks * workload.block_tokens, each.prompt_tokens)
+        seen.update(each.prefix)
+    return found / sum(each.prompt_tokens for each in workload.arrivals)
 
 
 def balanced(workers: int, cost: CostModel, workload: Workload, engine: EngineConfig) -> int:

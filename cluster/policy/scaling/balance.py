@@ -41,7 +41,7 @@ class Mix:
     `computed_tokens` of a prompt are not cached; `spread` is the squared coefficient of variation of a prompt's work.
     `backlog`: waiting prompts, as additional prompts per second. `answers`: the decode load, if it differs from that of
     the arriving requests. `requests`: how many requests these means are from; `is_known`: enough of them have ended and
-    reported how much of their prompts was cached.
+    reported how much of their prompts was cached. `seen_s`: for how long the load has been seen, at most the window.
     """
 
     rate: float
@@ -55,6 +55,7 @@ class Mix:
     answers: "Answers | None" = None
     requests: float = math.inf
     is_known: bool = True
+    seen_s: float = math.inf
 
     @property
     def relative_error(self) -> float:

@@ -3,10 +3,9 @@
     load reports ──> `OfferedLoad` ──> mix ──> `shares` of full load, now and after each possible change ──> `Decision`
 
 - Flip: one worker gets another role. The best change, or the first one toward workers that are all split or all mixed,
-  is made once it has lowered the worst share by `margin` for `dwell_s`, and the last change is `cooldown_s` ago. If the
-  load exceeds full load by a factor, both times are divided by it.
-- No change below `CALM` of full load, or while few requests may only look like more. The exception: if some of several
-  equal workers are mixed, the others become mixed too (`_toward_all_mixed`).
+  is made once `role_gain.gain` has been above 0 for `dwell_s`, and the last change is `cooldown_s` ago. If the load
+  exceeds full load by a factor, both times are divided by it. In doubt roles stay: below `CALM` of full load, and while
+  few requests may only look like more.
 - Grow: a pool gets a worker when no role change would meet the SLOs.
 - Shrink: a pool loses a worker that it has not needed for `PATIENCE` times `dwell_s`.
 
@@ -22,6 +21,7 @@ from itertools import product
 from cluster.policy.scaling.balance import Group, Mix, Shares, shares
 from cluster.policy.scaling.load_report import LoadReport
 from cluster.policy.scaling.offered_load import MIN_REQUESTS, OfferedLoad
+from cluster.policy.scaling.role_gain import gain
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from diptych.view import ClusterView, Decision, WorkerState, WorkerView
 from workers.costs import LinearCost
@@ -30,7 +30,6 @@ CALM = 0.75  # share of full load below which no role changes
 STEP_BACK = 1.1  # factor by which the first of several changes may raise the worst share
 ROOMY = 0.6  # highest share of full load after a pool has shrunk
 PATIENCE = 20.0  # times `dwell_s` before a pool shrinks
-SETTLED = 10.0  # times `dwell_s` before equal workers all become mixed
 _MAX_TARGETS = 256
 
 
@@ -39,12 +38,14 @@ class _Change:
     """A worker leaves `source` and joins `target`; None: it joins or leaves the cluster.
 
     `after`: the shares after this change. `final_worst`: the worst share at the end of the changes that it begins.
+    `gain`: of all these changes (`role_gain`).
     """
 
     source: Group | None
     target: Group | None
     after: Shares
     final_worst: float = math.inf
+    gain: float = 0.0
 
 
 class Elastic:
@@ -74,13 +75,7 @@ class Elastic:
         in_danger = at_least > CALM or (now.worst > 1.0 and mix.is_known)
         flip = self._best_flip(groups, now, mix) if in_danger else None
         urgency = max(1.0, now.worst)
-        is_settled = flip is None and CALM < now.worst <= 1.0
-        to_mixed = self._toward_all_mixed(groups, now, mix) if is_settled else None
-        if self._is_due("all mixed", to_mixed is not None, now_s, SETTLED * self._elastic.dwell_s):
-            assert to_mixed is not None
-            return self._flip(view, to_mixed, now, mix, now_s)
-        is_better = flip is not None and flip.final_worst <= now.worst * (1.0 - self._elastic.margin)
-        flips = flip is not None and is_better and flip.final_worst < math.inf  # infinity <= infinity is no improvement
+        flips = flip is not None and flip.gain > 0.0
         grows = in_danger and now.worst > 1.0 and (flip is None or flip.final_worst > 1.0)
         if self._is_due("flip", flips, now_s, self._elastic.dwell_s, urgency):
             assert flip is not None
@@ -122,34 +117,22 @@ class Elastic:
                         yield _Change(source, target, shares(after, mix))
 
     def _best_flip(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Change | None:
-        """The change that leads to the lowest worst share: a single flip, or the first one toward `_targets`."""
+        """The change that gains the most: a single flip, or the first one toward `_targets`."""
         flips = [flip for flip in self._flips(groups, mix) if flip.after.worst <= now.worst * STEP_BACK]
-        found = [replace(flip, final_worst=flip.after.worst) for flip in flips]
+        found = []
+        for flip in flips:
+            assert flip.source is not None and flip.target is not None
+            final = _changed(groups, flip.source, flip.target)
+            found.append(replace(flip, final_worst=flip.after.worst, gain=gain(groups, now, final, 1, mix)))
         kinds = _by_kind(groups)
         for targets in _targets(kinds):
             final = [group for target in targets for group in target]
             first = self._best([flip for flip in flips if _leads_to(flip, kinds, targets)])
             if first is not None and self._meets_floors(final):
-                found.append(replace(first, final_worst=shares(final, mix).worst))
-        return self._best(found)
-
-    def _toward_all_mixed(self, groups: Sequence[Group], now: Shares, mix: Mix) -> _Change | None:
-        """If only some of several equal workers are mixed: a flip toward all mixed, unless that raises the worst share.
-
-        The closed forms leave out what a mixed worker loses beside workers of other roles: prompts go to workers that
-        have no decodes, away from its cached prefixes, and each KV handoff waits for a step with prompts.
-        """
-        kinds = _by_kind(groups)
-        flips = [flip for flip in self._flips(groups, mix) if flip.after.worst <= now.worst]
-        for kind in kinds:
-            counts = _counts(kind)
-            if 0 < counts[Role.MIXED] < sum(counts.values()):
-                *_, mixed = _splits(kind)
-                final = [group for each in kinds for group in (mixed if each is kind else each)]
-                to_mixed = [flip for flip in flips if flip.source in kind and _is_to_mixed(flip)]
-                if to_mixed and self._meets_floors(final) and shares(final, mix).worst <= now.worst:
-                    return self._best(to_mixed)
-        return None
+                count = sum(map(_num_flips, kinds, targets))
+                at_end = gain(groups, now, final, count, mix)
+                found.append(replace(first, final_worst=shares(final, mix).worst, gain=at_end))
+        return max(found, key=lambda each: (round(each.gain, 3), -each.after.worst, -each.after.ttft), default=None)
 
     def _removals(self, groups: Sequence[Group], mix: Mix) -> Iterator[_Change]:
         for source, rest in self._without_one(groups):
@@ -276,6 +259,11 @@ def _targets(kinds: Sequence[list[Group]]) -> Iterator[list[list[Group]]]:
     yield from map(list, product(*([kind, *each] for kind, each in zip(kinds, splits, strict=True))))
 
 
+def _num_flips(present: Sequence[Group], target: Sequence[Group]) -> int:
+    before, after = _counts(present), _counts(target)
+    return sum(max(0, before[role] - after[role]) for role in Role)
+
+
 def _leads_to(change: _Change, kinds: Sequence[list[Group]], targets: Sequence[list[Group]]) -> bool:
     """Whether this flip brings the roles closer to these targets."""
     assert change.source is not None and change.target is not None
@@ -285,10 +273,6 @@ def _leads_to(change: _Change, kinds: Sequence[list[Group]], targets: Sequence[l
             source, to = change.source.role, change.target.role
             return present[source] > wanted[source] and present[to] < wanted[to]
     return False
-
-
-def _is_to_mixed(change: _Change) -> bool:
-    return change.target is not None and change.target.role is Role.MIXED
 
 
 def _changed(groups: Sequence[Group], source: Group | None, target: Group | None) -> list[Group]:

@@ -88,6 +88,7 @@ class OfferedLoad:
             answers=max(answers, key=lambda each: each.rate * each.output_tokens),
             requests=recent.requests,
             is_known=len(samples) >= MIN_REQUESTS,
+            seen_s=window_s,
         )
 
     def _recent(self, now_s: float) -> list[LoadReport]:
