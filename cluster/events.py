@@ -71,7 +71,7 @@ class Delta(Struct, frozen=True, gc=False):
     """New tokens. `first_position` counts output tokens from 0; no position is ever sent twice.
 
     The first delta has `prompt_logprobs`, if requested: from the prompt's second token on. `token_s`: when each token
-    arrived, if that was before now.
+    arrived, if that was before now. `pooled`: parts of the sum of hidden states, in the first delta, if requested.
     """
 
     tokens: tuple[int, ...]
@@ -79,6 +79,7 @@ class Delta(Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     token_s: tuple[float, ...] = ()
+    pooled: tuple[bytes, ...] = ()
 
 
 Event = Queued | Accepted | Delta | Completed

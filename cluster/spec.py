@@ -29,6 +29,7 @@ TOOL_CALL_PARSERS = (
     *("glm45", "qwen3_coder", "hermes", "llama3_json", "pythonic"),
 )
 REASONING_PARSERS = ("auto", "none", "openai_gptoss", "gemma4", "mistral", "deepseek_r1", "qwen3", "glm45")
+POOLINGS = ("auto", "none", "mean", "last")
 ON_MISS = ("reject", "queue")
 EXECUTORS = ("torch", "modelled")
 MAX_REPLICAS = 1024
@@ -238,6 +239,11 @@ class GatewaySpec:
     """
     reasoning_parser: str = "auto"
     """How the model marks its reasoning. `none`: it is part of the content."""
+    pooling: str = "auto"
+    """How `/v1/embeddings` makes one vector of a prompt's hidden states: their `mean`, or that of the `last` token.
+    `auto`: as the model's folder says (Sentence Transformers' `1_Pooling`), else embeddings are refused; `none`: they
+    are.
+    """
     trace_requests: int = 4096
     """Finished requests that a gateway remembers for `diptych trace`. 0: none."""
     trace_s: float = 600.0
@@ -258,6 +264,7 @@ class GatewaySpec:
         _check_choice(self, "admission", ADMISSION)
         _check_choice(self, "tool_call_parser", TOOL_CALL_PARSERS)
         _check_choice(self, "reasoning_parser", REASONING_PARSERS)
+        _check_choice(self, "pooling", POOLINGS)
         for name in ("ttft_s", "tpot_s"):
             seconds = getattr(self.slo, name)
             if seconds is not None and not seconds > 0:

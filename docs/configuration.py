@@ -48,6 +48,7 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     (spec.GatewaySpec, "admission"): spec.ADMISSION,
     (spec.GatewaySpec, "tool_call_parser"): spec.TOOL_CALL_PARSERS,
     (spec.GatewaySpec, "reasoning_parser"): spec.REASONING_PARSERS,
+    (spec.GatewaySpec, "pooling"): spec.POOLINGS,
     (spec.ClassSpec, "on_miss"): spec.ON_MISS,
     (spec.ElasticSpec, "mode"): spec.ELASTIC,
     (spec.MetricsSpec, "compat"): spec.COMPAT,

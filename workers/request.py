@@ -85,6 +85,9 @@ class SamplingParams:
     its logit). `grammar`: only tokens that continue a match are sampled, and end tokens only where it is complete, even
     before `min_tokens` if nothing else continues it.
 
+    `pooling`: with the first token comes the last hidden state of the prompt, after the final norm, of its last token
+    ("last") or summed over its tokens ("mean"); empty: neither.
+
     The gateway handles `stop`, `include_stop_in_output`, `skip_special_tokens`, `n` and `best_of` (generate `best_of`
     answers, return the best `n`); workers ignore them.
     """
@@ -110,6 +113,7 @@ class SamplingParams:
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    pooling: Literal["", "last", "mean"] = ""
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -140,6 +144,11 @@ class SamplingParams:
             raise InvalidRequest(
                 "sampling.grammar", f"has more than {MOST_GRAMMAR_BYTES >> 10} KiB of text; shorten it"
             )
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether one worker must compute the whole prompt."""
+        return self.prompt_logprobs is not None or bool(self.pooling)
 
     @property
     def penalises(self) -> bool:
@@ -252,6 +261,7 @@ class TokensOut(Struct, frozen=True, gc=False, tag=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token on; with the first output token
     cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens); with the first output token
     token_s: tuple[float, ...] = ()  # when each was sampled, on the reader's clock; only of outputs told late
+    pooled: tuple[bytes, ...] = ()  # parts of a sum, [hidden] float32 each; with the first output token
 
 
 class TicketOut(Struct, frozen=True, gc=False, tag=True):

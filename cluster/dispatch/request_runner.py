@@ -328,7 +328,8 @@ class RequestRunner:
             count_tokens(len(output.tokens), gaps_s)
         if is_first:
             self._observer.on_first_token(state.request)
-        delta = Delta(output.tokens, output.first_position, output.logprobs, output.prompt_logprobs, output.token_s)
+        extra = output.logprobs, output.prompt_logprobs, output.token_s, output.pooled
+        delta = Delta(output.tokens, output.first_position, *extra)
         state.emit(delta)
         if output.prefilled:
             self._on_prefilled(state, output)

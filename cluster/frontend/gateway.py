@@ -17,12 +17,15 @@ ClusterError (`cluster.events`)
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Collection, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal
 
-from cluster.events import ClusterError, Rejected, Unservable
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.events import ClusterError, Delta, Event, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.models import adapter_named, resolve
 from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
@@ -49,6 +52,32 @@ from workers.request import SLO, Grammar, Request, SamplingParams
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
 MOST_GRAMMARS = 64  # checked ones that are remembered
 RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbedding:
+    """A vector of length 1. `num_tokens`: of its prompt."""
+
+    vector: NDArray[np.float32]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, parts: Sequence[bytes], num_summed: int, num_tokens: int) -> "PromptEmbedding":
+        """`parts`: of a sum of `num_summed` hidden states."""
+        mean = np.sum([np.frombuffer(part, np.float32) for part in parts], axis=0) / num_summed
+        return cls(_normalized(mean), num_tokens)
+
+    def cut(self, dimensions: int | None) -> "PromptEmbedding":
+        """The first `dimensions` of it, of length 1 again. Raises `InvalidRequest`."""
+        if dimensions is None:
+            return self
+        if not 1 <= dimensions <= len(self.vector):
+            raise InvalidRequest("dimensions", f"is {dimensions}; this model's embeddings have {len(self.vector)}")
+        return PromptEmbedding(_normalized(self.vector[:dimensions]), self.num_tokens)
+
+
+def _normalized(vector: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+    return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
 
 
 class DuplicateRequest(ClusterError):
@@ -150,11 +179,86 @@ class Gateway:
             while (event := await running.output.take()) is not None:
                 yield event
         finally:
-            try:
-                await running.close()
-            finally:  # also if this task is cancelled while it waits
-                del self._active[request_id]
-                self._num_active -= running.num_answers
+            await self._leave(request_id, running)
+
+    async def _leave(self, request_id: str, running: "_Running") -> None:
+        try:
+            await running.close()
+        finally:  # also if this task is cancelled while it waits
+            del self._active[request_id]
+            self._num_active -= running.num_answers
+
+    async def embed(
+        self,
+        prompt: PromptInput,
+        *,
+        slo: SLO | None = None,
+        request_id: str = "",
+        client_id: str = "",
+        deadline_s: float | None = None,
+        session: str = "",
+        model: str = "",
+        tenant: str = "",
+    ) -> PromptEmbedding:
+        """The prompt's hidden states, pooled. Its workers compute it like the prompt of an answer of one token.
+
+        Arguments and errors: as `generate`; `InvalidRequest` for a model without pooling.
+        """
+        arrived_ns = now_ns()
+        adapter, pooling = self._adapter(model), await self.pooling()
+        self._check_tenant(tenant)
+        request_id, slo = request_id or new_id(), slo or SLO()
+        running = self._enter(request_id, client_id, 1, slo, None)
+        try:
+            tokens = await self.encode(prompt)
+            self._max_tokens(len(tokens), 1)
+            sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0, pooling=pooling)
+            shares = self._context.spec.gateway.share_prefixes
+            request = Request(
+                request_id,
+                tokens,
+                sampling,
+                slo,
+                session=session,
+                tenant=tenant,
+                shares_prefixes=shares,
+                adapter=adapter,
+            )
+            events: list[Event] = []
+            running.pump = asyncio.create_task(
+                self._run_to(running.output, request, events.append, arrived_ns, deadline_s)
+            )
+            while await running.output.take() is not None:
+                pass
+        finally:
+            await self._leave(request_id, running)
+        parts = [part for event in events if isinstance(event, Delta) for part in event.pooled]
+        return PromptEmbedding.of(parts, len(tokens) if pooling == "mean" else 1, len(tokens))
+
+    async def _run_to(
+        self,
+        output: RequestOutputCollector,
+        request: Request,
+        emit: Callable[[Event], None],
+        arrived_ns: int,
+        deadline_s: float | None,
+    ) -> None:
+        """Run a request that has no text. Its end, or its error, goes to the collector."""
+        try:
+            await self._context.dispatcher.run(request, emit, deadline_s=deadline_s, arrived_ns=arrived_ns)
+            output.end()
+        except Exception as error:
+            output.fail(error)
+
+    async def pooling(self) -> Literal["last", "mean"]:
+        """Raises `InvalidRequest` if the model makes no embeddings."""
+        found = self._context.spec.gateway.pooling
+        if found == "auto":
+            found = await asyncio.to_thread(_folder_pooling, self._context.model.name)
+        if found not in ("last", "mean") or self._context.spec.executor != "torch":
+            why = "its folder does not say that it is an embedding model"
+            raise InvalidRequest("model", f"makes no embeddings: {why}; serve it with gateway.pooling: mean, or last")
+        return "last" if found == "last" else "mean"
 
     async def warm(self, prompt: PromptInput, tenant: str, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
         """Compute a prompt on each worker that prefills, and pin it until `ttl_s` after its last use (0: do not).
@@ -394,6 +498,13 @@ class _Running:
         if self.pump is not None and not self.pump.done():
             self.pump.cancel()
             await asyncio.wait([self.pump])
+
+
+@lru_cache(maxsize=8)
+def _folder_pooling(model: str) -> str:
+    from workers.model.store import read_pooling, resolve
+
+    return read_pooling(resolve(model).path)
 
 
 def servable(view: ClusterView) -> bool:

@@ -466,6 +466,7 @@ class Engine:
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
         size = self._pool.block_size
         scored = result.prompt_logprobs or ((),) * len(plan.chunks)
+        pooled = result.pooled or ((),) * len(plan.chunks)
         stuck, forced = dict(result.stuck), dict(result.forced)
         each_chunk = zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True)
         for index, (chunk, token, logprobs, prompt) in enumerate(each_chunk):
@@ -482,6 +483,7 @@ class Engine:
                     continue
                 if prompt:
                     sequence.prompt_logprobs += prompt
+                sequence.pooled += pooled[index]
                 if sequence.num_computed >= (sequence.num_named + 1) * size or sequence.request.group:
                     self._kv.name_blocks(sequence)
                 if len(self._leases):
@@ -602,6 +604,7 @@ class Engine:
                 cached_tokens=sequence.cached_tokens,
                 cached_from=sequence.cached_from if first else (),
                 prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
+                pooled=tuple(sequence.pooled) if first else (),
             )
         )
         if first:

@@ -81,7 +81,7 @@ class HostTier:
         It already has its blocks. At least one token is left to compute, and all of them for prompt log probabilities.
         """
         host, size, first = self._pool.host, self._pool.block_size, sequence.num_scheduled
-        if not len(host) or sequence.wants_prompt_logprobs or first % size:
+        if not len(host) or sequence.wants_prompt_rows or first % size:
             return
         num_tokens, index = len(sequence.tokens), first // size
         kept = host.match(sequence.hashes[index : (num_tokens - 1) // size])

@@ -141,7 +141,7 @@ class KVCacheManager:
     def _copy_known(self, sequence: Sequence, moves: BlockMoves) -> None:
         """Into its own blocks, which a lease may name."""
         size, first = self._pool.block_size, sequence.num_scheduled
-        if first % size or sequence.wants_prompt_logprobs:
+        if first % size or sequence.wants_prompt_rows:
             return
         index = first // size
         known = self._pool.match(sequence.hashes[index : (len(sequence.tokens) - 1) // size])
@@ -170,7 +170,7 @@ class KVCacheManager:
 
         At least one token is left to compute, for its logits; and all of them when the prompt's own are wanted.
         """
-        if sequence.wants_prompt_logprobs:
+        if sequence.wants_prompt_rows:
             return [], 0
         size, most = self._pool.block_size, len(sequence.tokens) - 1
         if sequence.borrows:  # the rest of the pool is for what follows

@@ -63,7 +63,7 @@ class _Read:
 
 
 def _may_load(sequence: Sequence) -> bool:
-    return not (sequence.request.fresh or sequence.wants_prompt_logprobs or sequence.borrows)
+    return not (sequence.request.fresh or sequence.wants_prompt_rows or sequence.borrows)
 
 
 class Loads:

@@ -93,6 +93,7 @@ class Sequence:
     was_preempted: bool = False
     from_stores: dict[int, Tier] = field(default_factory=dict)  # numbers of blocks that were read for it, not yet used
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # as far as computed
+    pooled: list[bytes] = field(default_factory=list)  # of its chunks, as far as computed
     hashes: list[bytes] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # names of `cache_log`, as far as computed
     num_named: int = 0  # leading blocks already offered to the prefix index
@@ -138,9 +139,12 @@ class Sequence:
         return self.num_computed + self.num_ordered
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log probabilities are requested and not yet sent; they are sent with the first token."""
-        return self.request.sampling.prompt_logprobs is not None and self.num_output == 0
+    def wants_prompt_rows(self) -> bool:
+        """Whether each token of the prompt must be computed for what is sent with the first token, and is not yet sent:
+        prompt log probabilities, or the mean of the hidden states.
+        """
+        sampling = self.request.sampling
+        return (sampling.prompt_logprobs is not None or sampling.pooling == "mean") and self.num_output == 0
 
     def begin(self, now_s: float) -> None:
         """Start a reserved sequence whose KV has arrived. Tokens without KV are computed first."""
@@ -171,6 +175,7 @@ class Sequence:
         self.state = State.WAITING
         self.num_computed = self.num_forced = 0
         self.prompt_logprobs.clear()
+        self.pooled.clear()
 
     @property
     def num_output(self) -> int:
@@ -228,8 +233,9 @@ class Sequence:
             first_position=first,
             blocks=tuple(self.blocks[: -(-stop // block_size)]),
             draw=self.draw(stop, end_tokens) if stop >= len(self.tokens) and not self.cut_tokens else None,
-            targets=tuple(self.tokens[first + 1 : stop + 1]) if self.wants_prompt_logprobs else (),
+            targets=tuple(self.tokens[first + 1 : stop + 1]) if self.wants_prompt_rows else (),
             num_top=self.request.sampling.prompt_logprobs or 0,
+            pooling=self.request.sampling.pooling if self.num_output == 0 else "",
             remote=tuple(self.remote),
             adapter=self.request.adapter.id if self.request.adapter else "",
         )

@@ -48,7 +48,7 @@ class Chunk(Struct, frozen=True, gc=False):
     The blocks of `remote` come first, each a multiple of `SPAN` tokens; in `blocks` they are `ELSEWHERE`.
     `draw` None: a chunk in the middle of a prompt, nothing to sample. `targets` are the prompt tokens that follow the
     chunk's first rows, for prompt log probabilities with the `num_top` best of each row. `adapter`: the id of a loaded
-    adapter, or empty.
+    adapter, or empty. `pooling`: see `SamplingParams`; with `mean`, the rows of targets are summed and not scored.
     """
 
     key: str
@@ -60,6 +60,7 @@ class Chunk(Struct, frozen=True, gc=False):
     num_top: int = 0
     remote: tuple[RemoteKV, ...] = ()
     adapter: str = ""
+    pooling: str = ""
 
     @property
     def num_remote(self) -> int:
@@ -96,6 +97,7 @@ class StepResult(Struct, frozen=True, gc=False):
     """`tokens[i]` belongs to the i-th chunk, `logprobs` likewise. None: nothing to sample, or logits were not finite.
 
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: none requested).
+    `pooled[i]` has the sum of the i-th chunk's pooled hidden states, [hidden] float32; empty: there are none.
     `digests[rank][j]` are the cell digests of the plan's digest_blocks[j] on that rank (see `kvtransfer.digest`).
     `seconds` is the device's time for the step, through all stages, without waits for other plans.
     `lost` are the indices of chunks whose remote KV could not be used; their token is None. So is that of a chunk in
@@ -112,3 +114,4 @@ class StepResult(Struct, frozen=True, gc=False):
     lost: tuple[int, ...] = ()
     stuck: tuple[tuple[int, str], ...] = ()
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    pooled: tuple[tuple[bytes, ...], ...] = ()

@@ -127,6 +127,7 @@ class GangExecutor:
             lost=tuple(sorted({index for step in steps for index in step.lost})),
             stuck=sampled.stuck,
             forced=sampled.forced,
+            pooled=sampled.pooled,
         )
 
     @property

@@ -64,6 +64,7 @@ class RankStep:
     lost: tuple[int, ...] = ()
     stuck: tuple[tuple[int, str], ...] = ()
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    pooled: tuple[tuple[bytes, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +277,7 @@ def compute(
         lost=lost,
         stuck=outputs.stuck,
         forced=outputs.forced,
+        pooled=outputs.pooled,
     )
 
 
@@ -288,6 +290,7 @@ class _StepOutputs:
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
         self.stuck: tuple[tuple[int, str], ...] = ()
         self.forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
+        self.pooled: tuple[tuple[bytes, ...], ...] = ()
 
 
 def _forward(
@@ -302,7 +305,8 @@ def _forward(
 ) -> None:
     model, link = part.model, part.link
     sampled = [(index, chunk.draw) for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
-    logits = part.graphs.logits(arrays) if part.graphs is not None else None
+    pools = any(chunk.pooling for chunk in plan.chunks)
+    logits = part.graphs.logits(arrays) if part.graphs is not None and not pools else None
     if logits is None:
         inputs = arrays.tensors(to_device(arrays.all, model.device))
         if model.embedding is not None:
@@ -319,6 +323,8 @@ def _forward(
         logits = model.logits(hidden[: len(sampled)]) if sampled else None
         if len(hidden) > len(sampled):
             outputs.prompt_logprobs = _prompt_logprobs(model, hidden[len(sampled) :], plan)
+        if pools:
+            outputs.pooled = _pooled(hidden, len(sampled), plan)
     if logits is not None:
         chunks, draws = zip(*sampled, strict=True)
         found = masks.result(MASKS_TIMEOUT_S) if masks is not None else NO_MASKS
@@ -333,8 +339,13 @@ def _forward(
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:
     """Log probabilities of each chunk's targets, from hidden states [targets, hidden]."""
-    targets = [target for chunk in plan.chunks for target in chunk.targets]
-    tops = [chunk.num_top for chunk in plan.chunks for _ in chunk.targets]
+    is_scored = [not chunk.pooling for chunk in plan.chunks for _ in chunk.targets]
+    if not all(is_scored):
+        (rows,) = to_device([np.flatnonzero(is_scored)], hidden.device)
+        hidden = hidden[rows]
+    scored = [() if chunk.pooling else chunk.targets for chunk in plan.chunks]
+    targets = [target for each in scored for target in each]
+    tops = [chunk.num_top for chunk, each in zip(plan.chunks, scored, strict=True) for _ in each]
     (tokens,) = to_device([np.array(targets)], hidden.device)
     slice_rows = max(1, SLICE_BYTES // (4 * model.config.vocab_size))
     parts = [slice(start, start + slice_rows) for start in range(0, len(targets), slice_rows)]
@@ -350,7 +361,20 @@ def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tu
     each = itertools.chain.from_iterable(
         as_logprobs(on_host[3 * index : 3 * index + 3], tops[part]) for index, part in enumerate(parts)
     )
-    return tuple(tuple(itertools.islice(each, len(chunk.targets))) for chunk in plan.chunks)
+    return tuple(tuple(itertools.islice(each, len(targets))) for targets in scored)
+
+
+def _pooled(hidden: torch.Tensor, num_drawn: int, plan: StepPlan) -> tuple[tuple[bytes, ...], ...]:
+    """The sum of each pooling chunk's rows in the hidden states: its drawn row, and those of its targets."""
+    drawn = iter(torch.split(hidden[:num_drawn], 1))
+    others = torch.split(hidden[num_drawn:], [len(chunk.targets) for chunk in plan.chunks])
+    sums: dict[int, torch.Tensor] = {}
+    for index, (chunk, rows) in enumerate(zip(plan.chunks, others, strict=True)):
+        rows = torch.cat([rows, next(drawn)]) if chunk.draw is not None else rows
+        if chunk.pooling and len(rows):
+            sums[index] = rows.float().sum(dim=0)  # [hidden]
+    found = dict(zip(sums, to_host(list(sums.values())), strict=True))
+    return tuple((found[index].numpy().tobytes(),) if index in found else () for index in range(len(plan.chunks)))
 
 
 def _digests(pool: KVPool, blocks: tuple[tuple[int, int], ...]) -> tuple[bytes, ...]:

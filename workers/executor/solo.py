@@ -46,6 +46,7 @@ class SoloExecutor:
             lost=step.lost,
             stuck=step.stuck,
             forced=step.forced,
+            pooled=step.pooled,
         )
 
     @property

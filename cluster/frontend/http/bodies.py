@@ -236,19 +236,7 @@ class CompletionBody(Generation):
 
     def prompts(self) -> list[RawPrompt]:
         """Text, token ids, or a list of either."""
-        special = self.add_special_tokens is not False
-        single = _one_prompt(self.prompt, special)
-        if single is not None:
-            return [single]
-        if not isinstance(self.prompt, list) or not self.prompt:
-            raise InvalidRequest("prompt", "is missing; give text, a list of token ids, or a list of such prompts")
-        if len(self.prompt) > MAX_PROMPTS:
-            raise InvalidRequest("prompt", f"has {len(self.prompt)} prompts; a request has at most {MAX_PROMPTS}")
-        found = [_one_prompt(each, special) for each in self.prompt]
-        if None in found:
-            wrong = f"prompt[{found.index(None)}]"
-            raise InvalidRequest(wrong, "is neither text nor a list of token ids")
-        return [each for each in found if each is not None]
+        return one_or_more_prompts("prompt", self.prompt, self.add_special_tokens is not False)
 
 
 class TextPart(BodyPart):
@@ -437,6 +425,21 @@ def _content(index: int, message: ChatMessage) -> str:
         if part.model_extra:
             raise InvalidRequest(f"{where}.{next(iter(part.model_extra))[:64]}", "is unknown; leave it out")
     return "".join(part.text or "" for part in message.content)
+
+
+def one_or_more_prompts(field: str, given: Any, special: bool) -> list[RawPrompt]:
+    """Text, token ids, or a list of either. `special`: whether texts get the model's special tokens."""
+    single = _one_prompt(given, special)
+    if single is not None:
+        return [single]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest(field, "is missing; give text, a list of token ids, or a list of such prompts")
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequest(field, f"has {len(given)} prompts; a request has at most {MAX_PROMPTS}")
+    found = [_one_prompt(each, special) for each in given]
+    if None in found:
+        raise InvalidRequest(f"{field}[{found.index(None)}]", "is neither text nor a list of token ids")
+    return [each for each in found if each is not None]
 
 
 def _one_prompt(value: object, special: bool) -> RawPrompt | None:

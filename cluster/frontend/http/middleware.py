@@ -27,6 +27,7 @@ OPEN_PATHS = ("/health", "/ready", "/docs", "/ui/", *FILES)  # need no key
 ROUTES = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }

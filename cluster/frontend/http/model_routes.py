@@ -14,8 +14,9 @@ from fastapi import Request
 from starlette.responses import Response
 
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.gateway import Gateway
+from cluster.frontend.gateway import Gateway, PromptEmbedding
 from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from cluster.frontend.http.embeddings import EmbeddingsBody, embeddings_json
 from cluster.frontend.http.failures import JSON
 from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
 from cluster.frontend.http.headers import parse_headers
@@ -32,7 +33,7 @@ from cluster.frontend.http.preprocess import (
     read_tokenize,
     tokenize,
 )
-from cluster.frontend.http.reply import ParsedRequest, Reply
+from cluster.frontend.http.reply import MAX_CONCURRENT_PROMPTS, ParsedRequest, Reply
 from cluster.frontend.http.response_store import History, ResponseStore, size_of
 from cluster.frontend.http.responses_body import Item, ResponsesBody
 from cluster.frontend.http.responses_wire import ResponsesWire
@@ -45,7 +46,8 @@ from workers.log_fields import log_fields
 
 logger = logging.getLogger(__name__)
 
-GENERATIONS: Mapping[str, type[Generation | MessagesBody]] = {
+GENERATIONS: Mapping[str, type[Generation | MessagesBody | EmbeddingsBody]] = {
+    "/v1/embeddings": EmbeddingsBody,
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/messages": MessagesBody,
@@ -178,6 +180,34 @@ class ModelRoutes:
         )
         return Reply(self.gateway, parsed, wire, self._encoding)
 
+    async def embeddings(self, body: EmbeddingsBody, request: Request) -> Response:
+        headers = parse_headers(request.headers, request.scope[NAME])
+        prompts, unique = _prompts(body, request), headers.name.unique
+        body.sampling()
+        slots = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
+
+        async def embed(index: int, prompt: PromptInput) -> PromptEmbedding:
+            async with slots:
+                return await self.gateway.embed(
+                    prompt,
+                    slo=headers.slo,
+                    request_id=f"{unique}.{index}" if len(prompts) > 1 else unique,
+                    client_id=headers.name.given,
+                    deadline_s=headers.deadline_s,
+                    session=headers.session,
+                    model=body.model or "",
+                    tenant=headers.tenant,
+                )
+
+        with body.client_errors():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(embed(*each)) for each in enumerate(prompts)]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            found = embeddings_json(self.gateway.name_of(body.model), [task.result() for task in tasks], body)
+        return Response(found, media_type=JSON)
+
     async def tokenize(self, body: TokenizeBody) -> Response:
         return Response(tokenize(self.gateway.tokenizer, body, self.gateway.bounds), media_type=JSON)
 
@@ -228,7 +258,7 @@ class ModelRoutes:
         }
 
 
-def _prompts(body: Generation | MessagesBody, request: Request) -> Sequence[PromptInput]:
+def _prompts(body: Generation | MessagesBody | EmbeddingsBody, request: Request) -> Sequence[PromptInput]:
     """The prompts; those of a large body are already encoded."""
     encoded: Sequence[PromptInput] | None = getattr(request.state, "prompts", None)
     return body.prompts() if encoded is None else encoded

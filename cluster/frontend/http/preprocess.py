@@ -18,6 +18,7 @@ from cluster.frontend.http.bodies import (
     MalformedBody,
     TokenizeBody,
 )
+from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.http.response_store import History
 from cluster.frontend.http.responses_body import Item, ResponsesBody
@@ -60,7 +61,7 @@ def read_model(tokenizer: Tokenizer, raw: bytes) -> str:
 
 def read_generation(
     tokenizer: Tokenizer,
-    kind: type[Generation | MessagesBody],
+    kind: type[Generation | MessagesBody | EmbeddingsBody],
     raw: bytes,
     bounds: PromptBounds,
     defaults: Mapping[str, Any],
@@ -72,7 +73,7 @@ def read_generation(
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     with body.client_errors():
         encoded = tuple(_encode(tokenizer, prompt, bounds, echo) for prompt in prompts)
-    left_out = {"prompt", "messages", "system", "chat_template_kwargs"}
+    left_out = {"prompt", "input", "messages", "system", "chat_template_kwargs"}
     emptied: dict[str, Any] = {name: [] for name in REQUIRED & kind.model_fields.keys()}
     fields = body.model_dump(exclude_unset=True, exclude=left_out) | emptied
     for name, value in fields.items():

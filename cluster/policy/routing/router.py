@@ -93,9 +93,9 @@ class Placement(Struct, frozen=True, gc=False):
     def cut(self, request: Request) -> int:
         """How many tokens of this request's prompt the prefill worker computes; 0: no cut.
 
-        Parallel samples share their prompt's work on one worker, and prompt log probabilities come from one worker.
+        Parallel samples share their prompt's work on one worker; prompt log probabilities and embeddings come from one.
         """
-        whole = self.colocated or request.group or (request.sampling.prompt_logprobs is not None)
+        whole = self.colocated or request.group or request.sampling.needs_whole_prompt
         return 0 if whole or not 0 < self.cut_tokens < request.num_tokens else self.cut_tokens
 
 

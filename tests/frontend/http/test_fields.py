@@ -15,6 +15,7 @@ from cluster.frontend.http.bodies import (
     Generation,
     TokenizeBody,
 )
+from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.http.responses_body import ResponsesBody
 from cluster.frontend.http.unsupported import FIELDS, IGNORED
@@ -28,6 +29,7 @@ VALID: dict[type[Body], dict[str, Any]] = {
     ChatBody: {"messages": MESSAGES, "logprobs": True},
     ResponsesBody: {"input": "hi"},
     MessagesBody: {"messages": MESSAGES, "max_tokens": 1},
+    EmbeddingsBody: {"input": "hi"},
     TokenizeBody: {"prompt": "hi"},
     DetokenizeBody: {"tokens": [1]},
 }
@@ -157,6 +159,7 @@ FULL: dict[str, dict[str, Any]] = {
         "output_config": {"format": {"type": "json_schema", "schema": {}}},
     },
     "/tokenize": {"messages": [{"role": "user", "content": [PART]}], "tools": [TOOL]},
+    "/v1/embeddings": {"input": "hi"},
     "/detokenize": {"tokens": [70]},
 }
 FREE = ("parameters", "input_schema", "schema", "input")  # objects whose keys are the client's

@@ -6,7 +6,7 @@ import pytest
 
 from tests.frontend.http.opened import Clients
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/embeddings")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 
 
