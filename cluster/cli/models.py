@@ -82,7 +82,9 @@ def inspected(summary: "ModelSummary") -> list[tuple[str, str]]:
     """The main facts; --json has all facts."""
     config = summary.config
     windows = sum(layer.window > 0 for layer in config.layers)
+    chunked = sum(layer.window < 0 for layer in config.layers)
     layers = f"{len(config.layers)}{f', {windows} with a sliding window' if windows else ''}"
+    layers += f", {chunked} with chunked attention" if chunked else ""
     stated = {name: value for name, value in asdict(config.generation).items() if value is not None}
     rows = [
         ("name", summary.name),

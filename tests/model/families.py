@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils.quantization_config import Mxfp4Config
 
 from tests.model.tiny import write_tiny_tokenizer
@@ -70,6 +70,16 @@ GPT_OSS = {
     "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
 }
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+LLAMA4 = {
+    "num_hidden_layers": 5,
+    "head_dim": 12,
+    "attention_chunk_size": 7,
+    "floor_scale": 3,
+    "attn_scale": 0.4,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 5,
+}
+LLAMA4_EYES = {**EYES, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 2}),
     "llama 3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 12, "tie_word_embeddings": True}),
@@ -97,6 +107,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 3, partial rotary": ("phi3", {"rope_parameters": PARTIAL, "tie_word_embeddings": True}),
     "phi 3, default rope": ("phi3", {"tie_word_embeddings": True}),
     "smollm 3": ("smollm3", {"num_hidden_layers": 5}),
+    "llama 4": ("llama4_text", {**LLAMA4, "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}),
+    "llama 4, some dense": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "no_rope_layers": [0, 1, 1, 0, 1],
+            "layer_types": [*["chunked_attention", "full_attention"] * 2, "chunked_attention"],
+        },
+    ),
+    "llama 4, all dense": ("llama4_text", {**LLAMA4, "moe_layers": [], "attention_bias": True}),
+    "llama 4 with eyes": ("llama4", {"text_config": SIZES | LLAMA4, "vision_config": LLAMA4_EYES}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen 2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen 3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
@@ -112,7 +137,7 @@ def write_family(folder: Path, name: str, seed: int = 0, **others: Any) -> Path:
     model_type, changes = FAMILIES[name]
     sizes = {} if "text_config" in changes else SIZES
     config = AutoConfig.for_model(model_type, **(sizes | changes | others))
-    model = AutoModelForCausalLM.from_config(config)
+    model = _maker(config).from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,10 +177,14 @@ def _packed(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def reference(folder: Path) -> PreTrainedModel:
     """transformers' own computation of the folder, in float32 and with attention written out."""
     packed = "mxfp4" in (folder / "config.json").read_text()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = _maker(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
         quantization_config=Mxfp4Config(dequantize=True) if packed else None,
     )
     return model.eval()
+
+
+def _maker(config: Any) -> Any:
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM

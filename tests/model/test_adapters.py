@@ -76,7 +76,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=["llama", "phi 3, short"])
+@pytest.fixture(scope="module", params=["llama", "phi 3, short", "llama 4, all dense"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base") / "m"
     if request.param == "llama":

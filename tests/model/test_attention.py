@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn, longest: int = 60) -> Case:
         group=draw(st.sampled_from([1, 3, 7])),
         head_dim=draw(st.sampled_from([8, 40, 64])),
         dtype=draw(st.sampled_from(DTYPES)),
-        window=draw(st.sampled_from([0, 1, 7, 100])),
+        window=draw(st.sampled_from([0, 1, 7, 100, -1, -7, -100])),
         softcap=draw(st.sampled_from([0.0, 2.0])),
         seed=draw(st.integers(0, 2**16)),
         sinks=draw(st.booleans()),
@@ -118,7 +118,7 @@ def test_triton_equals_the_reference_in_its_interpreter(case: Case, backend: Att
     equals_the_reference(backend, case)
 
 
-@pytest.mark.parametrize("window", [0, 270])
+@pytest.mark.parametrize("window", [0, 270, -300])
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_many_keys_are_attended_to_in_several_spans(backend: Attention, window: int) -> None:
     case = Case([1, 1, 3, 20], [256, 700, 640, 521], 16, 1, 3, 8, torch.float32, window, 0.0, 0, sinks=True)
@@ -210,7 +210,9 @@ def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st
     """Bit for bit: the whole prompt alone, against its chunks in batches with others, on one thread and on two."""
     assert backend.batch_invariant
     length = data.draw(st.sampled_from([5, 40, 130, 300]))
-    group, window, softcap = data.draw(st.tuples(st.sampled_from([1, 3]), st.sampled_from([0, 17]), st.just(0.0)))
+    group, window, softcap = data.draw(
+        st.tuples(st.sampled_from([1, 3]), st.sampled_from([0, 17, -17, -100]), st.just(0.0))
+    )
     dtype, head_dim, block_size = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([8, 40, 64])), 16
     generator = torch.Generator().manual_seed(seed)
     query_dtype = compute_dtype(DEVICE, dtype)

@@ -83,9 +83,9 @@ def test_the_order_of_a_rows_sum_is_its_own() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(("normalise", "scales_input"), [(False, False), (True, False), (False, True)])
 def test_grouped_experts_compute_the_same(
-    normalise: bool, tokens: int, shared: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    normalise: bool, scales_input: bool, tokens: int, shared: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(4)
 
@@ -97,7 +97,7 @@ def test_grouped_experts_compute_the_same(
         return FeedForward(linear(2 * FFN, HIDDEN), linear(HIDDEN, FFN), "silu")
 
     experts = Experts(
-        ExpertRouter(linear(COUNT, HIDDEN), PER_TOKEN, normalise),
+        ExpertRouter(linear(COUNT, HIDDEN), PER_TOKEN, normalise, scales_input),
         tuple(expert() for _ in range(COUNT)),
         SharedExpert(expert(), linear(1, HIDDEN)) if shared else None,
     )

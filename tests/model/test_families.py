@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 LENGTHS = (37, 5, 64)
 DEFAULT_ROPE = (
     *("llama 2", "mistral, window", "mixtral", "qwen 2", "qwen 2 moe", "qwen 3", "qwen 3 moe", "gemma 2", "gemma 3"),
-    *("gemma 3 with eyes", "smollm 3", "phi 3, default rope"),
+    *("gemma 3 with eyes", "smollm 3", "phi 3, default rope", "llama 4, some dense", "llama 4 with eyes"),
 )
 
 
@@ -141,7 +141,7 @@ def greedy(model: Decoder, pool: KVPool, prompts: list[list[int]], num_tokens: i
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-7), ("float16", 2**-10), ("int8", 1 / 127)])
-@pytest.mark.parametrize("name", ["gemma 2", "mistral, window", "gpt oss, mxfp4"])
+@pytest.mark.parametrize("name", ["gemma 2", "mistral, window", "gpt oss, mxfp4", "llama 4, all dense"])
 def test_kv_kept_in_fewer_bits_computes_in_float32(tmp_path: Path, name: str, dtype: str, rounding: float) -> None:
     """However the prompt is cut, rounded keys and values give the same logits, close to those of exact ones."""
     folder = ModelFolder(name, write_family(tmp_path / "m", name))
@@ -157,7 +157,9 @@ def test_kv_kept_in_fewer_bits_computes_in_float32(tmp_path: Path, name: str, dt
     assert 0 < (whole - exact).abs().max() < 8 * rounding * exact.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama 3", "qwen 2", "gemma 3", "phi 3, long", "mixtral", "gpt oss"])
+@pytest.mark.parametrize(
+    "name", ["llama 3", "qwen 2", "gemma 3", "phi 3, long", "mixtral", "qwen 2 moe", "gpt oss", "llama 4, some dense"]
+)
 def test_deterministic_logits_do_not_depend_on_the_rest_of_the_batch(tmp_path: Path, name: str) -> None:
     try:
         attention = best_attention(CPU, torch.float32, deterministic=True)

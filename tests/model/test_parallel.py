@@ -40,7 +40,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "biases, untied": SMALL | {"attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
 }
 FAMILIES = ["qwen 3 moe", "qwen 3 moe, some dense", "qwen 2 moe", "gemma 2", "phi 3, short", "qwen 3, biases"]
-FAMILIES += ["gpt oss", "gpt oss, mxfp4"]
+FAMILIES += ["gpt oss", "gpt oss, mxfp4", "llama 4, some dense"]
 LENGTHS = (23, 5, 37)
 STEPS = [[(0, 10)], [(0, 1), (1, 5), (2, 30)], [(0, 1), (2, 1)], [(2, 6), (0, 11)]]
 

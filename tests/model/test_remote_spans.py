@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
         group=draw(st.sampled_from([1, 3, 7])),
         head_dim=draw(st.sampled_from([8, 40, 64])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])),
-        window=draw(st.sampled_from([0, 0, 7, 100, 200, 300])),
+        window=draw(st.sampled_from([0, 0, 7, 100, 200, 300, -7, -100, -300])),
         softcap=draw(st.sampled_from([0.0, 2.0])),
         threads=draw(st.sampled_from([1, 2])),
         seed=draw(st.integers(0, 2**16)),
@@ -86,7 +86,7 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
             lent = [moved[block] for block in blocks]
             there[lent] = here[blocks]
             ours[blocks] = nothing
-            span = KeySpan(torch.tensor(lent, dtype=torch.int32), num_spans * SPAN, position - first, state)
+            span = KeySpan(torch.tensor(lent, dtype=torch.int32), num_spans * SPAN, position - first, state, first)
             state = backend.attend_span(query[rows], there, layer, span, scale, case.window, case.softcap)
             first += num_spans * SPAN
         if state is not None:

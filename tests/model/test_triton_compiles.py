@@ -31,7 +31,8 @@ for pool, slot in (("*bf16", 128), ("*i8", 132)):
     kinds = {"query": "*bf16", "output": "*bf16", "pool": pool, "states": "*fp32", "scale": "fp32", "softcap": "fp32"}
     kinds["sinks"] = "*bf16"
     kinds |= dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
-    sizes = {"LAYERS": 32, "KV_HEADS": 8, "BLOCK": 16, "SLOT": slot, "HEAD_DIM": 128, "WINDOW": 0, "GROUP": 4,
+    window = -8192 if pool == "*i8" else 0
+    sizes = {"LAYERS": 32, "KV_HEADS": 8, "BLOCK": 16, "SLOT": slot, "HEAD_DIM": 128, "WINDOW": window, "GROUP": 4,
              "DIM": 128, "CAPPED": False, "SCALED": pool == "*i8", "SPLIT": SPLIT, "SINKS": True}
     for kernel, tile, whole in (
         (triton_paged._attend_span, DECODE, True), (triton_paged._attend_chunk, CHUNK, True),

@@ -29,7 +29,7 @@ from workers.engine.step import RemoteKV, StepPlan
 from workers.model.decoder import Decoder
 from workers.model.description import ModelConfig
 from workers.model.shard import ModelShard
-from workers.ops.span import SPAN, KeySpan
+from workers.ops.span import SPAN, KeySpan, first_key
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class RemoteStates:
     def _asking(self, layer: int, run: _Run, query: Tensor) -> Coroutine[Any, Any, bytes] | None:
         """None if the window of no query reaches a span."""
         window = self._windows[layer]
-        spans = [span for span in run.spans if not window or span.end > run.position - window + 1]
+        spans = [span for span in run.spans if span.end > first_key(run.position, window)]
         if not spans:
             return None
         rows = query[run.tokens].float().cpu().numpy()
@@ -206,7 +206,13 @@ class Lender:
             tensor(query.query, config.head_dim),
             pool,
             layer,
-            KeySpan(table, num_keys, position, tensor(query.state, config.head_dim + 2) if query.state else None),
+            KeySpan(
+                table,
+                num_keys,
+                position,
+                tensor(query.state, config.head_dim + 2) if query.state else None,
+                query.first_position,
+            ),
             config.attention_scale,
             config.layers[layer].window,
             config.attention_softcap,

@@ -12,7 +12,7 @@ from workers.model.adapter import AdapterFolder
 from workers.model.description import ModelConfig
 from workers.model.load import Cut, stacked
 from workers.model.shard import ModelShard, Range
-from workers.model.weights import Weights
+from workers.model.weights import Weights, halves
 from workers.ops.lora import DOWN, GATE_UP, OUTPUT, QKV, LayerChanges, LinearChange, LowRank
 
 
@@ -20,7 +20,7 @@ def load_adapter(
     folder: AdapterFolder, model: ModelConfig, shard: ModelShard, dtype: torch.dtype
 ) -> tuple[LayerChanges, ...]:
     """The changes of each of the shard's layers, in host memory. Raises `ModelError` for NaN or infinity."""
-    loading = _Loading(folder, dtype)
+    loading = _Loading(folder, model, dtype)
     names, heads = model.names, model.head_dim
 
     def features(range: Range) -> Range:
@@ -44,8 +44,9 @@ def load_adapter(
 
 
 class _Loading:
-    def __init__(self, folder: AdapterFolder, dtype: torch.dtype) -> None:
+    def __init__(self, folder: AdapterFolder, model: ModelConfig, dtype: torch.dtype) -> None:
         self._folder = folder
+        self._model = model
         self._weights = Weights(folder.path, torch.device("cpu"), dtype, [folder.weights])
 
     def column_parallel(self, prefix: str, names: Sequence[str], cuts: Sequence[Cut]) -> tuple[LowRank, ...]:
@@ -65,4 +66,6 @@ class _Loading:
         """`rows` of B and `columns` of A. Copies: the file may change later."""
         name = f"base_model.model.{module}.lora"
         a = self._weights.take(f"{name}_A.weight", columns=columns)
-        return LowRank.of(a, self._weights.take(f"{name}_B.weight", rows) * self._folder.scale, first)
+        b = self._weights.take(f"{name}_B.weight", rows)
+        b = halves(b, self._model.head_dim) if module.endswith(self._model.names.neighbors) else b
+        return LowRank.of(a, b * self._folder.scale, first)

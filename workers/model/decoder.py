@@ -4,7 +4,7 @@ Knows a model's description and shapes. Knows no family, file format, scheduler 
 callables hide communication (`workers.model.parallel`). With x [tokens, hidden]:
 
     x ← embedding[tokens] * scale
-    each layer:  q, k, v = W_qkv · norm(x);  norm q and k;  rotate q and k by position;  k, v → pool
+    each layer:  q, k, v = W_qkv · norm(x);  norm q and k, before or after a rotation by position;  k, v → pool
                  x ← x + norm(W_out · attention(q, pool))
                  x ← x + norm(feed_forward(norm(x)))
     logits = cap(W_head · norm(x[rows to sample]))
@@ -88,6 +88,10 @@ class Decoder:
         # In half precision, round the scale as in training.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self._frequencies = {rope: frequencies(rope).to(self.device) for rope in ropes}
+        self._temperatures: Tensor | None = None  # of each `temperature.every` positions
+        if (tuning := config.temperature) is not None:
+            steps = torch.arange(config.context_length // tuning.every + 1, dtype=torch.float32)
+            self._temperatures = (1.0 + tuning.scale * steps.log1p()).to(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -135,6 +139,9 @@ class Decoder:
         rotations = {
             rope: angles(positions, steps, rope.magnitude, self.dtype) for rope, steps in self._frequencies.items()
         }
+        temperature = None
+        if self._temperatures is not None and self.config.temperature is not None:
+            temperature = self._temperatures[(positions + 1) // self.config.temperature.every, None, None]
         next_norms = [
             *(layer.attention_norm for layer in self.layers[1:]),
             self.final_norm,
@@ -142,7 +149,7 @@ class Decoder:
         normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             change = None if adapters is None else adapters.of_layer(index)
-            attended = self._attend(index, normed, rotations, batch, pool, states, change)
+            attended = self._attend(index, normed, rotations, temperature, batch, pool, states, change)
             self.ticks += 1
             if (
                 self.final_norm is not None and index == len(self.layers) - 1
@@ -163,6 +170,7 @@ class Decoder:
         index: int,
         x: Tensor,
         rotations: Rotations,
+        temperature: Tensor | None,
         batch: RaggedBatch,
         pool: Tensor,
         states: StatesOf | None,
@@ -180,7 +188,10 @@ class Decoder:
             qk = rms_norm(qk, None, config.rms_eps) * layer.qk_norm
         if here.rope is not None:
             qk = rotate(qk, *rotations[here.rope])
+            qk = rms_norm(qk, None, config.rms_eps) if config.rotated_norm else qk
         query, key = qk[:, :heads], qk[:, heads:]
+        if here.rope is None and temperature is not None:
+            query = (query * temperature).to(query.dtype)
         self.attention.write_kv(pool, key, value, index, batch.slot_mapping)
         if states is not None:
             batch = replace(batch, states=states(index, query))

@@ -38,7 +38,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ between layers. `window`: tokens that a query attends to, itself included; 0 is all of them."""
+    """What may differ between layers. `window`: the tokens that a query attends to, as in `workers.ops.span`."""
 
     rope: RopeConfig | None  # None: no position embedding
     window: int = 0
@@ -46,13 +46,21 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """Multiplies a query at position p by 1 + scale * log(1 + floor((p + 1) / every)) (Nakanishi, 2025)."""
+
+    every: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A router selects `per_token` of `count` experts, each `ffn_size` wide.
 
-    `normalise`: divide the weights of the selected experts by their sum. `shared_ffn_size`: width of the shared expert,
-    weighted by a sigmoid gate; 0 is none. `bias`: of the router and of all experts. `stacked`: one tensor [experts, in,
-    out] has the matrices of all experts; `interleaved`: gate and up are the even and odd columns of theirs; `mxfp4`: it
-    is stored as MXFP4 blocks.
+    `normalise`: divide the weights of the selected experts by their sum. `shared_ffn_size`: width of the shared expert;
+    0 is none. `scales_input`: the weights are sigmoids that multiply an expert's input, not its output. `bias`: of
+    the router and of all experts. `stacked`: one tensor [experts, in, out] has the matrices of all experts;
+    `interleaved`: gate and up are the even and odd columns of theirs; `mxfp4`: it is stored as MXFP4 blocks.
     """
 
     count: int
@@ -60,6 +68,7 @@ class ExpertsConfig:
     ffn_size: int
     normalise: bool
     shared_ffn_size: int = 0
+    scales_input: bool = False
     bias: bool = False
     stacked: bool = False
     interleaved: bool = False
@@ -91,7 +100,9 @@ class TensorNames:
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     shared_expert: str = "mlp.shared_expert"
-    shared_gate: str = "mlp.shared_expert_gate"
+    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    shared_gate: str = "mlp.shared_expert_gate"  # its sigmoid weights the shared expert
+    neighbors: tuple[str, ...] = ()  # q and k if they rotate pairs of neighboring rows, not of halves of a head
     foreign: tuple[str, ...] = ()  # name prefixes of ignored parts, such as a vision tower
 
 
@@ -145,6 +156,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
+    rotated_norm: bool = False  # a norm of q and k without weights, after the rotation
+    temperature: Temperature | None = None  # of layers without position embedding
     names: TensorNames = TensorNames()
     generation: GenerationDefaults = NO_OPINION
 

@@ -6,6 +6,7 @@ checkpoints may omit them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from workers.model.description import (
     CLAMPED_SILU,
@@ -15,6 +16,7 @@ from workers.model.description import (
     LayerConfig,
     ModelConfig,
     RopeConfig,
+    Temperature,
     TensorNames,
 )
 from workers.model.fields import Fields
@@ -46,6 +48,22 @@ _MIXTRAL = TensorNames(
 )
 _GPT_OSS = TensorNames(router="mlp.router", expert_gate_up=("gate_up_proj",), sinks="self_attn.sinks")
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_LLAMA4 = TensorNames(
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    experts="feed_forward.experts",
+    expert_gate_up=("gate_up_proj",),
+    shared_expert="feed_forward.shared_expert",
+    shared_gate="",
+    neighbors=("self_attn.q_proj", "self_attn.k_proj"),
+)
+_LLAMA4_AND_VISION = replace(
+    _LLAMA4,
+    root="language_model.model",
+    head="language_model.lm_head",
+    foreign=("vision_model.", "multi_modal_projector."),
+)
 
 
 def describe(fields: Fields) -> ModelConfig:
@@ -239,15 +257,67 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
 
 def _smollm3(fields: Fields) -> ModelConfig:
     fields.only("use_sliding_window", False)
-    config = _plain(fields, tied=True)
-    interval = fields.count("no_rope_layer_interval", 4)
-    turns = fields.items("no_rope_layers") or [(layer + 1) % interval for layer in range(config.num_layers)]
-    if len(turns) != config.num_layers:
-        fields.refuse(f"no_rope_layers has {len(turns)} entries for {config.num_layers} layers")
-    layers = tuple(
-        layer if turn else replace(layer, rope=None) for layer, turn in zip(config.layers, turns, strict=True)
+    return _with_turns(_plain(fields, tied=True), _turns(fields))
+
+
+def _llama4(fields: Fields) -> ModelConfig:
+    """Layers that rotate have chunked attention, and the others a temperature, unless `layer_types` says otherwise."""
+    fields = fields.completed(
+        head_dim=128,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rope_theta=500_000.0,
+        intermediate_size_mlp=16_384,
     )
-    return replace(config, layers=layers)
+    if fields.has("attention_chunk_size") and fields.get("attention_chunk_size") is None:
+        fields.refuse("attention_chunk_size is null; it must be a number of tokens")
+    turns, chunk = _turns(fields), fields.count("attention_chunk_size", 8192)
+    types = ["chunked_attention" if turn else "full_attention" for turn in turns]
+    windows = _typed_windows(fields, types, -chunk, "chunked_attention")
+    config = _plain(fields, windows, rms_eps=1e-5, names=_LLAMA4)
+    temperature = None
+    if fields.get("attn_temperature_tuning", True):  # a number in early checkpoints
+        temperature = Temperature(fields.count("floor_scale", 8192), fields.number("attn_scale", 0.1))
+    experts = ExpertsConfig(
+        count=fields.count("num_local_experts", 16, most=_MAX_EXPERTS),
+        per_token=fields.count("num_experts_per_tok", 1),
+        ffn_size=config.ffn_size,
+        normalise=False,
+        shared_ffn_size=config.ffn_size,
+        scales_input=True,
+        stacked=True,
+    )
+    config = replace(
+        config,
+        ffn_size=fields.count("intermediate_size_mlp"),
+        rotated_norm=fields.flag("use_qk_norm", True),
+        temperature=temperature,
+    )
+    step = fields.count("interleave_moe_layer_step", 1)
+    sparse = (
+        range(step - 1, config.num_layers, step) if fields.get("moe_layers") is None else fields.items("moe_layers")
+    )
+    config = _with_experts(config, experts, [layer in sparse for layer in range(config.num_layers)])
+    return _with_turns(config, turns)
+
+
+def _llama4_and_vision(fields: Fields) -> ModelConfig:
+    """The text model of the multimodal Llama 4."""
+    return replace(_llama4(fields.inner("text_config")), names=_LLAMA4_AND_VISION)
+
+
+def _turns(fields: Fields) -> list[Any]:
+    """For each layer a true value if it has rotary embedding."""
+    interval, num_layers = fields.count("no_rope_layer_interval", 4), _num_layers(fields)
+    turns = fields.items("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
+    if len(turns) != num_layers:
+        fields.refuse(f"no_rope_layers has {len(turns)} entries for {num_layers} layers")
+    return turns
+
+
+def _with_turns(config: ModelConfig, turns: Sequence[Any]) -> ModelConfig:
+    layers = zip(config.layers, turns, strict=True)
+    return replace(config, layers=tuple(layer if turn else replace(layer, rope=None) for layer, turn in layers))
 
 
 def _num_layers(fields: Fields) -> int:
@@ -274,10 +344,10 @@ def _upper_windows(fields: Fields) -> list[int]:
     return _typed_windows(fields, types, _window(fields, absent=4096))
 
 
-def _typed_windows(fields: Fields, types: Sequence[str], window: int) -> list[int]:
+def _typed_windows(fields: Fields, types: Sequence[str], window: int, windowed: str = "sliding_attention") -> list[int]:
     """Each layer's window by its type; `types` is the default for a config without `layer_types`."""
     types = fields.items("layer_types") or types
-    known = {"full_attention": 0, "sliding_attention": window}
+    known = {"full_attention": 0, windowed: window}
     unknown = [each for each in types if each not in known]
     if unknown:
         fields.refuse(f"layer type {unknown[0]!r} is not supported; supported: {', '.join(known)}")
@@ -325,4 +395,6 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Phi3ForCausalLM": _phi3,
     "SmolLM3ForCausalLM": _smollm3,
     "GptOssForCausalLM": _gpt_oss,
+    "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _llama4_and_vision,
 }

@@ -48,29 +48,33 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouter:
-    """Chooses each token's best experts, weighted by a softmax in float32."""
+    """Chooses each token's best experts, weighted in float32: by a softmax, or by sigmoids if it scales their input."""
 
     weight: LinearMethod  # [experts, hidden]
     per_token: int
     normalise: bool
+    scales_input: bool = False
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of x [tokens, hidden], [tokens, per_token] each."""
-        scores = self.weight(x).softmax(dim=-1, dtype=torch.float32)  # [tokens, experts]
-        weights, chosen = scores.topk(self.per_token, dim=-1)
+        scores = self.weight(x)  # [tokens, experts]
+        if self.scales_input:
+            best, chosen = scores.topk(self.per_token, dim=-1)
+            return (-best.float()).exp_().add_(1.0).reciprocal_(), chosen  # see `SharedExpert`
+        weights, chosen = scores.softmax(dim=-1, dtype=torch.float32).topk(self.per_token, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True) if self.normalise else weights, chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The weighted sum of each token's experts.
+    """The sum of each token's experts, their outputs or inputs weighted.
 
     An expert computes only the rows routed to it. A row adds its experts in ascending order, whatever the other rows.
     """
 
     router: ExpertRouter
     experts: tuple[FeedForward, ...]
-    shared: SharedExpert | None = None
+    shared: SharedExpert | FeedForward | None = None
 
     def __call__(self, x: Tensor, change: Change | None = None) -> Tensor:
         """Adapters change no experts."""
@@ -78,7 +82,8 @@ class Experts:
         total = torch.zeros_like(x)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
-            answer = self.experts[expert](x[rows]) * weights[rows, places, None]
+            weight, compute, its = weights[rows, places, None], self.experts[expert], x[rows]
+            answer = compute((its * weight).to(x.dtype)) if self.router.scales_input else compute(its) * weight
             total.index_add_(0, rows, answer.to(x.dtype))
         return total if self.shared is None else total + self.shared(x)
 
@@ -94,7 +99,7 @@ class GroupedExperts:
     gate_up: Tensor  # [experts, 2 * ffn, hidden]
     down: Tensor  # [experts, hidden, ffn]
     activation: str
-    shared: SharedExpert | None = None
+    shared: SharedExpert | FeedForward | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
@@ -104,6 +109,9 @@ class GroupedExperts:
         experts = torch.arange(len(self.down), device=x.device)
         ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # of each expert's rows
         rows = x[order // self.router.per_token]
+        if self.router.scales_input:
+            rows = (rows * weights.flatten()[order, None]).to(x.dtype)
+            weights = torch.ones_like(weights)
         gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)
         if self.gate_up_bias is not None:
             gate_up += self.gate_up_bias[sorted_experts]

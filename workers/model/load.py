@@ -20,7 +20,7 @@ from workers.model.folder import ModelFolder, check_tensors
 from workers.model.gguf.blocks import GGUFBlocks
 from workers.model.parallel import Embedding, Gathered, PartialEmbedding, Reduced
 from workers.model.shard import ModelShard, Range, shard_of, split_units
-from workers.model.weights import Part, Weights, fuse
+from workers.model.weights import Part, Weights, fuse, halves
 from workers.ops.attention import SDPA, Attention
 from workers.ops.collective import TensorGroup
 from workers.ops.linear import WEIGHT_FORMATS, LinearMethod, linear_from_blocks, make_linear
@@ -169,22 +169,25 @@ class _Builder:
         names, experts = self._config.names, self._config.experts
         assert experts is not None
 
-        def expert(name: str, columns: Cut) -> FeedForward:
-            return self._feed_forward(f"{prefix}.{name}", names.expert_gate_up, names.expert_down, columns, bias=False)
+        def expert(name: str, gate_up: tuple[str, ...], columns: Cut) -> FeedForward:
+            return self._feed_forward(f"{prefix}.{name}", gate_up, names.expert_down, columns, bias=False)
 
-        shared = None
+        shared: SharedExpert | FeedForward | None = None
         if experts.shared_ffn_size:
-            gate = self._make(self._weights.take(f"{prefix}.{names.shared_gate}.weight"))
             shared_columns = (experts.shared_ffn_size, self._shard.shared_ffn)
-            shared = SharedExpert(expert(names.shared_expert, shared_columns), gate)
+            shared = expert(names.shared_expert, names.shared_gate_up, shared_columns)
+            if names.shared_gate:
+                shared = SharedExpert(shared, self._make(self._weights.take(f"{prefix}.{names.shared_gate}.weight")))
         columns = (experts.ffn_size, self._shard.expert_ffn)
         bias = self._weights.take(f"{prefix}.{names.router}.bias") if experts.bias else None
         scores = self._make(self._weights.take(f"{prefix}.{names.router}.weight"), bias)
-        router = ExpertRouter(scores, experts.per_token, experts.normalise)
+        router = ExpertRouter(scores, experts.per_token, experts.normalise, experts.scales_input)
         if experts.stacked:
             each = [self._stacked_expert(f"{prefix}.{names.experts}", number) for number in range(experts.count)]
         else:
-            each = [expert(f"{names.experts}.{number}", columns) for number in range(experts.count)]
+            each = [
+                expert(f"{names.experts}.{number}", names.expert_gate_up, columns) for number in range(experts.count)
+            ]
         routed = Experts(router, tuple(each), shared)
         return routed if self._deterministic else grouped(routed)
 
@@ -225,9 +228,13 @@ class _Builder:
         """This rank's rows of W [out, hidden], the stacked tensors `names`: its columns of y."""
         weights = stacked([f"{prefix}.{name}.weight" for name in names], cuts)
         biases = stacked([f"{prefix}.{name}.bias" for name in names], cuts) if bias else []
-        weight = fuse([self._weights.take(part.name, part.rows) for part in weights])
-        offset = fuse([self._weights.take(part.name, part.rows) for part in biases]) if bias else None
+        weight = fuse([self._rows(part) for part in weights])
+        offset = fuse([self._rows(part) for part in biases]) if bias else None
         return self._method(weights, (0, weight.shape[1]), weight, offset, self._weight_format)
+
+    def _rows(self, part: Part) -> Tensor:
+        rows, (module, _, _) = self._weights.take(part.name, part.rows), part.name.rpartition(".")
+        return halves(rows, self._config.head_dim) if module.endswith(self._config.names.neighbors) else rows
 
     def _row_parallel(self, prefix: str, name: str, columns: Range, bias: bool) -> LinearMethod:
         """This rank's columns of W [hidden, in]: a summand of y. The first rank adds the bias."""

@@ -21,7 +21,7 @@ def frequencies(rope: RopeConfig) -> Tensor:
     if rope.kind == "llama3":
         # Short wavelengths are unscaled, long ones divided; between the bounds the weight goes from 0 to 1.
         turns = rope.original_context * plain / (2 * math.pi)  # full turns within the original context
-        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        keep = (turns - rope.low_freq_factor) / max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)
         return _blend(keep.clamp(0.0, 1.0), plain, rope.factor)
     if rope.kind == "yarn":
         return _blend(1.0 - _yarn_ramp(rope), plain, rope.factor)

@@ -57,8 +57,8 @@ def _scaled(plain: RopeConfig, rope: Fields, context_length: int) -> RopeConfig:
         return replace(plain, kind=kind, factor=_required(rope, kind, "factor"), original_context=0)
     if kind == "llama3":
         low, high = _required(rope, kind, "low_freq_factor"), _required(rope, kind, "high_freq_factor")
-        if high <= low:
-            rope.refuse(f"rope scaling {kind}: high_freq_factor {high} must be above low_freq_factor {low}")
+        if high < low:
+            rope.refuse(f"rope scaling {kind}: high_freq_factor {high} must not be below low_freq_factor {low}")
         return replace(
             plain, kind=kind, factor=_required(rope, kind, "factor"), low_freq_factor=low, high_freq_factor=high
         )

@@ -58,16 +58,17 @@ def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     names, hidden, experts = config.names, config.hidden_size, config.experts
     assert experts is not None
     yield from _linear((names.router,), (experts.count,), hidden, experts.bias)
+    parts = [(f"{names.experts}.{expert}", names.expert_gate_up, experts.ffn_size) for expert in range(experts.count)]
     if experts.stacked:
+        parts = []
         yield from _stacked(experts, f"{names.experts}.{names.expert_gate_up[0]}", hidden, 2 * experts.ffn_size)
         yield from _stacked(experts, f"{names.experts}.{names.expert_down}", experts.ffn_size, hidden)
-        return
-    sizes = {f"{names.experts}.{expert}": experts.ffn_size for expert in range(experts.count)}
     if experts.shared_ffn_size:
-        yield f"{names.shared_gate}.weight", (1, hidden)
-        sizes[names.shared_expert] = experts.shared_ffn_size
-    for name, size in sizes.items():
-        yield from _linear(tuple(f"{name}.{part}" for part in names.expert_gate_up), (size, size), hidden, bias=False)
+        if names.shared_gate:
+            yield f"{names.shared_gate}.weight", (1, hidden)
+        parts.append((names.shared_expert, names.shared_gate_up, experts.shared_ffn_size))
+    for name, gate_up, size in parts:
+        yield from _linear(tuple(f"{name}.{part}" for part in gate_up), (size, size), hidden, bias=False)
         yield from _linear((f"{name}.{names.expert_down}",), (hidden,), size, bias=False)
 
 

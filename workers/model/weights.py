@@ -88,6 +88,11 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(numbers.flatten(-2), scales.int()[..., None] - 127).flatten(-2)
 
 
+def halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows [heads * head_dim, ...] that rotate as pairs of neighbors, in the order of `rotate`: halves of each head."""
+    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
 def fuse(parts: list[Tensor]) -> Tensor:
     """The tensors stacked. Neighbors in one mapped file become one view without a copy."""
     first, end = parts[0], parts[0].data_ptr()

@@ -39,9 +39,9 @@ class Attend(Protocol):
     ) -> Tensor:
         """Causal attention of query [tokens, heads, head_dim] over the pool's `layer`; returns the query's shape.
 
-        Head h of the query reads KV head h // (heads / kv_heads). A query sees itself and the window - 1 tokens before
-        it (0: all). Scores s become softcap * tanh(s / softcap) unless softcap is 0. `sinks` [heads]: the score of one
-        more key, without a value, that all queries of a head see (Xiao et al., Streaming LLMs, 2023). Sequences with
+        Head h of the query reads KV head h // (heads / kv_heads). A query sees the keys of its window (see `span`).
+        Scores s become softcap * tanh(s / softcap) unless softcap is 0. `sinks` [heads]: the score of one more key,
+        without a value, that all queries of a head see (Xiao et al., Streaming LLMs, 2023). Sequences with
         `batch.begins` continue from `batch.states`.
         """
 

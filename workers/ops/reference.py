@@ -5,6 +5,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import from_slots, to_slots
+from workers.ops.span import first_key
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -41,7 +42,7 @@ def attend(
         key_at = torch.arange(context, device=query.device)[None, :]
         hidden = key_at > query_at
         if window:
-            hidden |= key_at <= query_at - window
+            hidden |= key_at < first_key(query_at, window)
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(chunk), 1)], dim=-1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import from_slots, to_slots
+from workers.ops.span import first_key
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
@@ -37,7 +38,7 @@ def attend(
 ) -> Tensor:
     """See `attention.Attend`."""
     context_lens, starts, block_tables = batch.context_lens.tolist(), batch.query_starts.tolist(), batch.block_tables
-    window = window if window < batch.max_context else 0
+    window = window if abs(window) < batch.max_context else 0
     query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
     num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), len(query_lens))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -71,7 +72,7 @@ def _decode(
     at = torch.arange(longest, device=query.device)
     visible = at < context_lens[:, None]  # [batch, longest]
     if window:
-        visible &= at >= context_lens[:, None] - window
+        visible &= at >= first_key(context_lens[:, None] - 1, window)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     output = _masked(folded, key, value, visible[:, None, None], scale, softcap, sinks)
     return output.reshape(batch, heads, head_dim)
@@ -97,7 +98,8 @@ def _chunk(
         return output[0].transpose(0, 1)
     visible = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
     if window:
-        visible = visible.triu(context - length - window + 1)
+        at = torch.arange(context, device=query.device)
+        visible &= at >= first_key(at[context - length :, None], window)
     group = heads // key.shape[1]
     folded = queries.reshape(1, -1, group * length, head_dim)
     output = _masked(folded, key, value, visible.repeat(group, 1)[None, None], scale, softcap, sinks)

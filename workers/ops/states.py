@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from workers.ops.sdpa import gather
-from workers.ops.span import KeySpan
+from workers.ops.span import KeySpan, first_key
 
 KEYS = 1024  # at a time: bounds the memory for scores
 
@@ -35,7 +35,7 @@ def attend_span(
             scores = softcap * torch.tanh(scores / softcap)
         hidden = key_at > query_at
         if window:
-            hidden |= key_at <= query_at - window
+            hidden |= key_at < first_key(query_at + span.begin, window) - span.begin
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
         greater = torch.maximum(most, scores.amax(-1))
         base = greater.masked_fill(greater == -torch.inf, 0.0)  # a row that sees no key so far

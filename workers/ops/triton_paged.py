@@ -278,6 +278,8 @@ def _first_key(position, WINDOW: tl.constexpr, SPLIT: tl.constexpr):  # type: ig
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(0, position - WINDOW + 1) // SPLIT * SPLIT
+    elif WINDOW < 0:
+        begin = position // -WINDOW * -WINDOW // SPLIT * SPLIT
     return begin
 
 
@@ -336,6 +338,8 @@ def _tile(  # type: ignore[no-untyped-def]
         seen = known[None, :] & (key_at[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (key_at[None, :] > position[:, None] - WINDOW)
+        elif WINDOW < 0:
+            seen = seen & (key_at[None, :] >= position[:, None] // -WINDOW * -WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     greater = tl.maximum(most, tl.max(scores, 1))
     base = tl.where(greater == float("-inf"), 0.0, greater) if MASKED else greater  # a row may have seen no key so far

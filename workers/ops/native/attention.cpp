@@ -339,13 +339,14 @@ struct Call {
     const int32_t* block_tables;
     int64_t table_stride;
     float scale;
-    int64_t window;
+    int64_t window;  // keys that a query sees, its own included; 0: all; -n: those of its own chunk of n positions
     float softcap;
     int64_t slot_size = 0;            // in numbers
     const float* sinks = nullptr;     // [heads]: scores of a last key without a value; null: none
     const int32_t* begins = nullptr;  // [sequences], multiples of TILE: earlier keys are not in the pool; null: all are
     const float* states = nullptr;    // [tokens, heads, 2 + head_dim] of the keys before `begins`, or before the span
     const float* (*wait)() = nullptr; // for the states, which are not there yet; null: they are
+    int64_t first = 0;                // position of a span's first key in its sequence
     int64_t span_tiles = 0;           // of a span, which ends before the first query; the output is the state after it
 
     int64_t group() const { return heads / kv_heads; }
@@ -423,7 +424,10 @@ struct Range {
 };
 
 inline Range seen(const Call& call, int64_t position) {
-    return {call.window ? std::max<int64_t>(0, position - call.window + 1) : 0, position + 1};
+    int64_t low = 0;
+    if (call.window > 0) low = position - call.window + 1;
+    if (call.window < 0) low = position - (call.first + position) % -call.window;
+    return {std::max<int64_t>(0, low), position + 1};
 }
 
 struct Workspace {
@@ -780,15 +784,17 @@ extern "C" void diptych_attend(const float* query, int64_t query_token_stride, i
     attend_to(kind, call, query_starts, context_lens, sequences);
 }
 
-// `position` of the first of `tokens` queries, counted from the span's first key. `num_keys` is a multiple of TILE.
+// `position` of the first of `tokens` queries, counted from the span's first key, which is the sequence's key `first`.
+// `num_keys` is a multiple of TILE.
 extern "C" void diptych_attend_span(const float* query, int64_t query_token_stride, int64_t query_head_stride,
                                     float* output, const void* pool, int64_t kind, int64_t layer, int64_t layers,
                                     int64_t heads, int64_t kv_heads, int64_t block_size, int64_t head_dim,
-                                    int64_t tokens, int64_t position, const int32_t* block_table, int64_t num_keys,
-                                    float scale, int64_t window, float softcap, const float* states) {
+                                    int64_t tokens, int64_t position, int64_t first, const int32_t* block_table,
+                                    int64_t num_keys, float scale, int64_t window, float softcap, const float* states) {
     Call call{query,  query_token_stride, query_head_stride, output, pool,  layer,  layers, heads, kv_heads,
               block_size, head_dim,       block_table,       0,      scale, window, softcap};
     call.states = states;
+    call.first = first;
     call.span_tiles = num_keys / TILE;
     const int32_t query_starts[] = {0, int32_t(tokens)}, context_len = int32_t(position + tokens);
     attend_to(kind, call, query_starts, &context_len, 1);

@@ -130,6 +130,7 @@ def attend_span(
         head_dim,
         tokens,
         span.position,
+        span.begin,
         pointer(span.table),
         span.num_keys,
         scale,

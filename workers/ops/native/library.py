@@ -45,7 +45,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "gated": [Pointer] * 2 + [Size] * 4,
     "rotate": [Pointer, Size, Size] + [Pointer] * 3 + [Size] * 5,
     "attend": [*_QUERY, *[Pointer] * 3, Size, Size, *_SCORES, Pointer, Pointer],
-    "attend_span": [*_QUERY, Size, Size, Pointer, Size, *_SCORES, Pointer],
+    "attend_span": [*_QUERY, *[Size] * 3, Pointer, Size, *_SCORES, Pointer],
     "write_kv": [Pointer, Size, Pointer, Size, Pointer] + [Size] * 6 + [Pointer, Size],
     "lora": [Pointer, Size] * 2 + [Pointer] * 2 + [Size] + [Pointer] * 2 + [Size],
     "shared_sum": [Pointer] + [Size] * 3 + [Pointer] + [Size] * 4 + [Pointer],
