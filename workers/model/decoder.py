@@ -155,7 +155,7 @@ class Decoder:
                 self.final_norm is not None and index == len(self.layers) - 1
             ):  # all KV is written: continue with the sampled rows
                 x, attended = x[rows], attended[rows]
-                change = None if adapters is None else adapters.at_rows().of_layer(index)
+                change = None if adapters is None else adapters.of_last_layer()
             delta = self._norm(layer.output(attended, change), layer.attention_post_norm)
             x, normed = add_rms_norm(x, delta, layer.ffn_norm, self.config.rms_eps)
             delta = self._norm(layer.feed_forward(normed, change), layer.ffn_post_norm)

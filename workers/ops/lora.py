@@ -1,13 +1,15 @@
 """Low-rank changes of linear layers (LoRA): y += (x A) B, for each row of a batch with its own A and B, or none.
 
 Knows rows and numbered adapters; knows no model and no file. A row without an adapter is not touched, so it keeps its
-bits. Our kernel computes each row alone in a fixed order; torch, where there is no kernel, one adapter's rows at a
-time. Source: Hu et al., LoRA (2021); batches of many adapters: Chen et al., Punica (2023), Sheng et al., S-LoRA (2023).
+bits. Our kernels compute each row in a fixed order, whatever the others: C++ on a CPU, Triton on a GPU. Source: Hu et
+al., LoRA (2021); batches of many adapters: Chen et al., Punica (2023), Sheng et al., S-LoRA (2023).
 """
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from workers.ops.linear.dense import alike
 from workers.ops.native.library import kernel, library, pointer
+from workers.ops.staging import to_device
 
 QKV, OUTPUT, GATE_UP, DOWN = "qkv", "output", "gate_up", "down"  # the linear layers of a decoder's layer
 Change = Callable[[str, Tensor, Tensor], None]
@@ -59,6 +62,7 @@ class LinearChange:
         object.__setattr__(self, "entries", b"".join(addressed))
 
 
+NO_CHANGE = LinearChange(())
 LayerChanges = Mapping[str, LinearChange]  # by the linear layer's name
 
 
@@ -66,7 +70,7 @@ class StepAdapters:
     """The adapters of one step: `adapters[n]` has the changes of each layer, `numbers` [rows] an n for each row, or -1.
 
     All tensors of an adapter are on `device`, A and B in the dtype of x. `sampled`: the rows with which the last layer
-    goes on.
+    of the model goes on after attention.
     """
 
     def __init__(
@@ -78,44 +82,114 @@ class StepAdapters:
         *,
         deterministic: bool,
     ) -> None:
-        self._adapters = adapters
-        self._numbers = numbers
-        self._sampled = sampled
-        self._device = device
-        self._deterministic = deterministic
-        self._native = device.type == "cpu" and library() is not None
-        by_adapter = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :].astype(np.int32)
-        self._rows, self._of_rows = by_adapter, numbers[by_adapter]
-        starts = np.searchsorted(self._of_rows, np.arange(1, len(adapters)))
-        self._segments = [] if self._native else torch.from_numpy(by_adapter).to(device).tensor_split(starts.tolist())
-
-    def at_rows(self) -> "StepAdapters":
-        """For the sampled rows only."""
-        numbers = self._numbers[self._sampled]
-        return StepAdapters(self._adapters, numbers, self._sampled, self._device, deterministic=self._deterministic)
+        self._make = partial(StepAdapters, sampled=sampled, device=device, deterministic=deterministic)
+        self._adapters, self._numbers, self._sampled = adapters, numbers, sampled
+        rows = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :].astype(np.int32)
+        self._add = _method(device)(adapters, rows, numbers[rows], device, deterministic)
 
     def of_layer(self, layer: int) -> Change:
-        def change(name: str, x: Tensor, y: Tensor) -> None:
-            changes = [adapter[layer].get(name) for adapter in self._adapters]
-            if any(changes):
-                (self._by_kernel if self._native else self._by_torch)(changes, x, y)
+        return partial(self._add, layer)
 
-        return change
+    def of_last_layer(self) -> Change:
+        """For the sampled rows."""
+        last = [each[-1:] for each in self._adapters]
+        return self._make(last, self._numbers[self._sampled]).of_layer(0)
 
-    def _by_kernel(self, changes: Sequence[LinearChange | None], x: Tensor, y: Tensor) -> None:
+
+class _ByKernel:
+    """`rows`: those with an adapter, sorted by it; `numbers`: the adapter of each of these."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Sequence[LayerChanges]],
+        rows: NDArray[np.int32],
+        numbers: NDArray[np.int32],
+        device: torch.device,
+        deterministic: bool,
+    ) -> None:
+        self._adapters = adapters
+        self._rows = rows
+        self._of_rows = numbers
+
+    def __call__(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
         assert y.is_contiguous() and x.dtype == y.dtype == torch.float32
-        x = x.contiguous()
-        counts = np.array([0, *(len(each.parts) if each else 0 for each in changes)], np.int32).cumsum(dtype=np.int32)
-        entries = b"".join([each.entries for each in changes if each])
+        changes, x = [adapter[layer].get(name, NO_CHANGE) for adapter in self._adapters], x.contiguous()
+        starts = np.cumsum([0, *(len(each.parts) for each in changes)], dtype=np.int32)
         kernel("lora")(
             pointer(x), x.shape[1], pointer(y), y.shape[1], self._rows.ctypes.data, self._of_rows.ctypes.data,
-            len(self._rows), counts.ctypes.data, entries, torch.get_num_threads(),
+            len(self._rows), starts.ctypes.data, b"".join([each.entries for each in changes]), torch.get_num_threads(),
         )  # fmt: skip
 
-    def _by_torch(self, changes: Sequence[LinearChange | None], x: Tensor, y: Tensor) -> None:
-        product = (lambda x, w: alike(w, None, x)) if self._deterministic else F.linear
-        for rows, each in zip(self._segments, changes, strict=True):
-            for part in each.parts if each and len(rows) else ():
+
+class _ByTriton:
+    """The same. Tiles, rows and the entries of all layers reach the device in one copy."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Sequence[LayerChanges]],
+        rows: NDArray[np.int32],
+        numbers: NDArray[np.int32],
+        device: torch.device,
+        deterministic: bool,
+    ) -> None:
+        from workers.ops.triton_lora import ROWS  # only where Triton is installed: torch for CUDA brings it
+
+        starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+        tiles = [
+            (numbers[first], first, min(ROWS, end - first))
+            for begin, end in pairwise(starts)
+            for first in range(begin, end, ROWS)
+        ]
+        self._places: dict[tuple[int, str], int] = {}
+        tables: list[NDArray[Any]] = [np.array(tiles, np.int32).reshape(-1, 3), rows]
+        for layer, of_layer in enumerate(zip(*adapters, strict=True)):
+            for name in dict.fromkeys(name for each in of_layer for name in each):
+                self._places[layer, name] = len(tables)
+                tables.append(_table([each.get(name, NO_CHANGE) for each in of_layer]))
+        self._on_host, self._on_device = tables, to_device(tables, device)
+
+    def __call__(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
+        from workers.ops import triton_lora
+
+        place = self._places.get((layer, name))
+        if place is not None and len(self._on_host[1]):
+            entries, (tiles, rows) = self._on_host[place], self._on_device[:2]
+            most = int(entries[:, :, 4].max()), int(entries[:, :, 3].max())
+            triton_lora.add(x, y, rows, tiles, self._on_device[place], most)
+
+
+def _table(changes: Sequence[LinearChange]) -> NDArray[np.int64]:
+    """[adapters, parts, fields of an entry], zeros where an adapter has fewer parts."""
+    parts = max(len(each.parts) for each in changes)
+    filled = [each.entries.ljust(parts * _ENTRY.size, b"\0") for each in changes]
+    return np.frombuffer(bytearray(b"".join(filled)), np.int64).reshape(len(changes), parts, -1)
+
+
+class _ByTorch:
+    """The same, one adapter after another, where there is no kernel."""
+
+    def __init__(
+        self,
+        adapters: Sequence[Sequence[LayerChanges]],
+        rows: NDArray[np.int32],
+        numbers: NDArray[np.int32],
+        device: torch.device,
+        deterministic: bool,
+    ) -> None:
+        self._adapters = adapters
+        self._product = (lambda x, w: alike(w, None, x)) if deterministic else F.linear
+        ends = np.searchsorted(numbers, np.arange(1, len(adapters)))
+        self._segments = torch.from_numpy(rows).to(device).tensor_split(ends.tolist())
+
+    def __call__(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
+        for rows, adapter in zip(self._segments, self._adapters, strict=True):
+            for part in adapter[layer].get(name, NO_CHANGE).parts if len(rows) else ():
                 columns = slice(part.first, part.first + part.b.shape[1])
-                inner = product(x[rows], part.a[:, : len(part.b)].t())
-                y[rows, columns] += product(inner, part.b.t())
+                inner = self._product(x[rows], part.a[:, : len(part.b)].t())
+                y[rows, columns] += self._product(inner, part.b.t())
+
+
+def _method(device: torch.device) -> type[_ByKernel | _ByTriton | _ByTorch]:
+    if device.type == "cuda":
+        return _ByTriton
+    return _ByKernel if library() is not None else _ByTorch
