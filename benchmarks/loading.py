@@ -1,7 +1,7 @@
-"""The first token of a prompt whose prefix is on a disk: computed, read and then restored, or both at once.
+"""The first token of a prompt whose prefix is on a disk, or on another worker: computed, loaded, or both at once.
 
-One worker in this process. A length of 1,536 tokens is 96 blocks. The disk is as fast as it is, or slowed down so that
-reading all of the prompt takes so many times as long as computing it.
+Workers in this process; the other one is read over TCP. A length of 1,536 tokens is 96 blocks. The disk or the link is
+as fast as it is, or slowed down so that reading all of the prompt takes so many times as long as computing it.
 """
 
 import asyncio
@@ -12,16 +12,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any, TypeVar
 
 from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, spread
 from benchmarks.timed_request import random_prompt
 from kvtransfer.open import SharedMemory
+from kvtransfer.transport import PullOrder, Read
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import prefix_hashes
 from workers.engine.cache_log import Tier
+from workers.engine.executor import ModelFacts
 from workers.engine.store_tiers import READS_AT_ONCE
 from workers.executor.opening import open_rank
+from workers.executor.rank import Rank
 from workers.executor.solo import SoloExecutor
 from workers.model.store import resolve
 from workers.request import Bundle, Request, SamplingParams, TokensOut
@@ -33,10 +37,14 @@ LENGTHS, QUICK_LENGTHS = (128, 512, 1536), (128,)
 SPEEDS = {"own": 0.0} | {f"{slow:g}": slow for slow in (0.25, 0.5, 1.0, 2.0, 4.0)}  # reading beside computing
 LEARNED = 2  # short prompts, from which the engine learns how fast the disk is
 MOST_READ = 1.0  # more than that is not worth the benchmark's time: computing is better
-COMPUTE, READ, BOTH, HOST = "compute", "read", "both", "from host memory"
+COMPUTE, READ, BOTH, LOADED = "compute", "read", "both", "already loaded"
 MOST_OF_BETTER = 1.05
 BLOCK = 16
 TIMEOUT_S = 120.0
+
+DISK, LINK = "a disk", "another worker"
+T = TypeVar("T")
+E = TypeVar("E", bound=SoloExecutor)
 
 Samples = dict[tuple[int, str, str], list[float]]  # (length, speed of the disk, strategy) -> seconds of each round
 
@@ -91,12 +99,39 @@ class SlowedExecutor(SoloExecutor):
         return (self.disk,)
 
 
-class LoadingBench:
-    """The worker and its client. Close the worker."""
+class SlowedLink(SoloExecutor):
+    """One rank, whose reads end one after the other, `block_s` for each block, or when they end if that is later."""
 
-    def __init__(self, worker: Worker, disk: SlowedStore) -> None:
+    block_s = 0.0
+    _free_s = 0.0
+
+    def pull(self, order: PullOrder) -> Read:
+        read, loop = super().pull(order), asyncio.get_running_loop()
+        self._free_s = due_s = max(self._free_s, loop.time()) + self.block_s * len(order.target_blocks)
+        late = Read(loop.create_future(), loop.create_future())
+        _later(due_s, read.done, late.done)
+        _later(due_s, read.settled, late.settled)
+        return late
+
+
+def _later(due_s: float, source: "asyncio.Future[T]", target: "asyncio.Future[T]") -> None:
+    def copy() -> None:
+        if target.done():
+            return
+        if (error := source.exception()) is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(source.result())
+
+    source.add_done_callback(lambda _: asyncio.get_running_loop().call_at(due_s, copy))
+
+
+class LoadingBench:
+    """The worker and its client, and what is slowed down. Close the worker."""
+
+    def __init__(self, worker: Worker, slowed: SlowedStore | SlowedLink) -> None:
         self.worker = worker
-        self.disk = disk
+        self.slowed = slowed
         self._number = 0
         self._first = asyncio.Event()
 
@@ -119,6 +154,55 @@ class LoadingBench:
         """The device and host memory are empty; the disk is not."""
         self.worker.engine.pool.clear_cache()
 
+    async def compute(self, prompt: tuple[int, ...]) -> float:
+        self.forget()
+        return await self.ask(prompt, tenant=f"compute {self._number}")
+
+
+class LinkBench(LoadingBench):
+    """Another worker has the prompts."""
+
+    def __init__(self, worker: Worker, link: SlowedLink, owner: Worker) -> None:
+        super().__init__(worker, link)
+        self._owner = owner
+
+    async def store(self, prompt: tuple[int, ...]) -> None:
+        await self._owner.warm(Request("warm", prompt, SamplingParams(seed=1, max_tokens=1)), 0.0, TIMEOUT_S)
+
+    async def _fetch(self, prompt: tuple[int, ...]) -> None:
+        """Begin to."""
+        self.forget()
+        request = Request(f"f{self._number}", prompt, SamplingParams())
+        ticket = await self._owner.hold_prefix(request)
+        assert ticket is not None, "the owner has evicted the prompt"
+        assert await self.worker.fetch_prefix(request, ticket, TIMEOUT_S), "the prompt cannot be fetched"
+
+    async def both(self, prompt: tuple[int, ...]) -> float:
+        """What a dispatcher does."""
+        begun_s = time.perf_counter()
+        await self._fetch(prompt)
+        await self.ask(prompt)
+        return time.perf_counter() - begun_s
+
+    async def read(self, prompt: tuple[int, ...]) -> tuple[float, float]:
+        """Fetch all blocks, then ask. Returns the seconds of both, and of the second part alone."""
+        begun_s = time.perf_counter()
+        await self._fetch(prompt)
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(self.worker.engine.prefix_fetches):
+                await asyncio.sleep(0.0005)
+                self.worker.engine.check()
+        asked_s = await self.ask(prompt)
+        return time.perf_counter() - begun_s, asked_s
+
+
+class DiskBench(LoadingBench):
+    """The worker's disk has them."""
+
+    def __init__(self, worker: Worker, disk: SlowedStore) -> None:
+        super().__init__(worker, disk)
+        self.disk = disk
+
     async def store(self, prompt: tuple[int, ...]) -> None:
         """Have the prompt on the disk."""
         engine = self.worker.engine
@@ -129,10 +213,6 @@ class LoadingBench:
                 await self.disk.written.acquire()
         engine.unpin(None)
         self.forget()
-
-    async def compute(self, prompt: tuple[int, ...]) -> float:
-        self.forget()
-        return await self.ask(prompt, tenant=f"compute {self._number}")
 
     async def both(self, prompt: tuple[int, ...]) -> float:
         """What the engine does."""
@@ -166,27 +246,54 @@ def _end(ended: "asyncio.Future[bool]", arrived: bool, _: float) -> None:
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     """In the system's folder for temporary files (TMPDIR). Raises `KVStoreError` or `ModelError`."""
+    lengths = QUICK_LENGTHS if quick else LENGTHS
     with tempfile.TemporaryDirectory(prefix="diptych-loading-") as folder:
-        samples = asyncio.run(_measured(folder, QUICK_LENGTHS if quick else LENGTHS, rounds, progress))
-    return BenchmarkPart("loading", figures(samples), claims(samples), NOTES)
+        measured = {
+            LINK: asyncio.run(_from_a_worker(lengths, rounds, progress)),
+            DISK: asyncio.run(_from_a_disk(folder, lengths, rounds, progress)),
+        }
+    made = [each for source, samples in measured.items() for each in figures(samples, source)]
+    claimed = [each for source, samples in measured.items() for each in claims(samples, source)]
+    return BenchmarkPart("loading", tuple(made), tuple(claimed), NOTES)
 
 
-async def _measured(folder: str, lengths: Sequence[int], rounds: int, progress: Progress) -> Samples:
+def _config(name: str, **fields: Any) -> WorkerConfig:
+    engine = EngineConfig(kv_blocks=512, block_size=BLOCK)
+    transfer = TransferConfig(backends=("tcp",), host="127.0.0.1")
+    return WorkerConfig(name, "loading", "smollm2-135m", engine, transfer=transfer, secret="loading", **fields)
+
+
+async def _opened(config: WorkerConfig, kind: Callable[[ModelFacts, Rank], E]) -> tuple[Worker, E]:
+    facts, rank = await open_rank(config, await asyncio.to_thread(resolve, config.model), config.name, SharedMemory())
+    executor = kind(facts, rank)
+    return await Worker.open(config, config.name, executor, heartbeat_s=0.25), executor
+
+
+async def _from_a_disk(folder: str, lengths: Sequence[int], rounds: int, progress: Progress) -> Samples:
+    cache = CacheConfig(ByteSize(384 << 20), DiskCacheConfig(folder, ByteSize(512 << 20)), pins=ByteSize(128 << 20))
+    worker, executor = await _opened(_config("w", cache=cache), SlowedExecutor)
+    try:
+        return await _measured(DiskBench(worker, executor.disk), DISK, lengths, rounds, progress)
+    finally:
+        await worker.close()
+
+
+async def _from_a_worker(lengths: Sequence[int], rounds: int, progress: Progress) -> Samples:
+    worker, executor = await _opened(_config("reader"), SlowedLink)
+    owner, _ = await _opened(_config("owner"), SoloExecutor)
+    try:
+        await worker.connect(await owner.address())
+        return await _measured(LinkBench(worker, executor, owner), LINK, lengths, rounds, progress)
+    finally:
+        await worker.close()
+        await owner.close()
+
+
+async def _measured(
+    bench: "DiskBench | LinkBench", source: str, lengths: Sequence[int], rounds: int, progress: Progress
+) -> Samples:
     samples: Samples = defaultdict(list)
-    config = WorkerConfig(
-        "w",
-        "loading",
-        "smollm2-135m",
-        EngineConfig(kv_blocks=512, block_size=BLOCK),
-        cache=CacheConfig(ByteSize(384 << 20), DiskCacheConfig(folder, ByteSize(512 << 20)), pins=ByteSize(128 << 20)),
-        transfer=TransferConfig(backends=("memory",), host="127.0.0.1"),
-        secret="loading",
-    )
-    facts, rank = await open_rank(config, await asyncio.to_thread(resolve, config.model), "w-1", SharedMemory())
-    executor = SlowedExecutor(facts, rank)
-    worker = await Worker.open(config, "w-1", executor, heartbeat_s=0.25)
-    bench = LoadingBench(worker, executor.disk)
-    listening = asyncio.ensure_future(worker.subscribe("b", bench.take))
+    listening = asyncio.ensure_future(bench.worker.subscribe("b", bench.take))
     try:
         await asyncio.sleep(0)
         draw = random.Random(0)
@@ -196,33 +303,34 @@ async def _measured(folder: str, lengths: Sequence[int], rounds: int, progress: 
         for number in range(rounds):
             for prompt in prompts:
                 await _round(bench, prompt, prompts[0], samples)
-                progress(f"round {number + 1} of {rounds}: {len(prompt)} tokens")
+                progress(f"from {source}, round {number + 1} of {rounds}: {len(prompt)} tokens")
     finally:
         listening.cancel()
-        await worker.close()
     return samples
 
 
-async def _round(bench: LoadingBench, prompt: tuple[int, ...], short: tuple[int, ...], samples: Samples) -> None:
+async def _round(
+    bench: "DiskBench | LinkBench", prompt: tuple[int, ...], short: tuple[int, ...], samples: Samples
+) -> None:
     length = len(prompt)
     samples[length, COMPUTE, COMPUTE].append(await bench.compute(prompt))
     compute_s = median(samples[length, COMPUTE, COMPUTE])
     for speed, slow in SPEEDS.items():
-        bench.disk.block_s = slow * compute_s / ((length - 1) // BLOCK)
+        bench.slowed.block_s = slow * compute_s / ((length - 1) // BLOCK)
         for _ in range(LEARNED):
             await bench.both(short)
         samples[length, speed, BOTH].append(await bench.both(prompt))
         if slow <= MOST_READ:
-            took_s, restored_s = await bench.read(prompt)
+            took_s, loaded_s = await bench.read(prompt)
             samples[length, speed, READ].append(took_s)
             if not slow:
-                samples[length, HOST, READ].append(restored_s)
+                samples[length, LOADED, READ].append(loaded_s)
 
 
-def figures(samples: Samples) -> tuple[Figure, ...]:
+def figures(samples: Samples, source: str) -> tuple[Figure, ...]:
     made = []
     for (length, speed, strategy), taken in samples.items():
-        table = f"{length:,} tokens: TTFT, by how long reading takes beside computing"
+        table = f"{length:,} tokens from {source}: TTFT, by how long reading takes beside computing"
         made.append(Figure(table, speed, strategy, "ms", spread(taken)))
         if strategy == BOTH:
             share = median(taken) / better(samples, length, speed)
@@ -236,13 +344,14 @@ def better(samples: Samples, length: int, speed: str) -> float:
     return min(median(taken) for taken in kinds if taken)
 
 
-def claims(samples: Samples) -> tuple[BenchmarkClaim, ...]:
+def claims(samples: Samples, source: str) -> tuple[BenchmarkClaim, ...]:
     shares = [
         median(taken) / better(samples, length, speed)
         for (length, speed, strategy), taken in samples.items()
         if strategy == BOTH
     ]
-    return (BenchmarkClaim("both at once / the better of the two, at worst", max(shares), MOST_OF_BETTER, "x"),)
+    name = f"from {source}: both at once / the better of the two, at worst"
+    return (BenchmarkClaim(name, max(shares), MOST_OF_BETTER, "x"),)
 
 
 NOTES = (

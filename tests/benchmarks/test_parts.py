@@ -104,8 +104,8 @@ def test_loading_is_compared_with_the_better_of_reading_and_computing(both_s: fl
         (128, "0.5", loading.BOTH): [both_s],
         (128, "4", loading.BOTH): [0.4],
     }
-    assert [claim.met for claim in loading.claims(samples)] == [met]
-    assert [each.median for each in cells(loading.figures(samples), "4", "both / better")] == [1.0]
+    assert [claim.met for claim in loading.claims(samples, loading.LINK)] == [met]
+    assert [each.median for each in cells(loading.figures(samples, loading.LINK), "4", "both / better")] == [1.0]
 
 
 def peer_samples(ours: float, unpinned: float, pinned: float) -> peer.Samples:
