@@ -1,4 +1,6 @@
-"""The KV store beside raw reads and writes of its file by as many threads, and its index with a million blocks."""
+"""The KV store beside raw reads and writes of its file by as many threads, its index with a million blocks, and what
+`kv_tiers` measures.
+"""
 
 import asyncio
 import os
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
+from benchmarks.kv_tiers import measure_tiers
 from kvtransfer.layout import KVLayout
 from workers.kv_store.kv_store import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS, KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab, aligned_buffer
@@ -28,14 +31,17 @@ Rates = dict[tuple[str, str], list[float]]  # (row, column) -> one value a round
 
 
 def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
-    """In the system's folder for temporary files (TMPDIR). Raises `KVStoreError`."""
+    """In the system's folder for temporary files (TMPDIR). Raises `KVStoreError` or `ModelError`."""
     num_slots = QUICK_SLOTS if quick else NUM_SLOTS
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         slab = Slab(Path(folder) / SLAB_FILES[0], num_slots, LAYOUT.block_bytes)
         mode = "direct" if slab.is_direct else "buffered"
         io = asyncio.run(_io(slab, rounds, progress))
+        (Path(folder) / "tiers").mkdir()
+        tiers = asyncio.run(measure_tiers(Path(folder) / "tiers", rounds, progress))
     index = _index(QUICK_NAMES if quick else NUM_NAMES, rounds)
-    return BenchmarkPart("kv-store", (*_io_figures(io), *index), (), (f"The file uses {mode} I/O.", *NOTES))
+    figures = (*_io_figures(io), *tiers.figures(), *index)
+    return BenchmarkPart("kv-store", figures, (tiers.claim(),), (f"The file uses {mode} I/O.", *NOTES))
 
 
 async def _io(slab: Slab, rounds: int, progress: Progress) -> Rates:

@@ -35,7 +35,7 @@ from workers.worker import Worker
 ROUNDS = 3
 LENGTHS, QUICK_LENGTHS = (128, 512, 1536), (128,)
 SPEEDS = {"own": 0.0} | {f"{slow:g}": slow for slow in (0.25, 0.5, 1.0, 2.0, 4.0)}  # reading beside computing
-LEARNED = 2  # short prompts, from which the engine learns how fast the disk is
+LEARNED = 5  # short prompts, from which the engine learns how fast the disk or the link is
 MOST_READ = 1.0  # more than that is not worth the benchmark's time: computing is better
 COMPUTE, READ, BOTH, LOADED = "compute", "read", "both", "already loaded"
 MOST_OF_BETTER = 1.05
@@ -150,12 +150,20 @@ class LoadingBench:
             await self._first.wait()
         return time.perf_counter() - begun_s
 
-    def forget(self) -> None:
-        """The device and host memory are empty; the disk is not."""
+    async def forget(self) -> None:
+        """The device and host memory are empty, and nothing is being fetched; the disk is not empty."""
+        await self._settle()
         self.worker.engine.pool.clear_cache()
 
+    async def _settle(self) -> None:
+        """Nothing is being fetched."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(self.worker.engine.prefix_fetches):
+                await asyncio.sleep(0.0005)
+                self.worker.engine.check()
+
     async def compute(self, prompt: tuple[int, ...]) -> float:
-        self.forget()
+        await self.forget()
         return await self.ask(prompt, tenant=f"compute {self._number}")
 
 
@@ -171,7 +179,6 @@ class LinkBench(LoadingBench):
 
     async def _fetch(self, prompt: tuple[int, ...]) -> None:
         """Begin to."""
-        self.forget()
         request = Request(f"f{self._number}", prompt, SamplingParams())
         ticket = await self._owner.hold_prefix(request)
         assert ticket is not None, "the owner has evicted the prompt"
@@ -179,6 +186,7 @@ class LinkBench(LoadingBench):
 
     async def both(self, prompt: tuple[int, ...]) -> float:
         """What a dispatcher does."""
+        await self.forget()
         begun_s = time.perf_counter()
         await self._fetch(prompt)
         await self.ask(prompt)
@@ -186,12 +194,10 @@ class LinkBench(LoadingBench):
 
     async def read(self, prompt: tuple[int, ...]) -> tuple[float, float]:
         """Fetch all blocks, then ask. Returns the seconds of both, and of the second part alone."""
+        await self.forget()
         begun_s = time.perf_counter()
         await self._fetch(prompt)
-        async with asyncio.timeout(TIMEOUT_S):
-            while len(self.worker.engine.prefix_fetches):
-                await asyncio.sleep(0.0005)
-                self.worker.engine.check()
+        await self._settle()
         asked_s = await self.ask(prompt)
         return time.perf_counter() - begun_s, asked_s
 
@@ -212,16 +218,16 @@ class DiskBench(LoadingBench):
             for _ in range(len(prompt) // BLOCK):
                 await self.disk.written.acquire()
         engine.unpin(None)
-        self.forget()
+        await self.forget()
 
     async def both(self, prompt: tuple[int, ...]) -> float:
         """What the engine does."""
-        self.forget()
+        await self.forget()
         return await self.ask(prompt)
 
     async def read(self, prompt: tuple[int, ...]) -> tuple[float, float]:
         """Read all blocks, then ask. Returns the seconds of both, and of the second part alone."""
-        self.forget()
+        await self.forget()
         begun_s = time.perf_counter()
         names = iter(prefix_hashes(prompt, BLOCK)[: (len(prompt) - 1) // BLOCK])
         async with asyncio.timeout(TIMEOUT_S):
@@ -302,29 +308,33 @@ async def _measured(
             await bench.store(prompt)
         for number in range(rounds):
             for prompt in prompts:
-                await _round(bench, prompt, prompts[0], samples)
-                progress(f"from {source}, round {number + 1} of {rounds}: {len(prompt)} tokens")
+                samples[len(prompt), COMPUTE, COMPUTE].append(await bench.compute(prompt))
+            for speed in SPEEDS:
+                _slow_down(bench, prompts[0], speed, samples)
+                for _ in range(LEARNED):
+                    await bench.both(prompts[0])
+                for prompt in prompts:
+                    await _at_a_speed(bench, prompt, speed, samples)
+                progress(f"from {source}, round {number + 1} of {rounds}: {speed} times as long as computing")
     finally:
         listening.cancel()
     return samples
 
 
-async def _round(
-    bench: "DiskBench | LinkBench", prompt: tuple[int, ...], short: tuple[int, ...], samples: Samples
-) -> None:
+def _slow_down(bench: "DiskBench | LinkBench", prompt: tuple[int, ...], speed: str, samples: Samples) -> None:
+    compute_s = median(samples[len(prompt), COMPUTE, COMPUTE])
+    bench.slowed.block_s = SPEEDS[speed] * compute_s / ((len(prompt) - 1) // BLOCK)
+
+
+async def _at_a_speed(bench: "DiskBench | LinkBench", prompt: tuple[int, ...], speed: str, samples: Samples) -> None:
     length = len(prompt)
-    samples[length, COMPUTE, COMPUTE].append(await bench.compute(prompt))
-    compute_s = median(samples[length, COMPUTE, COMPUTE])
-    for speed, slow in SPEEDS.items():
-        bench.slowed.block_s = slow * compute_s / ((length - 1) // BLOCK)
-        for _ in range(LEARNED):
-            await bench.both(short)
-        samples[length, speed, BOTH].append(await bench.both(prompt))
-        if slow <= MOST_READ:
-            took_s, loaded_s = await bench.read(prompt)
-            samples[length, speed, READ].append(took_s)
-            if not slow:
-                samples[length, LOADED, READ].append(loaded_s)
+    _slow_down(bench, prompt, speed, samples)
+    samples[length, speed, BOTH].append(await bench.both(prompt))
+    if SPEEDS[speed] <= MOST_READ:
+        took_s, loaded_s = await bench.read(prompt)
+        samples[length, speed, READ].append(took_s)
+        if not SPEEDS[speed]:
+            samples[length, LOADED, READ].append(loaded_s)
 
 
 def figures(samples: Samples, source: str) -> tuple[Figure, ...]:

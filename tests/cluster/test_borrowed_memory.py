@@ -143,6 +143,19 @@ async def test_blocks_come_back_when_there_is_room(
         await subject.settle()
 
 
+@pytest.mark.parametrize(("max_tokens", "waits"), [(1, False), (3, True)])
+async def test_only_decodes_count_as_tokens_that_wait_for_a_lender(
+    model: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int, waits: bool
+) -> None:
+    learned: list[float] = []
+    monkeypatch.setattr("workers.engine.engine.Engine.learn_wait", lambda _, seconds: learned.append(seconds))
+    async with cluster(small(model)) as subject:
+        await subject.run(asked("long", max_tokens=max_tokens))
+        await subject.settle()
+        assert sum(each._stats().pulls.arrived for each in subject.workers.values()) > 0, "blocks have moved"
+        assert bool(learned) == waits
+
+
 async def test_a_recalled_loan_that_no_worker_takes_costs_another_attempt(
     model: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from workers.engine.leases import LeaseBook
 from workers.engine.sequence import Lease
 from workers.kv_events import chain, name_of_block
 
-READS = 16  # of a whole prefix, at most: fewer where latency would count
+READS = 64  # of a whole prefix, at most: those in flight may be passed; fewer where latency would count
 MOST_LINKS = 1024  # whose speed is remembered
 _LATENCIES = 4.0  # a read should take at least this many times as long as an empty one
 
