@@ -178,6 +178,7 @@ class WorkerClient:
     def _take(self, bundle: Bundle) -> None:
         if not self.has_answered:
             self.has_answered = True
+            self.touched()  # even if its statistics are those of the membership
             self._changed()
         self._heard(bundle.stats, self._loop.time())
         if self._cache is not None:
