@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from msgspec import structs
@@ -65,13 +66,15 @@ async def open_tasks(folder: ModelFolder, tensor: int, pipeline: int, **engine: 
 
 
 def plans() -> list[StepPlan]:
-    """A scored prompt in two chunks, with another prompt; then a decode of both."""
+    """A scored prompt in two chunks, with another prompt and two pooled ones; then a decode."""
     first = Chunk("a/0", PROMPT[:9], 0, BLOCKS[:2], None, targets=PROMPT[1:10], num_top=1)
     rest = Chunk("a/0", PROMPT[9:], 9, BLOCKS, Draw(SCORED, 0, 21), targets=PROMPT[10:], num_top=1)
     other = Chunk("b/0", PROMPT[5:12], 0, (7,), Draw(replace(SCORED, temperature=0.9, seed=5), 5, 7))
+    mean = Chunk("c/0", PROMPT[:6], 0, (10,), Draw(SCORED, 0, 6), targets=PROMPT[1:6], pooling="mean")
+    last = Chunk("d/0", PROMPT[:4], 0, (11,), Draw(SCORED, 0, 4), pooling="last")
     return [
         StepPlan(1, (first,)),
-        StepPlan(2, (rest, other)),
+        StepPlan(2, (rest, mean, other, last)),
         StepPlan(3, (Chunk("a/0", (5,), 21, BLOCKS, Draw(SCORED, 0, 22)),), copies=((7, 6),)),
     ]
 
@@ -103,6 +106,10 @@ async def test_a_gang_gives_the_results_of_one_rank(nine_heads: ModelFolder, ten
             assert each is None or wanted is None or close_to((each.chosen, each.top), (wanted.chosen, wanted.top))
         scores = [[one.chosen for one in chunk] for chunk in ours.prompt_logprobs]
         assert scores == [[pytest.approx(one.chosen, abs=1e-4) for one in chunk] for chunk in theirs.prompt_logprobs]
+        assert [len(each) for each in ours.pooled] == [len(each) for each in theirs.pooled]
+        for (mine,), (wanted,) in ((a, b) for a, b in zip(ours.pooled, theirs.pooled, strict=True) if a):
+            np.testing.assert_allclose(np.frombuffer(mine, np.float32), np.frombuffer(wanted, np.float32), atol=1e-4)
+    assert [len(each) for each in expected[1].pooled] == [0, 1, 0, 1]
     assert 0.0 <= gang.bubble_share < 1.0
     await gang.close()
     await solo.close()
