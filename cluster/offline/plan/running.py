@@ -108,6 +108,9 @@ def observed(view: ClusterView, window: Window, profile: ClusterProfile, slo: SL
     ready = [worker for worker in view.workers if worker.state is WorkerState.READY]
     if not ready:
         raise PlanError("the cluster has no ready worker")
+    if view.other_models:
+        names = ", ".join(model.name for model in view.models)
+        raise PlanError(f"the cluster serves several models ({names}), and a plan takes one")
     kv_tokens = {profile.pool(worker.pool).pool: worker.capacity_tokens for worker in ready}
     parts = sorted({(worker.role, worker.pool) for worker in ready}, key=lambda each: (each[0].value, each[1]))
     now = Arrangement(

@@ -27,6 +27,9 @@ async def measure(client: AsyncClient, on_progress: OnProgress, rounds: int = RO
     Raises `DiptychError` when no server answers or a worker is busy, `ProfileError` when there is nothing to fit.
     """
     view = (await client.status()).view
+    if view.other_models:
+        names = ", ".join(model.name for model in view.models)
+        raise ProfileError(f"the cluster serves several models ({names}), and a profile takes one")
     workers = _one_of_each(view)
     decoder = next((worker for worker in workers if worker.role is not Role.PREFILL), None)
     if decoder is None or view.model is None:

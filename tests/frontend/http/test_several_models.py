@@ -5,17 +5,21 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 from openai import NotFoundError
 
 from cluster.frontend.servers import open_servers
+from cluster.offline.plan.request import PlanError
+from cluster.offline.plan.running import observed
+from cluster.offline.profile.measure import measure
 from cluster.runtime.local import LocalRuntime
 from cluster.serving import serve
 from cluster.spec import ClusterSpec
 from diptych.errors import DiptychError
+from diptych.history import Window
 from diptych.view import WorkerState
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import Cluster, split_spec
@@ -25,6 +29,8 @@ from workers.build import build_worker
 from workers.config import EngineConfig
 from workers.errors import ModelError
 from workers.model.store import resolve
+from workers.profiles.profile_errors import ProfileError
+from workers.request import SLO
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ENGINE = EngineConfig(block_size=8, kv_blocks=96, max_batch_tokens=64, max_running=8, threads=1)
@@ -210,6 +216,14 @@ async def test_metrics_have_the_model(subject: Subject) -> None:
     assert text.count("# TYPE diptych_pool_workers gauge") == 1
     alone = await next(iter(subject.alone.values())).grpc.metrics()
     assert 'diptych_pool_workers{gateway="gateway-0",pool="prefill"} 1.0' in alone, "one model: no label"
+
+
+async def test_plans_and_profiles_take_one_model(subject: Subject) -> None:
+    view = (await subject.both.grpc.status()).view
+    with pytest.raises(PlanError, match=r"several models .* and a plan takes one"):
+        observed(view, Window(), cast(Any, None), SLO(), 0.9)  # it is refused before the profile is read
+    with pytest.raises(ProfileError, match=r"several models .* and a profile takes one"):
+        await measure(subject.both.grpc, lambda *told: None)
 
 
 async def test_a_pool_says_which_models_prompt_is_warmed(subject: Subject) -> None:
