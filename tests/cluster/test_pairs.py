@@ -12,6 +12,7 @@ import pytest_asyncio
 from kvtransfer.errors import PeerRefused
 from kvtransfer.open import SharedMemory
 from tests.cluster.pairs import PARALLEL, Legs, colocated, parallel_worker, words
+from tests.model.families import write_family
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig
 from workers.request import Request, SamplingParams
@@ -96,6 +97,23 @@ async def test_a_gang_alone_answers_like_one_rank(
 ) -> None:
     assert await colocated(workers[f"d{parallel}"], requests()) == expected
     await workers[f"d{parallel}"].check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+async def test_attention_sinks_and_sharded_experts_split_alike(tmp_path: Path, dtype: str) -> None:
+    model, engine, shared = str(write_family(tmp_path / "m", "gpt oss")), replace(ENGINE, dtype=dtype), SharedMemory()
+    settings = {"alone": (1, 1), "two": (2, 1), "stages": (1, 3)}
+    made = [
+        await parallel_worker(name, model, ParallelConfig(*each), engine, shared) for name, each in settings.items()
+    ]
+    try:
+        alone, two, stages = made
+        wanted = await colocated(alone, requests())
+        for legs in (Legs(two, stages), Legs(stages, two)):
+            assert [each.tokens for each in await legs.run(requests())] == wanted
+    finally:
+        for worker in made:
+            await worker.close()
 
 
 async def test_kv_of_another_dtype_is_converted(

@@ -65,8 +65,8 @@ def check_tensors(path: Path, config: ModelConfig) -> None:
         entry = entries[name]
         dtypes = ("U8",) if name.endswith(("_blocks", "_scales")) else WEIGHT_DTYPES
         if entry.dtype not in dtypes:
-            known = ", ".join(dtypes)
-            raise ModelError(f"{path}: {name} is of dtype {entry.dtype}; supported: {known}, or a GGUF file")
+            known = ", ".join(dtypes) if "U8" in dtypes else f"{', '.join(dtypes)}, or a GGUF file"
+            raise ModelError(f"{path}: {name} is of dtype {entry.dtype}; supported: {known}")
         if entry.shape != shape:
             raise ModelError(f"{path}: {name} has shape {list(entry.shape)}, config.json says {list(shape)}")
     unknown = sorted(name for name in entries if name not in shapes and not is_harmless(config, name))

@@ -81,11 +81,12 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """float32 [rows, blocks * 32] of blocks [rows, blocks, 16] and scales [rows, blocks], both uint8.
 
     Two numbers share a byte, the first in its low bits: a sign and one of eight sizes. A block's scale is
-    2^(byte - 127); with 255, a NaN, no number is finite. Source: Open Compute Project, Microscaling Formats (2023).
+    2^(byte - 127), and NaN with 255. Source: Open Compute Project, Microscaling Formats v1.0 (2023).
     """
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
     numbers = torch.cat([sizes, -sizes])[torch.stack([blocks & 15, blocks >> 4], -1).int()]  # [rows, blocks, 16, 2]
-    return torch.ldexp(numbers.flatten(-2), scales.int()[..., None] - 127).flatten(-2)
+    scales = scales[..., None]
+    return torch.ldexp(numbers.flatten(-2), scales.int() - 127).masked_fill(scales == 255, torch.nan).flatten(-2)
 
 
 def halves(rows: Tensor, head_dim: int) -> Tensor:

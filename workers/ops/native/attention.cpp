@@ -635,9 +635,8 @@ void write_output(const Call& call, const Job& job, const Partial& all) {
         float* to = call.output + (token * call.heads + head) * call.head_dim;
         float share = 1.0f / all.sum[row];
         if (call.sinks != nullptr) {
-            const float sink = call.sinks[head], most = std::max(all.most[row], sink);
-            const float kept = std::exp(all.most[row] - most);
-            share = kept / (all.sum[row] * kept + std::exp(sink - most));
+            const float above = all.most[row] - call.sinks[head], less = std::exp(-std::fabs(above));
+            share = above > 0.0f ? 1.0f / (all.sum[row] + less) : less / (all.sum[row] * less + 1.0f);
         }
         for (int64_t dim = 0; dim < call.head_dim; dim++) to[dim] = from[dim] * share;
     }
