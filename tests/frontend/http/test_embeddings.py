@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from tests.frontend.http.opened import Clients, clients, opened
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig
+from workers.errors import ModelError
+from workers.model.store import resolve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ENGINE = EngineConfig(block_size=8, kv_blocks=160, max_batch_tokens=32, max_running=8, threads=1)
@@ -66,12 +69,10 @@ def spec(made: ClusterSpec, model: str, pooling: str) -> ClusterSpec:
     return replace(made, model=model, executor="torch", pools=pools, gateway=gateway)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
-async def subject(request: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    folder = write_tiny_llama(tmp_path_factory.mktemp("embeddings") / "tiny")
+@asynccontextmanager
+async def served(made: ClusterSpec, folder: Path, pooling: str) -> AsyncIterator[Subject]:
     shared = SharedMemory()
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared))
-    made, pooling = KINDS[request.param]
     serving = await serve(spec(made, str(folder), pooling), runtime=runtime, make_server=open_servers)
     try:
         async with clients(serving.http_urls[0], serving.endpoint) as there:
@@ -79,6 +80,14 @@ async def subject(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Asy
             yield Subject(there, runtime, folder, pooling)
     finally:
         await serving.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def subject(request: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    made, pooling = KINDS[request.param]
+    folder = write_tiny_llama(tmp_path_factory.mktemp("embeddings") / "tiny")
+    async with served(made, folder, pooling) as found:
+        yield found
 
 
 async def embedded(subject: Subject, given: Any, **more: Any) -> list[list[float]]:
@@ -93,6 +102,18 @@ async def test_embeddings_are_those_of_transformers(subject: Subject) -> None:
         for text, vector in zip(PROMPTS, found, strict=True):
             np.testing.assert_allclose(vector, subject.expected(text), atol=1e-5)
     await Cluster(None, subject.runtime, None).settle()  # type: ignore[arg-type]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+async def test_embeddings_of_a_real_model_are_those_of_transformers(pooling: str) -> None:
+    try:
+        folder = resolve("smollm2-135m").path
+    except ModelError as error:
+        pytest.skip(f"the SmolLM2 model cannot be had here: {error}")
+    async with served(split_spec(), folder, pooling) as subject:
+        for text, vector in zip(PROMPTS, await embedded(subject, PROMPTS), strict=True):
+            np.testing.assert_allclose(vector, subject.expected(text), atol=1e-5)
 
 
 async def test_formats_and_token_ids_are_equal(subject: Subject) -> None:
