@@ -51,6 +51,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "gpt oss":
         sizes = {"head_dim": 8, "sliding_window": 400, "max_position_embeddings": 512}  # a window over all spans
         return ModelFolder("deep", write_family(tmp_path_factory.mktemp("models") / "deep", "gpt oss", **sizes))
+    if request.param == "llama 4":
+        sizes = {"head_dim": 8, "num_hidden_layers": LAYERS, "max_position_embeddings": 512, "moe_layers": [2]}
+        sizes |= {"attention_chunk_size": SPAN + 70, "no_rope_layers": [1, 0, 1]}  # a chunk begins in the second span
+        return ModelFolder("deep", write_family(tmp_path_factory.mktemp("models") / "deep", "llama 4", **sizes))
     return ModelFolder("deep", write_tiny_llama(tmp_path_factory.mktemp("models") / "deep", num_layers=LAYERS))
 
 
@@ -141,6 +145,19 @@ async def test_chunks_of_a_prompt_and_decodes_have_the_same_bits_as_with_all_kv_
     assert None not in tokens
     layers = [(name, query.layer) for name, query in workers.asked]
     assert layers == [(name, layer) for _ in range(6) for layer in range(LAYERS) for name in LENT]
+
+
+@pytest.mark.parametrize("folder", ["llama 4"], indirect=True)
+async def test_layers_with_chunked_attention_ask_only_lenders_that_hold_the_chunk(workers: Workers) -> None:
+    tail = PROMPT[2 * SPAN :]
+    results = await workers.compute((chunk(tail, 2 * SPAN), beside()))
+    assert same(*results) and not results[1][-1].lost
+    assert [(name, query.layer) for name, query in workers.asked] == [
+        ("second", 0), ("first", 1), ("second", 1), ("second", 2)
+    ]  # fmt: skip
+    token = results[0][0].tokens[0]
+    assert token is not None
+    assert same(*await workers.compute((chunk((token,), len(PROMPT)), beside())))
 
 
 async def test_queries_that_are_too_large_for_a_call_take_several(
