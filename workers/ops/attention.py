@@ -95,7 +95,7 @@ def _continued(attend: Attend) -> Attend:
         for (start, stop), begin, context, table in zip(runs, begins, contexts, batch.block_tables, strict=True):
             if begin:
                 run, num_keys = slice(start, stop), context - begin
-                span = KeySpan(table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start))
+                span = KeySpan(table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start), begin=begin)
                 own.append((run, states.attend_span(query[run], pool, layer, span, scale, window, softcap)))
         earlier = batch.states()
         for run, later in own:
