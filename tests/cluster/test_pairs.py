@@ -100,8 +100,9 @@ async def test_a_gang_alone_answers_like_one_rank(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-async def test_attention_sinks_and_sharded_experts_split_alike(tmp_path: Path, dtype: str) -> None:
-    model, engine, shared = str(write_family(tmp_path / "m", "gpt oss")), replace(ENGINE, dtype=dtype), SharedMemory()
+@pytest.mark.parametrize("family", ["gpt oss", "llama 4, some dense"])
+async def test_attention_sinks_chunks_and_sharded_experts_split_alike(tmp_path: Path, family: str, dtype: str) -> None:
+    model, engine, shared = str(write_family(tmp_path / "m", family)), replace(ENGINE, dtype=dtype), SharedMemory()
     settings = {"alone": (1, 1), "two": (2, 1), "stages": (1, 3)}
     made = [
         await parallel_worker(name, model, ParallelConfig(*each), engine, shared) for name, each in settings.items()

@@ -48,6 +48,7 @@ Ask = Callable[[RemoteKV, SpanQuery], Awaitable[bytes]]
 
 @pytest.fixture(scope="module", params=["llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    sizes: dict[str, Any]
     if request.param == "gpt oss":
         sizes = {"head_dim": 8, "sliding_window": 400, "max_position_embeddings": 512}  # a window over all spans
         return ModelFolder("deep", write_family(tmp_path_factory.mktemp("models") / "deep", "gpt oss", **sizes))
