@@ -18,15 +18,13 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from cluster.events import ClusterError, Delta, Event, Rejected, Unservable
 from cluster.frontend.context import GatewayContext
+from cluster.frontend.embedding import PromptEmbedding, pooling_of
 from cluster.frontend.models import adapter_named, resolve
 from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
 from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
@@ -52,32 +50,6 @@ from workers.request import SLO, Grammar, Request, SamplingParams
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
 MOST_GRAMMARS = 64  # checked ones that are remembered
 RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEmbedding:
-    """A vector of length 1. `num_tokens`: of its prompt."""
-
-    vector: NDArray[np.float32]
-    num_tokens: int
-
-    @classmethod
-    def of(cls, parts: Sequence[bytes], num_summed: int, num_tokens: int) -> "PromptEmbedding":
-        """`parts`: of a sum of `num_summed` hidden states."""
-        mean = np.sum([np.frombuffer(part, np.float32) for part in parts], axis=0) / num_summed
-        return cls(_normalized(mean), num_tokens)
-
-    def cut(self, dimensions: int | None) -> "PromptEmbedding":
-        """The first `dimensions` of it, of length 1 again. Raises `InvalidRequest`."""
-        if dimensions is None:
-            return self
-        if not 1 <= dimensions <= len(self.vector):
-            raise InvalidRequest("dimensions", f"is {dimensions}; this model's embeddings have {len(self.vector)}")
-        return PromptEmbedding(_normalized(self.vector[:dimensions]), self.num_tokens)
-
-
-def _normalized(vector: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
-    return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
 
 
 class DuplicateRequest(ClusterError):
@@ -205,7 +177,7 @@ class Gateway:
         Arguments and errors: as `generate`; `InvalidRequest` for a model without pooling.
         """
         arrived_ns = now_ns()
-        adapter, pooling = self._adapter(model), await self.pooling()
+        adapter, pooling = self._adapter(model), await pooling_of(self._context.spec)
         self._check_tenant(tenant)
         request_id, slo = request_id or new_id(), slo or SLO()
         running = self._enter(request_id, client_id, 1, slo, None)
@@ -249,16 +221,6 @@ class Gateway:
             output.end()
         except Exception as error:
             output.fail(error)
-
-    async def pooling(self) -> Literal["last", "mean"]:
-        """Raises `InvalidRequest` if the model makes no embeddings."""
-        found = self._context.spec.gateway.pooling
-        if found == "auto":
-            found = await asyncio.to_thread(_folder_pooling, self._context.model.name)
-        if found not in ("last", "mean") or self._context.spec.executor != "torch":
-            why = "its folder does not say that it is an embedding model"
-            raise InvalidRequest("model", f"makes no embeddings: {why}; serve it with gateway.pooling: mean, or last")
-        return "last" if found == "last" else "mean"
 
     async def warm(self, prompt: PromptInput, tenant: str, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
         """Compute a prompt on each worker that prefills, and pin it until `ttl_s` after its last use (0: do not).
@@ -498,13 +460,6 @@ class _Running:
         if self.pump is not None and not self.pump.done():
             self.pump.cancel()
             await asyncio.wait([self.pump])
-
-
-@lru_cache(maxsize=8)
-def _folder_pooling(model: str) -> str:
-    from workers.model.store import read_pooling, resolve
-
-    return read_pooling(resolve(model).path)
 
 
 def servable(view: ClusterView) -> bool:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from cluster.frontend.gateway import PromptEmbedding
+from cluster.frontend.embedding import PromptEmbedding
 from cluster.frontend.http.bodies import NOTHING, Body, one_or_more_prompts
 from cluster.frontend.text import RawPrompt
 from workers.errors import InvalidRequest

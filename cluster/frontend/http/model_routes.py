@@ -14,7 +14,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.gateway import Gateway, PromptEmbedding
+from cluster.frontend.embedding import PromptEmbedding
+from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
 from cluster.frontend.http.embeddings import EmbeddingsBody, embeddings_json
 from cluster.frontend.http.failures import JSON
