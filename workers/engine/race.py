@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from workers.costs import CostModel
 
-SPLIT = 20  # a chunk is halved if half of it takes at least this many times as long as an empty step
+SPLIT = 10  # a chunk is halved if half of it takes at least this many times as long as an empty step
 
 
 @dataclass(frozen=True, slots=True)
