@@ -322,7 +322,12 @@ class LateSource(Protocol):
 
 
 class LateReader(Protocol):
-    """A subscriber that takes outputs late, in the order of their times."""
+    """A subscriber that takes outputs late, in the order of their times.
+
+    `reads_cache`: a step that changes the cache log must be told in time.
+    """
+
+    reads_cache: bool
 
     def attach(self, source: LateSource | None) -> None:
         """From now on there may be something to tell; None: no longer."""

@@ -74,6 +74,7 @@ class WorkerClient:
         self.touched = touched
         self._changed = changed
         self._cache = cache
+        self.reads_cache = cache is not None
         self._handlers: dict[str, OnMessage] = {}
         self._source: LateSource | None = None
         self._loop = asyncio.get_running_loop()
@@ -155,8 +156,7 @@ class WorkerClient:
 
     async def _listen(self) -> None:
         try:
-            late = self if self._cache is None else None  # cache events are read when statistics come
-            await self.handle.subscribe(self.subscriber, self._on_bundle, late=late)
+            await self.handle.subscribe(self.subscriber, self._on_bundle, late=self)
         except (WorkerGone, WorkerError) as error:
             self.give_up(f"{type(error).__name__}: {error}")
         except Exception as error:

@@ -20,8 +20,11 @@ Sample = Callable[[str, int, int], Items[int]]
 """The tokens of this sequence from this position on, so many. None of them is an end token."""
 
 
-def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int) -> int:
-    """For how many steps, from the one in flight on and up to `most`, these decode on. Only the last may end one."""
+def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, logs: bool) -> int:
+    """For how many steps, from the one in flight on and up to `most`, these decode on. Only the last may end one.
+
+    `logs`: only the last may change the cache log, either.
+    """
     for each in sequences:
         sampling = each.request.sampling
         begun = each.first_step_s is not None
@@ -37,7 +40,9 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int) -> 
         most = min(most, each.max_length - len(each.tokens))
         if sampling.max_tokens is not None:
             most = min(most, sampling.max_tokens - each.num_output)
-    size, free = pool.block_size, pool.num_free
+        if logs:
+            most = min(most, pool.log.grain - each.num_computed % pool.log.grain)
+    size, free = pool.block_size, pool.num_free - (pool.num_cached if logs else 0)
     while most > 1 and sum(_missing_blocks(each, most, size) for each in sequences) > free:
         most //= 2
     return most

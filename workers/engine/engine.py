@@ -514,14 +514,15 @@ class Engine:
     # ---- decode steps that run as one ----------------------------------------------------------------------------
 
     @unaffected
-    def num_decode_steps(self, most: int) -> int:
+    def num_decode_steps(self, most: int, *, logs: bool) -> int:
         """How many steps, from the one in flight on and up to `most`, compute one token of the same sequences.
 
-        It holds until another method changes the engine. Only the last of them may end a sequence.
+        It holds until another method changes the engine. Only the last of them may end a sequence, or, with `logs`,
+        change the cache log.
         """
         busy = len(self._leases) or len(self._loans) or self._stores or self._pool.host.num_blocks
         sequences = () if busy else self._scheduler.only_decodes
-        return num_decode_steps(sequences, self._pool, most) if sequences else 1
+        return num_decode_steps(sequences, self._pool, most, logs=logs) if sequences else 1
 
     @unaffected
     def begin_decodes(self, sample: Sample, catch_up: Callable[[bool], object]) -> None:

@@ -45,6 +45,7 @@ class MultiStep:
         self._readers: tuple[LateReader, ...] = ()
         self._ended = self._committed = self._told = 0  # of the steps
         self._is_checked = True
+        self._logs = False  # only the last step may change the cache log
         self._is_catching_up = False
         self.last_plan = StepPlan(0, ())
 
@@ -53,11 +54,12 @@ class MultiStep:
 
         The result is that of the last one, whose plan is then `last_plan`.
         """
-        if self._executor.execute_decodes is None or (count := self._engine.num_decode_steps(MOST_STEPS)) < 2:
+        if self._executor.execute_decodes is None:
             return None
         readers = {chunk.key: self._reader_of(chunk.key) for chunk in plan.chunks}
         late = {key: reader for key, reader in readers.items() if reader is not None}
-        if len(late) < len(readers):
+        logs = any(reader.reads_cache for reader in late.values())
+        if len(late) < len(readers) or (count := self._engine.num_decode_steps(MOST_STEPS, logs=logs)) < 2:
             return None
         steps = self._executor.execute_decodes(plan, count, self._last)
         if max(steps.seconds) >= self._longest_s:
@@ -65,7 +67,7 @@ class MultiStep:
             late = {}
         self._steps, self._reader, self._readers = steps, late, tuple(dict.fromkeys(late.values()))
         self._ended = self._committed = self._told = 0
-        self._is_checked = True
+        self._is_checked, self._logs = True, logs
         for reader in self._readers:
             reader.attach(self)
         self._engine.begin_decodes(steps.sample, self._on_use)
@@ -142,7 +144,7 @@ class MultiStep:
         self._is_checked = True
         if self._steps is not None:
             left = len(self._steps.ends_s) - self._ended
-            count = max(1, self._engine.num_decode_steps(left))
+            count = max(1, self._engine.num_decode_steps(left, logs=self._logs))
             if count < left:
                 self._steps.shorten(self._ended + count)
 

@@ -155,3 +155,10 @@ def test_faults_moves_and_looks_at_any_time_see_the_same(seed: int, num_steps: C
 def _nameless(seen: object) -> str:
     """Without the random part of a gateway's name."""
     return re.sub(r"@gateway-0-\w{8}", "", repr(seen))
+
+
+def test_steps_run_as_one_beside_a_router_that_reads_cache_events(num_steps: Callable[[], tuple[int, int]]) -> None:
+    model = pool_model("llama-3-8b", "h100-80gb", ONE_GPU)
+    spec = arrange("mooncake", fleet("llama-3-8b", "h100-80gb", ONE_GPU, 4), 2)
+    simulate(spec, {pool.name: model for pool in spec.pools}, load_workload(LOAD.format(rate=4), seed=0))
+    assert num_steps()[0] > 2 * num_steps()[1]
