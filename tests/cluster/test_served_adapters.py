@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,13 +33,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_server(context: GatewayContext) -> Servers:
-    return Servers(context, partial(load_tokenizer, context.model.name, context.model.context_length))
+    models = [each.model for each in context.models]
+    return Servers(context, *(partial(load_tokenizer, model.name, model.context_length) for model in models))
 
 
 @asynccontextmanager
-async def served(base: Path, adapters: dict[str, str]) -> AsyncIterator[Clients]:
+async def served(base: Path, adapters: dict[str, str], *pools: PoolSpec) -> AsyncIterator[Clients]:
     gateway = GatewaySpec(grpc_port=0, http_port=0)
-    spec = ClusterSpec(str(base), (POOL,), transfer=TransferConfig(("tcp",)), gateway=gateway, adapters=adapters)
+    spec = ClusterSpec(str(base), (POOL, *pools), transfer=TransferConfig(("tcp",)), gateway=gateway, adapters=adapters)
     runtime = LocalRuntime(lambda order: build_worker(order.config, heartbeat_s=order.heartbeat_s))
     serving = await serve(spec, runtime=runtime, make_server=make_server)
     try:
@@ -100,6 +102,18 @@ async def test_http_names_adapters_as_models(base: Path, clients: Clients) -> No
     refused = await http.post("/v1/completions", json={"model": f"{base}:other", "prompt": "hello"})
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (404, "model_not_found") and "'sql'" in error["message"]
+
+
+async def test_of_several_models_each_has_its_own_adapters(base: Path, tmp_path: Path) -> None:
+    other = write_tiny_llama(tmp_path / "other", num_layers=3)
+    async with served(base, {}, replace(POOL, name="other", model=str(other))) as there:
+        with pytest.raises(DiptychError, match="no linear layer for tensor"):
+            await there.grpc.load_adapter("deep", str(write_adapter(tmp_path / "deep", other, 1)), model=str(base))
+        await there.grpc.load_adapter("deep", str(tmp_path / "deep"), model=str(other))
+        deep = await text(there.grpc, "deep")
+        assert deep == await text(there.grpc, f"{other}:deep") != await text(there.grpc, str(other))
+        with pytest.raises(DiptychError, match="is not served here"):
+            await text(there.grpc, f"{base}:deep")
 
 
 async def test_wrong_loads_change_nothing(base: Path, client: AsyncClient, tmp_path: Path) -> None:
