@@ -17,6 +17,7 @@ from benchmarks.elastic import record
 from benchmarks.elastic.contenders import OURS, WITH_ADMISSION, Contender, contender_named
 from benchmarks.elastic.probe import ScenarioProbe
 from benchmarks.elastic.scenarios import SCENARIOS, ScenarioSize, scenario
+from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.compare import processes
 
 LOADS = (0.3, 0.6, 0.9)  # of the goodput
@@ -36,6 +37,9 @@ class LoadPoint:
     load: float
     rate: float
     others: tuple[Contender, ...]
+
+
+Run = tuple[LoadPoint, Contender]
 
 
 def cells(found: record.Record, names: Sequence[str]) -> Iterator[LoadPoint]:
@@ -80,24 +84,24 @@ at most 1 below | the best static choices |
 def main(workloads: tuple[str, ...], all_of_them: bool, seed: int, count: int) -> None:
     """SLO attainment of all workloads; without WORKLOAD, written to benchmarks/results/attainment.md."""
     chosen = list(cells(record.load(), workloads or tuple(SCENARIOS)))
-    click.echo(HEAD)
     with processes(count) as each:
-        ours = list(each(attained, chosen, [OURS] * len(chosen), [seed] * len(chosen)))
-        runs = [
-            (cell, other)
-            for cell, share in zip(chosen, ours, strict=True)
-            for other in cell.others
-            if share < 1.0 or all_of_them
-        ]
-        shares = each(attained, [cell for cell, _ in runs], [other for _, other in runs], [seed] * len(runs))
-        found = dict(zip(runs, shares, strict=True))
-    rows = [
-        row(cell, [share, *(found[cell, other] for other in cell.others if (cell, other) in found)])
-        for cell, share in zip(chosen, ours, strict=True)
-    ]
-    click.echo("\n".join(rows))
+        ours = _simulated([(cell, OURS) for cell in chosen], seed, each)
+        runs = [(cell, other) for cell in chosen for other in cell.others if ours[cell, OURS] < 1.0 or all_of_them]
+        found = ours | _simulated(runs, seed, each)
+    rows = [row(cell, [found[cell, one] for one in (OURS, *cell.others) if (cell, one) in found]) for cell in chosen]
+    click.echo("\n".join((HEAD, *rows)))
     if not workloads:
         PAGE.write_text(page(rows, seed))
+
+
+def _simulated(runs: Sequence[Run], seed: int, each: Map) -> dict[Run, float]:
+    """Attainment by run. Each is printed as soon as it is known."""
+    found = {}
+    shares = each(attained, [cell for cell, _ in runs], [one for _, one in runs], [seed] * len(runs))
+    for (cell, one), share in zip(runs, shares, strict=True):
+        click.echo(f"{cell.workload} at {cell.load:g}, {one.name}: {share:.1%}", err=True)
+        found[cell, one] = share
+    return found
 
 
 def page(rows: Sequence[str], seed: int) -> str:
