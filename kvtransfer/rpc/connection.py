@@ -240,13 +240,15 @@ class RpcConnection:
             return error
 
     async def _serve(self, number: int, request: Any) -> None:
-        """Serve one call; it gets a reply or an error in any case."""
+        """Serve one call. It gets a reply or an error, unless it is one that this peer must not make."""
         assert self._on_call is not None
         kind = Kind.REPLY
         try:
             if isinstance(request, Exception):
                 raise request
             body = msgspec.msgpack.encode(await self._on_call(request))
+        except ProtocolError as error:
+            return self._lose(_reason(error))
         except Exception as error:
             kind, body = Kind.ERROR, msgspec.msgpack.encode(self._sent_error(error))
         if self.error is None:

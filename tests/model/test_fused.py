@@ -48,15 +48,16 @@ def test_adding_before_the_norm_gives_both(rows: int, size: int) -> None:
 @pytest.mark.parametrize("activation", KINDS)
 def test_gates_equal_double_precision_over_their_whole_range(activation: str) -> None:
     gate = torch.cat([torch.linspace(-110, 110, 20001), torch.linspace(-1, 1, 20001), torch.tensor([0.0, -0.0])])
-    up = 4 * numbers(len(gate), seed=0)
+    up, tolerance = numbers(len(gate), seed=0), 2e-7
     if activation == CLAMPED_SILU:
+        up, tolerance = 4 * up, 1e-6  # reaches the clamp
         clamped, up_there = gate.double().clamp(max=7), up.double().clamp(-7, 7) + 1
         exact = clamped * torch.sigmoid(1.702 * clamped)
     else:
         exact, up_there = F.gelu(gate.double(), approximate="tanh"), up.double()
         exact = F.silu(gate.double()) if activation == SILU else exact
     y = gated(torch.cat([gate, up])[None], activation)[0]
-    torch.testing.assert_close(y, (exact * up_there).float(), rtol=3e-6, atol=1e-6)
+    torch.testing.assert_close(y, (exact * up_there).float(), rtol=3e-6, atol=tolerance)
 
 
 @settings(max_examples=30, deadline=None)

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvtransfer.rpc.connection import RpcConnection
-from kvtransfer.rpc.frames import FrameStream
+from kvtransfer.rpc.frames import FrameStream, ProtocolError
 from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.cache_log import Tier
@@ -118,7 +118,9 @@ class RemoteRank:
         self._settle()
         return problem
 
-    async def _on_call(self, request: wire.AskLender) -> bytes:
+    async def _on_call(self, request: object) -> bytes:
+        if not isinstance(request, wire.AskLender):
+            raise ProtocolError(f"a rank does not call {type(request).__name__}")
         assert self._attend is not None, "a plan with remote KV comes after `borrow`"
         return await self._attend(request.span, request.query)
 
