@@ -28,6 +28,9 @@ ROUTES = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
     "/v1/embeddings": "embeddings",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "count_tokens",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }

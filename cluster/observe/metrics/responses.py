@@ -8,13 +8,14 @@ from prometheus_client.metrics_core import Metric
 from cluster.observe.metrics.families import Rows, counter
 
 HTTP_CODES = (200, 400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)
+HTTP_METHODS = ("completions", "chat", "responses", "messages")
 GRPC_CODES = (
     *("OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED"),
     *("RESOURCE_EXHAUSTED", "INTERNAL", "UNAVAILABLE", "UNAUTHENTICATED"),
 )
 # Exported from the start: Prometheus would not see the first increase of a series that starts with it.
 KNOWN = (
-    *(("http", method, str(code)) for method in ("completions", "chat") for code in HTTP_CODES),
+    *(("http", method, str(code)) for method in HTTP_METHODS for code in HTTP_CODES),
     *(("grpc", "Generate", code) for code in GRPC_CODES),
 )
 

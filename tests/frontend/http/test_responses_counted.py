@@ -52,6 +52,10 @@ async def test_http_responses_are_counted_by_status(dispatcher: FakeDispatcher) 
         ):
             await there.http.post(path, json=ASK | change)
         await there.http.post("/v1/completions", content=b"{")
+        await there.http.post("/v1/responses", json={"input": "hello", "max_output_tokens": 16})
+        message = {"messages": [{"role": "user", "content": "hi"}]}
+        await there.http.post("/v1/messages", json=message)  # without max_tokens
+        await there.http.post("/v1/messages/count_tokens", json=message)
         dispatcher.error = RuntimeError("nobody foresaw this")
         await there.http.post("/v1/completions", json=ASK)
         dispatcher.error = Rejected("full", 1.0, "no-room")
@@ -64,6 +68,9 @@ async def test_http_responses_are_counted_by_status(dispatcher: FakeDispatcher) 
         ("completions", "500"): 1,
         ("chat", "429"): 1,
         ("tokenize", "200"): 1,
+        ("responses", "200"): 1,
+        ("messages", "400"): 1,
+        ("count_tokens", "200"): 1,
     }
     assert received["http", "other", "404"] == 1
 
