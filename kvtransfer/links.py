@@ -25,15 +25,6 @@ PROBE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class BackendHealth:
-    """Whether a backend works in this process, or why it does not."""
-
-    backend: str
-    ok: bool
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class TransportStats:
     """`unsettled`: pulls whose target blocks may still be written."""
 
@@ -47,6 +38,7 @@ class TransportStats:
 class TransportSet:
     """Owns the transports of one rank. Close it before the region's memory goes.
 
+    `unavailable`: the backends that do not work here, each as "backend: reason", for reports of links.
     `verifies` is False if no bytes move (modelled). A pull's stats then count no digests. `place` converts staged KV
     into the pool; None: this rank cannot.
     """
@@ -56,7 +48,7 @@ class TransportSet:
         region: Region,
         rank: int,
         transports: tuple[Transport, ...],
-        health: tuple[BackendHealth, ...],
+        unavailable: tuple[str, ...],
         *,
         verifies: bool = True,
         place: Place | None = None,
@@ -64,7 +56,7 @@ class TransportSet:
         self._region = region
         self._rank = rank
         self._transports = transports
-        self._health = health
+        self._unavailable = unavailable
         self._verifies = verifies
         self._links: dict[str, tuple[PeerLink, ...]] = {}  # incarnation -> one for each rank that is read
         self._scratch = asyncio.Lock()  # the scratch block serves one probe at a time
@@ -78,9 +70,6 @@ class TransportSet:
         """Call it for every handshake: a rebuilt transport has another address."""
         addresses = tuple((transport.name, transport.address()) for transport in self._transports)
         return ShardAddress(self._rank, self._region.layout, self._region.num_blocks, addresses)
-
-    def doctor(self) -> tuple[BackendHealth, ...]:
-        return self._health
 
     def stats(self) -> TransportStats:
         return TransportStats(len(self._links), self._reads, len(self._pulls), self._num_bytes, self._failures)
@@ -150,7 +139,7 @@ class TransportSet:
         shard = peer.shards[piece.shard]
         name = rank_name(peer.incarnation, shard.rank)
         offered = {name for name, _ in shard.transports}
-        skipped = [f"{health.backend}: {health.reason}" for health in self._health if not health.ok]
+        skipped = list(self._unavailable)
         errors: list[TransferError] = []
         for transport in self._transports:
             if transport.name not in offered:

@@ -9,7 +9,7 @@ from kvtransfer.backends.memory import MemoryTransport, SharedMemory
 from kvtransfer.backends.modelled import LinkModel, ModelledTransport
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.host import host_identity
-from kvtransfer.links import BackendHealth, TransportSet
+from kvtransfer.links import TransportSet
 from kvtransfer.probe import RESERVED_BLOCKS, stamp_probe_block
 from kvtransfer.ticket import rank_name
 from kvtransfer.transport import Place, Region, Transport
@@ -60,7 +60,7 @@ def open_transports(
 
     `host` is our address that peers can reach; `quarantine_s` bounds how long an unfinished read may hold its target
     blocks; `max_readers` ranks may read over `tcp` at once; `place` converts KV of another dtype into the pool.
-    A backend that cannot work here is left out, and `doctor` reports why; it is silent about `cuda_ipc` on a CPU.
+    A backend that cannot work here is left out; reports of links say why, but are silent about `cuda_ipc` on a CPU.
     `modelled` moves no bytes, so it works only alone. Raises `TransportUnavailable` when nothing is left.
     """
     if region.device == "cpu" and len(backends) > 1:
@@ -73,18 +73,15 @@ def open_transports(
     if moves_bytes:
         stamp_probe_block(region, name)
     opened: list[Transport] = []
-    health: list[BackendHealth] = []
+    reasons: list[str] = []
     for backend in backends:
         try:
             opened.append(_open(backend, opening))
         except TransportUnavailable as error:
-            health.append(BackendHealth(backend, False, str(error)))
-        else:
-            health.append(BackendHealth(backend, True))
+            reasons.append(f"{backend}: {error}")
     if not opened:
-        reasons = "; ".join(f"{each.backend}: {each.reason}" for each in health)
-        raise TransportUnavailable(f"no transport works here: {reasons}")
-    return TransportSet(region, rank, tuple(opened), tuple(health), verifies=moves_bytes, place=place)
+        raise TransportUnavailable(f"no transport works here: {'; '.join(reasons)}")
+    return TransportSet(region, rank, tuple(opened), tuple(reasons), verifies=moves_bytes, place=place)
 
 
 def _open(name: str, opening: _Opening) -> Transport:

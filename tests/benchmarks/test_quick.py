@@ -42,13 +42,6 @@ def test_quick_routing_times_decisions_with_and_without_new_statistics() -> None
         assert row in result.output
 
 
-def test_quick_slab_io_compares_with_threads() -> None:
-    result = CliRunner().invoke(main, ["slab-io", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
-    assert result.exit_code == 0, result.output
-    for row in ("write, depth 4", "read, depth 16", "threads", "CPU of a block"):
-        assert row in result.output
-
-
 def test_quick_kv_store_compares_with_raw_io() -> None:
     result = CliRunner().invoke(main, ["kv-store", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
     assert result.exit_code == 0, result.output

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 
 from cluster.runtime.interface import WorkerOrder
-from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, cluster, split_spec
 from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor, ModelFacts
 from workers.errors import ModelError
-from workers.executor.modelled import modelled_facts, open_modelled
+from workers.executor.modelled import Modelled, modelled_facts, open_modelled
 from workers.server import WorkerServer
 
 
@@ -42,12 +41,13 @@ async def refusal(decode_facts: ModelFacts) -> str:
 
 
 async def test_another_model_is_refused_at_start() -> None:
-    message = await refusal(modelled_facts(layout=KVLayout("another", 30, 3, 64, 16)))
+    facts = modelled_facts(model=Modelled())
+    message = await refusal(replace(facts, layout=replace(facts.layout, model="another")))
     assert "model modelled, 30 layers" in message and "model another" in message and "engine.weights" in message
 
 
 async def test_another_tokenizer_is_refused_at_start() -> None:
-    message = await refusal(replace(modelled_facts(layout=KVLayout("modelled", 30, 3, 64, 16)), tokenizer="other"))
+    message = await refusal(replace(modelled_facts(model=Modelled()), tokenizer="other"))
     assert "tokenizer" in message and "same model folder" in message
 
 
@@ -57,7 +57,7 @@ async def test_kv_that_cannot_be_converted_is_refused_at_start() -> None:
     prefill, decode = spec.pools
     pools = (prefill, replace(decode, engine=replace(decode.engine, dtype="bfloat16")))
     spec = replace(spec, pools=pools, transfer=replace(spec.transfer, staging_bytes=0))
-    facts = modelled_facts(layout=KVLayout("modelled", 30, 3, 64, 16, dtype="bfloat16"))
+    facts = modelled_facts(model=Modelled(dtype="bfloat16"))
     with pytest.raises(
         ModelError, match=r"cannot exchange KV: the owner.s KV is float32, ours bfloat16, .*use one dtype"
     ):

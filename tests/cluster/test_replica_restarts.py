@@ -21,7 +21,6 @@ from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.serving import Serving, serve
 from cluster.spec import Role
 from diptych.view import WorkerState, WorkerView
-from kvtransfer.layout import KVLayout
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, cluster, completed, generate, request, split_spec
 from tests.cluster.processes import FakeServer, Processes, in_virtual_time
@@ -29,7 +28,7 @@ from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor
 from workers.errors import ModelError, RankLost
-from workers.executor.modelled import modelled_facts, open_modelled
+from workers.executor.modelled import Modelled, modelled_facts, open_modelled
 from workers.server import WorkerServer
 
 MODELS = {name: PoolModel(FAST) for name in ("prefill", "decode")}
@@ -38,7 +37,7 @@ MODELS = {name: PoolModel(FAST) for name in ("prefill", "decode")}
 async def test_a_worker_whose_ranks_did_not_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_pool, "START_RETRY_S", 0.2)
     shared, opened = SharedMemory(), Counter[str]()
-    facts = modelled_facts(layout=KVLayout("modelled", 30, 3, 64, 16))
+    facts = modelled_facts(model=Modelled())
 
     async def open_it(config: WorkerConfig, incarnation: str) -> Executor:
         opened[config.name] += 1

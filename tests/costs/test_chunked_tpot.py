@@ -7,15 +7,15 @@ from workers.costs import CostModel
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
 from workers.engine.step import Chunk, StepPlan, StepResult
-from workers.profiles.sources import cost_of
+from workers.profiles.sources import profile_of
 from workers.request import Request, SamplingParams
 
 LONG = 6000  # tokens of a prompt
 COSTS = {
-    "distserve": cost_of("opt-13b", "a100-80gb"),
-    "splitwise": cost_of("llama-2-70b", "a100-80gb", 8),
-    "vidur": cost_of("llama-3-8b", "a100-80gb"),
-    "roofline": cost_of("llama-3-8b", "h200"),
+    "distserve": profile_of("opt-13b", "a100-80gb").cost,
+    "splitwise": profile_of("llama-2-70b", "a100-80gb", 8).cost,
+    "vidur": profile_of("llama-3-8b", "a100-80gb").cost,
+    "roofline": profile_of("llama-3-8b", "h200").cost,
 }
 
 

@@ -21,7 +21,7 @@ from workers.costs import (
 )
 from workers.engine.estimate import StepEstimate, plan_seconds, prompt_share
 from workers.engine.step import Chunk, StepPlan
-from workers.profiles.sources import cost_of
+from workers.profiles.sources import profile_of
 
 pytestmark = pytest.mark.grid
 
@@ -29,15 +29,15 @@ pytestmark = pytest.mark.grid
 MODELS: dict[str, CostModel] = {
     "linear": LinearCost(),
     "linear, no pairs": LinearCost(prefill_pair_s=0.0),
-    "distserve": cost_of("opt-13b", "a100-80gb"),
-    "distserve TP 2 PP 2": cost_of("opt-66b", "a100-80gb", 2, 2),
-    "distserve-vllm": cost_of("opt-66b", "a100-80gb", 2, source="distserve-vllm"),
-    "splitwise": cost_of("llama-2-70b", "a100-80gb", 8),
-    "splitwise PP 2": cost_of("bloom-176b", "h100-80gb", 8, 2),
-    "vidur": cost_of("llama-3-8b", "a100-80gb"),
-    "vidur TP 8 PP 2": cost_of("llama-2-70b", "h100-80gb", 8, 2, source="vidur"),
-    "roofline": cost_of("qwen2.5-7b", "l4", 2, 2),
-    "roofline, a core": cost_of("smollm2-135m", "cpu-core"),
+    "distserve": profile_of("opt-13b", "a100-80gb").cost,
+    "distserve TP 2 PP 2": profile_of("opt-66b", "a100-80gb", 2, 2).cost,
+    "distserve-vllm": profile_of("opt-66b", "a100-80gb", 2, source="distserve-vllm").cost,
+    "splitwise": profile_of("llama-2-70b", "a100-80gb", 8).cost,
+    "splitwise PP 2": profile_of("bloom-176b", "h100-80gb", 8, 2).cost,
+    "vidur": profile_of("llama-3-8b", "a100-80gb").cost,
+    "vidur TP 8 PP 2": profile_of("llama-2-70b", "h100-80gb", 8, 2, source="vidur").cost,
+    "roofline": profile_of("qwen2.5-7b", "l4", 2, 2).cost,
+    "roofline, a core": profile_of("smollm2-135m", "cpu-core").cost,
 }
 EVERY = pytest.mark.parametrize("cost", MODELS.values(), ids=MODELS)
 TOKENS = st.integers(1, 20_000)
@@ -204,7 +204,7 @@ def test_a_prompt_is_cut_into_at_most_as_many_parts_as_stages(cost: CostModel, n
 
 def test_a_prompt_hidden_behind_the_weights_is_not_cut() -> None:
     """A roofline's few tokens are free beside the weights that every part would read again."""
-    roofline: Any = cost_of("llama-2-7b", "h200")
+    roofline: Any = profile_of("llama-2-7b", "h200").cost
     bound_by_memory = replace(roofline, send_token_s=0.0)
     assert prompt_share(bound_by_memory, 64, 4) == 64
     assert prompt_share(bound_by_memory, 8192, 4) < 8192

@@ -13,7 +13,7 @@ from workers.profiles.hardware import DATA
 from workers.profiles.profile_errors import ProfileError, UnknownName
 from workers.profiles.published import distserve_capacity, distserve_data, splitwise_medians, vidur_layers, vidur_links
 from workers.profiles.shapes import SHAPES, canonical
-from workers.profiles.sources import CROSS, NODE, SOURCES, NetworkLink, cost_of, link_of, profile_of
+from workers.profiles.sources import CROSS, NODE, SOURCES, NetworkLink, link_of, profile_of
 
 A100, H100 = "a100-80gb", "h100-80gb"
 
@@ -69,7 +69,7 @@ def bare(cost: CostModel) -> PhasedCost:
 
 
 def test_step_times_follow_from_distserves_coefficients() -> None:
-    fits = [bare(cost_of("opt-13b", A100, tensor)) for tensor in (1, 2, 4)]
+    fits = [bare(profile_of("opt-13b", A100, tensor).cost) for tensor in (1, 2, 4)]
     assert [round(ms(fit.prefill_seconds(512))) for fit in fits] == [72, 50, 32]
     assert [round(ms(fit.decode_seconds(32, 32 * 500))) for fit in fits] == [31, 21, 14]
     assert fits[0].prefill_seconds(512) / fits[1].prefill_seconds(512) == pytest.approx(1.43, abs=0.005)
@@ -80,7 +80,7 @@ def test_every_published_fit_is_evaluated_as_its_simulator_does(engine: str) -> 
     source = "distserve" if engine == "distserve" else "distserve-vllm"
     for model, tensors in distserve_data()["fits_ms"][engine].items():
         for tensor, fit in tensors.items():
-            cost = bare(cost_of(model, A100, int(tensor), source=source))
+            cost = bare(profile_of(model, A100, int(tensor), source=source).cost)
             a, b, c = fit["prefill"]
             expected = a + b * 900 + max(0.0, c) * (400**2 + 500**2)
             assert ms(cost.mixed_seconds([(400, 0), (500, 0)], 0, 0)) == pytest.approx(expected)
@@ -94,7 +94,7 @@ def test_every_published_fit_is_evaluated_as_its_simulator_does(engine: str) -> 
 
 def test_each_step_pays_distserves_overheads_once() -> None:
     for pipeline in (1, 2, 4):
-        cost = cost_of("opt-66b", A100, 2, pipeline)
+        cost = profile_of("opt-66b", A100, 2, pipeline).cost
         fit = bare(cost)
         extra = cost.prefill_seconds(1000) - fit.prefill_seconds(1000)
         assert ms(extra) == pytest.approx(2 + 1e-4 * 1000 + pipeline * pipeline)
@@ -103,7 +103,7 @@ def test_each_step_pays_distserves_overheads_once() -> None:
 
 
 def test_chunks_of_a_prompt_attend_to_as_much_as_the_whole() -> None:
-    cost = bare(cost_of("opt-13b", A100))
+    cost = bare(profile_of("opt-13b", A100).cost)
     whole = cost.prefill_seconds(1000)
     assert cost.prefill_seconds(600) + cost.prefill_seconds(400, 600) - cost.prefill[0] == pytest.approx(whole)
     mixed = cost.mixed_seconds([(512, 0)], 32, 16_000)
@@ -138,7 +138,7 @@ MEDIANS = {  # prompt ms, token ms at TP 8, as the traces' README has them
 @pytest.mark.parametrize(("model", "hardware"), MEDIANS)
 def test_splitwises_medians_stand_in_the_table_and_in_the_steps(model: str, hardware: str) -> None:
     table = splitwise_medians()[canonical(model), hardware, 8]
-    cost = cost_of(model, hardware, 8)
+    cost = profile_of(model, hardware, 8).cost
     assert isinstance(cost, TableCost)
     for (prompt, batch), cell in zip(COLUMNS, MEDIANS[model, hardware].split(), strict=True):
         prompt_ms, token_ms = map(float, cell.split("/"))
@@ -151,7 +151,7 @@ def test_splitwises_medians_stand_in_the_table_and_in_the_steps(model: str, hard
 
 
 def test_beyond_the_table_steps_go_on_as_its_last_two_points() -> None:
-    cost = cost_of("llama-2-70b", A100, 8)
+    cost = profile_of("llama-2-70b", A100, 8).cost
     assert isinstance(cost, TableCost)
     (x, y), (last_x, last_y) = list(zip(cost.prompt.xs, cost.prompt.ys, strict=True))[-2:]
     slope = (last_y - y) / (last_x - x)
@@ -162,7 +162,7 @@ def test_beyond_the_table_steps_go_on_as_its_last_two_points() -> None:
 
 
 def test_a_mixed_step_of_splitwise_is_a_tenth_slower_than_a_prompt_of_all_tokens() -> None:
-    cost = cost_of("llama-2-70b", A100, 8)
+    cost = profile_of("llama-2-70b", A100, 8).cost
     assert cost.mixed_seconds([(1000, 0)], 24, 0) == pytest.approx(1.1 * cost.prefill_seconds(1024))
     assert cost.mixed_seconds([(1, 0)], 500, 0) >= cost.decode_seconds(500, 0)
     assert cost.prefill_seconds(1024) < cost.prefill_seconds(1024, 6000) < cost.prefill_seconds(7024)
@@ -187,7 +187,7 @@ def test_links_are_vidurs_sends() -> None:
 def test_a_layer_of_vidur_is_the_sum_of_its_operators() -> None:
     assert len(vidur_layers()) == 6 * 4
     for (model, hardware, tensor), points in vidur_layers().items():
-        cost = cost_of(model, hardware, tensor, source="vidur")
+        cost = profile_of(model, hardware, tensor, source="vidur").cost
         assert isinstance(cost, LayeredCost)
         tokens, layer_s = points[-1]
         assert cost.tokens(tokens) >= SHAPES[model].layers * layer_s
@@ -223,20 +223,20 @@ def test_a_custom_shape_is_never_taken_for_a_published_one() -> None:
 
 
 def test_transfers_go_over_all_links_of_the_instance() -> None:
-    one, four = cost_of("opt-66b", A100, 2), cost_of("opt-66b", A100, 2, 2)
+    one, four = profile_of("opt-66b", A100, 2).cost, profile_of("opt-66b", A100, 2, 2).cost
     assert one.transfer_byte_s == pytest.approx(2 * four.transfer_byte_s)
-    slow = cost_of("opt-66b", A100, 2, link=NetworkLink(1e-3, 8 / 25e9, "25 Gbit/s"))
+    slow = profile_of("opt-66b", A100, 2, link=NetworkLink(1e-3, 8 / 25e9, "25 Gbit/s")).cost
     assert slow.transfer_seconds(10**9) == pytest.approx(1e-3 + 0.16)
-    assert cost_of("opt-66b", A100, 2, link=NODE).transfer_byte_s < one.transfer_byte_s
+    assert profile_of("opt-66b", A100, 2, link=NODE).cost.transfer_byte_s < one.transfer_byte_s
 
 
 def test_an_error_for_missing_data_lists_what_the_source_has() -> None:
     with pytest.raises(
         ProfileError, match=r"splitwise has no llama-3-8b on h200 at TP 1; it has .*llama-2-70b on a100"
     ):
-        cost_of("llama-3-8b", "h200", source="splitwise")
+        profile_of("llama-3-8b", "h200", source="splitwise")
     with pytest.raises(UnknownName, match="did you mean 'vidur'"):
-        cost_of("llama-3-8b", A100, source="vidurr")
+        profile_of("llama-3-8b", A100, source="vidurr")
     with pytest.raises(UnknownName, match="unknown link 'far'"):
         link_of(A100, "far")
     for value in (-1.0, float("nan"), float("inf")):
@@ -251,4 +251,4 @@ def test_an_error_for_missing_data_lists_what_the_source_has() -> None:
 )
 def test_a_split_that_no_engine_runs_is_refused(tensor: int, pipeline: int, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
-        cost_of("opt-13b", A100, tensor, pipeline)
+        profile_of("opt-13b", A100, tensor, pipeline)

@@ -7,7 +7,7 @@ import pytest
 from workers.profiles.computed import roofline
 from workers.profiles.hardware import hardware_of, known_hardware
 from workers.profiles.shapes import SHAPES, ModelShape
-from workers.profiles.sources import cost_of
+from workers.profiles.sources import profile_of
 
 STEPS = {
     "prefill 512": ((512, 0), 0, 0),
@@ -36,8 +36,8 @@ BOUNDS = {"distserve": (0.65, 1.05), "vidur": (0.75, 2.25), "splitwise": (0.37, 
 def test_the_roofline_is_within_a_stated_factor_of_every_measurement() -> None:
     table = []
     for model, hardware, tensor, source in MEASURED:
-        measured = cost_of(model, hardware, tensor, source=source)
-        computed = cost_of(model, hardware, tensor, source="roofline")
+        measured = profile_of(model, hardware, tensor, source=source).cost
+        computed = profile_of(model, hardware, tensor, source="roofline").cost
         ratios = {}
         for step, (chunk, batch, context) in STEPS.items():
             chunks = (chunk,) if chunk else ()
@@ -54,7 +54,7 @@ def test_the_roofline_is_within_a_stated_factor_of_every_measurement() -> None:
 def test_one_decode_is_the_weights_and_a_long_prompt_is_the_arithmetic() -> None:
     for model in ("llama-2-7b", "llama-3-8b", "mistral-7b"):
         shape, sheet = SHAPES[model], hardware_of("h100-80gb")
-        cost = cost_of(shape, sheet, source="roofline")
+        cost = profile_of(shape, sheet, source="roofline").cost
         least_s = shape.weight_bytes * 0.9 / sheet.memory_byte_s
         assert least_s < cost.decode_seconds(1, 1) < 2.5 * least_s
         ideal_s = shape.prefill_flops(8192) / sheet.flops_of(2)
@@ -64,13 +64,13 @@ def test_one_decode_is_the_weights_and_a_long_prompt_is_the_arithmetic() -> None
 @pytest.mark.parametrize("hardware", known_hardware())
 def test_any_model_has_a_cost_on_any_hardware(hardware: str) -> None:
     for model in SHAPES:
-        cost = cost_of(model, hardware, source="roofline")
+        cost = profile_of(model, hardware, source="roofline").cost
         assert 0.0 < cost.decode_seconds(1, 100) < cost.prefill_seconds(10_000)
         assert cost.transfer_seconds(10**6) > 0.0
 
 
 def test_more_ranks_are_faster_but_not_by_as_much() -> None:
-    steps = [cost_of("llama-2-70b", "h200", tensor, source="roofline") for tensor in (1, 2, 4, 8)]
+    steps = [profile_of("llama-2-70b", "h200", tensor, source="roofline").cost for tensor in (1, 2, 4, 8)]
     for fewer, more in pairwise(steps):
         for verb in ((lambda c: c.prefill_seconds(4096)), (lambda c: c.decode_seconds(64, 64 * 1000))):
             assert 1.0 < verb(fewer) / verb(more) < 2.0
@@ -83,5 +83,5 @@ def test_ranks_beyond_the_kv_heads_read_copies() -> None:
 
 
 def test_stages_send_over_the_network_only_when_they_leave_the_node() -> None:
-    inside, across = (cost_of("llama-2-70b", "h200", 4, pipeline, source="roofline") for pipeline in (2, 3))
+    inside, across = (profile_of("llama-2-70b", "h200", 4, pipeline, source="roofline").cost for pipeline in (2, 3))
     assert across.prefill_seconds(8192) - inside.prefill_seconds(8192) > 0.001

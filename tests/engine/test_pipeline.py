@@ -15,7 +15,7 @@ from workers.engine.estimate import prompt_share
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan
 from workers.errors import InvalidRequest, Overloaded
-from workers.executor.bubble import BubbleMeter
+from workers.executor.bubble import WINDOW, BubbleMeter
 from workers.request import SLO, Request, SamplingParams, TokensOut
 
 COST = LinearCost(step_s=0.010, prefill_token_s=0.001, prefill_pair_s=0.0, decode_row_s=0.001, decode_context_s=0.0)
@@ -392,9 +392,9 @@ def test_a_full_pipeline_has_the_bubble_of_its_fill_and_drain_only() -> None:
 
 
 def test_only_the_latest_plans_count_and_one_stage_has_no_bubble() -> None:
-    meter, single = BubbleMeter(2, window=3), BubbleMeter(1)
+    meter, single = BubbleMeter(2), BubbleMeter(1)
     meter.add(0.0, 100.0, (0.0, 0.0))
-    for number in range(3):
+    for number in range(WINDOW):
         meter.add(200.0 + number, 201.0 + number, (1.0, 1.0))
     assert meter.share == 0.0
     single.add(0.0, 2.0, (1.0,))

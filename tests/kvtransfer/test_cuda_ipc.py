@@ -152,12 +152,12 @@ async def test_an_owner_is_mapped_once_and_unmapped_when_forgotten(cuda_ipc_owne
     assert driver.num_mapped == 0
 
 
-def test_a_pool_in_host_memory_is_refused_when_asked_for_and_not_mentioned_otherwise() -> None:
+def test_a_pool_in_host_memory_is_refused_if_no_other_backend_is_named() -> None:
     options: dict[str, Any] = {"incarnation": "a", "secret": SECRET, "host": "127.0.0.1"}
     with pytest.raises(TransportUnavailable, match="host memory"):
         open_transports(make_region(), ("cuda_ipc",), **options)
     opened = open_transports(make_region(), ("cuda_ipc", "tcp"), **options)
-    assert [each.backend for each in opened.doctor()] == ["tcp"]
+    assert [name for name, _ in opened.shard().transports] == ["tcp"]
     asyncio.run(opened.close())
 
 

@@ -19,7 +19,7 @@ from tests.literature.closed_forms import (
 )
 from workers.profiles.profile_errors import ProfileError
 from workers.profiles.shapes import SHAPES
-from workers.profiles.sources import cost_of
+from workers.profiles.sources import profile_of
 
 
 def counted_ttft_s(rate: float, stages: tuple[float, ...], requests: int = 100_000) -> float:
@@ -64,9 +64,9 @@ def test_at_the_crossover_both_are_equal_and_around_it_each_wins_its_side(
 
 def test_distserves_own_speed_up_puts_the_crossover_at_four_fifths() -> None:
     """K(2) of OPT-13B at 512 tokens, overheads included: between the table's 1.3 and 1.5."""
-    speedup = cost_of("opt-13b", "a100-80gb").prefill_seconds(512) / cost_of("opt-13b", "a100-80gb", 2).prefill_seconds(
-        512
-    )
+    speedup = profile_of("opt-13b", "a100-80gb").cost.prefill_seconds(512) / profile_of(
+        "opt-13b", "a100-80gb", 2
+    ).cost.prefill_seconds(512)
     assert 0.61 < crossover_load(speedup) < 0.94
 
 

@@ -28,13 +28,14 @@ def test_cores_are_claimed_once_and_come_back() -> None:
 
 def test_the_claim_of_a_process_that_died_is_free(tmp_path: Path) -> None:
     code = (
-        "import os, sys, pathlib; from workers.executor.threads import CoreClaim;"
-        f"claim = CoreClaim({CORES}, 1, pathlib.Path(sys.argv[1]));"
+        "import os; from workers.executor.threads import CoreClaim;"
+        f"claim = CoreClaim({CORES}, 1);"
         "print(claim.cores[0], flush=True); os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == -9
-    assert CoreClaim(CORES, 1, tmp_path).cores == (int(done.stdout),)
+    assert CoreClaim(CORES, 1).cores == (int(done.stdout),)
 
 
 async def test_a_pinned_thread_computes_on_its_cores_alone() -> None:

@@ -14,10 +14,9 @@ WINDOW = 256  # plans: follows the load, but smooths the fill and drain of a pro
 class BubbleMeter:
     """Owned by an executor of `stages` stages. Plans are added in the order in which they end."""
 
-    def __init__(self, stages: int, window: int = WINDOW) -> None:
+    def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._window = window
-        self._plans: deque[tuple[float, float]] = deque()  # (seconds covered, busy seconds of all stages)
+        self._plans: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (seconds covered, busy seconds of all stages)
         self._covered_to_s = float("-inf")
 
     def add(self, begin_s: float, end_s: float, busy_s: Iterable[float]) -> None:
@@ -27,8 +26,6 @@ class BubbleMeter:
         covered_s = max(0.0, end_s - max(begin_s, self._covered_to_s))
         self._covered_to_s = max(self._covered_to_s, end_s)
         self._plans.append((covered_s, sum(busy_s)))
-        if len(self._plans) > self._window:
-            self._plans.popleft()
 
     @property
     def share(self) -> float:

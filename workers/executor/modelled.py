@@ -75,14 +75,10 @@ class Modelled:
     multi_step: bool = False
 
 
-def modelled_facts(
-    block_size: int = 16, model: Modelled | None = None, *, layout: KVLayout | None = None
-) -> ModelFacts:
-    """Facts of a model without weights; its KV takes 16 bytes per token unless `model` or `layout` is given."""
+def modelled_facts(block_size: int = 16, model: Modelled | None = None) -> ModelFacts:
+    """Facts of a model without weights; its KV takes 16 bytes per token unless `model` is given."""
     sizes = model or Modelled(num_layers=1, num_kv_heads=1, head_dim=2)
-    layout = layout or KVLayout(
-        "modelled", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype
-    )
+    layout = KVLayout("modelled", sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, block_size, dtype=sizes.dtype)
     return ModelFacts(
         name="modelled",
         vocab_size=sizes.vocab_size,

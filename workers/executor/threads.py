@@ -57,9 +57,9 @@ def parse_cores(text: str) -> tuple[int, ...]:
 class CoreClaim:
     """Cores reserved for this worker until `release` or the end of the process."""
 
-    def __init__(self, candidates: Iterable[int], count: int, folder: Path | None = None) -> None:
+    def __init__(self, candidates: Iterable[int], count: int) -> None:
         """Claims up to `count` of the candidates; `cores` has those that were free."""
-        folder = folder or Path(tempfile.gettempdir()) / f"diptych-cores-{os.getuid()}"
+        folder = Path(tempfile.gettempdir()) / f"diptych-cores-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         self._files: dict[int, IO[str]] = {}
         for core in candidates:

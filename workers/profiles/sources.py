@@ -74,18 +74,6 @@ _BEST = ("distserve", "splitwise", "vidur")
 SOURCES = (*_SOURCES, "roofline")
 
 
-def cost_of(
-    model: str | ModelShape,
-    hardware: str | Hardware,
-    tensor: int = 1,
-    pipeline: int = 1,
-    source: str = BEST,
-    link: str | NetworkLink = CROSS,
-) -> CostModel:
-    """The cost model of `profile_of`."""
-    return profile_of(model, hardware, tensor, pipeline, source, link).cost
-
-
 def profile_of(
     model: str | ModelShape,
     hardware: str | Hardware,

@@ -14,7 +14,7 @@ from cluster.offline.plan.trial import Trial
 from cluster.offline.scoring.goodput import TimeUp
 from cluster.offline.workload.lengths import Uniform
 from tests.offline.plan.requests import L4, plan_request
-from workers.profiles.sources import cost_of
+from workers.profiles.sources import profile_of
 from workers.request import SLO
 
 LENGTHS = LengthRanges(Uniform(300, 900), Uniform(8, 12))
@@ -28,7 +28,7 @@ def answer() -> InstanceAnswer:
 
 
 def test_alone_ttft_is_the_prefill_and_tpot_the_decode_step(answer: InstanceAnswer) -> None:
-    cost = cost_of("llama-3-8b", L4, source="roofline")
+    cost = profile_of("llama-3-8b", L4, source="roofline").cost
     assert answer.ttft_s == pytest.approx((cost.prefill_seconds(300), cost.prefill_seconds(900)), rel=1e-3)
     assert answer.tpot_s == pytest.approx((cost.decode_seconds(1, 304), cost.decode_seconds(1, 906)), rel=1e-2)
 
