@@ -152,7 +152,7 @@ class Outline:
         return max((each for each in self.estimates if each.rate), key=lambda each: each.merit(request), default=None)
 
     def contenders(self, request: PlanRequest) -> list[Layout]:
-        """The best colocated and the best split layout, and others that promise nearly as much; best first."""
+        """The best colocated and the best split layout, and others that are estimated nearly as high; best first."""
 
         def merit(each: Estimate) -> float:
             return each.merit(request)

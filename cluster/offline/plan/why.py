@@ -14,7 +14,7 @@ from cluster.spec import PoolSpec, Role
 from workers.profiles.computed import roofline
 from workers.profiles.profile_errors import ProfileError
 
-LOOSER = 1.5  # how much looser a promise is made
+LOOSER = 1.5  # how much looser an SLO is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One change of a layout or of a promise, and the requests/s it would bring by closed forms. `gain`: in shares."""
+    """One change of a layout or of an SLO, and the requests/s it would bring by closed forms. `gain`: in shares."""
 
     words: str
     gpus: int
@@ -143,7 +143,7 @@ def _prompt(trial: Trial) -> int:
 
 
 def changes(request: PlanRequest, layout: Layout) -> list[WhatIf]:
-    """One more instance of each group, half and double TP on as many GPUs, and each promise looser."""
+    """One more instance of each group, half and double TP on as many GPUs, and each SLO looser."""
     found = []
     now = _rate(request, layout)
     for words, asked, changed in _changed(request, layout):
