@@ -12,7 +12,6 @@ import pytest
 import cluster.control.replicas as cluster_pool
 from cluster.cli.screen import trouble_lines
 from cluster.control.replicas import CRASH_LOOP, MAX_RESTART_PAUSE_S, STEADY_S, pause_s
-from cluster.observe.metrics import exposition
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, virtual
 from cluster.policy.slo_attainment import GatewayAttainment
@@ -24,6 +23,7 @@ from diptych.view import WorkerState, WorkerView
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, cluster, completed, generate, request, split_spec
 from tests.cluster.processes import FakeServer, Processes, in_virtual_time
+from tests.observe.exposition import exposition
 from workers.build import build_worker
 from workers.config import WorkerConfig
 from workers.engine.executor import Executor

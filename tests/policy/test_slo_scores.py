@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Rejected, Unservable
-from cluster.observe.metrics import exposition
 from cluster.observe.request_timing import RequestTiming
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.load import load_workload
@@ -35,6 +34,7 @@ from cluster.policy.slo_attainment import (
 from cluster.spec import ClusterSpec
 from tests.cluster.local import cluster, generate, split_spec
 from tests.cluster.local import request as asked
+from tests.observe.exposition import exposition
 from tests.offline.sim.cases import COST, colocated, models, split
 from tests.policy.views import Story, request, view, worker
 from workers.costs import CostModel

@@ -17,8 +17,6 @@ from cluster.observe.metrics.workers import worker_families
 from cluster.policy.slo_attainment import GatewayAttainment
 from diptych.view import ClusterView
 
-EMPTY = ClusterView(0, "", None, ())
-
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
@@ -27,20 +25,6 @@ class ModelMetrics:
     attainment: GatewayAttainment
     view: ClusterView
     active: int = 0
-
-
-def exposition(
-    attainment: GatewayAttainment,
-    gateway: str,
-    view: ClusterView = EMPTY,
-    decisions: Counts | None = None,
-    *,
-    active: int = 0,
-    compat: str | None = None,
-    responses: Rows = (),
-) -> str:
-    """`exposition_of` for one model."""
-    return exposition_of([ModelMetrics(attainment, view, active)], gateway, view, decisions, compat, responses)
 
 
 def exposition_of(

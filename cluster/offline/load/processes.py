@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -29,7 +28,7 @@ class Line:
 class Child:
     """A program and its descendants. A thread reads its output; the creator calls `end` or uses `with`."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.started_s = time.perf_counter()
         self._process = subprocess.Popen(
             command,
@@ -39,7 +38,6 @@ class Child:
             text=True,
             errors="replace",
             env=dict(os.environ) | dict(env or {}),
-            cwd=cwd,
             start_new_session=True,
         )
         self._command = command

@@ -47,12 +47,12 @@ class TimedAnswer:
     completed: Completed | None = None
 
 
-async def measure_overhead(client: AsyncClient, decoder: str, vocab_size: int, seed: int = 0) -> RequestOverhead:
+async def measure_overhead(client: AsyncClient, decoder: str, vocab_size: int) -> RequestOverhead:
     """`decoder`: a worker that decodes; it stands for its pool.
 
     Raises `DiptychError`, also when requests do not end in time, and `ProfileError` when the cluster is busy.
     """
-    source = random.Random(seed)
+    source = random.Random(0)
     await _answers(client, source, vocab_size, 1)  # warm up
     single = [await _answers(client, source, vocab_size, 1) for _ in range(SINGLE)]
     step_s, concurrent_step_s = await _step_s(client, decoder, 1), await _step_s(client, decoder, CONCURRENT)

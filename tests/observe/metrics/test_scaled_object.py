@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.observe.metrics import exposition
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.spec import Role
 from diptych.view import ClusterView, PoolView
+from tests.observe.exposition import exposition
 from tests.observe.metrics.boards import names
 from tests.observe.metrics.prometheus import promtool
 

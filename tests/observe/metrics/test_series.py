@@ -17,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.events import Completed
 from cluster.observe.ledger import PHASES, LatencyLedger
-from cluster.observe.metrics import exposition
 from cluster.observe.metrics.vllm import vllm_families
 from cluster.observe.request_metrics import RequestMetrics
 from cluster.policy.estimate.histograms import TOKENS, HistogramBuilder, RequestTotals
@@ -26,6 +25,7 @@ from cluster.spec import MetricsSpec, Role, SpecError
 from cluster.spec_file import parse_spec
 from diptych.view import REFUSALS, ClusterView, PoolView, WorkerState, WorkerView
 from kvtransfer.ticket import TransferReport
+from tests.observe.exposition import exposition
 from tests.observe.metrics.boards import names, queries, rules
 from tests.observe.metrics.monitored import Monitored, monitored
 from tests.observe.metrics.prometheus import promtool

@@ -10,7 +10,6 @@ import cluster.dispatch.discovery as discovery
 from cluster.control.membership import Listeners
 from cluster.frontend.context import GatewayContext
 from cluster.join import join, spec_and_models
-from cluster.observe.metrics import exposition
 from cluster.policy.slo_attainment import GatewayAttainment
 from cluster.runtime.interface import WorkerOrder
 from cluster.runtime.local import LocalRuntime
@@ -19,6 +18,7 @@ from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import FAST, split_spec
+from tests.observe.exposition import exposition
 from workers.build import build_worker
 from workers.server import WorkerServer
 
