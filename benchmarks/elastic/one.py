@@ -87,19 +87,19 @@ def lines(run: Run, scenario: Scenario, scale: float) -> Iterator[str]:
         f"{run.wall_s:.1f} s of wall time"
     )
     yield (
-        f"{'phase':<16}{'requests':>9}{'kept':>8}{'TTFT ok':>9}{'TPOT ok':>9}{'TTFT p50/90/99 s':>22}"
+        f"{'phase':<16}{'requests':>9}{'both met':>10}{'TTFT met':>10}{'TPOT met':>10}{'TTFT p50/90/99 s':>22}"
         f"{'TPOT p50/90/99 ms':>21}   missed: late, slow, both, rejected, failed, cut"
     )
     for each in phase_outcomes(run, scenario):
         ttft, tpot = _three(each.ttft_s, 1.0, 2), _three(each.tpot_s, 1e3, 0)
         misses = (each.late, each.slow, each.late_slow, each.rejected, each.failed, each.cut)
         yield (
-            f"{each.phase:<16}{each.requests:>9}{each.kept:>8.1%}{each.ttft_kept:>9.1%}{each.tpot_kept:>9.1%}{ttft:>22}"
+            f"{each.phase:<16}{each.requests:>9}{each.kept:>10.1%}{each.ttft_kept:>10.1%}{each.tpot_kept:>10.1%}{ttft:>22}"
             f"{tpot:>21}   {', '.join(map(str, misses))}"
         )
     over = timeline(run, scenario, scale * scenario.rate)
     yield f"bins of {over.bin_s:g} s: tenths of arrivals within SLO; P prompts, d decodes, M both, . mostly idle"
-    yield f"  {'kept':<14} {''.join(map(_tenth, over.kept))}"
+    yield f"  {'in SLO':<14} {''.join(map(_tenth, over.kept))}"
     for name, bins in over.workers.items():
         yield f"  {name:<14} {''.join(_lane(*each) for each in bins)}"
     for worker in run.workers:

@@ -15,7 +15,7 @@ from cluster.policy.scaling.balance import Group, Mix, shares
 from cluster.policy.scaling.elastic import CALM, PATIENCE, Elastic
 from cluster.policy.scaling.load_report import LoadReport, Sample
 from cluster.policy.scaling.offered_load import RECENT_S, SOON_S
-from cluster.policy.scaling.role_gain import gain, kept
+from cluster.policy.scaling.role_gain import attained, gain
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, Decision, PoolView, WorkerState, WorkerView
 from workers.config import EngineConfig
@@ -372,9 +372,9 @@ def gained(mix: Mix, before: list[Group], after: list[Group], flips: int) -> flo
 
 
 def test_at_full_load_one_request_in_ten_is_late_and_beyond_it_those_that_exceed_it() -> None:
-    assert kept(0.0) == 1.0 and kept(1.0) == pytest.approx(0.9) and kept(2.0) == pytest.approx(0.45)
-    assert kept(0.75) == pytest.approx(0.99, abs=0.001) and kept(math.inf) == 0.0
-    loads = [kept(number / 20) for number in range(60)]
+    assert attained(0.0) == 1.0 and attained(1.0) == pytest.approx(0.9) and attained(2.0) == pytest.approx(0.45)
+    assert attained(0.75) == pytest.approx(0.99, abs=0.001) and attained(math.inf) == 0.0
+    loads = [attained(number / 20) for number in range(60)]
     assert loads == sorted(loads, reverse=True)
 
 
@@ -398,9 +398,9 @@ def test_cached_prefixes_on_the_workers_that_change_are_lost() -> None:
     cached = Mix(9.0, 3000, 300, 300, ttft_s=2.0, tpot_s=0.06, seen_s=20.0)
     cold = replace(cached, computed_tokens=300 + 2700 / 6)
     now, after = split(0, 0, 6), split(1, 0, 5)
-    expected = kept(shares(after, cold).worst) / kept(shares(now, cached).worst) - 1.0 - SOON_S / (6 * 20.0)
+    expected = attained(shares(after, cold).worst) / attained(shares(now, cached).worst) - 1.0 - SOON_S / (6 * 20.0)
     assert gained(cached, now, after, 1) == pytest.approx(expected)
-    assert kept(shares(after, cold).worst) < kept(shares(after, cached).worst)
+    assert attained(shares(after, cold).worst) < attained(shares(after, cached).worst)
 
 
 def test_mixed_workers_with_cached_prefixes_stay_mixed_where_others_split() -> None:

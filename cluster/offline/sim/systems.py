@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.offline.workload.arrivals import Workload
 from cluster.policy.scaling.balance import Group, Mix, shares
-from cluster.policy.scaling.role_gain import kept
+from cluster.policy.scaling.role_gain import attained
 from cluster.spec import ClusterSpec, ElasticSpec, GatewaySpec, HealthSpec, PoolSpec, Role, SpecError
 from workers.config import EngineConfig, ParallelConfig
 from workers.costs import CostModel
@@ -167,10 +167,10 @@ def best_start(cost: CostModel, fleet: EqualWorkers, workload: Workload, slo: SL
     def group(role: Role, count: int) -> Group:
         return Group("", role, count, cost, engine.kv_blocks * engine.block_size, engine.max_running)
 
-    rated = {0: kept(shares([group(Role.MIXED, fleet.count)], mix).worst)}
+    rated = {0: attained(shares([group(Role.MIXED, fleet.count)], mix).worst)}
     for prefills in range(1, fleet.count):
         groups = [group(Role.PREFILL, prefills), group(Role.DECODE, fleet.count - prefills)]
-        rated[prefills] = kept(shares(groups, mix).worst)
+        rated[prefills] = attained(shares(groups, mix).worst)
     best = max(rated, key=lambda prefills: rated[prefills])
     return best if rated[best] > rated[0] * (1.0 + _CLEARLY) else 0
 

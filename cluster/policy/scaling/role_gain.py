@@ -1,9 +1,9 @@
 """What a change of roles gains against staying, less what it costs. Pure closed forms; knows no cluster.
 
-    gain = kept(new roles, without the cached prefixes that the changes lose) / kept(present roles) - 1 - cost
+    gain = attained(new roles, without the cached prefixes that the changes lose) / attained(present roles) - 1 - cost
 
-`kept` is the share of requests that meet both SLOs while the load stays as it is, and `cost` that of the requests that
-the changing workers could have served meanwhile. A load is expected to last for as long as it has been seen.
+`attained` is the share of requests that meet both SLOs while the load stays as it is, and `cost` that of the requests
+that the changing workers could have served meanwhile. A load is expected to last for as long as it has been seen.
 """
 
 import math
@@ -18,7 +18,7 @@ LATE_AT_FULL_LOAD = 0.1  # of the requests: `balance` calls that load full at wh
 _STEEPNESS = 8  # late requests grow with this power of the load: 1 % at three quarters of full load
 
 
-def kept(worst: float) -> float:
+def attained(worst: float) -> float:
     """The share of requests that meet both SLOs, by the worst share of full load.
 
     Below full load, some are late because requests arrive at random. Beyond it, those that exceed it are late, too.
@@ -43,8 +43,8 @@ def gain(present: Sequence[Group], now: Shares, final: Sequence[Group], flips: i
     from_decode = max(0, _count(present, Role.DECODE) - _count(final, Role.DECODE))
     prompting = max(1, count - _count(present, Role.DECODE))
     recomputed = min(1.0, (flips - from_decode) / prompting) * (mix.prompt_tokens - mix.computed_tokens)
-    then = kept(shares(final, replace(mix, computed_tokens=mix.computed_tokens + recomputed)).worst)
-    before = kept(now.worst)
+    then = attained(shares(final, replace(mix, computed_tokens=mix.computed_tokens + recomputed)).worst)
+    before = attained(now.worst)
     if not before:
         return math.inf if then else 0.0
     return then / before - 1.0 - flips * SOON_S / (count * mix.seen_s)
