@@ -310,14 +310,14 @@ class Bundle(Struct, frozen=True, gc=False):
 
 
 class LateSource(Protocol):
-    """A worker in the same process that has not told its readers everything yet."""
+    """A worker in the same process that has not reported everything to its readers yet."""
 
     def catch_up(self, with_tokens: bool) -> None:
         """Tell the statistics, and perhaps the tokens, up to now."""
         ...
 
-    def num_untold(self, key: str) -> int:
-        """How many tokens of this sequence were sampled by now and not told."""
+    def num_unreported(self, key: str) -> int:
+        """How many tokens of this sequence were sampled by now and not reported."""
         ...
 
 

@@ -264,9 +264,9 @@ class Attempt:
         return self.phase is Phase.PREFILL and not self._num_messages
 
     @property
-    def num_untold(self) -> int:
-        """Tokens that the decode worker has sampled and not told yet; 0 while messages wait in the inbox."""
-        return self.decode.worker.num_untold(self.decode.key) if self._is_direct else 0
+    def num_unreported(self) -> int:
+        """Tokens that the decode worker has sampled and not reported yet; 0 while messages wait in the inbox."""
+        return self.decode.worker.num_unreported(self.decode.key) if self._is_direct else 0
 
     @property
     def _is_direct(self) -> bool:

@@ -160,7 +160,7 @@ class WorkerDiscovery:
         return self._sent.copy()
 
     def catch_up(self, *, with_tokens: bool = False) -> None:
-        """Take the statistics, and perhaps the tokens, that workers in this process have not told yet."""
+        """Take the statistics, and perhaps the tokens, that workers in this process have not reported yet."""
         for client in tuple(self._late.values()):
             client.catch_up(with_tokens=with_tokens)
 

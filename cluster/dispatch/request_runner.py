@@ -80,7 +80,7 @@ class RequestRunner:
     def decode_contexts(self) -> dict[str, int]:
         """The tokens so far of each attempt that decodes, by key."""
         return {
-            state.request.key: state.num_tokens + state.attempt.num_untold
+            state.request.key: state.num_tokens + state.attempt.num_unreported
             for state in self._running.values()
             if state.attempt is not None and state.attempt.phase is Phase.DECODE
         }

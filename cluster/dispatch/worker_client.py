@@ -127,13 +127,13 @@ class WorkerClient:
                 self._late[self.name] = self
 
     def catch_up(self, *, with_tokens: bool = True) -> None:
-        """Take what a worker in this process has not told yet, up to now: statistics, and perhaps tokens."""
+        """Take what a worker in this process has not reported yet, up to now: statistics, and perhaps tokens."""
         if self._source is not None:
             self._source.catch_up(with_tokens)
 
-    def num_untold(self, key: str) -> int:
-        """How many tokens of this sequence its worker has sampled but not told yet."""
-        return 0 if self._source is None else self._source.num_untold(key)
+    def num_unreported(self, key: str) -> int:
+        """How many tokens of this sequence its worker has sampled but not reported yet."""
+        return 0 if self._source is None else self._source.num_unreported(key)
 
     def on_late_stats(self, stats: WorkerStats, at_s: float) -> None:
         if self.lost is None:

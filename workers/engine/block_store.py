@@ -36,7 +36,7 @@ class BlockStore(Protocol):
     def watch(self, added: Callable[[bytes, int], None], gone: Callable[[bytes], None]) -> dict[bytes, int]:
         """The prefix names of what is known to be there, by content hash; the caller's. Empty if it takes a round trip.
 
-        From now on `added` is told the content hash and the prefix name of what other workers have stored, and `gone`
+        From now on `added` gets the content hash and the prefix name of what other workers have stored, and `gone`
         each content hash that can no longer be read, as far as this worker knows.
         """
         ...
@@ -48,12 +48,12 @@ class BlockStore(Protocol):
     def write(self, name: bytes, prefix: int | None, block: int, done: Callable[[bool], None]) -> None:
         """Store this host block, which stays as it is until `done`. `prefix`: the cache log's name for it.
 
-        `done` is told whether it is there and has not been reported as gone.
+        `done` gets whether it is there and has not been reported as gone.
         """
         ...
 
     def read(self, name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
-        """Read into this host block. `done` is told whether it has arrived, and the seconds since the call."""
+        """Read into this host block. `done` gets whether it has arrived, and the seconds since the call."""
         ...
 
     def forget(self, names: Iterable[bytes]) -> None:

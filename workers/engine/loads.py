@@ -32,7 +32,7 @@ class _Loading:
     """A prompt whose prefix goes on elsewhere. Places are numbers of blocks, as in `names`.
 
     `known`: how many of the first ones each store has. `end`: the most of these, and of what a fetch brings.
-    `unfound`: stores that have not told yet. `fetch`: the one in progress that brings what comes next. `reads`: reading
+    `unfound`: stores that have not reported yet. `fetch`: the one under way that brings the next. `reads`: reading
     more from stores is worth it. `is_new`: it begins now.
     """
 
@@ -252,7 +252,7 @@ class Loads:
         return [each for each in in_order if first <= each[0] < until]
 
     def _may_find(self, loading: _Loading, compute_s: float) -> bool:
-        """Whether to wait for stores that have not told yet what they have."""
+        """Whether to wait for stores that have not reported yet what they have."""
         if loading.find_until_s is None:
             loading.find_until_s = self._now_s + PATIENCE * compute_s
         self.wakes_at_s = min(self.wakes_at_s, loading.find_until_s)

@@ -1,4 +1,4 @@
-"""Runs several decode steps as one: the executor gets them in one call, their tokens are told when somebody asks.
+"""Runs several decode steps as one: the executor gets them in one call, their tokens are reported when somebody asks.
 
 A step that only decodes what the step before decoded needs no scheduler, no plan and no message of its own. An executor
 that knows the times of such steps beforehand (`Executor.execute_decodes`) and readers in the same process
@@ -89,7 +89,7 @@ class MultiStep:
         """Whether steps run whose outputs this reader gets late."""
         return self._steps is not None and reader in self._readers
 
-    def num_untold(self, key: str) -> int:
+    def num_unreported(self, key: str) -> int:
         if self._steps is None or key not in self._reader:
             return 0
         return self._num_ended(self._steps) - self._told

@@ -31,7 +31,7 @@ class ModelledJobs:
         return len(self._jobs) >= self._most
 
     def submit(self, timeout_s: float, done: Callable[[bool], None]) -> None:
-        """`done` is told whether the job has ended within its timeout, at that time."""
+        """`done` gets whether the job has ended within its timeout, at that time."""
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         deadline_s = now_s + timeout_s

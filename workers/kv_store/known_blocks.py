@@ -7,7 +7,7 @@ MOST_KNOWN = 1 << 16
 
 
 class KnownBlocks:
-    """By content hash; beyond `most` the least recently used is forgotten. `gone` is told of each that leaves."""
+    """By content hash; beyond `most` the least recently used is forgotten. `gone` gets each that leaves."""
 
     def __init__(self, most: int = MOST_KNOWN) -> None:
         self.gone: Callable[[bytes], object] = len

@@ -151,7 +151,7 @@ class KVStore:
         )
 
     def watch(self, added: Callable[[bytes, int], object], gone: Callable[[bytes], object]) -> None:
-        """`added` is told the prefix of each block that a peer stores from now on, if it has one. `gone` is told each
+        """`added` gets the prefix of each block that a peer stores from now on, if it has one. `gone` gets each
         name that can no longer be read, before its slot is written again; perhaps twice.
         """
         self._gone = gone

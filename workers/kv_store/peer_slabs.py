@@ -34,7 +34,7 @@ class PeerSlab:
         self.inode = inode
         self.slots: dict[bytes, int] = {}  # by name; the event loop's
         self.reads = DeviceHealth(f"reads of {path}", partial(on_stop, self.slots))
-        self.untold: deque[SlotChange] = deque()  # the looking thread's
+        self.unreported: deque[SlotChange] = deque()  # the looking thread's
         self._offset = own.offset
         self._index = SharedIndexReader(index_path(path), fingerprint)
         weakref.finalize(self, self._index.close)
@@ -42,9 +42,9 @@ class PeerSlab:
         weakref.finalize(self, os.close, self._file)
 
     def look(self) -> list[SlotChange]:
-        """Up to `MOST_CHANGES` that were not told yet."""
-        self.untold += self._index.changes()
-        return [self.untold.popleft() for _ in range(min(len(self.untold), MOST_CHANGES))]
+        """Up to `MOST_CHANGES` that were not reported yet."""
+        self.unreported += self._index.changes()
+        return [self.unreported.popleft() for _ in range(min(len(self.unreported), MOST_CHANGES))]
 
     def read(self, slot: int, buffer: memoryview) -> None:
         """As `Slab.read`. The owner may write to the slot meanwhile."""
@@ -138,7 +138,7 @@ class PeerSlabs:
                 changes.append((self._known[name], self._known[name].look()))
             except OSError:
                 continue  # it has no index yet, or is unreadable: again at the next look
-        more = any(peer.untold for peer in self._known.values())
+        more = any(peer.unreported for peer in self._known.values())
         return _Seen(ended, [(peer, told) for peer, told in changes if told], more)
 
     def _take_and_wait(self, seen: _Seen) -> None:

@@ -88,7 +88,7 @@ class RemoteStoreStats:
 class RemoteStore:
     """Call it on one event loop, and close it. `client` is then its own.
 
-    `added` is told what others have written and this worker has read, with the cache log's name of the prefix, and
+    `added` gets what others have written and this worker has read, with the cache log's name of the prefix, and
     `gone` each name that was known to be there and may not be any more. `read_byte_s`: seconds that reading a
     byte took at the start, of several blocks at once. `problem`: why the server did not answer then.
     """
