@@ -97,6 +97,11 @@ async def test_what_one_rank_has_lost_is_a_miss_for_all_and_stored_again(
     found, cached, disk = await answers(nine_heads, tmp_path, parallel, range(8))
     assert found == expected and cached == 0 and disk is not None and disk.hit_tokens == 0
     assert stored(tmp_path)[1] > 10 and sum(stored(tmp_path)) > sum(before) - before[1]
+    for _ in range(5):  # a rank whose queue of writes is full drops what comes; it is stored when it comes again
+        if stored(tmp_path) == before:
+            break
+        await answers(nine_heads, tmp_path, parallel, range(8))
+    assert stored(tmp_path) == before
     found, cached, _ = await answers(nine_heads, tmp_path, parallel, range(3))
     assert found == expected[:3] and cached > 0
 
