@@ -1,7 +1,6 @@
 """Reads a cluster file: YAML to a `ClusterSpec`. A wrong key or value is one `SpecError` with file, line and path."""
 
 import difflib
-import logging
 import re
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -14,18 +13,6 @@ from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role, SpecError
 from workers.config import ByteSize, EngineConfig
 from workers.costs import CostModel, LinearCost
 
-logger = logging.getLogger(__name__)
-
-RENAMED = {"promise": "slo", "promised": "slo"}  # old names of routers and admission policies
-_NO_REPLANNING = "replanning was removed; delete the key: elastic.mode act or advise follows the load without it"
-_CACHE = "write the pool's cache: {host: 8GiB, disk: {path: /var/kv, size: 100GiB}}"
-REMOVED = {
-    "elastic.replan": _NO_REPLANNING,
-    "elastic.replan_after_s": _NO_REPLANNING,
-    "pools[].engine.host_cache_blocks": _CACHE,
-    "pools[].engine.disk_cache_path": _CACHE,
-    "pools[].engine.disk_cache_bytes": _CACHE,
-}
 _POOL = re.compile(r"pools\[(\d+)\]")
 
 # Defaults of a cluster file (docs/decisions/0044-default-policies.md). The types themselves default to the
@@ -77,8 +64,6 @@ def parse_spec(document: object) -> ClusterSpec:
         if any(isinstance(pool, dict) and pool.get("max_replicas") is not None for pool in pools):
             filled = _filled(filled, "elastic", {"mode": "act"})
         filled["pools"] = [_filled(pool, "engine", FILE_DEFAULTS[EngineConfig]) for pool in pools]
-    if isinstance(gateway := filled["gateway"], dict):
-        filled["gateway"] = gateway | _renamed(gateway)
     elastic = filled.get("elastic")
     if isinstance(elastic, dict) and elastic.get("mode") is False:  # as YAML reads a bare off
         filled["elastic"] = elastic | {"mode": "off"}
@@ -91,14 +76,6 @@ def _filled(block: Any, key: str, defaults: dict[str, Any]) -> Any:
     if not isinstance(block, dict) or not isinstance(given := block.get(key, {}), dict):
         return block
     return {**block, key: defaults | given}
-
-
-def _renamed(gateway: dict[str, Any]) -> dict[str, str]:
-    """The new names of renamed policies. Logs a warning for each."""
-    names = {key: RENAMED[old] for key in ("routing", "admission") if (old := str(gateway.get(key))) in RENAMED}
-    for key, name in names.items():
-        logger.warning("gateway.%s: %s is now called %s; write %s: %s", key, gateway[key], name, key, name)
-    return names
 
 
 def _convert(value: object, kind: Any, path: str) -> Any:
@@ -148,8 +125,6 @@ def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
     known = [each.name for each in fields(kind)]
     for key, item in value.items():
         where = f"{path}.{key}" if path else str(key)
-        if (general := re.sub(r"\d+", "", where)) in REMOVED:
-            raise SpecError(f"{where}: {REMOVED[general]}")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"

@@ -44,7 +44,8 @@ def increase(name: str, labels: str) -> str:
 
 def attainment(kind: str) -> tuple[tuple[str, str], ...]:
     labels = f'{OF_CLASS}, kind="{kind}"'
-    met, all_of_them = rate("diptych_promises_total", f'{labels}, kept="yes"'), rate("diptych_promises_total", labels)
+    name = "diptych_slo_requests_total"
+    met, all_of_them = rate(name, f'{labels}, attained="yes"'), rate(name, labels)
     return (("{{class}}", f"sum by (class) ({met}) / sum by (class) ({all_of_them})"),)
 
 

@@ -10,7 +10,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from cluster.spec import ClusterSpec
-from cluster.spec_file import RENAMED
 from workers.costs import CostModel, LinearCost
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "docs"))
@@ -68,7 +67,7 @@ def test_choices_and_units_are_those_of_the_charts_schema(path: str) -> None:
     for key, read, _, _ in rows(BLOCKS[path]):
         shape = schema[key].get("items", schema[key])
         if "enum" in shape:
-            known = set(filter(None, shape["enum"])) - RENAMED.keys()
+            known = set(filter(None, shape["enum"]))
             assert set(re.findall(r"`([\w/-]+)`", read)) == known, f"{path}.{key}"
         if read == "seconds":
             assert "number" in shape["type"], f"{path}.{key}"

@@ -66,7 +66,8 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
         }
         decisions = [decision_json(record) for record in found.decisions]
         print_json(
-            view_json(view) | {"gateway": gateway, "decisions": decisions, "promises": attainment_json(attainment)}
+            view_json(view)
+            | {"gateway": gateway, "decisions": decisions, "slo_attainment": attainment_json(attainment)}
         )
         _exit_unless_clean(view, audit)
         return

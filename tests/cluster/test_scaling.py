@@ -335,12 +335,6 @@ def test_a_bare_yaml_off_is_a_mode() -> None:
         parse_spec(pools(1) | {"elastic": {"mode": "yes"}})
 
 
-@pytest.mark.parametrize(("key", "value"), [("replan", "act"), ("replan_after_s", 60)])
-def test_removed_replanning_keys_are_refused_with_advice(key: str, value: object) -> None:
-    with pytest.raises(SpecError, match=rf"^elastic\.{key}: replanning was removed; delete the key"):
-        parse_spec(pools(1) | {"elastic": {"mode": "act", key: value}})
-
-
 @pytest.mark.parametrize(
     ("replicas", "more", "message"),
     [

@@ -57,7 +57,6 @@ def test_a_pool_has_host_memory_and_a_disk() -> None:
         ({"ram": 1}, {}, r"pools\[0\]\.cache\.ram: unknown key; known keys here: host, disk, remote, pins"),
         ({"host": "8GiB", "pins": "5GiB"}, {}, r"pools\[0\]\.cache: pins \(.*\) must be at most half of host"),
         ({"host": 1}, {"engine": {"prefix_caching": False}}, r"cache keeps .* engine\.prefix_caching is off"),
-        ({}, {"engine": {"host_cache_blocks": 4}}, r"pools\[0\]\.engine\.host_cache_blocks: write the pool's cache: "),
     ],
 )
 def test_wrong_settings_are_one_error_that_says_what_to_write(

@@ -58,15 +58,6 @@ def test_contradicting_settings_are_refused_with_the_reason(keys: dict[str, obje
     assert message in str(refused.value)
 
 
-def test_old_policy_names_still_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    spec = parse_spec(gateway(routing="promise", admission="promised")).gateway
-    assert (spec.routing, spec.admission) == ("slo", "slo")
-    assert [each.getMessage() for each in caplog.records] == [
-        "gateway.routing: promise is now called slo; write routing: slo",
-        "gateway.admission: promised is now called slo; write admission: slo",
-    ]
-
-
 def test_a_file_that_names_no_policy_gets_the_default() -> None:
     spec = parse_spec(gateway(slo={"ttft_s": 1}))
     assert (spec.gateway.routing, spec.gateway.admission) == ("slo", "slo")

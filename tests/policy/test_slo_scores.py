@@ -145,8 +145,8 @@ def test_metrics_are_what_the_scores_say() -> None:
     )
     lines = exposition(result, "gateway-0").splitlines()
     for line in (
-        'diptych_promises_total{class="fast",gateway="gateway-0",kept="yes",kind="both"} 1.0',
-        'diptych_promises_total{class="fast",gateway="gateway-0",kept="no",kind="ttft"} 0.0',
+        'diptych_slo_requests_total{attained="yes",class="fast",gateway="gateway-0",kind="both"} 1.0',
+        'diptych_slo_requests_total{attained="no",class="fast",gateway="gateway-0",kind="ttft"} 0.0',
         'diptych_requests_total{gateway="gateway-0",outcome="refused"} 2.0',
         'diptych_refused_total{gateway="gateway-0",reason="queue-full"} 1.0',
         'diptych_refused_total{gateway="gateway-0",reason="other"} 1.0',

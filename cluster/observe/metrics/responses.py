@@ -36,6 +36,6 @@ class Responses:
 
 
 def response_families(gateway: str, responses: Rows) -> Iterator[Metric]:
-    labels = ("gateway", "door", "method", "code")
+    labels = ("gateway", "api", "method", "code")
     rows = (((gateway, *values), count) for values, count in responses)
     yield counter("diptych_responses", "Calls that the servers have answered, refusals too.", labels, rows)

@@ -32,8 +32,8 @@ def slo_families(attainment: GatewayAttainment, gateway: str) -> Iterator[Metric
     yield counter("diptych_requests", "Requests that have ended.", ("gateway", "outcome"), outcomes)
     yield counter("diptych_refused", "Requests refused.", ("gateway", "reason"), refused)
     text = "SLOs of requests that have ended, by whether they were met."
-    kinds = ("gateway", "class", "kind", "kept")
-    yield counter("diptych_promises", text, kinds, _slos(attainment, gateway))
+    kinds = ("gateway", "class", "kind", "attained")
+    yield counter("diptych_slo_requests", text, kinds, _slos(attainment, gateway))
     yield _errors(attainment, gateway)
     yield from _calibration(attainment, gateway)
     text = "Decodes migrated, and waiting prompts placed on other workers."

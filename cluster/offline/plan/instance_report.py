@@ -67,7 +67,7 @@ def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[I
     return {
         "model": request.model,
         "lengths": to_builtins(lengths),
-        "promise": slo_text(request.slo),
+        "slo": to_builtins(request.slo),
         "target": request.target,
         "ttft": [_latency_json(each, "ttft_s") for each in found],
         "tpot": [_latency_json(each, "tpot_s") for each in found],

@@ -147,7 +147,7 @@ class Figures:
         import msgspec
 
         figures: dict[str, Any] = msgspec.to_builtins(self)
-        return {**figures, "promise": slo_text(self.slo), "definitions": DEFINITIONS}
+        return {**figures, "definitions": DEFINITIONS}
 
 
 def slo_text(slo: SLO) -> str:

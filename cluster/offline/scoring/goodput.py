@@ -164,7 +164,6 @@ class Goodput:
         written: dict[str, Any] = msgspec.to_builtins(self)
         return {
             **written,
-            "promise": slo_text(self.slo),
             "per_gpu": self.per_gpu,
             "interval": f"95 %, Student's t over {len(self.seeds)} seeds" if len(self.seeds) > 1 else "none: one seed",
             "unattainable": self.unattainable,

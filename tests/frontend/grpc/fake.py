@@ -95,7 +95,7 @@ class FakeDispatcher:
         self.produced: dict[str, int] = {}
         self.deadlines: list[float | None] = []
         self._stops: dict[str, asyncio.Event] = {}
-        self._promises = SLOScores()
+        self._slo_scores = SLOScores()
         self._changed = asyncio.Event()
         self._view = view()
         self.pools: tuple[PoolSpec, ...] = ()
@@ -169,10 +169,10 @@ class FakeDispatcher:
         return replace(self.view, workers=tuple(replace(worker, audit="clean") for worker in self.view.workers))
 
     def slo_attainment(self) -> GatewayAttainment:
-        return replace(self._promises.attainment(Calibration(7, 0.5, 0.875, 12.0, 90.0)), queued=self.queued)
+        return replace(self._slo_scores.attainment(Calibration(7, 0.5, 0.875, 12.0, 90.0)), queued=self.queued)
 
     def count_refusal(self, class_name: str, cause: str) -> None:
-        self._promises.ended(Ended("refused", class_name, cause))
+        self._slo_scores.ended(Ended("refused", class_name, cause))
 
     async def warm(self, request: Request, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
         self.requests.append(request)

@@ -100,7 +100,7 @@ async def test_metrics_are_in_prometheus_text_format(client: AsyncClient, dispat
     lines = (await client.metrics()).splitlines()
     assert 'diptych_refused_total{gateway="gateway-0",reason="no-room"} 1.0' in lines
     assert 'diptych_length_within_ratio{gateway="gateway-0",prediction="p90"} 0.875' in lines
-    assert "# TYPE diptych_promises_total counter" in lines
+    assert "# TYPE diptych_slo_requests_total counter" in lines
 
 
 # ---- the command line --------------------------------------------------------------------------------------------
@@ -115,9 +115,9 @@ def served() -> Iterator[tuple[str, FakeDispatcher]]:
     async def open_server() -> tuple[GrpcServer, str, FakeDispatcher]:
         dispatcher = FakeDispatcher()
         fast = Ended("completed", "fast", ttft_s=1.0, tpot_s=0.1, ttft_slo_s=2.0, tpot_slo_s=0.05)
-        dispatcher._promises.ended(fast)
-        dispatcher._promises.ended(Ended("completed", "fast", after_placement_s=1.5, predicted_ttft_s=1.0))
-        dispatcher._promises.ended(Ended("refused", "[bold]", "queue-full"))
+        dispatcher._slo_scores.ended(fast)
+        dispatcher._slo_scores.ended(Ended("completed", "fast", after_placement_s=1.5, predicted_ttft_s=1.0))
+        dispatcher._slo_scores.ended(Ended("refused", "[bold]", "queue-full"))
         server = GrpcServer(gateway_context(dispatcher), ByteTokenizer)
         return server, await server.open(), dispatcher
 
@@ -143,7 +143,7 @@ def test_status_has_slo_attainment(served: tuple[str, FakeDispatcher]) -> None:
 
 
 def test_status_as_json_has_the_scores(served: tuple[str, FakeDispatcher]) -> None:
-    received = json.loads(run("status", "--endpoint", served[0], "--json").stdout)["promises"]
+    received = json.loads(run("status", "--endpoint", served[0], "--json").stdout)["slo_attainment"]
     fast = next(score for score in received["classes"] if score["name"] == "fast")
     assert (fast["ttft"], fast["both"]) == ({"settled": 1, "kept": 1}, {"settled": 1, "kept": 0})
     assert fast["ttft_errors"] == {"p10": 0.5, "p50": 0.5, "p90": 0.5} and fast["tpot_errors"] is None
@@ -168,8 +168,8 @@ def test_status_prints_metrics(served: tuple[str, FakeDispatcher]) -> None:
 
 
 def test_the_command_line_sends_slo_and_tenant(served: tuple[str, FakeDispatcher]) -> None:
-    promises = ("--ttft", "1.5", "--tpot", "0.1", "--slo-class", "fast", "--tenant", "alice")
-    result = run("generate", "hi", "--endpoint", served[0], "--max-tokens", "2", *promises, "--json")
+    slos = ("--ttft", "1.5", "--tpot", "0.1", "--slo-class", "fast", "--tenant", "alice")
+    result = run("generate", "hi", "--endpoint", served[0], "--max-tokens", "2", *slos, "--json")
     assert result.exit_code == 0
     asked = served[1].requests[-1]
     assert (asked.slo, asked.tenant) == (SLO(1.5, 0.1, "fast"), "alice")

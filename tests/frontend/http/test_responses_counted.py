@@ -23,7 +23,7 @@ async def counted(there: Clients) -> Counter[tuple[str, str, str]]:
         for sample in family.samples:
             if sample.name == "diptych_responses_total":
                 labels = sample.labels
-                found[labels["door"], labels["method"], labels["code"]] += int(sample.value)
+                found[labels["api"], labels["method"], labels["code"]] += int(sample.value)
     return found
 
 

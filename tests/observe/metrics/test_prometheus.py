@@ -81,8 +81,8 @@ async def until(subject: Subject, expression: str, value: float) -> None:
         ("sum(diptych_transfer_bytes_count)", ANSWERS),
         ("sum(max by (worker) (diptych_worker_transfers_total))", ANSWERS),
         ("sum(max by (worker) (diptych_worker_prefix_sought_tokens_total))", 2 * PROMPT_TOKENS),
-        ('sum(diptych_promises_total{class="fast", kind="both", kept="yes"})', 4),
-        ('sum(diptych_promises_total{class="hopeless", kind="ttft", kept="no"})', 3),
+        ('sum(diptych_slo_requests_total{class="fast", kind="both", attained="yes"})', 4),
+        ('sum(diptych_slo_requests_total{class="hopeless", kind="ttft", attained="no"})', 3),
         ('max(diptych_workers{role="decode", state="ready"})', 2),
         ("sum(vllm:generation_tokens_total)", TOKENS),
         ('sum(vllm:request_success_total{finished_reason="length"})', ANSWERS),
@@ -132,8 +132,8 @@ async def test_the_rules_are_evaluated_and_an_idle_cluster_has_no_alert(subject:
     recorded = {each["record"] for each in rules() if "record" in each}
     for name in recorded:
         await found(subject, name)
-    await found(subject, 'diptych:promises_kept:ratio_rate5m{kind="ttft", class="hopeless"} == 0')
-    await found(subject, 'diptych:promises_kept:ratio_rate5m{kind="both", class="fast"} == 1')
+    await found(subject, 'diptych:slo_attainment:ratio_rate5m{kind="ttft", class="hopeless"} == 0')
+    await found(subject, 'diptych:slo_attainment:ratio_rate5m{kind="both", class="fast"} == 1')
 
 
 async def evaluated(subject: Subject) -> list[dict[str, str]]:

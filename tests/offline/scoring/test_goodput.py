@@ -99,7 +99,7 @@ def test_json_names_target_slo_gpus_and_interval() -> None:
     made = searched(5.0, Search(1.0, 0.1, 64.0), 0.1)
     written = json.loads(json.dumps(made.as_json(), allow_nan=False))
     assert (written["target"], written["gpus"], written["per_gpu"]) == (0.9, 4, made.per_gpu)
-    assert written["promise"] == "TTFT <= 0.25 s and TPOT <= 0.1 s" and "t over 5 seeds" in written["interval"]
+    assert written["slo"]["ttft_s"] == 0.25 and "t over 5 seeds" in written["interval"]
     assert len(written["probes"]) == len(made.probes) and written["limits"] == ["TPOT"]
 
 

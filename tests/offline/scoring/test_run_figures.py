@@ -102,7 +102,6 @@ def test_pools_are_means_over_their_workers() -> None:
 
 def test_json_names_slo_gpus_and_metrics() -> None:
     written = json.loads(json.dumps(figures(split_run(), SLO(0.25, 0.1)).as_json(), allow_nan=False))
-    assert written["promise"] == "TTFT <= 0.25 s and TPOT <= 0.1 s"
     assert (written["gpus"], written["slo"]["ttft_s"]) == (4, 0.25)
     assert set(written["ttft_s"]) == {"count", "mean", "p50", "p90", "p99", "max"}
     assert written["definitions"] == DEFINITIONS
