@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
+from cluster.runtime.interface import WorkerOrder
 from cluster.spec import Role
 from diptych.view import WorkerState
+from kvtransfer.open import SharedMemory
 from kvtransfer.transport import Read
 from tests.cluster.local import cluster, completed, generate, mixed_spec, request, split_spec, tokens_of
+from workers.build import build_worker
 from workers.costs import LinearCost
 from workers.errors import UnknownSequence, WorkerError
 from workers.executor.modelled import modelled_token
 from workers.request import FinishReason
+from workers.server import WorkerServer
 
 SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
 
@@ -288,6 +292,64 @@ async def test_a_deadline_during_the_transfer_names_the_phase_and_frees_both_wor
             settled.set_result(None)
         executor.pull = honest
         await subject.settle()
+
+
+async def test_a_prefill_worker_that_dies_after_the_handoff_is_not_missed() -> None:
+    async with cluster(split_spec(), SLOW) as subject:
+        stream = await subject.begin(request("a", 60, max_tokens=60), 5)
+        await subject.workers["prefill-0"].close()
+        events = await stream
+        assert tokens_of(events) == expected("a", 60, 60) and completed(events).attempts == 1
+        await subject.settle()
+
+
+async def test_a_reservation_that_waits_on_a_worker_that_dies_costs_an_attempt() -> None:
+    async with cluster(split_spec(kv_blocks=40), SLOW) as subject:
+        blocker = await subject.begin(request("blocker", 400, max_tokens=100), 1)
+        waiting = asyncio.ensure_future(subject.run(request("a", 400, first=500)))
+        async with asyncio.timeout(5):
+            while not subject.workers["decode-0"]._reservations:
+                await asyncio.sleep(0.01)
+        await subject.workers["decode-0"].close()
+        for name, count, events in (("blocker", 100, await blocker), ("a", 8, await waiting)):
+            assert tokens_of(events) == expected(name, 400, count) and completed(events).attempts == 2
+        await subject.settle()
+
+
+async def test_a_worker_whose_queue_is_full_refuses_with_a_retry_time() -> None:
+    async with cluster(mixed_spec(max_waiting=2, max_running=1), SLOW) as subject:
+        running = await subject.begin(request("running", 20, max_tokens=50), 1)
+        waiting = [asyncio.ensure_future(subject.run(request(f"w{n}", 20))) for n in range(2)]
+        async with asyncio.timeout(5):
+            while subject.workers["mixed-0"].engine.stats().waiting < 2:
+                await asyncio.sleep(0.01)
+        with pytest.raises(Rejected) as caught:
+            await subject.run(request("late", 20))
+        assert caught.value.retry_after_s > 0
+        assert tokens_of(await running) == expected("running", 20, 50)
+        for n, events in enumerate(await asyncio.gather(*waiting)):
+            assert tokens_of(events) == expected(f"w{n}", 20, 8)
+        await subject.settle()
+
+
+async def test_a_deadline_in_recovery_names_the_phase_and_leaves_nothing() -> None:
+    shared, started = SharedMemory(), []
+
+    def once(order: WorkerOrder) -> WorkerServer:
+        started.append(order.config.name)
+        if len(started) > 1:
+            raise WorkerError("it does not start again")
+        return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=SLOW)
+
+    async with cluster(mixed_spec(), build=once) as subject:
+        stream = asyncio.ensure_future(subject.run(request("a", 20, max_tokens=500), deadline_s=1.5))
+        async with asyncio.timeout(5):
+            while not subject.workers["mixed-0"].engine.stats().running:
+                await asyncio.sleep(0.01)
+        await subject.workers["mixed-0"].close()
+        with pytest.raises(DeadlinePassed) as caught:
+            await stream
+        assert caught.value.phase == "recovery" and len(started) > 1
 
 
 async def test_a_silent_gateway_loses_its_requests_and_its_waiting_reservations(monkeypatch) -> None:

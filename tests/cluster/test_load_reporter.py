@@ -11,6 +11,7 @@ from cluster.observe.load_reporter import MAX_SAMPLES, LoadReporter
 from cluster.observe.request_observer import RequestEnd
 from cluster.policy.scaling.load_report import LoadReport
 from cluster.policy.slo_attainment import Ended
+from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ElasticSpec, GatewaySpec
 from diptych.history import RequestTrace
 from tests.cluster.local import cluster, request, split_spec, tokens_of
@@ -115,3 +116,25 @@ async def test_gateways_report_what_they_served_every_period() -> None:
     assert (sample.prompt_tokens, sample.computed_tokens) == (40, 40)
     assert (sample.ttft_slo_s, sample.tpot_slo_s) == (5.0, 0.5)
     assert {each.gateway for each in reports} == {"gateway-0"}
+
+
+async def test_a_report_that_is_lost_costs_only_what_it_counted() -> None:
+    spec = replace(split_spec(), elastic=ElasticSpec(mode="advise", period_s=0.05))
+    reports: list[LoadReport] = []
+    lost: list[LoadReport] = []
+    async with cluster(spec) as subject:
+
+        async def report(received: LoadReport) -> None:
+            if received.arrived and not lost:
+                lost.append(received)
+                raise WorkerGone("the controller is away")
+            reports.append(received)
+
+        controller: Any = subject.controller
+        controller.report = report
+        for name in ("a", "b"):
+            await subject.run(request(name, 40, max_tokens=9))
+            async with asyncio.timeout(5.0):
+                while sum(each.arrived for each in (*lost, *reports)) < (1 if name == "a" else 2):
+                    await asyncio.sleep(0.01)
+    assert sum(each.arrived for each in lost) == sum(each.arrived for each in reports) == 1
