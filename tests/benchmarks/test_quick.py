@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from benchmarks import transfer
@@ -11,6 +12,7 @@ from benchmarks.__main__ import PARTS, Measurement, main
 from benchmarks.figures import BenchmarkPart, report_from
 
 
+@pytest.mark.campaign
 def test_quick_transfer_prints_and_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks", "transfer", "--quick", "--rounds", "1"]
@@ -42,6 +44,7 @@ def test_quick_routing_times_decisions_with_and_without_new_statistics() -> None
         assert row in result.output
 
 
+@pytest.mark.campaign
 def test_quick_kv_store_compares_with_raw_io() -> None:
     result = CliRunner().invoke(main, ["kv-store", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
     assert result.exit_code == 0, result.output
@@ -49,6 +52,7 @@ def test_quick_kv_store_compares_with_raw_io() -> None:
         assert row in result.output
 
 
+@pytest.mark.campaign
 def test_quick_prefix_index_measures_gateway_and_worker() -> None:
     result = CliRunner().invoke(main, ["prefix-index", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
     assert result.exit_code == 0, result.output

@@ -105,6 +105,7 @@ async def test_embeddings_are_those_of_transformers(subject: Subject) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.full
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 async def test_embeddings_of_a_real_model_are_those_of_transformers(pooling: str) -> None:
     try:

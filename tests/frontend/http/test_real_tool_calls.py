@@ -22,7 +22,7 @@ from workers.config import EngineConfig
 from workers.errors import ModelError
 from workers.model.store import resolve
 
-pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.model, pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},

@@ -90,7 +90,9 @@ def other_model(kind: str, folder: Path) -> str:
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.model)]
+    scope="module",
+    loop_scope="module",
+    params=["tiny", pytest.param("smollm2", marks=[pytest.mark.model, pytest.mark.full])],
 )
 async def subject(request: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
     folder = tmp_path_factory.mktemp("models")

@@ -34,7 +34,7 @@ async def there() -> AsyncIterator[Clients]:
         yield clients
 
 
-@pytest.mark.grid(keep=8)
+@pytest.mark.grid(keep=3)
 @pytest.mark.parametrize(("path", "body"), [each[1:] for each in bodies()], ids=[each[0] for each in bodies()])
 async def test_no_body_blocks_the_event_loop(there: Clients, path: str, body: bytes) -> None:
     Homebound.largest = 0
@@ -45,7 +45,7 @@ async def test_no_body_blocks_the_event_loop(there: Clients, path: str, body: by
     assert Homebound.largest <= LARGE_BYTES
 
 
-@pytest.mark.grid(keep=4)
+@pytest.mark.grid(keep=2)
 @pytest.mark.parametrize(("method", "message"), [each[1:] for each in messages()], ids=[each[0] for each in messages()])
 async def test_no_message_blocks_the_event_loop(there: Clients, method: str, message: bytes) -> None:
     Homebound.largest = 0
