@@ -104,13 +104,18 @@ image:
 image-test: $(READY)
 	@DIPTYCH_IMAGE=1 $(BIN)/python -m pytest -q -s tests/image/test_image.py
 
-# Long prompts arrive during decodes: whole prompts first, four chunk sizes, two mixed workers, split, and ours, on the same
-# two cores, with five seeds; about two hours. ARGS="--seeds 2 --rates 0.6": less. See docs/benchmarking.md.
-INTERFERENCE := $(addprefix examples/interference/,$(addsuffix .yaml,colocated chunk-64 chunk-128 chunk-256 chunk-512 colocated-two split ours))
-compare: $(VENV)/.bench
-	@$(BIN)/diptych bench --compare $(INTERFERENCE) \
-		--workload poisson:rate=0.6,count=40,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6 \
-		--ttft 3 --tpot 0.15 --seeds 5 -o bench-results/interference $(ARGS)
+# One worker on both cores (whole prompts first, five chunk sizes), two mixed workers, split, and ours, on the same two
+# cores, under three loads, with five seeds: about four hours. It goes on where it stopped, so it can run in pieces:
+# LOADS=shifting ARGS="--seeds 2", COMPARED="examples/interference/split.yaml ...". See docs/benchmarking.md.
+LOADS := interference decode-heavy shifting
+CONFIGURATIONS := colocated chunk-64 chunk-128 chunk-256 chunk-512 chunk-1024 colocated-two split ours
+COMPARED := $(CONFIGURATIONS:%=examples/interference/%.yaml)
+compare: $(LOADS:%=compare-%)
+compare-interference: LOAD = --workload poisson:rate=0.6,count=24,lengths=2x64/48+2x128/48+1024/48 --rates 0.35,0.6
+compare-decode-heavy: LOAD = --workload poisson:rate=0.3,count=16,lengths=64-128/192-320
+compare-shifting: LOAD = --workload "poisson:rate=0.4,count=10,lengths=1024/12 + poisson:rate=0.5,count=14,lengths=64/96"
+compare-%: $(VENV)/.bench
+	@$(BIN)/diptych bench --compare $(COMPARED) $(LOAD) --ttft 3 --tpot 0.15 --seeds 5 --resume -o bench-results/$* $(ARGS)
 
 # guidellm and aiperf, unmodified, against our HTTP server; the first run creates an environment for each (minutes).
 bench-outside: $(VENV)/.bench

@@ -50,6 +50,7 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
 @goodput("--tolerance", type=POSITIVE, default=0.1, show_default=True, help="Relative precision of the search.")
 @workload("--rates", metavar="R,R,...", help="Also run at these requests/s; with --compare, at these only.")
 @compared("--compare", is_flag=True, help="Measure CONFIGURATIONS (cluster YAMLs or http:// endpoints) in turn.")
+@compared("--resume", is_flag=True, help="Keep the runs in --out, and run only those that it lacks.")
 @compared("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="Runtime of each cluster.")
 @goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
@@ -73,7 +74,9 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
 @workload("--seeds", type=click.IntRange(1, 100), help="Number of seeds. [default: 3 with --goodput, 5 with --compare]")
 @output("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Output folder: report, pictures, JSON.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-def bench(configurations: tuple[str, ...], compare: bool, runtime: str, wants_goodput: bool, **options: Any) -> None:
+def bench(
+    configurations: tuple[str, ...], compare: bool, resume: bool, runtime: str, wants_goodput: bool, **options: Any
+) -> None:
     """Measure a running cluster or any OpenAI server, or compare configurations.
 
     Each request is sent at its arrival time, whether or not earlier ones have finished (open loop). Workloads, figures,
@@ -94,7 +97,9 @@ def bench(configurations: tuple[str, ...], compare: bool, runtime: str, wants_go
         raise click.UsageError("--compare needs two or more configurations, each once: YAMLs or http:// endpoints")
     if compare and wants_goodput:
         raise click.UsageError("--compare excludes --goodput")
+    if resume and not (compare and options["out"]):
+        raise click.UsageError("--resume needs --compare and --out")
     if compare:
-        compare_configurations(BenchOptions(mode="compare", **options), configurations, runtime)
+        compare_configurations(BenchOptions(mode="compare", **options), configurations, runtime, resume=resume)
     else:
         measure(BenchOptions(mode="goodput" if wants_goodput else "load", **options))

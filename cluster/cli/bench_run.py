@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+import msgspec
 
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
 from cluster.cli.lifetime import run
@@ -29,7 +30,7 @@ from cluster.offline.report.html import More, Picture
 from cluster.offline.report.system_result import SystemResult
 from cluster.offline.report.table import probes, terminal
 from cluster.offline.report.trials import has_verdicts, summary_lines, trial_intervals, trial_tables, verdict_map
-from cluster.offline.scoring.figures import figures
+from cluster.offline.scoring.figures import figures, slo_text
 from cluster.offline.scoring.goodput import Goodput
 from cluster.offline.scoring.records import Run
 from cluster.offline.scoring.trials import SeedRun, Trials
@@ -164,8 +165,11 @@ def _counter(bar: PullProgress, what: str, total: int) -> Callable[[], None]:
     return advance
 
 
-def compare_configurations(options: BenchOptions, given: Sequence[str], runtime: str) -> None:
-    """Run the same load on several configurations, which are started here one after another."""
+def compare_configurations(options: BenchOptions, given: Sequence[str], runtime: str, *, resume: bool) -> None:
+    """Run the same load on several configurations, which are started here one after another.
+
+    `resume`: runs that the output folder has are kept and not run again.
+    """
     configurations = [
         external(each, options.target_at(kind_of(each)[1])) if "://" in each else configuration_of(each)
         for each in given
@@ -173,17 +177,24 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
     names = [each.name for each in configurations]
     if len(set(names)) != len(names):
         raise click.UsageError(f"two of {', '.join(names)} have the same name; rename one")
-    plan = TrialPlan(options.workload, options.all_rates or (None,), options.all_seeds, runtime, options.access)
+    rates, seeds = options.all_rates or (None,), options.all_seeds
+    plan = TrialPlan(options.workload, rates, seeds, runtime, options.access, options.concurrency)
     for rate in plan.rates:
         plan.workload(rate, options.seed)  # raises before anything is started
     here = about([each.description for each in configurations], options.all_seeds)
     if here.is_busy:
         say(f"load {here.load_before[0]:.1f} on {here.cores} cores: this machine is busy, do not quote these figures")
-    runs = len(configurations) * len(plan.rates) * len(plan.seeds)
+    file = None if options.out is None else options.out / "runs.jsonl"
+    kept = _kept_runs(file, options) if file is not None and resume else []
+    known = {(each.configuration, each.load, each.seed): each for each in kept}
+    wanted = [(name, plan.load_name(rate), seed) for seed in seeds for name in names for rate in rates]
     with progress_bar() as bar:
-        trials, firsts = run(run_trials(configurations, plan, options.load, _TrialProgress(bar, runs, options.out)))
-    found = Trials(trials)
-    compared = [SystemResult(name, figures(each, options.slo), run=each) for name, each in firsts.items()]
+        progress = _TrialProgress(bar, sum(each not in known for each in wanted), file, options, kept)
+        trials, firsts = run(run_trials(configurations, plan, options.load, progress, known))
+    found = Trials(sorted([*kept, *trials], key=partial(_place, names, [plan.load_name(rate) for rate in rates])))
+    shown = {each.configuration: each.figures for each in reversed(found.all)}
+    shown |= {name: figures(each, options.slo) for name, each in firsts.items()}
+    compared = [SystemResult(name, shown[name], run=firsts.get(name)) for name in found.configurations]
     tables, lines = tuple(trial_tables(found)), tuple(summary_lines(found))
     if not options.as_json:
         for table in tables:
@@ -194,7 +205,7 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
     if has_verdicts(found):
         caption = "Where each wins and loses against the best colocated configuration by that figure."
         pictures.insert(0, Picture("verdicts", caption, partial(verdict_map, found)))
-    note = f"Tables of systems and pictures of requests show seed {options.seed} at {found.loads[0]} only."
+    note = "Tables of systems and pictures of requests show one run of each configuration only."
     document = {"runs": [_run_json(each) for each in found.all], "told": list(lines)}
     _finish(options, here, compared, document, More(lines, tables, tuple(pictures)), note)
 
@@ -202,14 +213,19 @@ def compare_configurations(options: BenchOptions, given: Sequence[str], runtime:
 class _TrialProgress:
     """On a terminal a bar for all runs and one per configuration, elsewhere lines per run.
 
-    Appends each run's figures to `runs.jsonl` when it ends, so that a later failure does not lose them.
+    Appends each run's figures to the file when it ends, so that a later failure does not lose them.
     """
 
-    def __init__(self, bar: PullProgress, runs: int, out: Path | None) -> None:
-        self._file = None if out is None else out / "runs.jsonl"
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text("")
+    def __init__(
+        self, bar: PullProgress, runs: int, file: Path | None, options: BenchOptions, kept: Sequence[SeedRun]
+    ) -> None:
+        self._file = file
+        self._options = options
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_suffix(".new")
+            new.write_text("".join(map(self._line, kept)))
+            new.replace(file)
         self._bar = bar
         self._runs = runs
         self._begun = 0
@@ -228,7 +244,38 @@ class _TrialProgress:
     def ran(self, trial: SeedRun) -> None:
         if self._file is not None:
             with self._file.open("a") as lines:
-                lines.write(json.dumps(_run_json(trial)) + "\n")
+                lines.write(self._line(trial))
+
+    def _line(self, trial: SeedRun) -> str:
+        return json.dumps({"workload": self._options.workload, **_run_json(trial)}) + "\n"
+
+
+def _kept_runs(file: Path, options: BenchOptions) -> list[SeedRun]:
+    """The runs that an earlier comparison of this load wrote; a last line that was cut off is left out.
+
+    Raises `click.UsageError` for runs of another load or SLO.
+    """
+    kept = []
+    for line in file.read_text().splitlines(keepends=True) if file.exists() else ():
+        if not line.endswith("\n"):
+            break
+        found = json.loads(line)
+        trial = msgspec.convert(found, SeedRun)
+        if (found["workload"], trial.figures.slo) != (options.workload, options.slo):
+            other = f"{found['workload']} with {slo_text(trial.figures.slo)}"
+            raise click.UsageError(f"{file} has runs of {other}; choose another --out, or leave --resume out")
+        kept.append(trial)
+    return kept
+
+
+def _place(names: Sequence[str], loads: Sequence[str], trial: SeedRun) -> tuple[bool, int, bool, int, int]:
+    """Where a run stands in the report: as given on the command line, and others that were kept behind."""
+    name, load = trial.configuration, trial.load
+    return (
+        *(name not in names, names.index(name) if name in names else 0),
+        *(load not in loads, loads.index(load) if load in loads else 0),
+        trial.seed,
+    )
 
 
 def _run_json(trial: SeedRun) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Runs the same load on several configurations in turn; each is started on this machine and stopped again.
 
-    for each seed                  the order rotates by one, so each configuration gets every position
-        for each configuration     start, warm up, one run for each rate, stop
+    for each seed                  the order rotates by it, so each configuration gets every position
+        for each configuration     start, warm up, one run for each rate that lacks one, stop
 
 `cluster.offline.scoring.trials` compares the runs.
 """
@@ -9,7 +9,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,13 +52,19 @@ class Configuration:
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
     """What each configuration is sent. `rates`: requests/s; None: the workload's own arrival times. `access`: for
-    clusters that are started here."""
+    clusters that are started here. `concurrency`: requests in flight, whatever their times."""
 
     source: str
     rates: tuple[float | None, ...]
     seeds: tuple[int, ...]
     runtime: str = "ray"
     access: Access = field(default_factory=Access)
+    concurrency: int | None = None
+
+    def load_name(self, rate: float | None) -> str:
+        if self.concurrency is not None:
+            return f"{self.concurrency} in flight"
+        return "as written" if rate is None else f"{rate:g} requests/s"
 
     def workload(self, rate: float | None, seed: int) -> Workload:
         """The same for every configuration, with other prompts at every rate."""
@@ -69,9 +75,9 @@ class TrialPlan:
     def warm_up(self, seed: int) -> Workload:
         return with_distinct_prompts(first(load_workload(self.source, seed=seed), WARM_UP), run_number(seed, 0))
 
-    def order(self, configurations: Sequence[Configuration], place: int) -> list[Configuration]:
-        """The configurations in the order for the seed at this index."""
-        first = place % len(configurations)
+    def order(self, configurations: Sequence[Configuration], seed: int) -> list[Configuration]:
+        """The configurations in the order for this seed."""
+        first = seed % len(configurations)
         return [*configurations[first:], *configurations[:first]]
 
 
@@ -111,31 +117,30 @@ async def run_trials(
     plan: TrialPlan,
     load: Callable[[Endpoint, int], LoadOptions],
     observer: TrialObserver,
+    known: Collection[tuple[str, str, int]] = (),
 ) -> tuple[tuple[SeedRun, ...], dict[str, Run]]:
-    """All runs, and the first run of each configuration with its records. Raises what starting one raises."""
+    """All runs but the `known` ones (configuration, load, seed), and the first one of each configuration with its
+    records. Raises what starting one raises.
+    """
     trials: list[SeedRun] = []
     firsts: dict[str, Run] = {}
-    for place, seed in enumerate(plan.seeds):
-        for each in plan.order(configurations, place):
+    for seed in plan.seeds:
+        for each in plan.order(configurations, seed):
+            rates = [rate for rate in plan.rates if (each.name, plan.load_name(rate), seed) not in known]
+            if not rates:
+                continue
             observer.starts(each.name)
             async with running(each, plan) as endpoint:
                 wanted = load(endpoint, seed)
                 await endpoint.drive(plan.warm_up(seed), replace(wanted, concurrency=WARM_UP), nothing)
-                for rate in plan.rates:
-                    workload = plan.workload(rate, seed)
-                    ended = observer.runs(each.name, f"seed {seed}, {load_name(rate, wanted)}", len(workload.arrivals))
+                for rate in rates:
+                    workload, name = plan.workload(rate, seed), plan.load_name(rate)
+                    ended = observer.runs(each.name, f"seed {seed}, {name}", len(workload.arrivals))
                     run = replace(await endpoint.drive(workload, wanted, ended), system=each.name)
                     firsts.setdefault(each.name, run)
-                    measured = figures(run, wanted.slo)
-                    trials.append(SeedRun(each.name, each.is_colocated, load_name(rate, wanted), seed, measured))
+                    trials.append(SeedRun(each.name, each.is_colocated, name, seed, figures(run, wanted.slo)))
                     observer.ran(trials[-1])
-    return tuple(trials), {each.name: firsts[each.name] for each in configurations}
-
-
-def load_name(rate: float | None, load: LoadOptions) -> str:
-    if load.concurrency is not None:
-        return f"{load.concurrency} in flight"
-    return "as written" if rate is None else f"{rate:g} requests/s"
+    return tuple(trials), firsts
 
 
 @asynccontextmanager

@@ -104,13 +104,11 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
     path = tmp_path / "split.yaml"
     path.write_text(yaml.safe_dump(spec))
     workload = "poisson:rate=30,count=6,lengths=2x8/4+20/4"
-    document = document_of(
-        run(
-            *("--compare", str(path), f"colocated={server.url}", "--model", "made-up", "--runtime", "local"),
-            *("--workload", workload),
-            *("--rates", "30,60", "--seeds", "1", "--seed", "5", "--ttft", "1", "--json", "-o", str(tmp_path / "out")),
-        )
+    command = (
+        *("--compare", str(path), f"colocated={server.url}", "--model", "made-up", "--runtime", "local"),
+        *("--workload", workload, "--seeds", "1", "--seed", "5", "--ttft", "1", "-o", str(tmp_path / "out")),
     )
+    document = document_of(run(*command, "--rates", "30,60", "--json"))
     runs = [(each["configuration"], each["load"], each["seed"]) for each in document["runs"]]
     there = server.url.removeprefix("http://")
     loads = ("30 requests/s", "60 requests/s")
@@ -118,10 +116,31 @@ def test_configurations_run_in_turn_and_are_compared(tiny: str, server: MadeUp, 
     assert all(each["figures"]["finished"] == 6 for each in document["runs"])
     assert len(document["told"]) == 2 and all(there in line for line in document["told"])
     names = {each.name for each in (tmp_path / "out").iterdir()}
-    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
-    assert [json.loads(line)["figures"] for line in lines] == [each["figures"] for each in document["runs"]]
+    file = tmp_path / "out" / "runs.jsonl"
+    assert recorded(file) == figures_by_run(document["runs"])
     assert {"figures.json", "report.html", "verdicts.png", "compared.png", "tiny-split.trace.json"} <= names
     assert "best colocated" in (tmp_path / "out" / "report.html").read_text()
+
+    before = recorded(file)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]) + lines[-1][:40])  # interrupted while it wrote a line
+    again = document_of(run(*command, "--rates", "30,60", "--resume", "--json"))
+    after = recorded(file)
+    assert after.keys() == before.keys() and figures_by_run(again["runs"]) == after
+    kept = [key for key in before if before[key] == after[key]]
+    assert len(kept) == len(before) - 1, "only the run without a whole line ran again"
+    bodies = len(server.bodies)
+    document_of(run(*command, "--rates", "30,60", "--resume", "--json"))
+    assert recorded(file) == after and len(server.bodies) == bodies, "nothing is left to run"
+    assert "has runs of" in refused(run(*command, "--rates", "30", "--tpot", "1", "--resume"))
+
+
+def recorded(file: Path) -> dict[tuple[str, str, int], object]:
+    return figures_by_run([json.loads(line) for line in file.read_text().splitlines()])
+
+
+def figures_by_run(runs: list[dict[str, Any]]) -> dict[tuple[str, str, int], object]:
+    return {(each["configuration"], each["load"], each["seed"]): each["figures"] for each in runs}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +166,7 @@ def test_only_a_marked_endpoint_has_a_known_kind(given: str, kind: bool | None, 
         (("--compare", "a.yaml", *CLOSED), "--compare needs two or more configurations"),
         (("--compare", "a.yaml", "a.yaml", *CLOSED), "each once"),
         (("--compare", "a.yaml", "b.yaml", "--goodput", "--workload", "x"), "--compare excludes --goodput"),
+        (("--compare", "a.yaml", "b.yaml", "--resume", *CLOSED), "--resume needs --compare and --out"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--count", "4"), "the workload has its own count"),
         (("--workload", "x", "--concurrency", "4", "--rates", "1"), "--concurrency has no rate"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--goodput"), "--goodput needs an SLO"),
