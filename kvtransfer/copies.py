@@ -116,7 +116,7 @@ def refuse_outside(copies: Copies, source_bytes: int, target_bytes: int) -> None
 
 def _ranges(piece: Piece, source: KVLayout, target: KVLayout) -> tuple[Ints, Ints]:
     """Between blocks of equal size: (starts [range, (in source, in target)], lengths [range]) within one block."""
-    cell_bytes = 2 * source.block_size * source.slot_bytes
+    cell_bytes = source.vectors * source.block_size * source.slot_bytes
     heads = np.arange(*piece.heads)
     starts = np.stack([_cell_offsets(layout, heads, piece.layers[0], cell_bytes) for layout in (source, target)], -1)
     length = (piece.layers[1] - piece.layers[0]) * cell_bytes
@@ -153,7 +153,7 @@ def _recut(
     our_starts = our_blocks[order, None] * target.block_bytes + starts % target.block_size * target.slot_bytes
     heads, layers = np.arange(*piece.heads)[:, None, None], np.arange(*piece.layers)[:, None]
     halves = [
-        (_cell_offsets(layout, heads, layers, 2 * half) + np.arange(2) * half).reshape(-1)
+        (_cell_offsets(layout, heads, layers, layout.vectors * half) + np.arange(layout.vectors) * half).reshape(-1)
         for layout in (source, target)
         for half in (layout.block_size * layout.slot_bytes,)
     ]

@@ -145,8 +145,8 @@ def _digests(
 
 def _by_slots(data: memoryview, layout: KVLayout) -> NDArray[np.uint8]:
     """The bytes of blocks as [block, kv_head, layer, k|v, slot, byte]."""
-    heads, layers, two, slots, _ = layout.shape
-    return np.frombuffer(data, np.uint8).reshape(-1, heads, layers, two, slots, layout.slot_bytes)
+    heads, layers, vectors, slots, _ = layout.shape
+    return np.frombuffer(data, np.uint8).reshape(-1, heads, layers, vectors, slots, layout.slot_bytes)
 
 
 def _places(box: Piece, layout: KVLayout) -> tuple[slice, slice]:

@@ -1,7 +1,8 @@
 """The memory layout of one rank's KV block pool.
 
 One pool, one registration per rank, ordered `[block, kv_head, layer, k|v, slot, head_dim]`: a whole block is one
-contiguous range over all layers, and a tensor-parallel head slice of a block is still one contiguous range.
+contiguous range over all layers, and a tensor-parallel head slice of a block is still one contiguous range. With latent
+attention (MLA) the k|v axis has one vector, which is key and value of all query heads.
 Knows shapes and bytes; knows no device and no transport.
 """
 
@@ -9,12 +10,13 @@ import hashlib
 from dataclasses import dataclass
 
 ORDER = "block,kv_head,layer,kv,slot,head_dim"
+LATENT_ORDER = "block,kv_head,layer,latent,slot,head_dim"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 SCALE_BYTES = 4  # after the numbers of an int8 slot: their scale, a float32
 
 
 def slot_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes of one token's K (or V) of one head and layer."""
+    """Bytes of one token's K (or V, or latent) of one head and layer."""
     return head_dim * DTYPE_BYTES[dtype] + (SCALE_BYTES if dtype == "int8" else 0)
 
 
@@ -38,6 +40,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if self.order not in (ORDER, LATENT_ORDER):
+            raise ValueError(f"KV order {self.order!r} is neither {ORDER} nor {LATENT_ORDER}")
         for name, total in (("layers", self.num_layers), ("heads", self.num_kv_heads)):
             start, stop = getattr(self, name)
             stop = total if stop == -1 else stop
@@ -46,20 +50,25 @@ class KVLayout:
             object.__setattr__(self, name, (start, stop))
 
     @property
+    def vectors(self) -> int:
+        """Of one token, head and layer: K and V, or one latent."""
+        return 1 if self.order == LATENT_ORDER else 2
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Shape of one block: [kv_head, layer, k|v, slot, head_dim]; an int8 slot has its scale's bytes, too."""
         local_heads, local_layers = self.heads[1] - self.heads[0], self.layers[1] - self.layers[0]
-        return (local_heads, local_layers, 2, self.block_size, self.slot_bytes // DTYPE_BYTES[self.dtype])
+        return (local_heads, local_layers, self.vectors, self.block_size, self.slot_bytes // DTYPE_BYTES[self.dtype])
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token's K (or V) of one head and layer."""
+        """Bytes of one of a token's vectors, of one head and layer."""
         return slot_bytes(self.head_dim, self.dtype)
 
     @property
     def block_bytes(self) -> int:
-        heads, layers, two, slots, _ = self.shape
-        return heads * layers * two * slots * self.slot_bytes
+        heads, layers, vectors, slots, _ = self.shape
+        return heads * layers * vectors * slots * self.slot_bytes
 
     @property
     def fingerprint(self) -> str:

@@ -1,14 +1,15 @@
 """Ranks of sharded workers, and the movement of KV between them number by number: the reference of the copy plans."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtransfer.layout import KVLayout
+from kvtransfer.layout import LATENT_ORDER, ORDER, KVLayout
 
 Bytes = NDArray[np.uint8]
+ORDERS = [ORDER, LATENT_ORDER]
 
 
 def shards(whole: KVLayout, tensor: int, pipeline: int) -> tuple[KVLayout, ...]:
@@ -20,16 +21,13 @@ def shards(whole: KVLayout, tensor: int, pipeline: int) -> tuple[KVLayout, ...]:
         head = part * heads // tensor
         last = (part + 1) * heads // tensor if tensor <= heads else head + 1
         rows = stage * layers // pipeline, (stage + 1) * layers // pipeline
-        made.append(
-            KVLayout(whole.model, layers, heads, whole.head_dim, whole.block_size, whole.dtype, rows, (head, last))
-        )
+        made.append(replace(whole, layers=rows, heads=(head, last)))
     return tuple(made)
 
 
 def by_slots(pool: Bytes, layout: KVLayout) -> Bytes:
     """[block, kv_head, layer, k|v, slot, byte] of a pool's bytes."""
-    heads, layers, two, slots, _ = layout.shape
-    return pool.reshape(-1, heads, layers, two, slots, layout.slot_bytes)
+    return pool.reshape(-1, *layout.shape[:-1], layout.slot_bytes)
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,14 @@ class Case:
 def cases(draw: st.DrawFn, dtypes: tuple[str, ...] = ("float32", "bfloat16", "float8_e5m2", "int8")) -> Case:
     """Any pair of gangs, odd shapes, any two block sizes, partial last blocks, prefixes that are here already."""
     layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    dim, dtype = draw(st.integers(1, 5)), draw(st.sampled_from(dtypes))
+    dim, dtype, order = draw(st.integers(1, 5)), draw(st.sampled_from(dtypes)), draw(st.sampled_from(ORDERS))
     sizes = draw(st.one_of(st.integers(1, 6).map(lambda size: (size, size)), st.tuples(*[st.integers(1, 6)] * 2)))
     owners, readers = (
-        shards(KVLayout("m", layers, heads, dim, size, dtype), draw(st.integers(1, 6)), draw(st.integers(1, layers)))
+        shards(
+            KVLayout("m", layers, heads, dim, size, dtype, order=order),
+            draw(st.integers(1, 6)),
+            draw(st.integers(1, layers)),
+        )
         for size in sizes
     )
     first = draw(st.integers(0, 3)) * sizes[0]

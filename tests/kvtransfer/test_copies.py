@@ -35,7 +35,7 @@ def test_plans_copy_the_same_numbers_as_a_loop_over_single_numbers(case: Case) -
     random = np.random.default_rng(0)
     whole = case.sources[0]
     truth = random.integers(
-        1, 255, (case.num_tokens, whole.num_kv_heads, whole.num_layers, 2, whole.slot_bytes), np.uint8
+        1, 255, (case.num_tokens, whole.num_kv_heads, whole.num_layers, whole.vectors, whole.slot_bytes), np.uint8
     )
     owners = [random.integers(0, 255, case.pool_blocks * rank.block_bytes, np.uint8) for rank in case.sources]
     for source_rank, pool in zip(case.sources, owners, strict=True):

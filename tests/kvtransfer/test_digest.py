@@ -30,7 +30,7 @@ def reported(case: Case, piece: Piece, truth: "np.ndarray[tuple[int, ...], np.dt
 def test_digests_match_what_arrived_and_detect_any_changed_byte(case: Case) -> None:
     random = np.random.default_rng(0)
     whole = case.sources[0]
-    shape = case.num_tokens, whole.num_kv_heads, whole.num_layers, 2, whole.slot_bytes
+    shape = case.num_tokens, whole.num_kv_heads, whole.num_layers, whole.vectors, whole.slot_bytes
     truth = random.integers(0, 255, shape, np.uint8)
     for rank, target in enumerate(case.targets):
         pool = random.integers(0, 255, case.pool_blocks * target.block_bytes, np.uint8)
@@ -53,11 +53,11 @@ def test_digests_match_what_arrived_and_detect_any_changed_byte(case: Case) -> N
             token = int(random.integers(case.num_tokens))
             block, slot = divmod(case.first_token + token, target.block_size)
             head = piece.heads[1] - 1 - target.heads[0]
-            blocks[case.target_blocks[block - before], head, piece.layers[0] - target.layers[0], 1, slot, -1] ^= 1
+            blocks[case.target_blocks[block - before], head, piece.layers[0] - target.layers[0], -1, slot, -1] ^= 1
             owner = case.source_blocks[token // whole.block_size]
             with pytest.raises(DigestMismatch, match=f"the owner's block {owner}, "):
                 verify()
-            blocks[case.target_blocks[block - before], head, piece.layers[0] - target.layers[0], 1, slot, -1] ^= 1
+            blocks[case.target_blocks[block - before], head, piece.layers[0] - target.layers[0], -1, slot, -1] ^= 1
 
 
 def test_slots_without_tokens_do_not_count() -> None:

@@ -46,10 +46,11 @@ class Case:
     softcap: float
     seed: int
     sinks: bool = False
+    vectors: int = 2
 
 
 @st.composite
-def cases(draw: st.DrawFn, longest: int = 60) -> Case:
+def cases(draw: st.DrawFn, longest: int = 60, vectors: tuple[int, ...] = (2,)) -> Case:
     """Batches with decodes first, as a step plan has them."""
     contexts = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4))
     if draw(st.booleans()):
@@ -67,6 +68,7 @@ def cases(draw: st.DrawFn, longest: int = 60) -> Case:
         softcap=draw(st.sampled_from([0.0, 2.0])),
         seed=draw(st.integers(0, 2**16)),
         sinks=draw(st.booleans()),
+        vectors=draw(st.sampled_from(vectors)),
     )
 
 
@@ -80,7 +82,7 @@ def on_device(batch: RaggedBatch) -> RaggedBatch:
 def equals_the_reference(backend: Attention, case: Case) -> None:
     generator = torch.Generator().manual_seed(case.seed)
     tables = scattered_tables(case.contexts, BLOCKS, case.block_size, random.Random(case.seed))
-    shape = (BLOCKS, case.kv_heads, 2, 2, case.block_size, case.head_dim)
+    shape = (BLOCKS, case.kv_heads, 2, case.vectors, case.block_size, case.head_dim)
     pool = torch.full(shape, torch.nan)  # other blocks must not matter
     own = [block for table in tables for block in table]
     pool[own] = torch.randn(len(own), *shape[1:], generator=generator)
@@ -109,6 +111,25 @@ def bits(pool: Tensor) -> Tensor:
 @given(case=cases())
 def test_backend_equals_the_reference(backend: Attention, case: Case) -> None:
     equals_the_reference(backend, case)
+
+
+@pytest.mark.parametrize(
+    "backend", [each for each in FAST if each not in (triton, invariant)], ids=lambda each: each.name
+)
+@settings(max_examples=60, deadline=None)
+@given(case=cases(vectors=(1,)))
+def test_a_latent_is_key_and_value(backend: Attention, case: Case) -> None:
+    equals_the_reference(backend, case)
+
+
+def test_the_reference_of_a_latent_is_that_of_equal_keys_and_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    latents = torch.randn(6, 1, 2, 1, 4, 24, generator=generator)
+    query = torch.randn(3, 5, 24, generator=generator)
+    batch = ragged([[4, 1, 2]], [3], [11], 4)
+    both = latents.expand(-1, -1, -1, 2, -1, -1)
+    results = [REFERENCE.attend(query, pool, 1, batch, 0.2, 0, 0.0) for pool in (latents, both)]
+    assert torch.equal(*results)
 
 
 @pytest.mark.skipif(triton_paged is None or DEVICE.type != "cpu", reason="no Triton here, or a GPU for it")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.digest import combine, digest_cells, host_digests
 from kvtransfer.errors import DigestMismatch, TransportUnavailable
-from kvtransfer.layout import DTYPE_BYTES, KVLayout
+from kvtransfer.layout import DTYPE_BYTES, LATENT_ORDER, ORDER, KVLayout
 from kvtransfer.open import SharedMemory
 from kvtransfer.ticket import Piece
 from kvtransfer.transport import PullOrder, Span
@@ -37,6 +37,7 @@ def cells(draw: st.DrawFn) -> tuple[KVLayout, Piece, list[list[Span]]]:
     size = draw(st.sampled_from([1, 5, 16, 40]))
     layers, heads = sorted(draw(st.permutations(range(6)))[:2]), sorted(draw(st.permutations(range(1000)))[:2])
     layout = KVLayout("m", 6, 1000, dim, size, dtype, (layers[0], layers[1]), (heads[0], min(heads[0] + 2, heads[1])))
+    layout = replace(layout, order=draw(st.sampled_from([ORDER, LATENT_ORDER])))
     head = draw(st.integers(*layout.heads).filter(lambda head: head < layout.heads[1]))
     layer = draw(st.integers(*layout.layers).filter(lambda layer: layer < layout.layers[1]))
     rows = []
@@ -137,9 +138,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from workers.ops.triton_digest import _digest
 names = ("pool_head", "first_head", "pool_layer", "first_layer", "pool_layers")
-for unit, words, slot in ((8, "*i64", 32), (4, "*i32", 33), (2, "*i16", 5), (1, "*u8", 5)):
+for unit, words, slot, vectors in ((8, "*i64", 32, 2), (4, "*i32", 33, 1), (2, "*i16", 5, 2), (1, "*u8", 5, 1)):
     kinds = {"memory": words, "table": "*i64", "digests": "*i64"} | dict.fromkeys(names, "i32")
-    fixed = {"SLOT": slot, "HALF": 16 * slot, "UNIT": unit}
+    fixed = {"SLOT": slot, "HALF": 16 * slot, "VECTORS": vectors, "UNIT": unit}
     source = ASTSource(_digest, kinds | dict.fromkeys(fixed, "constexpr"), fixed)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
     assert made.asm["cubin"]

@@ -1,7 +1,8 @@
 """The attention port: write K and V into the block pool, and attend to what is there.
 
 A backend is a pair of functions over flat ragged metadata. Knows the pool's layout `[block, kv_head, layer, k|v, slot,
-slot_size]`; knows no model. `REFERENCE` defines the result; `best_attention` checks a backend against it before use.
+slot_size]`; knows no model. In a pool with one vector instead of k|v, a latent, it is both. `REFERENCE` defines the
+result; `best_attention` checks a backend against it before use.
 """
 
 import functools
@@ -142,27 +143,29 @@ TRITON_INVARIANT = Attention(
 
 
 @functools.cache
-def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Attention:
+def best_attention(device: torch.device, dtype: torch.dtype, deterministic: bool, vectors: int = 2) -> Attention:
     """The fastest backend that works here for a pool of `dtype` on `device`; the first call may compile.
 
-    `deterministic` requires a batch-invariant one. Raises `ModelError` if there is none.
+    `deterministic` requires a batch-invariant one. `vectors` of a token: K and V, or one, which Triton's kernels do not
+    know. Raises `ModelError` if there is none.
     """
     fastest = [TRITON, TRITON_INVARIANT] if device.type == "cuda" else [NATIVE] if library() is not None else []
+    fastest = fastest if vectors == 2 or device.type != "cuda" else []
     for attention in [*fastest, SDPA]:
         if deterministic and not attention.batch_invariant:
             continue
-        if _agrees(attention, device, dtype):
+        if _agrees(attention, device, dtype, vectors):
             logger.info("attention on %s with %s KV: %s", device, dtype, attention.name)
             return attention
-    required = "batch-invariant attention" if deterministic else "attention"
+    required = ("batch-invariant " if deterministic else "") + ("attention" if vectors == 2 else "latent attention")
     raise ModelError(f"no {required} on {device} with {dtype} KV works; on a CPU install g++ and do not set {SWITCH}")
 
 
-def _agrees(attention: Attention, device: torch.device, dtype: torch.dtype) -> bool:
+def _agrees(attention: Attention, device: torch.device, dtype: torch.dtype, vectors: int) -> bool:
     """Whether the backend runs here and computes what the reference does, for a decode and a prompt chunk."""
     generator = torch.Generator().manual_seed(0)
     query_dtype = compute_dtype(device, dtype)
-    pool = to_slots(torch.randn(6, 2, 1, 2, 16, 64, generator=generator), dtype).to(device)
+    pool = to_slots(torch.randn(6, 2, 1, vectors, 16, 64, generator=generator), dtype).to(device)
     query = torch.randn(4, 4, 64, generator=generator).to(device, query_dtype)
     key, value = torch.randn(2, 4, 2, 64, generator=generator).to(device, query_dtype)
 

@@ -12,8 +12,8 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     """See `attention.Attention`."""
     block_size = pool.shape[4]
     for token, slot in enumerate(slot_mapping.tolist()):
-        pool[slot // block_size, :, layer, 0, slot % block_size] = to_slots(key[token], pool.dtype)
-        pool[slot // block_size, :, layer, 1, slot % block_size] = to_slots(value[token], pool.dtype)
+        for index, vectors in enumerate((key, value)[: pool.shape[3]]):
+            pool[slot // block_size, :, layer, index, slot % block_size] = to_slots(vectors[token], pool.dtype)
 
 
 def attend(
@@ -34,7 +34,8 @@ def attend(
         chunk = query[starts[row] : starts[row + 1]]  # [queries, heads, head_dim]
         slots = pool[batch.block_tables[row].long(), :, layer]  # [blocks, kv_heads, k|v, slot, slot_size]
         blocks = from_slots(slots, query.dtype)
-        keys, values = blocks.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :context].repeat_interleave(group, dim=2)
+        vectors = blocks.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :context].repeat_interleave(group, dim=2)
+        keys, values = vectors[0], vectors[-1]
         scores = torch.einsum("qhd,khd->hqk", chunk, keys) * scale  # [heads, queries, context]
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

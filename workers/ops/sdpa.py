@@ -23,7 +23,8 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     rows = rows.flatten()  # [tokens * kv_heads]: the row of each K vector; its V is block_size rows further
     slots = pool.view(-1, slot_size)
     slots.index_copy_(0, rows, to_slots(key, pool.dtype).reshape(-1, slot_size))
-    slots.index_copy_(0, rows + block_size, to_slots(value, pool.dtype).reshape(-1, slot_size))
+    if pool.shape[3] == 2:
+        slots.index_copy_(0, rows + block_size, to_slots(value, pool.dtype).reshape(-1, slot_size))
 
 
 def attend(
@@ -131,9 +132,10 @@ def gather(pool: Tensor, layer: int, tables: Tensor, num_tokens: int, dtype: tor
     rows = _first_rows(pool, layer, tables[:, None]).flatten()  # [batch * kv_heads * blocks]
     halves = pool.view(-1, block_size * slot_size)
     shape = (batch, kv_heads, num_blocks * block_size, slot_size)
-    key = halves.index_select(0, rows).view(shape)[:, :, :num_tokens]
-    value = halves.index_select(0, rows + 1).view(shape)[:, :, :num_tokens]
-    return from_slots(key, dtype), from_slots(value, dtype)
+    key = from_slots(halves.index_select(0, rows).view(shape)[:, :, :num_tokens], dtype)
+    if pool.shape[3] == 1:
+        return key, key
+    return key, from_slots(halves.index_select(0, rows + 1).view(shape)[:, :, :num_tokens], dtype)
 
 
 def _first_rows(pool: Tensor, layer: int, blocks: Tensor) -> Tensor:
@@ -142,8 +144,8 @@ def _first_rows(pool: Tensor, layer: int, blocks: Tensor) -> Tensor:
     `blocks` must broadcast against the KV heads: [batch, 1, blocks] gives [batch, kv_heads, blocks] and [tokens, 1]
     gives [tokens, kv_heads].
     """
-    _, kv_heads, layers, two = pool.shape[:4]
+    _, kv_heads, layers, vectors = pool.shape[:4]
     head = torch.arange(kv_heads, device=pool.device)
     if blocks.dim() == 3:
         head = head[:, None]
-    return ((blocks * kv_heads + head) * layers + layer) * two
+    return ((blocks * kv_heads + head) * layers + layer) * vectors

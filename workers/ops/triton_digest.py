@@ -63,7 +63,7 @@ def cell_digests(memory: Tensor, layout: KVLayout, box: Piece, rows: Sequence[Se
     if memory.is_cuda:
         table = table.pin_memory().to(memory.device, non_blocking=True)
     launch(memory, table, digests, layout, box)
-    for row in np.flatnonzero(2 * layout.slot_bytes * tokens <= SHORT_BYTES.value).tolist():
+    for row in np.flatnonzero(layout.vectors * layout.slot_bytes * tokens <= SHORT_BYTES.value).tolist():
         digests[row] = _on_host(memory, layout, box, rows[row])
     return digests
 
@@ -83,6 +83,7 @@ def launch(memory: Tensor, table: Tensor, digests: Tensor, layout: KVLayout, box
         layout.shape[1],
         SLOT=slot,
         HALF=layout.block_size * slot,
+        VECTORS=layout.vectors,
         UNIT=unit,
         num_warps=1,
     )
@@ -134,7 +135,7 @@ def _secret_at(table, byte, seed):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load(cell, slots, unit, units, known, SLOT: tl.constexpr, HALF: tl.constexpr, UNIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The 8 bytes from each `unit` of a cell on; its K takes `units`, and its V follows."""
+    """The 8 bytes from each `unit` of a cell on; its K takes `units`, and its V follows, if it has one."""
     word = tl.zeros(unit.shape, tl.uint64)
     for part in tl.static_range(8 // UNIT):
         at = unit + part
@@ -171,14 +172,15 @@ def _digest(  # type: ignore[no-untyped-def]
     pool_layers,
     SLOT: tl.constexpr,
     HALF: tl.constexpr,
+    VECTORS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     row, head, layer = tl.program_id(0), first_head + tl.program_id(1), first_layer + tl.program_id(2)
     start = tl.load(table + CONSTANTS + row)
-    units = ((tl.load(table + CONSTANTS + row + 1) - start) * SLOT).to(tl.int32)  # of K, and of V
+    units = ((tl.load(table + CONSTANTS + row + 1) - start) * SLOT).to(tl.int32)  # of each vector
     slots = table + start
-    cell = memory + ((head - pool_head) * pool_layers + layer - pool_layer) * (2 * HALF)
-    length = 2 * units * UNIT
+    cell = memory + ((head - pool_head) * pool_layers + layer - pool_layer) * (VECTORS * HALF)
+    length = VECTORS * units * UNIT
     if length > SHORT_BYTES:
         seed = (head.to(tl.uint64) << 32) | layer.to(tl.uint64)
         lane, word = tl.arange(0, 8), tl.arange(0, 128)  # of a stripe, and of 16 stripes
@@ -193,7 +195,7 @@ def _digest(  # type: ignore[no-untyped-def]
             total = _added(total, words, keys, known, 16)
             scrambled = (total ^ (total >> 47) ^ scramble) * PRIME32_1
             total = tl.where(block < full, scrambled, total)
-        last = 2 * units - 64 // UNIT + lane * (8 // UNIT)
+        last = VECTORS * units - 64 // UNIT + lane * (8 // UNIT)
         words = _load(cell, slots, last, units, lane >= 0, SLOT, HALF, UNIT)
         total = _added(total, words, _secret_at(table, 121 + lane * 8, seed), lane >= 0, 1)
         total = total ^ _secret_at(table, 11 + lane * 8, seed)

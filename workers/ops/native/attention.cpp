@@ -1,5 +1,5 @@
 // Attention over a paged pool [block, kv_head, layer, k|v, slot, number], and writing K and V into it. A slot has head_dim
-// numbers; in an int8 pool their scale follows, a float.
+// numbers; in an int8 pool their scale follows, a float. With one vector instead of k|v, V is K: a latent.
 //
 //     a job    = one KV head of one sequence, some of its queries; row = query * group + head within the group
 //     its keys = tiles of TILE positions, counted from position 0 of the sequence
@@ -335,7 +335,7 @@ struct Call {
     int64_t query_token_stride, query_head_stride;
     float* output;  // [tokens, heads, head_dim]
     const void* pool;
-    int64_t layer, layers, heads, kv_heads, block_size, head_dim;
+    int64_t layer, layers, heads, kv_heads, vectors, block_size, head_dim;
     const int32_t* block_tables;
     int64_t table_stride;
     float scale;
@@ -351,7 +351,8 @@ struct Call {
 
     int64_t group() const { return heads / kv_heads; }
     int64_t wide_dim() const { return round_up(head_dim, LANES); }
-    int64_t half_block() const { return block_size * slot_size; }  // numbers between a block's K and V
+    int64_t half_block() const { return block_size * slot_size; }
+    int64_t to_value() const { return (vectors - 1) * half_block(); }  // numbers between a token's K and V
 };
 
 // Memory of one thread; grows, never shrinks.
@@ -489,7 +490,7 @@ void find_keys(const Call& call, const Job& job, const Number** keys) {
     const int64_t last = std::min(job.end * TILE, job.position + job.queries) - 1;
     for (int64_t position = first; position <= last;) {
         int64_t block = position / call.block_size, slot = position % call.block_size;
-        int64_t half = ((table[block] * call.kv_heads + job.kv_head) * call.layers + call.layer) * 2;
+        int64_t half = ((table[block] * call.kv_heads + job.kv_head) * call.layers + call.layer) * call.vectors;
         auto key = static_cast<const Number*>(call.pool) + half * call.half_block();
         for (; slot < call.block_size && position <= last; slot++, position++)
             keys[position - begin] = key + slot * call.slot_size;
@@ -536,7 +537,7 @@ struct Scales {
     Scales(const Call& call, const Int8* const* rows, Range visible) {
         for (int64_t key = visible.low; key < visible.high; key++) {
             std::memcpy(keys + key, rows[key] + call.head_dim, sizeof(float));
-            std::memcpy(values + key, rows[key] + call.half_block() + call.head_dim, sizeof(float));
+            std::memcpy(values + key, rows[key] + call.to_value() + call.head_dim, sizeof(float));
         }
     }
 };
@@ -589,7 +590,7 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
         if (inside.low >= inside.high) continue;
         for (int64_t key = panel + inside.low; key < panel + inside.high; key++) {
             prefetch(keys[key], call.slot_size * sizeof(Number));  // one key at a time would not use the memory's bandwidth
-            prefetch(keys[key] + call.half_block(), call.slot_size * sizeof(Number));
+            prefetch(keys[key] + call.to_value(), call.slot_size * sizeof(Number));
         }
         transpose_keys(keys + panel, inside, dim, work.keys);
         for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
@@ -609,7 +610,7 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
             weigh(call, work.scores + each * TILE, keys_of(each), width, scales, part.most + each, part.sum + each);
     }
     const bool in_place = rows <= BLOCK_ROWS && dim == wide;
-    if (!in_place) copy_values(keys, visible, call.half_block(), dim, work.values, wide);
+    if (!in_place) copy_values(keys, visible, call.to_value(), dim, work.values, wide);
     for (int64_t column = 0; column < wide; column += BLOCK_LANES * LANES)
         for (int64_t row = 0; row < rows; row += BLOCK_ROWS) {
             int64_t height = std::min<int64_t>(BLOCK_ROWS, rows - row);
@@ -618,7 +619,7 @@ void attend_tile(const Call& call, const Job& job, int64_t tile, const Number* c
             const float* weights = work.scores + row * TILE + low;
             float* to = part.values + row * wide + column;
             if (in_place) {
-                Scattered<Number> values{keys + low, call.half_block() + column};
+                Scattered<Number> values{keys + low, call.to_value() + column};
                 multiplier<Scattered<Number>>(height, lanes)(weights, TILE, values, depth, to, wide);
             } else {
                 Dense values{work.values + low * wide + column, wide};
@@ -740,17 +741,18 @@ void attend(Call call, const int32_t* query_starts, const int32_t* context_lens,
 
 template <class Number>
 void write(const float* key, const float* value, int64_t key_stride, int64_t value_stride, void* pool, int64_t layer,
-           int64_t layers, int64_t kv_heads, int64_t block_size, int64_t head_dim, const int64_t* slots,
-           int64_t tokens) {
+           int64_t layers, int64_t kv_heads, int64_t vectors, int64_t block_size, int64_t head_dim,
+           const int64_t* slots, int64_t tokens) {
     const int64_t slot_size = slot_size_of<Number>(head_dim);
 #pragma omp parallel for schedule(static) if (tokens >= 64)
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t head = 0; head < kv_heads; head++) {
             int64_t block = slots[token] / block_size, slot = slots[token] % block_size;
-            int64_t half = ((block * kv_heads + head) * layers + layer) * 2;
+            int64_t half = ((block * kv_heads + head) * layers + layer) * vectors;
             Number* to = static_cast<Number*>(pool) + (half * block_size + slot) * slot_size;
             narrow_slot(key + token * key_stride + head * head_dim, head_dim, to);
-            narrow_slot(value + token * value_stride + head * head_dim, head_dim, to + block_size * slot_size);
+            if (vectors == 2)
+                narrow_slot(value + token * value_stride + head * head_dim, head_dim, to + block_size * slot_size);
         }
 }
 
@@ -771,12 +773,13 @@ extern "C" const int64_t diptych_attention_tile = TILE;
 
 extern "C" void diptych_attend(const float* query, int64_t query_token_stride, int64_t query_head_stride, float* output,
                                const void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t heads,
-                               int64_t kv_heads, int64_t block_size, int64_t head_dim, const int32_t* query_starts,
+                               int64_t kv_heads, int64_t vectors, int64_t block_size, int64_t head_dim,
+                               const int32_t* query_starts,
                                const int32_t* context_lens, const int32_t* block_tables, int64_t table_stride,
                                int64_t sequences, float scale, int64_t window, float softcap, const float* sinks,
                                const int32_t* begins, const float* (*wait)()) {
     Call call{query,  query_token_stride, query_head_stride, output,       pool,         layer, layers, heads, kv_heads,
-              block_size, head_dim,       block_tables,      table_stride, scale,        window, softcap};
+              vectors, block_size, head_dim, block_tables, table_stride, scale, window, softcap};
     call.sinks = sinks;
     call.begins = begins;
     call.wait = wait;
@@ -787,11 +790,11 @@ extern "C" void diptych_attend(const float* query, int64_t query_token_stride, i
 // `num_keys` is a multiple of TILE.
 extern "C" void diptych_attend_span(const float* query, int64_t query_token_stride, int64_t query_head_stride,
                                     float* output, const void* pool, int64_t kind, int64_t layer, int64_t layers,
-                                    int64_t heads, int64_t kv_heads, int64_t block_size, int64_t head_dim,
-                                    int64_t tokens, int64_t position, int64_t first, const int32_t* block_table,
-                                    int64_t num_keys, float scale, int64_t window, float softcap, const float* states) {
+                                    int64_t heads, int64_t kv_heads, int64_t vectors, int64_t block_size,
+                                    int64_t head_dim, int64_t tokens, int64_t position, int64_t first,
+                                    const int32_t* block_table, int64_t num_keys, float scale, int64_t window, float softcap, const float* states) {
     Call call{query,  query_token_stride, query_head_stride, output, pool,  layer,  layers, heads, kv_heads,
-              block_size, head_dim,       block_table,       0,      scale, window, softcap};
+              vectors, block_size, head_dim, block_table, 0, scale, window, softcap};
     call.states = states;
     call.first = first;
     call.span_tiles = num_keys / TILE;
@@ -801,8 +804,9 @@ extern "C" void diptych_attend_span(const float* query, int64_t query_token_stri
 
 extern "C" void diptych_write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
                                  void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t kv_heads,
-                                 int64_t block_size, int64_t head_dim, const int64_t* slots, int64_t tokens) {
+                                 int64_t vectors, int64_t block_size, int64_t head_dim, const int64_t* slots,
+                                 int64_t tokens) {
     constexpr decltype(&write<Int8>) kinds[] = {write<Float32>, write<Bfloat16>, write<Float16>, write<Int8>};
-    kinds[kind](key, value, key_stride, value_stride, pool, layer, layers, kv_heads, block_size, head_dim, slots,
-                  tokens);
+    kinds[kind](key, value, key_stride, value_stride, pool, layer, layers, kv_heads, vectors, block_size, head_dim,
+                  slots, tokens);
 }

@@ -20,7 +20,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """See `workers.ops.attention.Attention`."""
-    _, kv_heads, layers, _, block_size, _ = _shape(pool)
+    _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     key, value = _dense_heads(key), _dense_heads(value)
     kernel("write_kv")(
         pointer(key),
@@ -32,6 +32,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
         layer,
         layers,
         kv_heads,
+        vectors,
         block_size,
         key.shape[2],
         pointer(slot_mapping),
@@ -50,7 +51,7 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `workers.ops.attention.Attend`."""
-    _, kv_heads, layers, _, block_size, _ = _shape(pool)
+    _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     rows = query if query.dtype == torch.float32 else query.float()
     if rows.stride(2) != 1:
         rows = rows.contiguous()
@@ -71,6 +72,7 @@ def attend(
         layers,
         rows.shape[1],
         kv_heads,
+        vectors,
         block_size,
         rows.shape[2],
         pointer(batch.query_starts),
@@ -111,7 +113,7 @@ def attend_span(
     query: Tensor, pool: Tensor, layer: int, span: KeySpan, scale: float, window: int, softcap: float
 ) -> Tensor:
     """See `workers.ops.attention.AttendSpan`."""
-    _, kv_heads, layers, _, block_size, _ = _shape(pool)
+    _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     tokens, heads, head_dim = query.shape
     assert span.num_keys % SPAN == 0 and span.num_keys <= span.position
     output = torch.empty(tokens, heads, head_dim + 2)
@@ -126,6 +128,7 @@ def attend_span(
         layers,
         heads,
         kv_heads,
+        vectors,
         block_size,
         head_dim,
         tokens,

@@ -38,7 +38,7 @@ Word = ctypes.c_uint64
 # Argument types of the functions `diptych_<name>` in the C++ sources; none returns a value.
 _LAYOUTS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k")
 _PACK, _LINEAR = [Pointer] * 2 + [Size] * 2, [Pointer] * 4 + [Size] * 4
-_QUERY, _SCORES = [Pointer, Size, Size] + [Pointer] * 2 + [Size] * 7, [Float, Size, Float]
+_QUERY, _SCORES = [Pointer, Size, Size] + [Pointer] * 2 + [Size] * 8, [Float, Size, Float]
 _ARGUMENTS: dict[str, Sequence[type]] = {
     "rms_norm": [Pointer, Size, Pointer, Pointer, Size, Size, Float, Size],
     "add_rms_norm": [Pointer] * 5 + [Size, Size, Float, Size],
@@ -46,7 +46,7 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "rotate": [Pointer, Size, Size] + [Pointer] * 3 + [Size] * 5,
     "attend": [*_QUERY, *[Pointer] * 3, Size, Size, *_SCORES, Pointer, Pointer],
     "attend_span": [*_QUERY, *[Size] * 3, Pointer, Size, *_SCORES, Pointer],
-    "write_kv": [Pointer, Size, Pointer, Size, Pointer] + [Size] * 6 + [Pointer, Size],
+    "write_kv": [Pointer, Size, Pointer, Size, Pointer] + [Size] * 7 + [Pointer, Size],
     "lora": [Pointer, Size] * 2 + [Pointer] * 2 + [Size] + [Pointer] * 2 + [Size],
     "shared_sum": [Pointer] + [Size] * 3 + [Pointer] + [Size] * 4 + [Pointer],
     "uniforms": [Pointer, Word, Word, Size],
