@@ -24,6 +24,7 @@ from benchmarks import (
     peers_frontend,
     prefix_index,
     routing,
+    schemas,
     simulator,
     startup,
     structured,
@@ -66,6 +67,7 @@ PARTS = {
     "capacity": Measurement(capacity.measure, capacity.ROUNDS),
     "peers-frontend": Measurement(peers_frontend.measure, peers_frontend.ROUNDS),
     "structured": Measurement(structured.measure, structured.ROUNDS),
+    "schemas": Measurement(schemas.measure, 1),
     "startup": Measurement(startup.measure, startup.ROUNDS),
     "peer": Measurement(peer.measure, peer.ROUNDS),
     "engine": Measurement(compare.measure, compare.ROUNDS),
@@ -90,6 +92,12 @@ GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.star
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write JSON, Markdown and a chart here.")
 @click.option("--peer-venv", type=click.Path(path_type=Path), help="vLLM's environment (DIPTYCH_PEER_VENV).")
+@click.option(
+    "--schemas",
+    "schemas_folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of JSON schemas for the part schemas, such as data of JSONSchemaBench (DIPTYCH_SCHEMAS).",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of a failed part.")
 def main(
     parts: tuple[str, ...],
@@ -98,6 +106,7 @@ def main(
     json_file: Path | None,
     out: Path | None,
     peer_venv: Path | None,
+    schemas_folder: Path | None,
     debug: bool,
 ) -> None:
     """Measure Diptych on this machine, every figure beside a peer or a limit of the same run.
@@ -113,6 +122,8 @@ def main(
 
     if peer_venv is not None:
         os.environ[VLLM.variable] = str(peer_venv)
+    if schemas_folder is not None:
+        os.environ[schemas.VARIABLE] = str(schemas_folder)
     if installs := [part for part in parts if part in INSTALLS]:
         for each in (environment for name in installs for environment in INSTALLS[name]):
             each.install(click.echo)

@@ -126,7 +126,7 @@ def served(spec: ClusterSpec) -> Iterator[MeasuredServer]:
     """A cluster on Ray with one gateway."""
     with tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder:
         file = Path(folder) / "cluster.yaml"
-        file.write_bytes(msgspec.json.encode(spec))  # JSON is YAML
+        file.write_bytes(msgspec.json.encode(spec, enc_hook=int))  # JSON is YAML
         with Child([sys.executable, "-m", "cluster.cli", "serve", "-f", str(file)]) as child:
             endpoint = child.wait_line("ready: grpc://", START_TIMEOUT_S).text.rpartition("//")[2]
             url = child.wait_line("ready: http://", START_TIMEOUT_S).text.split()[1].removesuffix("/v1")

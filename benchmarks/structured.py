@@ -1,20 +1,11 @@
-"""What JSON schemas cost: to check, for each token's mask, in decode steps, and for a stream beside them.
-
-DIPTYCH_SCHEMAS names a folder of schemas, for example one of JSONSchemaBench's; without it only the steps are measured.
-Answers are random tokens that the masks allow; ends of strings and lists are preferred, or few answers would end.
-"""
+"""What JSON schemas cost: in decode steps, and for a stream beside them. `benchmarks.schemas` has their compilation."""
 
 import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import time
-from collections import Counter
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,33 +13,23 @@ import numpy as np
 from benchmarks.figures import BenchmarkClaim, BenchmarkPart, Figure, Progress, ratios, spread
 from benchmarks.hosted import MODEL, hosted, mixed_spec
 from benchmarks.timed_request import random_prompt, send_request
-from cluster.events import Rejected
-from cluster.frontend.preprocessing import PreprocessingPool
-from cluster.frontend.servers import load_tokenizer
 from diptych.client import AsyncClient
 from diptych.errors import DiptychError
 from kvtransfer.open import SharedMemory
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
-from workers.errors import InvalidRequest
-from workers.executor.grammar_masks import unpacked
 from workers.executor.opening import open_rank
 from workers.executor.solo import SoloExecutor
-from workers.model.grammar import GrammarCompiler, grammar_compiler, has_grammars
+from workers.model.grammar import has_grammars
 from workers.model.store import resolve
-from workers.model.tokenizer import ModelTokenizer
-from workers.request import MOST_GRAMMAR_BYTES, Bundle, Grammar, Request, SamplingParams, TokensOut
+from workers.request import Bundle, Grammar, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
 ROUNDS = 5
-VARIABLE = "DIPTYCH_SCHEMAS"
 STREAMS, PROMPT, ANSWER, QUICK_ANSWER = 16, 64, 96, 16
-LONGEST_ANSWER = 600  # tokens of a random answer
-END_PREFERRED = 0.7
-MOST_SCHEMAS, QUICK_SCHEMAS = 1000, 20
 MOST_OF_STEP, MOST_MORE_S = 1.03, 0.005
 TIMEOUT_S = 300.0
 RECORD_STEPS = "Answers of a record's schema"
-SCHEMAS, STEPS, BESIDE = "Schemas", f"Decode steps of {STREAMS} sequences", "A stream, while another client sends"
+STEPS, BESIDE = f"Decode steps of {STREAMS} sequences", "A stream, while another client sends"
 # An answer of this schema is longer than any that is measured.
 SCHEMA = {
     "type": "object",
@@ -86,22 +67,15 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
     """Skipped where llguidance is not installed. Raises `ModelError`."""
     if not has_grammars():
         return BenchmarkPart("structured", skipped="llguidance is not installed (the extra `structured`)")
-    folder, notes = os.environ.get(VARIABLE), []
     figures = asyncio.run(_steps(rounds, QUICK_ANSWER if quick else ANSWER, progress))
     share = next(each.spread.median for each in figures if each.column == "with a schema / without")
     figures += asyncio.run(_beside_in_cluster(rounds, QUICK_ANSWER if quick else ANSWER, progress))
-    if folder is None:
-        notes.append(f"{VARIABLE} names no folder of schemas: none were checked")
-    else:
-        files = sorted(Path(folder).glob("**/*.json"))
-        files = random.Random(1).sample(files, min(QUICK_SCHEMAS if quick else MOST_SCHEMAS, len(files)))
-        figures += asyncio.run(_schemas(files, progress))
     beside_s = next(each.spread.median for each in figures if each.column == "p99 gap, more")
     claims = (
         BenchmarkClaim("a step with schemas, of one without", share, MOST_OF_STEP, "x"),
         BenchmarkClaim("a stream's p99 gap, more beside new grammars than beside others", beside_s, MOST_MORE_S, "ms"),
     )
-    return BenchmarkPart("structured", tuple(figures), claims, tuple(notes))
+    return BenchmarkPart("structured", tuple(figures), claims)
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------
@@ -221,82 +195,3 @@ async def _requests(client: AsyncClient, has_grammars: bool, number: int) -> Non
         with contextlib.suppress(DiptychError):
             async for _ in client.generate(random_prompt(random.Random(index), 16), **options):
                 pass
-
-
-# ---- schemas -----------------------------------------------------------------------------------------------------
-
-
-async def _schemas(files: Sequence[Path], progress: Progress) -> list[Figure]:
-    """Check each as a gateway does, and draw an answer for those that pass."""
-    from jsonschema.validators import validator_for
-
-    model = resolve(MODEL).path
-    gateway = PreprocessingPool(partial(load_tokenizer, MODEL, 0))
-    answers = RandomAnswers(grammar_compiler(model), ModelTokenizer(model))
-    checks: list[float] = []
-    results: Counter[str] = Counter()
-    for number, file in enumerate(files):
-        begun = time.perf_counter()
-        try:
-            text = file.read_text()
-            if len(text) > MOST_GRAMMAR_BYTES:
-                results["too large"] += 1
-                continue
-            await gateway.check_grammar(Grammar("json", text))
-        except (InvalidRequest, Rejected) as error:
-            progress(f"{file.name}: {error}")
-            results["refused"] += 1
-            continue
-        finally:
-            checks.append(time.perf_counter() - begun)
-        results["accepted"] += 1
-        answer = answers.draw(Grammar("json", text), random.Random(number))
-        if answer is None:
-            results["not ended"] += 1
-            continue
-        schema = json.loads(text)
-        try:
-            validator_for(schema)(schema).validate(json.loads(answer))
-            results["valid"] += 1
-        except Exception as error:
-            progress(f"{file.name}: {type(error).__name__} {str(error)[:200]!r} in {answer[:200]!r}")
-            results["not valid"] += 1
-    await gateway.aclose()
-    masks = np.array(answers.mask_s)
-    row = f"of {len(files)}"
-    return [
-        *(Figure(SCHEMAS, row, name, "n", spread([count])) for name, count in results.items()),
-        Figure(SCHEMAS, row, "check p50", "ms", spread([float(np.median(checks))])),
-        Figure(SCHEMAS, row, "check p99", "ms", spread([float(np.quantile(checks, 0.99))])),
-        Figure(SCHEMAS, row, "mask mean", "us", spread([float(masks.mean())])),
-        Figure(SCHEMAS, row, "mask p99", "us", spread([float(np.quantile(masks, 0.99))])),
-    ]
-
-
-class RandomAnswers:
-    """Draws tokens that masks allow; `mask_s` has the seconds of each mask."""
-
-    def __init__(self, compiler: GrammarCompiler, tokenizer: ModelTokenizer) -> None:
-        self.mask_s: list[float] = []
-        self._compiler = compiler
-        self._tokenizer = tokenizer
-        ends = [tokenizer.encode(text) for text in ('"', "}", "]", '",', '"}', "},", "],", "0")]
-        self._ends = {each[0] for each in ends if len(each) == 1}
-
-    def draw(self, grammar: Grammar, source: random.Random) -> str | None:
-        """An answer that has ended; None: it has not, at its longest."""
-        matcher = self._compiler.matcher(grammar)
-        tokens: list[int] = []
-        while len(tokens) < LONGEST_ANSWER:
-            begun = time.perf_counter()
-            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
-            self.mask_s.append(time.perf_counter() - begun)
-            allowed = np.flatnonzero(unpacked(mask, 32 * len(mask))).tolist()
-            ends = self._ends.intersection(allowed)
-            token = source.choice(sorted(ends) if ends and source.random() < END_PREFERRED else allowed)
-            if not matcher.consume_token(token):
-                raise RuntimeError(f"a matcher refuses a token that its mask allows: {matcher.get_error()[:200]}")
-            tokens.append(token)
-            if matcher.is_stopped():
-                return self._tokenizer.decode(tokens)
-        return None

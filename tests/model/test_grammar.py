@@ -158,6 +158,23 @@ def test_json_allows_some_whitespace(compiler: GrammarCompiler) -> None:
         assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == matches, text
 
 
+def test_a_format_that_is_not_known_only_annotates(compiler: GrammarCompiler) -> None:
+    """As JSON Schema says."""
+    for name, text, matches in (("byte", "b", True), ("date", "b", False), ("date", "2026-11-27", True)):
+        matcher = compiler.matcher(Grammar("json", json.dumps({"type": "string", "format": name})))
+        tokens = [ModelTokenizerIds.of(letter) for letter in f'"{text}"']
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == matches
+
+
+def test_all_that_cannot_be_enforced_is_named(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"not": {}}, "b": {"uniqueItems": True, "type": "array"}, "c": {"format": "byte"}}}
+    schema["properties"]["d"] = {"oneOf": [{"type": "string"}, {"minLength": 3}]}
+    with pytest.raises(InvalidRequest) as refused:
+        compiler.check(Grammar("json", json.dumps(schema)))
+    assert all(each in refused.value.message for each in ('"not"', '"uniqueItems"', "oneOf needs schemas"))
+    assert "byte" not in refused.value.message
+
+
 def spelled(text: str) -> list[str]:
     """The letters of a byte-level vocabulary."""
     return [{" ": "Ġ", "\n": "Ċ"}.get(letter, letter) for letter in text]

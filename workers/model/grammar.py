@@ -41,13 +41,15 @@ LIMITS: Any = {
 }
 MASK_S = 0.01  # of computation for a mask; a grammar that takes longer would delay the tokens of others
 PROBED_TOKENS = 8
-# Small models would fill an answer with the unlimited whitespace that JSON allows.
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{0,20}", "lenient": False}
+# Small models would fill an answer with the unlimited whitespace that JSON allows. `lenient`: what is not enforced is a
+# warning; `_compile` refuses all but formats, which only annotate where they are not known.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{0,20}", "lenient": True}
+PASSING_WARNING = "Unknown format: "
 LONGEST_REASON = 300  # characters of an error
 # llguidance's words for what it does not enforce, and ours.
 REASONS = (
     (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced; leave it out"),
-    (r"oneOf constraints are not supported.*", "oneOf needs schemas that exclude each other; anyOf does not"),
+    (r"oneOf not fully supported.*", "oneOf needs schemas that exclude each other; anyOf does not"),
     (r"Resource '([^']*)' is not present.*", r"a $ref to '\1' is outside of the schema; put it below $defs"),
 )
 INSTALL = "install it with: pip install 'diptych[structured]'"
@@ -104,9 +106,12 @@ class GrammarCompiler:
         if not compiled.is_error():
             first = compiled.deep_copy()
             first.compute_bitmask()  # finds what no text matches
-            if not first.is_error():
+            ignored = [each for each in compiled.get_grammar_warnings() if not each.startswith(PASSING_WARNING)]
+            if not first.is_error() and not ignored:
                 return compiled
-            why = f"no text can match it, or it needs too much computation: {reason(first)}"
+            why = f"cannot be compiled: {_short('; '.join(map(_short, ignored)))}"
+            if not ignored:
+                why = f"no text can match it, or it needs too much computation: {reason(first)}"
         else:
             why = f"cannot be compiled: {reason(compiled)}"
         raise InvalidRequest("sampling.grammar", why)

@@ -28,7 +28,7 @@ from cluster.frontend.http.unsupported import (
 from cluster.frontend.text import ChatPrompt, RawPrompt, TextPrompt, TokenPrompt, check_depth
 from cluster.frontend.tools.answer_plan import ToolRequest
 from workers.errors import InvalidRequest
-from workers.request import MOST_BIASES, SamplingParams
+from workers.request import MOST_BIASES, Grammar, SamplingParams
 
 MAX_PROMPTS = 1024  # of one request; `cluster.frontend.http.reply` bounds how many of them run at once
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -155,6 +155,12 @@ class Generation(Body):
         """Number of alternatives per token; None: no logprobs."""
 
     @property
+    def wanted_grammar(self) -> Grammar | None:
+        """Of content."""
+        found = grammar_from(vars(self))
+        return None if found is None else found[1]
+
+    @property
     def scores_only(self) -> bool:
         """Whether the client wants only the prompt's logprobs, and no answer."""
         return False
@@ -178,11 +184,10 @@ class Generation(Body):
             given["top_k"] = max(0, self.top_k) if self.top_k >= -1 else self.top_k  # many clients send -1 for off
         if self.include_stop_str_in_output is not None:
             given["include_stop_in_output"] = self.include_stop_str_in_output
-        grammar = grammar_from(vars(self))
         with self.client_errors():
             sampling = SamplingParams(
                 **given,
-                grammar=None if grammar is None else grammar[1],
+                grammar=self.wanted_grammar,
                 seed=_seed(self.seed),
                 max_tokens=self.wanted_tokens,
                 logprobs=self.wanted_logprobs,
@@ -293,9 +298,9 @@ class ChatBody(Generation):
     @property
     def tool_request(self) -> ToolRequest | None:
         """None: the answer calls no tools, and the model sees none. Raises `InvalidRequest`."""
-        asked = tool_request(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if asked is not None and (found := grammar_from(vars(self))) is not None:
-            raise InvalidRequest(found[0], "leaves no room for a tool call; leave it out, or set tool_choice to none")
+        asked, wanted = tool_request(self.tools, self.tool_choice, self.parallel_tool_calls), grammar_from(vars(self))
+        if asked is not None and not asked.must_call and wanted is not None and wanted[1].kind != "json":
+            raise InvalidRequest(wanted[0], "leaves no room for a tool call; leave it out, or set tool_choice to none")
         return asked
 
 

@@ -132,12 +132,13 @@ class ModelRoutes:
         self, body: ChatBody, given: ChatBody | MessagesBody, request: Request
     ) -> tuple[Sequence[PromptInput], AnswerPlan]:
         """The prompt, and how its answers are read. `given`: the body that the client sent."""
-        tools, prompts = body.tool_request, _prompts(given, request)
-        if not self._planner.needs_prompt:
-            return prompts, self._planner.plan(tools)
+        tools, wanted, prompts = body.tool_request, body.wanted_grammar, _prompts(given, request)
+        tokens: tuple[int, ...] = ()
         with given.client_errors():
-            (tokens,) = [await self.gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
-        return [TokenPrompt(tokens)], self._planner.plan(tools, tokens)
+            if self._planner.needs_prompt:
+                (tokens,) = [await self.gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
+                prompts = [TokenPrompt(tokens)]
+            return prompts, self._planner.plan(tools, wanted, tokens)
 
     @cached_property
     def _planner(self) -> AnswerPlanner:

@@ -26,12 +26,13 @@ def tool_request(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paralle
             raise InvalidRequest("tool_choice", "asks for a call, but there are no tools; send tools, or leave it out")
         return None
     schemas = _schemas(tools)
+    is_strict = any(tool["function"].get("strict") is True for tool in tools)
     most_calls = 1 if parallel is False else None
     match choice:
         case "none":
             return None
         case None | "auto":
-            return ToolRequest(schemas, most_calls=most_calls)
+            return ToolRequest(schemas, is_strict=is_strict, most_calls=most_calls)
         case "required":
             return ToolRequest(schemas, must_call=True, most_calls=most_calls)
         case {"type": "function", "function": {"name": str(name), **rest}, **more} if not rest and not more:

@@ -6,7 +6,7 @@ from functools import partial
 
 from cluster.frontend.text import Tokenizer, text_from
 from cluster.frontend.tools.answer import Schemas
-from cluster.frontend.tools.call_grammar import call_grammar
+from cluster.frontend.tools.call_grammar import answer_grammar
 from cluster.frontend.tools.formats import CALLS, AnswerFormat, AnswerParser, answer_format
 from workers.errors import InvalidRequest
 from workers.request import Grammar
@@ -20,16 +20,19 @@ NO_PARSER = (
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """Which tools an answer may call. `must_call`: it has a call, and nothing besides reasoning."""
+    """Which tools an answer may call. `must_call`: it has a call, and nothing besides reasoning. `is_strict`: the
+    arguments of all calls match their schemas.
+    """
 
     schemas: Schemas
     must_call: bool = False
+    is_strict: bool = False
     most_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """`make_parser`: of one answer; None: all its text is content. `grammar`: of tool calls. `keep`: the special tokens
+    """`make_parser`: of one answer; None: all its text is content. `grammar`: of all of it. `keep`: the special tokens
     whose text the parser needs."""
 
     make_parser: Callable[[], AnswerParser] | None = None
@@ -56,8 +59,11 @@ class AnswerPlanner:
         """Whether the model can call tools."""
         return self._format.calls is not None
 
-    def plan(self, tools: ToolRequest | None, prompt: Sequence[int] = ()) -> AnswerPlan:
-        """Raises `InvalidRequest` for tools that this model cannot call."""
+    def plan(self, tools: ToolRequest | None, wanted: Grammar | None, prompt: Sequence[int] = ()) -> AnswerPlan:
+        """`wanted`: of the content; JSON comes behind reasoning, or a tool call comes instead of it.
+
+        Raises `InvalidRequest` for tools that this model cannot call.
+        """
         form, reasoning = self._format, self._format.reasoning
         if tools is None:
             form, tools = AnswerFormat(None, reasoning), ToolRequest({})
@@ -69,8 +75,15 @@ class AnswerPlanner:
         ids = self._tokenizer.special_ids
         special = {each: ids[each] for each in form.markers if each in ids}
         parser = partial(AnswerParser, form, tools.schemas, is_reasoning=is_reasoning, most_calls=tools.most_calls)
+        content = wanted.text if wanted is not None and wanted.kind == "json" else None
         grammar = None
-        if tools.must_call:
-            single = tools.most_calls == 1
-            grammar = call_grammar(form, tools.schemas, special, is_reasoning=is_reasoning, is_single=single)
+        if tools.must_call or tools.is_strict or content is not None:
+            grammar = answer_grammar(
+                form,
+                tools.schemas,
+                special,
+                is_reasoning=is_reasoning,
+                is_single=tools.most_calls == 1,
+                content=None if tools.must_call else content or "",
+            )
         return AnswerPlan(parser, grammar, special.values())

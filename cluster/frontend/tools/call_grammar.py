@@ -1,4 +1,7 @@
-"""Grammars that enforce tool calls in the model's own format, so that its parser reads them. In llguidance's Lark."""
+"""Grammars of answers: tool calls in the model's own format, so that its parser reads them, and content of a schema.
+
+In llguidance's Lark. Pure.
+"""
 
 import json
 import re
@@ -6,41 +9,66 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.frontend.tools.answer import Schemas
-from cluster.frontend.tools.formats import AnswerFormat, Pairs
+from cluster.frontend.tools.formats import AnswerFormat, CallFormat, Pairs
 from workers.errors import InvalidRequest
 from workers.request import MOST_GRAMMAR_BYTES, Grammar
 
 # As for other structured output (`workers.model.grammar`).
-JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{0,20}", "lenient": False}
+JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{0,20}", "lenient": True}
 NO_RULES = {"type", "title", "description", "default", "examples", "minLength", "maxLength", "enum", "const"}
 MOST_VALUES, MAX_DEPTH = 256, 16  # of a tool's values: references may go round
+NOT_ENFORCED = "set tool_choice to auto without strict and response_format"
 SCALARS = ("number", "integer", "boolean", "null")
 
 
-def call_grammar(
-    form: AnswerFormat, schemas: Schemas, special: Mapping[str, int], *, is_reasoning: bool, is_single: bool
+def answer_grammar(
+    form: AnswerFormat,
+    schemas: Schemas,
+    special: Mapping[str, int],
+    *,
+    is_reasoning: bool,
+    is_single: bool = False,
+    content: str | None = None,
 ) -> Grammar:
-    """One call or more of these tools, after reasoning if the model reasons. `special`: ids of special tokens.
+    """Reasoning if the model reasons, and then one call or more of these tools, or content.
 
-    `is_reasoning`: the prompt has begun the reasoning. `is_single`: one call. Raises `InvalidRequest` for a schema that
-    this format cannot enforce.
+    `special`: ids of special tokens. `is_reasoning`: the prompt has begun the reasoning. `is_single`: one call.
+    `content`: None: there is none; a JSON schema: there may be this instead of calls; empty: any text, also before
+    calls if their format has a marker. Raises `InvalidRequest` for a schema that the format of calls cannot enforce.
     """
-    calls, reasoning = form.calls, form.reasoning
-    assert calls is not None, "callers have checked"
-    rules = _Rules(special)
-    for index, (name, schema) in enumerate(schemas.items()):
-        arguments = _json(schema) if calls.arguments is None else _Written(rules, calls.arguments, name, schema).all()
-        opened, closed = rules.terms(calls.open.replace("NAME", name)), rules.terms(calls.close)
-        rules.add(f"call{index}", f"{opened} {rules.new(arguments)} {closed}")
-    rules.add("call", " | ".join(f"call{index}" for index in range(len(schemas))))
-    more = "" if is_single or calls.between is None else f"({rules.terms(calls.between)} call)*"
-    start = f"{rules.terms(calls.begin)} call {more} {rules.terms(calls.end)}"
+    rules, calls, reasoning = _Rules(special), form.calls, form.reasoning
+    if content and calls is not None and (calls.begin + calls.open).startswith("{"):
+        why = "cannot be told from a call in this model's format of calls, which is JSON too"
+        raise InvalidRequest("sampling.grammar", f"{why}; leave it out, or set tool_choice to none or required")
+    answers = [] if calls is None else [_calls(rules, calls, schemas, is_single, is_late=content == "")]
+    if content is not None:
+        text = "/(?s:.)*/" if content == "" else _content_json(content)
+        if content == "" and calls is not None and not calls.marker and not form.content_head:
+            text = rf"/((?s:[^\s{re.escape((calls.begin + calls.open)[0])}].*))?/"  # the first letter tells
+        answers.append(f"{rules.terms(form.content_head)} {rules.new(text)}")
+    start = " | ".join(answers)
     if reasoning is not None:
         thought = f"{rules.text_until(reasoning.end)} {rules.terms(reasoning.after)}"
-        start = f"{thought if is_reasoning else f'({rules.terms(reasoning.start)} {thought})?'} SPACE {start}"
+        start = f"{thought if is_reasoning else f'({rules.terms(reasoning.start)} {thought})?'} SPACE ({start})"
         rules.add("SPACE", r"/[ \n]{0,4}/")
     rules.add("start", start)
     return Grammar("lark", "\n".join(rules.lines))
+
+
+def _calls(rules: "_Rules", calls: CallFormat, schemas: Schemas, is_single: bool, *, is_late: bool) -> str:
+    """One call or more. `is_late`: behind any text that does not contain their marker, if they have one."""
+    marked = "" if calls.begin else calls.marker  # what each call begins with
+    for index, (name, schema) in enumerate(schemas.items()):
+        arguments = _json(schema) if calls.arguments is None else _Written(rules, calls.arguments, name, schema).all()
+        opened = rules.terms(calls.open.replace("NAME", name).removeprefix(marked))
+        rules.add(f"call{index}", f"{opened} {rules.new(arguments)} {rules.terms(calls.close)}")
+    rules.add("call", " | ".join(f"call{index}" for index in range(len(schemas))))
+    more = "" if is_single or calls.between is None else f"({rules.terms(calls.between + marked)} call)*"
+    begin = calls.begin or marked
+    first = rules.terms(begin)
+    if is_late and calls.marker:
+        first = f"{rules.text_until(calls.marker)} {rules.terms(begin.removeprefix(calls.marker))}"
+    return f"{first} call {more} {rules.terms(calls.end)}"
 
 
 class _Rules:
@@ -55,8 +83,8 @@ class _Rules:
     def add(self, name: str, body: str) -> None:
         self._num_chars += len(body)
         if self._num_chars > MOST_GRAMMAR_BYTES:
-            why = f"need a grammar of more than {MOST_GRAMMAR_BYTES >> 10} KiB to require a call"
-            raise InvalidRequest("tools", f"{why}; send fewer or simpler ones, or set tool_choice to auto")
+            why = f"need a grammar of more than {MOST_GRAMMAR_BYTES >> 10} KiB"
+            raise InvalidRequest("tools", f"{why}; send fewer or simpler ones, or {NOT_ENFORCED}")
         self.lines.append(f"{name}: {body}")
 
     def new(self, body: str, attributes: str = "") -> str:
@@ -162,11 +190,21 @@ class _Written:
 
     def _refused(self, what: str) -> InvalidRequest:
         why = f"of {self._name!r} have {what}, which cannot be enforced in this model's format of calls"
-        return InvalidRequest("tools", f"{why}; simplify it, or set tool_choice to auto")
+        return InvalidRequest("tools", f"{why}; simplify it, or {NOT_ENFORCED}")
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _content_json(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("sampling.grammar", f"cannot be read: {error}") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest("sampling.grammar", "cannot be read: a JSON schema is an object")
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
 def _json(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> str:

@@ -56,6 +56,11 @@ class CallFormat:
     markers: tuple[str, ...] = ()
     arguments: Pairs | None = None
 
+    @property
+    def marker(self) -> str:
+        """What begins calls anywhere in an answer; empty: they are all of it."""
+        return self.markers[0] if (self.begin + self.open).startswith(self.markers[0]) else ""
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
@@ -232,6 +237,11 @@ class AnswerFormat:
         if self.reasoning is None:
             return found
         return (*found, *(self.reasoning.markers or (self.reasoning.start, self.reasoning.end)))
+
+    @property
+    def content_head(self) -> str:
+        """What the model writes before content."""
+        return "<|channel|>final<|message|>" if "<|channel|>" in self.markers else ""
 
 
 def answer_format(template: str, calls: str, reasoning: str) -> AnswerFormat:

@@ -191,8 +191,26 @@ async def test_a_required_call_is_enforced_by_a_grammar(
     assert grammar is not None and grammar.kind == "lark"
     assert [name for name in ("look", "wait") if f'\\"name\\": \\"{name}\\"' in grammar.text] == names
     assert ("call)*" in grammar.text) is not single
-    await whole(there, tools=TOOLS)
+    await whole(there, tools=TOOLS[1:])
     assert dispatcher.requests[-1].sampling.grammar is None
+
+
+async def test_strict_tools_and_a_format_are_enforced_where_the_model_decides(
+    there: Clients, dispatcher: FakeDispatcher
+) -> None:
+    schema = {"type": "object", "properties": {"sky": {"type": "boolean"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for fields, has_text in (({"tools": TOOLS}, True), ({"tools": TOOLS[1:], "response_format": wanted}, False)):
+        (answer,) = parts(await whole(there, **fields))
+        assert answer["finish"] == "tool_calls"
+        grammar = dispatcher.requests[-1].sampling.grammar
+        assert grammar is not None and ('"sky"' in grammar.text) is not has_text
+    await whole(there, tools=TOOLS[1:], response_format=wanted, tool_choice="required")
+    grammar = dispatcher.requests[-1].sampling.grammar
+    assert grammar is not None and '"sky"' not in grammar.text
+    await whole(there, response_format=wanted)  # behind reasoning
+    grammar = dispatcher.requests[-1].sampling.grammar
+    assert grammar is not None and grammar.kind == "lark" and '"sky"' in grammar.text
 
 
 async def test_calls_and_results_reach_the_template(there: Clients, dispatcher: FakeDispatcher) -> None:
@@ -281,7 +299,8 @@ def called(**fields: Any) -> list[dict[str, Any]]:
             "tool_choice.function.name",
             "none of the tools",
         ),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "no room for a tool call"),
+        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "no room for a tool call"),
+        ({"tools": TOOLS, "guided_json": "{"}, "guided_json", "cannot be read"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id", "is missing"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "c"}]}, "messages[0].tool_call_id", "no call"),
         (

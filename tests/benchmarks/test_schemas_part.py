@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from benchmarks.structured import RandomAnswers
+from benchmarks.schemas import RandomAnswers
 from tests.model.grammars import SCHEMAS, check_answer
 from tests.model.tiny import write_tiny_llama
 from workers.model.grammar import grammar_compiler
