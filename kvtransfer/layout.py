@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 ORDER = "block,kv_head,layer,kv,slot,head_dim"
 LATENT_ORDER = "block,kv_head,layer,latent,slot,head_dim"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-SCALE_BYTES = 4  # after the numbers of an int8 slot: their scale, a float32
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}  # fp8 is e4m3
+QUANTIZED = ("int8", "fp8")
+SCALE_BYTES = 4  # after the numbers of a quantized slot: their scale, a float32
 
 
 def slot_bytes(head_dim: int, dtype: str) -> int:
     """Bytes of one token's K (or V, or latent) of one head and layer."""
-    return head_dim * DTYPE_BYTES[dtype] + (SCALE_BYTES if dtype == "int8" else 0)
+    return head_dim * DTYPE_BYTES[dtype] + (SCALE_BYTES if dtype in QUANTIZED else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class KVLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """Shape of one block: [kv_head, layer, k|v, slot, head_dim]; an int8 slot has its scale's bytes, too."""
+        """Shape of one block: [kv_head, layer, k|v, slot, head_dim]; a quantized slot has its scale's bytes, too."""
         local_heads, local_layers = self.heads[1] - self.heads[0], self.layers[1] - self.layers[0]
         return (local_heads, local_layers, self.vectors, self.block_size, self.slot_bytes // DTYPE_BYTES[self.dtype])
 

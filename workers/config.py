@@ -21,7 +21,7 @@ CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
-    "dtype": ("auto", "float32", "bfloat16", "float16", "int8"),
+    "dtype": ("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
     "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
 

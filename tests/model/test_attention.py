@@ -18,7 +18,7 @@ from workers.ops.narrow import compute_dtype, from_slots, to_slots
 from workers.ops.native.library import library
 
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 BLOCKS = 260
 
 try:
@@ -96,14 +96,10 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
     arguments = (1, meta, case.head_dim**-0.5, case.window, case.softcap, sinks)
     REFERENCE.write_kv(expected_pool, key, value, 1, meta.slot_mapping)
     backend.write_kv(its_pool, key, value, 1, meta.slot_mapping)
-    assert torch.equal(bits(its_pool), bits(expected_pool))
+    assert torch.equal(its_pool.view(torch.uint8), expected_pool.view(torch.uint8))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     expected = REFERENCE.attend(query, expected_pool, *arguments)
     torch.testing.assert_close(backend.attend(query, its_pool, *arguments), expected, rtol=tolerance, atol=tolerance)
-
-
-def bits(pool: Tensor) -> Tensor:
-    return pool.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[pool.dtype.itemsize])
 
 
 @pytest.mark.parametrize("backend", FAST, ids=lambda each: each.name)
@@ -167,27 +163,30 @@ def test_what_exceeds_the_range_of_float16_is_written_as_its_largest_number(back
         torch.testing.assert_close(pool[2, 0, 0, half, 1].cpu(), sign * written, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.int8, 0.5001 / 127), (torch.float8_e4m3fn, 16.01 / 448)])
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
-def test_int8_slots_depend_on_their_own_vector_alone(backend: Attention) -> None:
+def test_quantized_slots_depend_on_their_own_vector_alone(
+    backend: Attention, dtype: torch.dtype, rounding: float
+) -> None:
     """Vectors of any size, written together and one by one; NaN and infinity are not hidden."""
     generator = torch.Generator().manual_seed(0)
     sizes = 10.0 ** torch.randint(-42, 38, (320, 1, 1), generator=generator)
-    vectors = torch.randn(320, 1, 12, generator=generator) * sizes
+    vectors = torch.randn(320, 1, 12, generator=generator) * sizes * 2.0 ** torch.randint(-20, 0, (320, 1, 12))
     vectors[0], vectors[1, 0, 3] = 0.0, torch.finfo(torch.float32).max
     vectors[318, 0, 3], vectors[319, 0, 3] = torch.nan, -torch.inf
     vectors = vectors.to(DEVICE)
     slots = ragged([list(range(20))], [320], [320], 16).slot_mapping.to(DEVICE)
-    together, apart = torch.zeros(2, 20, 1, 1, 2, 16, 16, dtype=torch.int8, device=DEVICE)
+    together, apart = torch.zeros(2, 20, 1, 1, 2, 16, 16, device=DEVICE).to(dtype)
     backend.write_kv(together, vectors, -vectors, 0, slots)
     for token in torch.randperm(320, generator=generator).tolist():
         one = slice(token, token + 1)
         backend.write_kv(apart, vectors[one], -vectors[one], 0, slots[one])
-    assert torch.equal(apart, together)
+    assert torch.equal(apart.view(torch.uint8), together.view(torch.uint8))
     for half, numbers in ((0, vectors[:, 0]), (1, -vectors[:, 0])):
         written = together[:, 0, 0, half].flatten(0, 1)
-        assert torch.equal(written[:318], to_slots(numbers, torch.int8)[:318])
+        assert torch.equal(written.view(torch.uint8)[:318], to_slots(numbers, dtype).view(torch.uint8)[:318])
         values, largest = from_slots(written, torch.float32), numbers[:318].abs().amax(-1, keepdim=True)
-        assert ((values - numbers)[:318].abs() <= 0.5001 / 127 * largest + torch.finfo(torch.float32).tiny).all()
+        assert ((values - numbers)[:318].abs() <= rounding * largest + torch.finfo(torch.float32).tiny).all()
         assert values[318:].isnan().all()
 
 

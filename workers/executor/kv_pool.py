@@ -18,7 +18,7 @@ from workers.engine.step import StepPlan
 from workers.errors import ModelError
 from workers.ops.completion import Beside, Mark, beside_steps_on, mark_on, wait
 from workers.ops.memory import PAGES, pinned
-from workers.ops.narrow import from_slots, to_slots
+from workers.ops.narrow import from_slots, to_slots, torch_dtype
 
 # Left for activations, the interpreter and the rest of the machine.
 _SPARE = 0.1
@@ -75,7 +75,7 @@ class KVPool:
         heads = slice(layout.heads[0] - ours.heads[0], layout.heads[1] - ours.heads[0])
         layers = slice(layout.layers[0] - ours.layers[0], layout.layers[1] - ours.layers[0])
         staged = self.memory[offset : offset + layout.blocks_for(num_tokens) * layout.block_bytes]
-        arrived = staged.view(getattr(torch, layout.dtype)).view(-1, *layout.shape)
+        arrived = staged.view(torch_dtype(layout.dtype)).view(-1, *layout.shape)
         is_alike = layout.dtype == ours.dtype  # then slots move as they are
         sources: Iterable[Tensor] = arrived
         at_once = _CONVERTED_BYTES[self.memory.device.type] // layout.block_bytes
@@ -131,7 +131,7 @@ def allocate_pool(
             f"engine.swap_blocks and cache.host take {host_blocks * layout.block_bytes / 2**30:.1f} GiB, which do not "
             f"fit in the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower them or engine.kv_blocks"
         )
-    dtype: torch.dtype = getattr(torch, layout.dtype)
+    dtype = torch_dtype(layout.dtype)
     region = Region(layout, num_blocks, 0, None, staging_bytes=staging_bytes)
     mark, beside = mark_on(device), beside_steps_on(device)
     if device.type == "cpu":
@@ -149,7 +149,7 @@ def allocate_pool(
 
 def _host_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
     """Zeroed blocks in the host's memory, pinned if the device is a GPU. Raises `ModelError`."""
-    dtype: torch.dtype = getattr(torch, layout.dtype)
+    dtype = torch_dtype(layout.dtype)
     if device.type == "cpu" or not num_blocks:
         return torch.zeros((num_blocks, *layout.shape), dtype=dtype)
     num_bytes = num_blocks * layout.block_bytes

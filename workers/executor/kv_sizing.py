@@ -65,5 +65,5 @@ def check_blocks(blocks: int, engine: EngineConfig, context_length: int, block_b
     raise ModelError(
         f"{what} needs {least * block_bytes / GIB:.3g} GiB of KV on {device}, but after weights and activations there "
         f"is room for {max(0, blocks) * block_bytes / GIB:.3g} GiB; lower engine.max_model_len, raise "
-        "engine.gpu_memory_utilization (GPU), take engine.dtype bfloat16 or int8, or set engine.kv_blocks yourself"
+        "engine.gpu_memory_utilization (GPU), take engine.dtype bfloat16, int8 or fp8, or set engine.kv_blocks yourself"
     )

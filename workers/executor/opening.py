@@ -40,7 +40,7 @@ from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention
 from workers.ops.collective import StageLink, TensorGroup, open_groups
-from workers.ops.narrow import multiplies_bfloat16
+from workers.ops.narrow import multiplies_bfloat16, torch_dtype
 from workers.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def _load_shard(
             "widened to float32 as they are read, which is no faster once many tokens share a step",
             config.name,
         )
-    dtype: torch.dtype = getattr(torch, engine.dtype)
+    dtype = torch_dtype(engine.dtype)
     model = load_decoder(
         folder,
         device,

@@ -22,9 +22,9 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     rows = _first_rows(pool, layer, table[:, None]) * block_size + (slot_mapping % block_size)[:, None]
     rows = rows.flatten()  # [tokens * kv_heads]: the row of each K vector; its V is block_size rows further
     slots = pool.view(-1, slot_size)
-    slots.index_copy_(0, rows, to_slots(key, pool.dtype).reshape(-1, slot_size))
+    slots[rows] = to_slots(key, pool.dtype).reshape(-1, slot_size)
     if pool.shape[3] == 2:
-        slots.index_copy_(0, rows + block_size, to_slots(value, pool.dtype).reshape(-1, slot_size))
+        slots[rows + block_size] = to_slots(value, pool.dtype).reshape(-1, slot_size)
 
 
 def attend(

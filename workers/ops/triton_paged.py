@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
-from workers.ops.narrow import to_slots
+from workers.ops.narrow import LARGEST, to_slots
 
 SPLIT = 256  # keys of a span
 TILE_BYTES = 32 << 10  # of rows or keys: shared memory holds several tiles
@@ -81,7 +81,7 @@ def attend(
         "GROUP": group,
         "DIM": max(16, triton.next_power_of_2(head_dim)),
         "CAPPED": softcap != 0.0,
-        "SCALED": pool.dtype == torch.int8,
+        "SCALED": pool.dtype in LARGEST,
         "SPLIT": SPLIT,
     }
     tile_bytes = TILE_BYTES if query.element_size() == 2 else TILE_BYTES // 4  # no tensor cores: more registers
@@ -324,7 +324,7 @@ def _tile(  # type: ignore[no-untyped-def]
     block = tl.load(table + key_at // BLOCK, known, 0).to(tl.int64)
     half = ((block * KV_HEADS + kv_head) * LAYERS + layer) * 2
     slot = (half * BLOCK + key_at % BLOCK) * SLOT  # [KEYS]
-    slot = tl.multiple_of(slot, SLOT & -SLOT)  # Triton 3.6 takes an int8 slot of 132 bytes to be aligned better
+    slot = tl.multiple_of(slot, SLOT & -SLOT)  # Triton 3.6 takes a quantized slot of 132 bytes to be aligned better
     readable = known[:, None] & (dim < HEAD_DIM)[None, :]
     where = pool + slot[:, None] + dim[None, :]
     keys = tl.load(where, readable, 0.0).to(queries.dtype)  # [KEYS, DIM]

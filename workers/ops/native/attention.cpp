@@ -1,5 +1,6 @@
 // Attention over a paged pool [block, kv_head, layer, k|v, slot, number], and writing K and V into it. A slot has head_dim
-// numbers; in an int8 pool their scale follows, a float. With one vector instead of k|v, V is K: a latent.
+// numbers; in a quantized pool (int8, fp8) their scale follows, a float. With one vector instead of k|v, V is K: a
+// latent.
 //
 //     a job    = one KV head of one sequence, some of its queries; row = query * group + head within the group
 //     its keys = tiles of TILE positions, counted from position 0 of the sequence
@@ -58,11 +59,16 @@ struct Float16 {
     uint16_t bits;
 };
 struct Int8 {
+    static constexpr float LARGEST = 127.0f;
     int8_t number;  // times the slot's scale
+};
+struct Fp8 {  // e4m3
+    static constexpr float LARGEST = 448.0f;
+    uint8_t bits;  // times the slot's scale; never NaN
 };
 
 template <class Number>
-constexpr bool SCALED = std::is_same_v<Number, Int8>;
+constexpr bool SCALED = std::is_same_v<Number, Int8> || std::is_same_v<Number, Fp8>;
 template <class Number>
 constexpr int64_t slot_size_of(int64_t head_dim) {  // in numbers
     return head_dim + (SCALED<Number> ? sizeof(float) : 0);
@@ -82,6 +88,9 @@ inline uint32_t as_bits(float value) {
 
 inline float widen(Float32 from) { return from.number; }
 inline float widen(Int8 from) { return from.number; }
+inline float widen(Fp8 from) {
+    return as_float(uint32_t(from.bits & 0x80) << 24 | as_bits(as_float(uint32_t(from.bits & 0x7f) << 20) * 0x1p120f));
+}
 inline float widen(Bfloat16 from) { return as_float(uint32_t(from.bits) << 16); }
 inline float widen(Float16 from) {
     uint32_t sign = uint32_t(from.bits & 0x8000) << 16, rest = uint32_t(from.bits & 0x7fff) << 13;
@@ -107,22 +116,31 @@ inline void narrow(float from, Float16* to) {
     }
 }
 
+// Numbers of a quantized slot are at most LARGEST.
+inline void narrow(float from, Int8* to) { to->number = int32_t(std::nearbyint(from)); }
+inline void narrow(float from, Fp8* to) {
+    uint32_t sign = as_bits(from) >> 24 & 0x80, size = as_bits(from) & 0x7fffffff;
+    uint32_t normal = (size - 0x3c000000 + 0x7ffff + (size >> 20 & 1)) >> 20;
+    uint32_t subnormal = as_bits(as_float(size) + 0x1p14f) - 0x46800000;  // adding 2^14 rounds at the right bit
+    to->bits = sign | (size < 0x3c800000 ? subnormal : normal);
+}
+
 template <class Number>
 inline void narrow_slot(const float* from, int64_t dim, Number* to) {
-    for (int64_t at = 0; at < dim; at++) narrow(from[at], to + at);
-}
-// The largest number becomes 127. NaN and infinity, which compare as the largest bits, make the scale one of them.
-inline void narrow_slot(const float* from, int64_t dim, Int8* to) {
-    uint32_t most = 0;
-    for (int64_t at = 0; at < dim; at++) most = std::max(most, as_bits(from[at]) & 0x7fffffff);
-    float scale = as_float(most) * (1.0f / 127.0f);
-    scale = scale < FLT_MIN ? FLT_MIN : scale;
-    const float factor = 1.0f / scale;
-    for (int64_t at = 0; at < dim; at++) {
-        float number = from[at] * factor;
-        to[at].number = number == number ? int32_t(std::nearbyint(number)) : 0;
+    if constexpr (!SCALED<Number>) {
+        for (int64_t at = 0; at < dim; at++) narrow(from[at], to + at);
+    } else {  // NaN and infinity, which compare as the largest bits, make the scale one of them
+        uint32_t most = 0;
+        for (int64_t at = 0; at < dim; at++) most = std::max(most, as_bits(from[at]) & 0x7fffffff);
+        float scale = as_float(most) * (1.0f / Number::LARGEST);
+        scale = scale < FLT_MIN ? FLT_MIN : scale;
+        const float factor = 1.0f / scale;
+        for (int64_t at = 0; at < dim; at++) {
+            float number = from[at] * factor;
+            narrow(number == number ? number : 0.0f, to + at);
+        }
+        std::memcpy(to + dim, &scale, sizeof scale);
     }
-    std::memcpy(to + dim, &scale, sizeof scale);
 }
 
 template <class Number>
@@ -143,6 +161,10 @@ inline Floats load_wide(const Float16* from) {
 inline Floats load_wide(const Int8* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
+inline Floats load_wide(const Fp8* from) {  // as float16, 2^8 times smaller
+    __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16(int16_t(0xbfff)))) * all(256.0f);
+}
 #elif defined(__AVX2__)
 inline Floats load_wide(const Bfloat16* from) {
     __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -154,6 +176,10 @@ inline Floats load_wide(const Int8* from) {
 #if defined(__F16C__)
 inline Floats load_wide(const Float16* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Floats load_wide(const Fp8* from) {  // as float16, 2^8 times smaller
+    __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))), 7);
+    return _mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(int16_t(0xbfff)))) * all(256.0f);
 }
 #endif
 #endif
@@ -534,7 +560,8 @@ void copy_values(const Number* const* keys, Range range, int64_t offset, int64_t
 struct Scales {
     float keys[TILE] = {}, values[TILE] = {};
 
-    Scales(const Call& call, const Int8* const* rows, Range visible) {
+    template <class Number>
+    Scales(const Call& call, const Number* const* rows, Range visible) {
         for (int64_t key = visible.low; key < visible.high; key++) {
             std::memcpy(keys + key, rows[key] + call.head_dim, sizeof(float));
             std::memcpy(values + key, rows[key] + call.to_value() + call.head_dim, sizeof(float));
@@ -762,11 +789,13 @@ void attend_to(int64_t kind, const Call& call, const int32_t* query_starts, cons
     if (kind == 1) attend<Bfloat16>(call, query_starts, context_lens, sequences);
     if (kind == 2) attend<Float16>(call, query_starts, context_lens, sequences);
     if (kind == 3) attend<Int8>(call, query_starts, context_lens, sequences);
+    if (kind == 4) attend<Fp8>(call, query_starts, context_lens, sequences);
 }
 
 }  // namespace
 
-// `kind` of the pool's numbers: 0 float32, 1 bfloat16, 2 float16, 3 int8. Strides count numbers; the last axis is dense.
+// `kind` of the pool's numbers: 0 float32, 1 bfloat16, 2 float16, 3 int8, 4 fp8. Strides count numbers; the last axis
+// is dense.
 // `wait` returns the states of sequences with `begins`, and is called on the caller's thread; null: all keys are here.
 
 extern "C" const int64_t diptych_attention_tile = TILE;
@@ -806,7 +835,7 @@ extern "C" void diptych_write_kv(const float* key, int64_t key_stride, const flo
                                  void* pool, int64_t kind, int64_t layer, int64_t layers, int64_t kv_heads,
                                  int64_t vectors, int64_t block_size, int64_t head_dim, const int64_t* slots,
                                  int64_t tokens) {
-    constexpr decltype(&write<Int8>) kinds[] = {write<Float32>, write<Bfloat16>, write<Float16>, write<Int8>};
+    constexpr decltype(&write<Int8>) kinds[] = {write<Float32>, write<Bfloat16>, write<Float16>, write<Int8>, write<Fp8>};
     kinds[kind](key, value, key_stride, value_stride, pool, layer, layers, kv_heads, vectors, block_size, head_dim,
                   slots, tokens);
 }

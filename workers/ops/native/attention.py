@@ -15,7 +15,7 @@ from workers.ops.native.library import kernel, pointer
 from workers.ops.span import SPAN, KeySpan
 
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_void_p)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping: Tensor) -> None:
