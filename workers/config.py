@@ -70,9 +70,9 @@ class EngineConfig:
     prefix_caching: bool = True
     """Keep blocks of finished sequences for prompts with the same beginning."""
     dtype: str = "auto"
-    """Of the KV: `float32`, `bfloat16`, `float16`, or `int8` with a scale for each token and head. On a GPU also of the
-    weights, which are bfloat16 beside int8. Smaller: less to move, rounded. `auto`: `float32` on a CPU; on a GPU
-    `float16` for a model stored in it, else `bfloat16`.
+    """Of the KV: `float32`, `bfloat16`, `float16`, or quantized with a scale for each token and head: `int8`, or `fp8`
+    (e4m3) with a larger error. On a GPU also of the weights, which are bfloat16 beside quantized KV. Smaller: less to
+    move, rounded. `auto`: `float32` on a CPU; on a GPU `float16` for a model stored in it, else `bfloat16`.
     """
     weights: str = "float32"
     """Weight format of the linear layers on a CPU. All but `float32` are less exact, smaller and mostly faster."""

@@ -15,6 +15,7 @@ from cluster.cli.screen import print_json, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration
 from diptych.access import Access
+from kvtransfer.layout import QUANTIZED
 
 if TYPE_CHECKING:
     from cluster.offline.plan.budget import Budget
@@ -92,7 +93,7 @@ class PlanOptions:
 @click.option(
     "--source", "costs", default="best", show_default=True, help="Source of step times: best, roofline, vidur, ..."
 )
-@click.option("--kv-dtype", type=click.Choice(("int8",)), help="KV dtype. [default: of the weights]")
+@click.option("--kv-dtype", type=click.Choice(QUANTIZED), help="KV dtype. [default: of the weights]")
 @click.option("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
 @click.option("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
 @click.option("--users", default=USERS, show_default=True, help="With --prompt: numbers of concurrent users.")

@@ -49,7 +49,9 @@ def requests() -> list[Request]:
     return made
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "int8"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)]
+)
 async def workers(request: pytest.FixtureRequest, model: str) -> AsyncIterator[dict[str, Worker]]:
     """Of each setting one prefill worker and two decode workers, one of which has blocks of another size."""
     shared, mine, other = SharedMemory(), replace(ENGINE, dtype=request.param), replace(OTHER, dtype=request.param)
@@ -99,7 +101,7 @@ async def test_a_gang_alone_answers_like_one_rank(
     await workers[f"d{parallel}"].check()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", ["gpt oss", "llama 4, some dense"])
 async def test_attention_sinks_chunks_and_sharded_experts_split_alike(tmp_path: Path, family: str, dtype: str) -> None:
     model, engine, shared = str(write_family(tmp_path / "m", family)), replace(ENGINE, dtype=dtype), SharedMemory()

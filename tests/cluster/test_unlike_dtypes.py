@@ -24,14 +24,15 @@ FIRST = Request("first", PROMPT, SAMPLING)
 Answer = list[tuple[int, float]]  # tokens and their log probabilities
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "int8"])
+@pytest.fixture(scope="module", params=[("float32", "bfloat16"), ("float32", "int8"), ("int8", "fp8")], ids="-".join)
 def spec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ClusterSpec:
     folder: Path = tmp_path_factory.mktemp("models") / "m"
     write_family(folder, "llama 3")
     spec = split_spec(backends=("tcp",), block_size=8, kv_blocks=96)
     prefill, decode = spec.pools
-    exact = replace(prefill.engine, threads=1, deterministic=True)
-    pools = replace(prefill, engine=exact), replace(decode, engine=replace(exact, dtype=request.param))
+    engine = replace(prefill.engine, threads=1, deterministic=True)
+    engines = (replace(engine, dtype=dtype) for dtype in request.param)
+    pools = tuple(replace(pool, engine=each) for pool, each in zip((prefill, decode), engines, strict=True))
     return replace(spec, model=str(folder), executor="torch", pools=pools)
 
 
@@ -60,7 +61,9 @@ async def test_a_cached_prompt_gives_the_same_answer(spec: ClusterSpec) -> None:
         first = await ask(subject, FIRST)
         assert await ask(subject, replace(FIRST, id="again")) == first
         events = await subject.run(second_turn(first))
-        assert completed(events).transfers[0].reused_blocks == len(PROMPT) // 8, "what came in float32 is found again"
+        assert completed(events).transfers[0].reused_blocks == len(PROMPT) // 8, (
+            "what came from the prefill pool is found again"
+        )
         warm = answer(events)
     async with opened(spec) as subject:
         assert await ask(subject, second_turn(first)) == warm

@@ -27,9 +27,10 @@ def test_kv_of_a_token_is_what_the_table_says() -> None:
     assert {name: SHAPES[name].kv_bytes_per_token / 1024 for name in KIB} == KIB
     assert 512 * SHAPES["opt-66b"].kv_bytes_per_token == 1.125 * 2**30
 
-    int8 = replace(SHAPES["llama-3-8b"], kv_dtype="int8")
-    assert int8.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
-    assert int8.weight_bytes == SHAPES["llama-3-8b"].weight_bytes
+    for dtype in ("int8", "fp8"):
+        quantized = replace(SHAPES["llama-3-8b"], kv_dtype=dtype)
+        assert quantized.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
+        assert quantized.weight_bytes == SHAPES["llama-3-8b"].weight_bytes
 
 
 def test_parameters_are_the_published_numbers() -> None:

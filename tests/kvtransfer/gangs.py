@@ -14,7 +14,7 @@ from kvtransfer.ticket import PeerAddress
 from kvtransfer.transport import Region
 from tests.kvtransfer.grids import Bytes, by_slots
 from tests.kvtransfer.peers import make_region, open_set
-from workers.ops.narrow import to_slots
+from workers.ops.narrow import to_slots, torch_dtype
 
 NUM_TOKENS = 90
 NUM_BLOCKS = 24
@@ -29,7 +29,7 @@ def truth(layout: KVLayout) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]
 
 def as_bytes(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", dtype: str) -> Bytes:
     """The numbers in an owner's dtype, with their bytes as the last axis."""
-    held = to_slots(torch.from_numpy(numbers), getattr(torch, dtype))
+    held = to_slots(torch.from_numpy(numbers), torch_dtype(dtype))
     return held.view(torch.uint8).numpy()
 
 

@@ -65,7 +65,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, dtypes: tuple[str, ...] = ("float32", "bfloat16", "float8_e5m2", "int8")) -> Case:
+def cases(draw: st.DrawFn, dtypes: tuple[str, ...] = ("float32", "bfloat16", "fp8", "int8")) -> Case:
     """Any pair of gangs, odd shapes, any two block sizes, partial last blocks, prefixes that are here already."""
     layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     dim, dtype, order = draw(st.integers(1, 5)), draw(st.sampled_from(dtypes)), draw(st.sampled_from(ORDERS))

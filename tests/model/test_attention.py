@@ -163,7 +163,7 @@ def test_what_exceeds_the_range_of_float16_is_written_as_its_largest_number(back
         torch.testing.assert_close(pool[2, 0, 0, half, 1].cpu(), sign * written, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.int8, 0.5001 / 127), (torch.float8_e4m3fn, 16.01 / 448)])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.int8, 0.5001 / 127), (torch.float8_e4m3fn, 1.001 / 16)])
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_quantized_slots_depend_on_their_own_vector_alone(
     backend: Attention, dtype: torch.dtype, rounding: float
@@ -171,7 +171,7 @@ def test_quantized_slots_depend_on_their_own_vector_alone(
     """Vectors of any size, written together and one by one; NaN and infinity are not hidden."""
     generator = torch.Generator().manual_seed(0)
     sizes = 10.0 ** torch.randint(-42, 38, (320, 1, 1), generator=generator)
-    vectors = torch.randn(320, 1, 12, generator=generator) * sizes * 2.0 ** torch.randint(-20, 0, (320, 1, 12))
+    vectors = torch.randn(320, 1, 12, generator=generator) * sizes
     vectors[0], vectors[1, 0, 3] = 0.0, torch.finfo(torch.float32).max
     vectors[318, 0, 3], vectors[319, 0, 3] = torch.nan, -torch.inf
     vectors = vectors.to(DEVICE)
@@ -188,6 +188,23 @@ def test_quantized_slots_depend_on_their_own_vector_alone(
         values, largest = from_slots(written, torch.float32), numbers[:318].abs().amax(-1, keepdim=True)
         assert ((values - numbers)[:318].abs() <= rounding * largest + torch.finfo(torch.float32).tiny).all()
         assert values[318:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
+def test_fp8_numbers_are_rounded_to_nearest_as_torch_rounds_them(backend: Attention) -> None:
+    """All numbers of e4m3, the middles between them, and what is next to each; the scale is 1."""
+    finite = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    exact = torch.cat([finite, (finite[1:] + finite[:-1]) / 2])
+    near = torch.cat([exact, *(exact.nextafter(torch.tensor(end)) for end in (-1.0, 448.0))])
+    near = torch.cat([near, -near]).to(DEVICE)
+    vectors = torch.stack([torch.full_like(near, 448.0), near], dim=1)[:, None]
+    pool = torch.zeros(len(near), 1, 1, 2, 1, 2 + 4, device=DEVICE).to(torch.float8_e4m3fn)
+    slots = torch.arange(len(near), device=DEVICE)
+    backend.write_kv(pool, vectors, vectors, 0, slots)
+    rounded = near.to(torch.float8_e4m3fn)
+    for half in (0, 1):
+        assert torch.equal(pool[:, 0, 0, half, 0, 1].view(torch.uint8), rounded.view(torch.uint8))
+    assert torch.equal(from_slots(pool, torch.float32)[:, 0, 0, 0, 0, 1], rounded.float())
 
 
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), threads=st.sampled_from([1, 2]), dtype=st.sampled_from(["float32", "bfloat16", "int8"]))
+@given(data=st.data(), threads=st.sampled_from([1, 2]), dtype=st.sampled_from(["float32", "bfloat16", "int8", "fp8"]))
 def test_logits_have_the_same_bits_in_any_batch_and_any_chunks(
     model: Decoder, data: st.DataObject, threads: int, dtype: str
 ) -> None:
@@ -74,7 +74,7 @@ def _cut(lengths: list[int], data: st.DataObject) -> list[list[tuple[int, int]]]
 
 @pytest.mark.full
 @pytest.mark.model
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
 def test_the_real_model_too(smollm2: ModelFolder, dtype: str) -> None:
     attention = best_attention(CPU, torch.float32, deterministic=True)
     model = load_decoder(smollm2, CPU, torch.float32, attention, deterministic=True)

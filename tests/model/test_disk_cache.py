@@ -113,7 +113,7 @@ async def answers(
     return tokens, cached, disk
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 async def test_prefixes_from_the_disk_give_the_tokens_of_computed_ones(
     tiny: ModelFolder, tmp_path: Path, dtype: str
 ) -> None:

@@ -181,7 +181,7 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
         assert ("this CPU has no instructions for it" in caplog.text) != has_it
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "fp8"])
 async def test_kv_may_be_kept_in_fewer_bits(tiny: ModelFolder, dtype: str) -> None:
     executor = await open_solo(config(dtype=dtype), tiny, "w-1", SharedMemory())
     layout, pool = executor.facts.layout, executor._rank._pool
@@ -208,7 +208,7 @@ async def test_the_real_model_says_paris(smollm2: ModelFolder, tmp_path: Path) -
     await executor.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
 async def test_a_row_without_finite_logits_samples_nothing_and_affects_no_other_row(
     tiny: ModelFolder, dtype: str
 ) -> None:

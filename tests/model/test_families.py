@@ -16,6 +16,7 @@ from workers.model.decoder import Decoder
 from workers.model.folder import ModelFolder, check_folder
 from workers.model.load import load_decoder
 from workers.ops.attention import best_attention
+from workers.ops.narrow import torch_dtype
 
 pytestmark = pytest.mark.grid
 
@@ -140,12 +141,14 @@ def greedy(model: Decoder, pool: KVPool, prompts: list[list[int]], num_tokens: i
     return [context[len(prompt) :] for context, prompt in zip(contexts, prompts, strict=True)]
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("bfloat16", 2**-7), ("float16", 2**-10), ("int8", 1 / 127)])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("bfloat16", 2**-7), ("float16", 2**-10), ("int8", 1 / 127), ("fp8", 2**-4)]
+)
 @pytest.mark.parametrize("name", ["gemma 2", "mistral, window", "gpt oss, mxfp4", "llama 4, all dense"])
 def test_kv_kept_in_fewer_bits_computes_in_float32(tmp_path: Path, name: str, dtype: str, rounding: float) -> None:
     """However the prompt is cut, rounded keys and values give the same logits, close to those of exact ones."""
     folder = ModelFolder(name, write_family(tmp_path / "m", name))
-    model = load_decoder(folder, CPU, getattr(torch, dtype))
+    model = load_decoder(folder, CPU, torch_dtype(dtype))
     prompts = drawn_prompts((50,))
     tables = scattered_tables([50], num_blocks=40, block_size=BLOCK, rng=random.Random(5))
     whole, cut, exact = (

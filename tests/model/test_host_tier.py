@@ -27,7 +27,7 @@ from workers.request import Request, SamplingParams, TokensOut
 PROMPTS = [tuple(range(5 + 40 * index, 5 + 40 * index + length)) for index, length in enumerate((21, 30, 40, 33, 26))]
 ROUNDS = 3
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
-BLOCK_BYTES = {"float32": 2048, "int8": 768}  # eight tokens of the tiny model
+BLOCK_BYTES = {"float32": 2048, "int8": 768, "fp8": 768}  # eight tokens of the tiny model
 
 
 async def answers(
@@ -85,7 +85,7 @@ async def answers(
     return tokens, saved, restored
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 @pytest.mark.parametrize("depth", [1, 3])
 async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(
     tiny: ModelFolder, depth: int, dtype: str
@@ -105,7 +105,7 @@ async def test_pinned_prefixes_give_the_tokens_of_computed_ones(tiny: ModelFolde
         assert found == expected and restored == least
 
 
-@given(st.randoms(use_true_random=False), st.sampled_from(["float32", "int8", "float8_e4m3fn"]))
+@given(st.randoms(use_true_random=False), st.sampled_from(["float32", "int8", "fp8"]))
 def test_every_block_of_a_plan_moves_to_its_place(draw: random.Random, dtype: str) -> None:
     """Adjacent blocks move in one copy; no pair may get lost at the borders."""
     pool = allocate_pool(KVLayout("m", 1, 1, 4, 2, dtype), 12, DEVICE, 12)

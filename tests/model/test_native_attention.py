@@ -72,7 +72,7 @@ async def test_a_compute_thread_governs_the_kernels_by_its_own_number() -> None:
 
 
 def test_the_best_attention_of_a_cpu_is_native_and_batch_invariant() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn):
         assert best_attention(CPU, dtype, deterministic=True) is NATIVE
         assert best_attention(CPU, dtype, deterministic=False) is NATIVE
 

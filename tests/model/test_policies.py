@@ -78,7 +78,7 @@ def _sampling(index: int, sibling: int) -> SamplingParams:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, dtype: str, batching: str, depth: int) -> None:
     expected, _ = await answers(tiny, dtype=dtype)
     assert (await answers(tiny, batching=batching, depth=depth, max_batch_tokens=33, dtype=dtype))[0] == expected
@@ -87,7 +87,7 @@ async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, dtype: str,
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 async def test_preempted_sequences_go_on_with_the_same_tokens(
     tiny: ModelFolder, dtype: str, preemption: str, depth: int
 ) -> None:
@@ -99,7 +99,7 @@ async def test_preempted_sequences_go_on_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder, dtype: str, depth: int) -> None:
     alone, _ = await answers(tiny, siblings=3, prefix_caching=False, dtype=dtype)
     together, stats = await answers(tiny, depth=depth, siblings=3, kv_blocks=40, swap_blocks=40, dtype=dtype)

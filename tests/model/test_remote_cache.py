@@ -68,7 +68,7 @@ async def answers(
     return tokens, cached, tier
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 async def test_prefixes_of_another_worker_give_the_tokens_of_computed_ones(
     tiny: ModelFolder, server: RedisServer, dtype: str
 ) -> None:

@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn) -> Case:
         kv_heads=draw(st.sampled_from([1, 3])),
         group=draw(st.sampled_from([1, 3, 7])),
         head_dim=draw(st.sampled_from([8, 40, 64])),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn])),
         window=draw(st.sampled_from([0, 0, 7, 100, 200, 300, -7, -100, -300])),
         softcap=draw(st.sampled_from([0.0, 2.0])),
         threads=draw(st.sampled_from([1, 2])),

@@ -27,13 +27,13 @@ def ptx(kernel, tile, kinds, sizes, aligned):
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-for pool, slot in (("*bf16", 128), ("*i8", 132)):
+for pool, slot in (("*bf16", 128), ("*i8", 132), ("*fp8e4nv", 132)):
     kinds = {"query": "*bf16", "output": "*bf16", "pool": pool, "states": "*fp32", "scale": "fp32", "softcap": "fp32"}
     kinds["sinks"] = "*bf16"
     kinds |= dict.fromkeys(("query_starts", "context_lens", "block_tables"), "*i32")
-    window = -8192 if pool == "*i8" else 0
+    window = -8192 if slot == 132 else 0
     sizes = {"LAYERS": 32, "KV_HEADS": 8, "BLOCK": 16, "SLOT": slot, "HEAD_DIM": 128, "WINDOW": window, "GROUP": 4,
-             "DIM": 128, "CAPPED": False, "SCALED": pool == "*i8", "SPLIT": SPLIT, "SINKS": True}
+             "DIM": 128, "CAPPED": False, "SCALED": slot == 132, "SPLIT": SPLIT, "SINKS": True}
     for kernel, tile, whole in (
         (triton_paged._attend_span, DECODE, True), (triton_paged._attend_chunk, CHUNK, True),
         (triton_paged._attend_span, INVARIANT, False), (triton_paged._attend_chunk, INVARIANT, False),
@@ -62,7 +62,7 @@ ptx(triton_fused._rotate, DECODE, kinds, {"HEAD_DIM": 128, "HALF": 64, "HEADS": 
 
 @pytest.mark.full
 def test_attention_and_fused_operations_compile_for_a_gpu() -> None:
-    """Int8 slots begin at any multiple of 4 bytes: a wider load would fail on the device."""
+    """Quantized slots begin at any multiple of 4 bytes: a wider load would fail on the device."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     made = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=250)
     assert made.returncode == 0, made.stderr[-3000:]

@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers, with the scales of int8."""
+        """K and V of all layers, with the scales of quantized numbers."""
         of_one = slot_bytes(self.head_dim, self.kv_dtype) if self.kv_dtype else self.head_dim * self.element_bytes
         return 2 * self.layers * self.kv_heads * of_one
 

@@ -11,7 +11,7 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import compute_dtype, to_slots
 
 SHAPES = ((8, 4, 128), (2, 7, 64), (1, 8, 256), (3, 1, 40))  # kv_heads, group, head_dim
-DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int8)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn)
 WINDOWS = (0, 100)
 SIZE = 16  # of a block
 

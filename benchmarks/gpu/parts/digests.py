@@ -13,7 +13,7 @@ from workers.ops.completion import beside_steps_on
 from workers.ops.triton_digest import launch, table_of
 
 LARGE = KVLayout("8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")  # 2 MiB blocks
-SHAPES = (("bfloat16", 128, 16), ("int8", 128, 16), ("float8_e4m3fn", 64, 32), ("float32", 40, 5), ("int8", 6, 40))
+SHAPES = (("bfloat16", 128, 16), ("int8", 128, 16), ("fp8", 64, 32), ("float32", 40, 5), ("int8", 6, 40))
 BLOCKS = 6
 
 

@@ -11,7 +11,7 @@ from kvtransfer.layout import KVLayout
 from workers.engine.step import StepPlan
 from workers.executor.kv_pool import allocate_pool
 from workers.ops.completion import wait
-from workers.ops.narrow import to_slots
+from workers.ops.narrow import to_slots, torch_dtype
 
 LARGE = KVLayout("8B", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")  # 2 MiB blocks
 SMALL = replace(LARGE, num_layers=2, layers=(0, 2), head_dim=16)
@@ -21,7 +21,7 @@ CONVERSIONS = (
     ("float32", 24, "bfloat16", 16),
     ("bfloat16", 16, "int8", 32),
     ("int8", 16, "bfloat16", 16),
-    ("float16", 16, "float8_e4m3fn", 24),
+    ("float16", 16, "fp8", 24),
 )
 
 
@@ -67,7 +67,7 @@ def _conversions(device: torch.device, layout: KVLayout, num_blocks: int) -> dic
         ours = replace(layout, dtype=our_dtype, block_size=our_size)
         numbers = torch.randn(num_blocks, *owner.shape[:-1], owner.head_dim)
         numbers[0, 0, 0, 0, 0, 0] = 1e5  # saturates float16
-        staged = to_slots(numbers, getattr(torch, dtype)).view(torch.uint8).flatten()
+        staged = to_slots(numbers, torch_dtype(dtype)).view(torch.uint8).flatten()
         num_tokens = num_blocks * size - 3
         targets = tuple(range(ours.blocks_for(num_tokens + 5)))[::-1]
 

@@ -44,7 +44,7 @@ class PlanRequest:
     seeds: tuple[int, ...] = (0, 1, 2)
     tolerance: float = 0.03
     source: str = BEST
-    kv_dtype: str = ""  # int8, or that of the weights
+    kv_dtype: str = ""  # int8 or fp8; empty: that of the weights
     max_requests: int = 1_000_000  # simulated in the whole search
     prices: Mapping[str, float] = field(default_factory=dict)  # $/hour by kind, instead of the data sheets'
     sheets: dict[str, Hardware] = field(init=False, repr=False)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from cluster.offline.sim.case import PoolModel
 from cluster.offline.sim.systems import EqualWorkers
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from kvtransfer.layout import QUANTIZED
 from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import Hardware, hardware_of
@@ -76,9 +77,9 @@ def _sized(spec: ClusterSpec, index: int, pool: PoolSpec) -> PoolSpec:
 
 
 def _shape(spec: ClusterSpec, pool: PoolSpec) -> ModelShape:
-    """The pool's model; its KV has the dtype of the weights unless it is int8."""
+    """The pool's model; its KV has the dtype of the weights unless it is quantized."""
     shape = shape_of(pool.model or spec.model)
-    return replace(shape, kv_dtype=pool.engine.dtype) if pool.engine.dtype == "int8" else shape
+    return replace(shape, kv_dtype=pool.engine.dtype) if pool.engine.dtype in QUANTIZED else shape
 
 
 def models_of(spec: ClusterSpec, *, source: str = BEST, link: str = CROSS) -> dict[str, PoolModel]:

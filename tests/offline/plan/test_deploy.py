@@ -74,20 +74,21 @@ def test_kv_goes_over_as_many_links_as_the_smaller_side_has() -> None:
     assert one == pytest.approx(4 * four, rel=1e-3)
 
 
-def test_int8_kv_gives_more_blocks_and_smaller_transfers() -> None:
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_quantized_kv_gives_more_blocks_and_smaller_transfers(dtype: str) -> None:
     """In a plan, and in a simulation of the cluster file that it writes."""
     layout = Layout("colocated", (WorkerGroup(Role.MIXED, H100, 1),))
-    plain, int8 = (plan_request(hardware=(H100,), kv_dtype=dtype) for dtype in ("", "int8"))
-    (one,), (other,) = (spec_of(each, layout).pools for each in (plain, int8))
-    assert (one.engine.dtype, other.engine.dtype) == ("bfloat16", "int8")
+    plain, quantized = (plan_request(hardware=(H100,), kv_dtype=each) for each in ("", dtype))
+    (one,), (other,) = (spec_of(each, layout).pools for each in (plain, quantized))
+    assert (one.engine.dtype, other.engine.dtype) == ("bfloat16", dtype)
     assert other.engine.kv_blocks == pytest.approx(256 / 132 * one.engine.kv_blocks, rel=1e-3)
-    (costs,), (int8_costs,) = (models_of(each, layout).values() for each in (plain, int8))
-    assert int8_costs.kv_token_bytes == costs.kv_token_bytes * 132 // 256
-    assert int8_costs.cost.decode_seconds(1, 8000) < costs.cost.decode_seconds(1, 8000)
-    (simulated,) = fleet.models_of(spec_of(int8, layout), source="roofline").values()
-    assert simulated.kv_token_bytes == int8_costs.kv_token_bytes
+    (costs,), (other_costs,) = (models_of(each, layout).values() for each in (plain, quantized))
+    assert other_costs.kv_token_bytes == costs.kv_token_bytes * 132 // 256
+    assert other_costs.cost.decode_seconds(1, 8000) < costs.cost.decode_seconds(1, 8000)
+    (simulated,) = fleet.models_of(spec_of(quantized, layout), source="roofline").values()
+    assert simulated.kv_token_bytes == other_costs.kv_token_bytes
     left_out = replace(other, engine=replace(other.engine, kv_blocks=0))
-    assert fleet.with_kv_blocks(replace(spec_of(int8, layout), pools=(left_out,))).pools == (other,)
+    assert fleet.with_kv_blocks(replace(spec_of(quantized, layout), pools=(left_out,))).pools == (other,)
 
 
 def test_kv_crosses_nodes_only_where_one_node_is_too_small() -> None:
