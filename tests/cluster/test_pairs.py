@@ -101,7 +101,7 @@ async def test_a_gang_alone_answers_like_one_rank(
     await workers[f"d{parallel}"].check()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["gpt oss", "llama 4, some dense"])
 async def test_attention_sinks_chunks_and_sharded_experts_split_alike(tmp_path: Path, family: str, dtype: str) -> None:
     model, engine, shared = str(write_family(tmp_path / "m", family)), replace(ENGINE, dtype=dtype), SharedMemory()
