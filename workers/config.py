@@ -7,6 +7,7 @@ from urllib.parse import parse_qs, urlsplit
 from diptych.view import MAX_RANKS as MAX_RANKS
 from diptych.view import PLACEMENTS as PLACEMENTS
 from diptych.view import ParallelConfig as ParallelConfig
+from kvtransfer.layout import QUANTIZED as QUANTIZED
 from workers.costs import CostModel
 
 SPAN = 128  # tokens: blocks are lent in multiples of this, the keys that the native attention merges at once
@@ -21,7 +22,7 @@ CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
-    "dtype": ("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
+    "dtype": ("auto", "float32", "bfloat16", "float16", *QUANTIZED),
     "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
 

@@ -15,7 +15,7 @@ from cluster.cli.screen import print_json, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration
 from diptych.access import Access
-from kvtransfer.layout import QUANTIZED
+from workers.config import QUANTIZED
 
 if TYPE_CHECKING:
     from cluster.offline.plan.budget import Budget

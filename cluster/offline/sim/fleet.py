@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from cluster.offline.sim.case import PoolModel
 from cluster.offline.sim.systems import EqualWorkers
 from cluster.spec import ClusterSpec, PoolSpec, SpecError
-from kvtransfer.layout import QUANTIZED
-from workers.config import EngineConfig, ParallelConfig
+from workers.config import QUANTIZED, EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import Hardware, hardware_of
 from workers.profiles.shapes import ModelShape, shape_of
