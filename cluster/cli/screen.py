@@ -114,7 +114,9 @@ def answer_json(text: str, tokens: tuple[int, ...], accepted: "Accepted", comple
 
 def view_json(view: ClusterView) -> dict[str, Any]:
     shown = ("name", "revision", "model", "workers", "links", "pools", "served_gateways", "failures", "other_models")
-    return {name: msgspec.to_builtins(getattr(view, name)) for name in shown} | {"unlinked": sorted(view.unlinked)}
+    return {name: msgspec.to_builtins(getattr(view, name)) for name in (*shown, "adapters")} | {
+        "unlinked": sorted(view.unlinked)
+    }
 
 
 def ledger_table(ledger: "LatencyLedger") -> "Table":
@@ -231,8 +233,10 @@ def named_class(score: "ClassScore") -> str:
 
 
 def models_text(view: ClusterView) -> str:
+    """With the adapters that requests may name."""
     names = ", ".join(model.name for model in view.models) or "not loaded yet"
-    return f"models {names}" if len(view.models) > 1 else f"model {names}"
+    text = f"models {names}" if len(view.models) > 1 else f"model {names}"
+    return f"{text}, adapters {', '.join(each.name for each in view.adapters)}" if view.adapters else text
 
 
 def pools_table(view: ClusterView) -> "Table":

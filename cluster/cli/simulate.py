@@ -139,10 +139,13 @@ def simulate(
 
 
 def _one_model(path: str) -> "ClusterSpec":
+    from cluster.spec import SpecError
     from cluster.spec_file import load_spec
 
     spec = load_spec(path)
     spec.check_one_model("a simulation")
+    if spec.adapters:
+        raise SpecError("adapters: a simulation knows none; leave them out")
     return spec
 
 

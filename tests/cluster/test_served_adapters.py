@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.cli.screen import models_text, view_json
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.servers import Servers, load_tokenizer
 from cluster.precheck import check_model
@@ -76,7 +77,9 @@ async def test_adapters_are_named_as_models_while_they_are_loaded(
         assert await text(other.grpc, "") == sql
     folder = write_adapter(tmp_path / "chat", base, 2)
     await client.load_adapter("chat", str(folder), model=str(base))
-    assert [each.name for each in (await client.status()).view.adapters] == ["sql", "chat"]
+    view = (await client.status()).view
+    assert [each["name"] for each in view_json(view)["adapters"]] == ["sql", "chat"]
+    assert models_text(view).endswith(", adapters sql, chat")
     assert await text(client, "chat") not in (plain, sql)
     await client.unload_adapter("chat")
     with pytest.raises(DiptychError, match=f"model 'chat' is not served here.*{base}', 'sql'") as refused:

@@ -17,7 +17,7 @@ from tests.model.paging import next_tokens, pool_for, ragged, scattered_tables
 from tests.model.tiny import write_tiny_llama
 from workers.config import ParallelConfig
 from workers.errors import ModelError
-from workers.model.adapter import MOST_RANK, adapter_of, read_adapter
+from workers.model.adapter import MOST_RANK, WEIGHTS, adapter_of, read_adapter
 from workers.model.adapter_load import load_adapter
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
@@ -164,6 +164,18 @@ def test_a_config_that_is_not_supported_is_refused_by_field(
     with pytest.raises(ModelError) as raised:
         read_adapter(folder, read_model_config(tiny))
     assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    base = write_family(tmp_path / "base", "qwen 3 moe, some dense")
+    folder = write_adapter(tmp_path / "adapter", base, 1, targets=["gate_proj"])
+    tensors = load_file(folder / "adapter_model.safetensors")
+    expert = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_"
+    save_file(tensors | {f"{expert}{part}.weight": torch.ones(4, 4) for part in "AB"}, folder / WEIGHTS)
+    with pytest.raises(
+        ModelError, match=r"experts\.0\.gate_proj\.lora_A\.weight changes experts, which is not supported"
+    ):
+        read_adapter(folder, read_model_config(base))
 
 
 def test_an_adapter_of_another_base_is_refused(tiny: Path, tmp_path: Path) -> None:

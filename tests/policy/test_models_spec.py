@@ -76,6 +76,13 @@ def test_commands_for_one_model_say_so(command: list[str], tmp_path: Path) -> No
     assert "pools: they serve several models (one, other), and" in result.stderr
 
 
+def test_a_simulation_refuses_adapters_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "adapters.yaml"
+    path.write_text("model: one\nadapters: {sql: /x}\npools: [{name: a, role: mixed}]\n")
+    result = CliRunner().invoke(main, ["simulate", "-f", str(path), "--workload", "poisson:rate=1,count=2,lengths=8/8"])
+    assert result.exit_code == 1 and "adapters: a simulation knows none; leave them out" in result.stderr
+
+
 def test_each_pool_is_checked_against_its_own_model(tmp_path: Path) -> None:
     one, other = write_tiny_llama(tmp_path / "one"), write_tiny_llama(tmp_path / "other", num_heads=3, num_kv_heads=3)
     path = tmp_path / "two.yaml"

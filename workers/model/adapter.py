@@ -131,6 +131,10 @@ def _check_tensor(
     path: Path, fields: Fields, entry: TensorEntry, part: str, rank: int, shape: tuple[int, ...] | None
 ) -> None:
     base = f"was it trained for this model? base_model_name_or_path is {fields.get('base_model_name_or_path')!r}"
+    if shape is None and "expert" in entry.name:
+        raise ModelError(
+            f"{path}: {entry.name} changes experts, which is not supported; train the adapter without them"
+        )
     if shape is None:
         raise ModelError(f"{path}: this model has no linear layer for tensor {entry.name}; {base}")
     expected = (rank, shape[1]) if part == "A" else (shape[0], rank)

@@ -27,6 +27,7 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("borrowed_blocks", "Blocks of its sequences that others hold.", lambda worker: worker.stats.borrowed_blocks),
     ("step_seconds", "Moving average of the latest steps.", lambda worker: worker.stats.step_s),
     ("bubble_ratio", "Idle share of the stages' time.", lambda worker: worker.stats.bubble_share),
+    ("adapters", "LoRA adapters in its memory.", lambda worker: len(worker.stats.adapters)),
     ("memory_bytes", "Resident memory, as last reported.", lambda worker: worker.memory_bytes),
 )
 COUNTERS: tuple[tuple[str, str, Value], ...] = (

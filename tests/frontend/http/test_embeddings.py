@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvtransfer.open import SharedMemory
 from tests.cluster.local import Cluster, mixed_spec, split_spec
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients, clients, opened
+from tests.model.families import write_family
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
 from workers.config import EngineConfig
@@ -34,11 +36,13 @@ from workers.model.store import resolve
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ENGINE = EngineConfig(block_size=8, kv_blocks=160, max_batch_tokens=32, max_running=8, threads=1)
 PROMPTS = ["The sea", "x", "A prompt that needs several steps. " * 8, "The sea"]
-KINDS = {
-    "mean, split": (split_spec(), "mean"),
-    "last, split": (split_spec(), "last"),
-    "mean, one worker": (mixed_spec(), "mean"),
-    "last, one worker": (mixed_spec(), "last"),
+QWEN3: dict[str, Any] = {"name": "qwen 3", "max_position_embeddings": 512, "hidden_size": 32}
+KINDS: dict[str, tuple[ClusterSpec, str, Callable[[Path], Path]]] = {
+    "mean, split": (split_spec(), "mean", write_tiny_llama),
+    "last, split": (split_spec(), "last", write_tiny_llama),
+    "mean, one worker": (mixed_spec(), "mean", write_tiny_llama),
+    "last, one worker": (mixed_spec(), "last", write_tiny_llama),
+    "last, qwen 3, split": (split_spec(), "last", partial(write_family, **QWEN3)),  # as Qwen3-Embedding
 }
 
 
@@ -84,8 +88,8 @@ async def served(made: ClusterSpec, folder: Path, pooling: str) -> AsyncIterator
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def subject(request: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    made, pooling = KINDS[request.param]
-    folder = write_tiny_llama(tmp_path_factory.mktemp("embeddings") / "tiny")
+    made, pooling, write = KINDS[request.param]
+    folder = write(tmp_path_factory.mktemp("embeddings") / "tiny")
     async with served(made, folder, pooling) as found:
         yield found
 
@@ -97,10 +101,13 @@ async def embedded(subject: Subject, given: Any, **more: Any) -> list[list[float
 
 
 async def test_embeddings_are_those_of_transformers(subject: Subject) -> None:
+    decodes = [each.engine for name, each in subject.runtime.workers.items() if name.startswith("decode")]
+    before = [each.stats().steps for each in decodes]
     for _ in range(2):  # the second time most of it is cached
         found = await embedded(subject, PROMPTS)  # the SDK asks for base64
         for text, vector in zip(PROMPTS, found, strict=True):
             np.testing.assert_allclose(vector, subject.expected(text), atol=1e-5)
+    assert [each.stats().steps for each in decodes] == before, "embeddings need no decode worker"
     await Cluster(None, subject.runtime, None).settle()  # type: ignore[arg-type]
 
 

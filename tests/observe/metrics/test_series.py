@@ -180,12 +180,12 @@ STATS = WorkerStats(
     total_blocks=100, steps=10, step_s=0.5, preemptions=11, expired_leases=12, bubble_share=0.25, sought_tokens=13,
     found_tokens=62, tiers=(TIER,), pulls=Pulls(15, 16, 17, 18, 19, 20.5), non_finite=23,
     lent_blocks=34, borrowed_blocks=35, expired_loans=36, borrowed=(LOANS,),
-    fetched_tokens=5, fetched_saved_s=1.5, device_saved_s=0.5, device_lent_tokens=6,
+    fetched_tokens=5, fetched_saved_s=1.5, device_saved_s=0.5, device_lent_tokens=6, adapters=("a", "b"),
 )  # fmt: skip
 TOLD = {
     "running_requests": 3, "waiting_requests": 2, "reserved_requests": 4, "queued_tokens": 1, "kv_blocks": 100,
     "kv_used_blocks": 40, "kv_cached_blocks": 7, "kv_quarantined_blocks": 8, "leases": 5, "step_seconds": 0.5,
-    "bubble_ratio": 0.25, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
+    "bubble_ratio": 0.25, "adapters": 2, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
     "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 62,
     "cache_hit_tokens_total": 62, "cache_saved_seconds_total": 39.5, "cache_lent_tokens_total": 44,
     "cache_blocks": 24, "cache_capacity_blocks": 25, "cache_healthy": 1,
