@@ -109,6 +109,12 @@ class Link:
         for node in (self.left, self.right):
             node.run("tc", "qdisc", "replace", "dev", DEVICE, "root", "pfifo")
 
+    def drop(self) -> None:
+        """Lose every packet on its way, and tell nobody: frames go to addresses that nobody has any more."""
+        for node, other in ((self.left, self.right), (self.right, self.left)):
+            lost = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", DEVICE)
+            node.run("ip", "neighbor", "replace", other.address, *lost)
+
     def cut(self) -> None:
         self.left.run("ip", "link", "set", DEVICE, "down")
 
