@@ -19,11 +19,12 @@ MAX_CONNECTIONS = 4096  # or half of the process's limit of open files, if that 
 MAX_CONNECTIONS_PER_ADDRESS = 1024  # and at most a quarter of all; a proxy is one address
 REFUSED_AT_ONCE = 64  # then other callbacks of the loop run
 LOG_S = 10.0
-# A dead network ends a connection within 40 s, as over gRPC. TCP probes one that is idle: seconds of silence before a
-# probe, interval, number of probes. It does not probe one with unacknowledged data, which has a timeout of its own (ms).
-DEAD = (
+DEAD_S = 40.0  # a dead network ends a connection, as over gRPC
+# TCP probes an idle connection: seconds of silence before a probe, interval, number of probes. One with unacknowledged
+# data is not probed and has a timeout of its own, in ms.
+LIVENESS = (
     *((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 2)),
-    (socket.TCP_USER_TIMEOUT, 40_000),
+    (socket.TCP_USER_TIMEOUT, round(1000 * DEAD_S)),
 )
 
 
@@ -87,7 +88,7 @@ def listen(host: str, port: int) -> Listener:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
-        for option, value in DEAD:
+        for option, value in LIVENESS:
             listener.setsockopt(socket.IPPROTO_TCP, option, value)
         listener.bind(address)
         listener.listen(1024)
