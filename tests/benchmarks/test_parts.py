@@ -39,7 +39,7 @@ def test_answers_in_other_dtypes_are_compared_with_those_of_float32() -> None:
 
     exact = [text((1, 2, 3, 4), (7, -1.0), (8, -2.0)), text((5,), (9, -3.0))]
     other = [text((1, 2, 9, 4), (7, -1.5), (1, -2.0)), text((5,), (9, -2.75))]
-    texts = {"float32": exact, "bfloat16": exact, "int8": other}
+    texts = {"float32": exact, "bfloat16": exact, "int8": other, "fp8": other}
     assert kv_dtypes.agreement(texts, "bfloat16") == (1.0, [0.0, 0.0, 0.0])
     assert kv_dtypes.agreement(texts, "int8") == (2 / 3, [0.5, 0.0, 0.25])
     made = kv_dtypes.quality(texts)
