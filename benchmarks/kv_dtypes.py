@@ -1,4 +1,4 @@
-"""KV in float32, bfloat16, int8 and fp8: agreement of answers, bytes, and times, each from a split cluster of that dtype.
+"""KV in float32 and in narrower dtypes: agreement of answers, bytes and times, each from a split cluster of that dtype.
 
 All answer the same prompts greedily, and then score float32's answers: a token that differs does not change what is
 compared after it.
