@@ -175,6 +175,12 @@ def _cell_offsets(layout: KVLayout, heads: Ints, layers: Ints | int, cell_bytes:
 
 def _refuse_unlike(source: KVLayout, target: KVLayout) -> None:
     if source.fingerprint != target.fingerprint:
+        if source.model == target.model and source.state_layers and target.state_layers:
+            raise PeerRefused(
+                f"the owner's blocks have {source.block_size} tokens in {source.dtype}, ours {target.block_size} in "
+                f"{target.dtype}: blocks with the state of linear attention need the same engine.block_size and "
+                "engine.dtype on both sides"
+            )
         raise PeerRefused(
             f"the owner's KV ({source.model}, {source.num_layers} layers, {source.num_kv_heads} heads of "
             f"{source.head_dim}, {source.fingerprint}) is not ours ({target.model}, {target.num_layers} layers, "

@@ -26,6 +26,7 @@ class KVLayout:
     """The KV of one rank. `layers` and `heads` are half-open ranges of the whole model's layers and KV heads.
 
     `model` names the weights (a content hash or a hub revision): KV of other weights is never compatible.
+    `state_layers`: those whose cells hold the state of linear-attention layers after a block's last token, not KV.
     """
 
     model: str
@@ -37,6 +38,7 @@ class KVLayout:
     layers: tuple[int, int] = (0, -1)
     heads: tuple[int, int] = (0, -1)
     order: str = ORDER
+    state_layers: tuple[int, ...] = ()  # ascending, in the whole model
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -73,10 +75,19 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two ranks whose KV describes the same numbers, however sharded, cut into blocks and rounded."""
-        facts = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.order)
+        """Equal for two ranks whose KV describes the same numbers, however sharded, cut into blocks and rounded.
+
+        State belongs to a block and has its own format, so with it block size and dtype must be equal, too.
+        """
+        facts: tuple[object, ...] = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.order)
+        if self.state_layers:
+            facts += (self.block_size, self.dtype, self.state_layers)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def digested_tokens(self, num_tokens: int) -> int:
+        """How many slots of the blocks of `num_tokens` tokens digests take in: with state all, as it fills a cell."""
+        return self.blocks_for(num_tokens) * self.block_size if self.state_layers else num_tokens

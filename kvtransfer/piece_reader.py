@@ -132,6 +132,7 @@ class PieceReader:
         stats = await _landed(link.transport.read(link.name, copies, deadline_s=deadline_s), failed)
         if stats is None or not self._verifies or not part.digests:
             return stats
+        count = ours.digested_tokens(count)
         spans = spans_of(source.block_size, ours.block_size, blocks, first, count)
         return await self._check(
             stats, part, lambda: verify_piece(self._region, 0, ours, piece, spans, part.digests, part.source_blocks)

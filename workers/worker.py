@@ -34,7 +34,7 @@ from workers.engine.pump import Pump
 from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
-from workers.errors import Overloaded, UnknownSequence, WorkerClosed, WorkerError
+from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError
 from workers.kv_events import KVEvents
 from workers.log_fields import log_fields
 from workers.mailbox import Mailbox
@@ -81,6 +81,7 @@ class Worker:
             host_cache_blocks=facts.host_cache_blocks,
             most_pinned=config.cache.pins // facts.layout.block_bytes,
             stores=stores,
+            has_state=bool(facts.layout.state_layers),
         )
         self._stores = {each.tier: each for each in stores}
         self._executor = executor
@@ -222,6 +223,9 @@ class Worker:
         With `lenders` it may be longer than our pool: its blocks move to these workers, and we attend to them there.
         """
         await self._accept_to_sample(request)
+        if lenders and self._executor.facts.layout.state_layers:
+            most = f"this worker's memory has room for {self.engine.max_length} tokens"
+            raise InvalidRequest("prompt", f"{most}, and linear attention cannot borrow other workers' memory")
         if lenders:
             self._borrower.add(request.key, lenders)
         self._add(request, hold=False, borrows=bool(lenders))

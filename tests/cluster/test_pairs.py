@@ -102,8 +102,10 @@ async def test_a_gang_alone_answers_like_one_rank(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
-@pytest.mark.parametrize("family", ["gpt oss", "llama 4, some dense"])
-async def test_attention_sinks_chunks_and_sharded_experts_split_alike(tmp_path: Path, family: str, dtype: str) -> None:
+@pytest.mark.parametrize("family", ["gpt oss", "llama 4, some dense", "qwen 3 next", "qwen 3.5"])
+async def test_attention_sinks_chunks_state_and_sharded_experts_split_alike(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
     model, engine, shared = str(write_family(tmp_path / "m", family)), replace(ENGINE, dtype=dtype), SharedMemory()
     settings = {"alone": (1, 1), "two": (2, 1), "stages": (1, 3)}
     made = [

@@ -79,6 +79,17 @@ LLAMA4 = {
     "intermediate_size_mlp": 40,
     "num_local_experts": 5,
 }
+HYBRID = {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-3,  # of outputs near zero, which it divides by its root
+}
 LLAMA4_EYES = {**EYES, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 2}),
@@ -126,6 +137,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen 3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
     "qwen 3 moe, some dense": ("qwen3_moe", {**EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
+    "qwen 3 next": ("qwen3_next", {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen 3.5": (
+        "qwen3_5_text",
+        {
+            **HYBRID,
+            "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 2,
+        },
+    ),
     "gpt oss": ("gpt_oss", GPT_OSS),
     "gpt oss, mxfp4": ("gpt_oss", {**GPT_OSS, "num_experts_per_tok": 5}),  # all: no rounding chooses others
     "qwen 3, biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
@@ -140,9 +160,11 @@ def write_family(folder: Path, name: str, seed: int = 0, **others: Any) -> Path:
     model = _maker(config).from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for label, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:  # norms and biases: as they come, and something on top
+            if label.endswith("A_log"):  # drawn by transformers; slow decay, so that the state is not of the last token
+                parameter.copy_(noise - 3)
+            elif parameter.dim() == 1:  # norms and biases: as they come, and something on top
                 parameter.add_(0.2 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)

@@ -6,15 +6,15 @@ import random
 import torch
 from torch import Tensor
 
-from kvtransfer.layout import KVLayout
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.model.config import ModelConfig
 from workers.model.decoder import Decoder
+from workers.model.kv_layers import kv_layout
 from workers.ops.batch import RaggedBatch
 
 
 def pool_for(config: ModelConfig, num_blocks: int, block_size: int = 4, dtype: str = "float32") -> KVPool:
-    layout = KVLayout("test", config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+    layout = kv_layout(config, "test", block_size, dtype)
     return allocate_pool(layout, num_blocks, torch.device("cpu"))
 
 

@@ -161,7 +161,11 @@ def test_kv_kept_in_fewer_bits_computes_in_float32(tmp_path: Path, name: str, dt
 
 
 @pytest.mark.parametrize(
-    "name", ["llama 3", "qwen 2", "gemma 3", "phi 3, long", "mixtral", "qwen 2 moe", "gpt oss", "llama 4, some dense"]
+    "name",
+    [
+        *("llama 3", "qwen 2", "gemma 3", "phi 3, long", "mixtral", "qwen 2 moe", "gpt oss", "llama 4, some dense"),
+        "qwen 3 next",
+    ],
 )
 def test_deterministic_logits_do_not_depend_on_the_rest_of_the_batch(tmp_path: Path, name: str) -> None:
     try:

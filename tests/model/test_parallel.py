@@ -1,7 +1,7 @@
 """A gang's logits and KV are those of one rank, for every family, however model and prompts are cut."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvtransfer.layout import KVLayout
 from tests.model.families import write_family
 from tests.model.gangs import on_all_ranks, run_stage
 from tests.model.paging import pool_for, scattered_tables
@@ -22,6 +21,7 @@ from workers.errors import ModelError
 from workers.executor.kv_pool import KVPool, allocate_pool
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.folder import ModelFolder
+from workers.model.kv_layers import kv_layout, kv_range
 from workers.model.load import load_decoder, stacked
 from workers.model.shard import ModelShard, shard_of
 from workers.model.weights import Part
@@ -40,7 +40,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "biases, untied": SMALL | {"attention_bias": True, "mlp_bias": True, "tie_embeddings": False},
 }
 FAMILIES = ["qwen 3 moe", "qwen 3 moe, some dense", "qwen 2 moe", "gemma 2", "phi 3, short", "qwen 3, biases"]
-FAMILIES += ["gpt oss", "gpt oss, mxfp4", "llama 4, some dense"]
+FAMILIES += ["gpt oss", "gpt oss, mxfp4", "llama 4, some dense", "qwen 3 next", "qwen 3.5"]
 LENGTHS = (23, 5, 37)
 STEPS = [[(0, 10)], [(0, 1), (1, 5), (2, 30)], [(0, 1), (2, 1)], [(2, 6), (0, 11)]]
 
@@ -51,10 +51,11 @@ def kernels() -> Attention:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run on a gang: each step's logits, each rank's shard and pool."""
+    """The result of a run on a gang: each step's logits, each rank's shard, layers of KV and pool."""
 
     logits: list[Tensor]
     shards: list[ModelShard]
+    layers: list[tuple[int, int]]
     pools: list[Tensor]
 
 
@@ -73,12 +74,12 @@ def outcome(
 
     def rank(
         number: int, group: TensorGroup | None, link: StageLink | None
-    ) -> tuple[list[Tensor | None], ModelShard, Tensor]:
+    ) -> tuple[list[Tensor | None], ModelShard, KVPool]:
         shard = shard_of(config, parallel, number)
         model = load_decoder(folder, CPU, torch.float32, kernels(), weight_format, deterministic, shard, group)
         pool = pool_of(config, shard, num_blocks)
         logits = run_stage(model, link, pool, prompts, tables, steps)
-        return logits, shard, pool.blocks
+        return logits, shard, pool
 
     ranks = on_all_ranks(parallel, rank)
     speaker = (parallel.pipeline - 1) * parallel.tensor
@@ -86,17 +87,15 @@ def outcome(
         assert all((each is not None) == (number == speaker) for each in logits)
     spoken = [each for each in ranks[speaker][0] if each is not None]
     assert len(spoken) == len(steps)
-    return Outcome(spoken, [rank[1] for rank in ranks], [rank[2] for rank in ranks])
+    shards, pools = [rank[1] for rank in ranks], [rank[2] for rank in ranks]
+    return Outcome(spoken, shards, [pool.region.layout.layers for pool in pools], [pool.blocks for pool in pools])
 
 
 def pool_of(config: ModelConfig, shard: ModelShard, num_blocks: int) -> KVPool:
-    layout = KVLayout("test", config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, "float32")
+    layout = kv_layout(config, "test", BLOCK, "float32")
     if (shard.tensor, shard.stages) == (1, 1):
         return pool_for(config, num_blocks, BLOCK)
-    part = KVLayout(
-        layout.model, config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, "float32",
-        layers=shard.layers, heads=shard.kv_heads,
-    )  # fmt: skip
+    part = replace(layout, layers=kv_range(config, layout, shard.layers), heads=shard.kv_heads)
     return allocate_pool(part, num_blocks, CPU)
 
 
@@ -107,8 +106,8 @@ def check_equal(found: Outcome, alone: Outcome, parallel: ParallelConfig) -> Non
         else:
             torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     (whole,) = alone.pools
-    for shard, pool in zip(found.shards, found.pools, strict=True):
-        part = whole[:, slice(*shard.kv_heads), slice(*shard.layers)]
+    for shard, layers, pool in zip(found.shards, found.layers, found.pools, strict=True):
+        part = whole[:, slice(*shard.kv_heads), slice(*layers)]
         if parallel.tensor == 1:
             assert torch.equal(pool, part)
             continue

@@ -72,7 +72,8 @@ class BlockPool:
     """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
 
     `host_blocks` of host memory, from id `first_host` on, keep the content of evicted blocks, and of up to
-    `most_pinned` pinned ones.
+    `most_pinned` pinned ones. `has_state`: a block also has a state, which is that after its last computed token; so
+    a sequence can go on behind all tokens of a block, but not behind some of them.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class BlockPool:
         host_blocks: int = 0,
         first_host: int = 0,
         most_pinned: int = 0,
+        has_state: bool = False,
     ) -> None:
         if num_blocks <= reserved:
             raise ValueError(f"a pool of {num_blocks} blocks has none left beside its {reserved} reserved ones")
         self.block_size = block_size
+        self.has_state = has_state
         self.num_blocks = num_blocks - reserved
         self._first = reserved
         self._prefix_caching = prefix_caching

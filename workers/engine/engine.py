@@ -57,7 +57,8 @@ class Engine:
 
     `cost` is the initial estimate of step times. A swap moves `block_bytes` for each block. `depth` is the number of
     plans that the executor runs at once; the scheduler spreads work over that many. `host_cache_blocks` of host memory
-    keep what the device evicts, up to `most_pinned` of them what is pinned; `stores` keep what they get.
+    keep what the device evicts, up to `most_pinned` of them what is pinned; `stores` keep what they get. `has_state`:
+    see `BlockPool`.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Engine:
         host_cache_blocks: int = 0,
         most_pinned: int = 0,
         stores: Items[BlockStore] = (),
+        has_state: bool = False,
     ) -> None:
         assert depth >= 1, f"no plan fits into a depth of {depth}"
         self._pool = BlockPool(
@@ -87,6 +89,7 @@ class Engine:
             host_blocks=host_cache_blocks,
             first_host=config.swap_blocks,
             most_pinned=most_pinned,
+            has_state=has_state,
         )
         self.capacity_tokens = self._pool.num_blocks * config.block_size
         self._longest = min(context_length, config.max_model_len or context_length)  # of a sequence that borrows
@@ -265,7 +268,7 @@ class Engine:
 
     def _start_if_ready(self, sequence: Sequence, now_s: float) -> None:
         if sequence.fetched and (sequence.goes_on or sequence.decode_called_s is not None):
-            sequence.begin(now_s)
+            sequence.begin(now_s, self._pool.block_size if self._pool.has_state else 1)
             self._scheduler.queues.running.append(sequence)
 
     def hand_over(self, key: str, most_tokens: int, now_s: float) -> Lease | None:

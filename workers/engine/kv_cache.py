@@ -176,7 +176,7 @@ class KVCacheManager:
         if sequence.borrows:  # the rest of the pool is for what follows
             most = min(most, self._pool.num_blocks // 2 * size)
         shared = self._pool.match(sequence.hashes[: most // size])
-        if share_tail and most % size and len(shared) == most // size:
+        if share_tail and not self._pool.has_state and most % size and len(shared) == most // size:
             # Siblings also share the last block, up to its last token.
             tail = self._pool.match([tail_hash(sequence.tokens, size, sequence.hashes, sequence.salt)])
             if tail:
@@ -259,6 +259,8 @@ class KVCacheManager:
                 prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self._pool.block_size)
                 self._pool.name(sequence.blocks[index], sequence.hashes[index], prefix)
             sequence.num_named = full
+        if self._pool.has_state:
+            return
         if sequence.request.group and sequence.num_output == 0 and sequence.num_computed == len(sequence.tokens):
             name = tail_hash(sequence.tokens, self._pool.block_size, sequence.hashes, sequence.salt)
             self._pool.name(sequence.blocks[full - (full * self._pool.block_size == sequence.num_computed)], name)

@@ -146,11 +146,16 @@ class Sequence:
         sampling = self.request.sampling
         return (sampling.prompt_logprobs is not None or sampling.pooling == "mean") and self.num_output == 0
 
-    def begin(self, now_s: float) -> None:
-        """Start a reserved sequence whose KV has arrived. Tokens without KV are computed first."""
+    def begin(self, now_s: float, step: int) -> None:
+        """Start a reserved sequence whose KV has arrived. Tokens without KV are computed first.
+
+        The last token is computed in any case, from a multiple of `step` tokens on.
+        """
         self.state = State.RUNNING
         self.ready_s = now_s
-        self.num_computed = min(self.num_computed, len(self.tokens) - 1)
+        most = len(self.tokens) - 1
+        if self.num_computed > most:
+            self.num_computed = most // step * step
         if self.num_computed < len(self.tokens) - 1:
             self.num_given = len(self.tokens)
 

@@ -75,7 +75,7 @@ class DecodeGraphs:
 
 def has_graphs(model: Decoder) -> bool:
     """Whether no layer waits for the device, which a graph cannot: experts that are not grouped do."""
-    return not any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
+    return model.config.linear is None and not any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
 
 
 def padded(step: StepArrays, sequences: int, context: int, block: int, block_size: int) -> StepArrays:

@@ -36,6 +36,7 @@ from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, count_parameters, tokenizer_id
 from workers.model.grammar import GrammarCompiler, grammar_compiler, has_grammars
+from workers.model.kv_layers import kv_layout, kv_range, least_block_size
 from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention
@@ -188,8 +189,14 @@ def _load_shard(
     )
     facts = model_facts(folder, shape, engine, model.dtype.itemsize)
     facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
+    if engine.block_size < (least := least_block_size(shape, engine.dtype)):
+        logger.warning(
+            "%s: engine.block_size %d: a block takes %.1f MiB, most of it the state of linear attention; set it to %d or "
+            "more for blocks with at most as much state as KV of as many layers",
+            config.name, engine.block_size, facts.layout.block_bytes / 2**20, least,
+        )  # fmt: skip
     host_blocks = engine.swap_blocks + facts.host_cache_blocks
-    layout = replace(facts.layout, layers=shard.layers, heads=shard.kv_heads)
+    layout = replace(facts.layout, layers=kv_range(shape, facts.layout, shard.layers), heads=shard.kv_heads)
     adapters = RankAdapters(folder, shard, device, model.dtype, deterministic=engine.deterministic)
     part = ModelPart(model, group, link, shard=shard, adapters=adapters)
     if not engine.kv_blocks:
@@ -271,14 +278,8 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, d
     Each weight format counts as a model of its own, since its KV differs.
     """
     content = content_id(folder)
-    layout = KVLayout(
-        model=content if engine.weights == "float32" else f"{content}-{engine.weights}",
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        block_size=engine.block_size,
-        dtype=engine.dtype,
-    )
+    weights = content if engine.weights == "float32" else f"{content}-{engine.weights}"
+    layout = kv_layout(model, weights, engine.block_size, engine.dtype)
     num_parameters = count_parameters(folder)
     return ModelFacts(
         name=folder.name,

@@ -381,11 +381,12 @@ def _digests(pool: KVPool, blocks: tuple[tuple[int, int], ...]) -> tuple[bytes, 
     """A GPU makes them behind the step's kernels, in their queue."""
     if not blocks:
         return ()
+    layout = pool.region.layout
+    blocks = tuple([(block, layout.digested_tokens(slots)) for block, slots in blocks])
     if pool.region.device_bytes is None:
         return digest_cells(pool.region, blocks)
     from workers.ops.triton_digest import cell_digests  # only where Triton is installed
 
-    layout = pool.region.layout
     rows = [[(block, 0, slots)] for block, slots in blocks]
     whole = Piece(0, layout.heads, layout.layers)
     digests = cell_digests(pool.memory, layout, whole, rows).to("cpu", non_blocking=True)

@@ -65,6 +65,8 @@ class AdapterFolder:
 
 def read_adapter(path: Path, model: ModelConfig) -> AdapterFolder:
     """Raises `ModelError` with one line that names the field, or the tensor, and says what is supported."""
+    if model.linear is not None:
+        raise ModelError(f"{path}: {model.architecture} has linear attention, which is served without adapters")
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             raise ModelError(f"{path / name} is missing: an adapter is a PEFT folder with {CONFIG} and {WEIGHTS}")

@@ -5,6 +5,7 @@ callables hide communication (`workers.model.parallel`). With x [tokens, hidden]
 
     x ← embedding[tokens] * scale
     each layer:  q, k, v = W_qkv · norm(x);  norm q and k, before or after a rotation by position;  k, v → pool
+                 or, for a linear layer: its state, taken from the pool and back, instead of k and v (`DeltaNet`)
                  x ← x + norm(W_out · attention(q, pool))
                  x ← x + norm(feed_forward(norm(x)))
     logits = cap(W_head · norm(x[rows to sample]))
@@ -19,7 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from workers.model.delta_net import DeltaNet
 from workers.model.description import ModelConfig, RopeConfig
+from workers.model.kv_layers import STATE_BYTES, KVPlace, kv_places
 from workers.model.rope import angles, frequencies
 from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
@@ -48,10 +51,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer's weights; `qkv` has q, k and v stacked. None: the model has no such norm."""
+    """One decoder layer's weights; `qkv` has q, k and v stacked, then the gate of the attention's output if it has one.
+    None: the model has no such norm. With `delta`, the layer is linear and `qkv` its `projected`.
+    """
 
     attention_norm: Tensor  # [hidden]
-    qkv: LinearMethod  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: LinearMethod  # [(heads + 2 * kv_heads) * head_dim, hidden]; with an output gate heads * head_dim more
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
     output: Changeable  # [hidden, heads * head_dim]
     attention_post_norm: Tensor | None  # [hidden]
@@ -59,6 +64,7 @@ class Layer:
     feed_forward: Changeable
     ffn_post_norm: Tensor | None  # [hidden]
     sinks: Tensor | None = None  # [heads]: see `Attend`
+    delta: DeltaNet | None = None
 
 
 class Decoder:
@@ -146,10 +152,19 @@ class Decoder:
             *(layer.attention_norm for layer in self.layers[1:]),
             self.final_norm,
         ]  # of the next layer, or the head
+        places = None
+        if self.config.linear is not None:
+            places = kv_places(self.config, pool[0, 0, 0].nbytes)
         normed = rms_norm(x, self.layers[0].attention_norm, self.config.rms_eps)
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             change = None if adapters is None else adapters.of_layer(index)
-            attended = self._attend(index, normed, rotations, temperature, batch, pool, states, change)
+            if layer.delta is not None:
+                assert places is not None
+                state = _state(pool, places[index], sum(layer.delta.sizes.state_numbers(layer.delta.kv_heads)))
+                attended = layer.delta(normed, layer.qkv(normed), state, batch, block_size=pool.shape[4])
+            else:
+                kv_layer = index if places is None else places[index].first
+                attended = self._attend(index, kv_layer, normed, rotations, temperature, batch, pool, states, change)
             self.ticks += 1
             if (
                 self.final_norm is not None and index == len(self.layers) - 1
@@ -168,6 +183,7 @@ class Decoder:
     def _attend(
         self,
         index: int,
+        kv_layer: int,
         x: Tensor,
         rotations: Rotations,
         temperature: Tensor | None,
@@ -182,7 +198,8 @@ class Decoder:
         qkv = layer.qkv(x)
         if change is not None:
             change(QKV, x, qkv)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        qkv, gate = qkv.tensor_split([(heads + 2 * kv_heads) * head_dim], dim=-1)
+        qkv = torch.unflatten(qkv, -1, (heads + 2 * kv_heads, head_dim))  # [tokens, heads + 2 * kv_heads, head_dim]
         qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, None, config.rms_eps) * layer.qk_norm
@@ -192,17 +209,26 @@ class Decoder:
         query, key = qk[:, :heads], qk[:, heads:]
         if here.rope is None and temperature is not None:
             query = (query * temperature).to(query.dtype)
-        self.attention.write_kv(pool, key, value, index, batch.slot_mapping)
+        self.attention.write_kv(pool, key, value, kv_layer, batch.slot_mapping)
         if states is not None:
             batch = replace(batch, states=states(index, query))
         attended = self.attention.attend(
-            query, pool, index, batch, config.attention_scale, here.window, config.attention_softcap, layer.sinks
+            query, pool, kv_layer, batch, config.attention_scale, here.window, config.attention_softcap, layer.sinks
         )  # [tokens, heads, head_dim]
-        return attended.flatten(1)
+        if not config.output_gate:
+            return attended.flatten(1)
+        return attended.flatten(1) / (-gate).exp_().add_(1.0)  # its sigmoid; see `SharedExpert`
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x if the model has no such norm."""
         return x if weight is None else rms_norm(x, weight, self.config.rms_eps)
+
+
+def _state(pool: Tensor, place: KVPlace, size: int) -> Tensor:
+    """[blocks, kv_heads, size] float32: a linear layer's state in each block."""
+    numbers = pool.view(*pool.shape[:2], -1).view(torch.float32)
+    start = (place.first * pool[0, 0, 0].nbytes + place.state_offset) // STATE_BYTES
+    return numbers[..., start : start + size]
 
 
 def _cap(x: Tensor, softcap: float) -> Tensor:

@@ -43,6 +43,7 @@ class LayerConfig:
     rope: RopeConfig | None  # None: no position embedding
     window: int = 0
     has_experts: bool = False
+    is_linear: bool = False  # linear attention, as in `LinearAttentionConfig`, which has neither rope nor window
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,28 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttentionConfig:
+    """Gated DeltaNet: each value head reads the query and key of key head `value head * key_heads // value_heads`.
+
+    `kernel`: tokens that the convolution before it takes in, the newest included. `grouped`: the checkpoint's
+    projections have the rows of one key head after those of another, not those of one part after another.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    grouped: bool = False
+
+    def state_numbers(self, kv_heads: int) -> tuple[int, int]:
+        """float32 numbers of one layer's state for one of the model's KV heads: of the convolution, and the rest."""
+        key_heads, value_heads = self.key_heads // kv_heads, self.value_heads // kv_heads
+        channels = 2 * key_heads * self.key_dim + value_heads * self.value_dim
+        return (self.kernel - 1) * channels, value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The tensor names in a family's checkpoints. Several names are fused at load, in this order.
 
@@ -102,6 +125,8 @@ class TensorNames:
     shared_expert: str = "mlp.shared_expert"
     shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     shared_gate: str = "mlp.shared_expert_gate"  # its sigmoid weights the shared expert
+    delta: str = "linear_attn"  # the linear attention; then "." and the names of `delta_parts` and others
+    delta_parts: tuple[str, ...] = ()
     neighbors: tuple[str, ...] = ()  # q and k if they rotate pairs of neighboring rows, not of halves of a head
     foreign: tuple[str, ...] = ()  # name prefixes of ignored parts, such as a vision tower
 
@@ -155,6 +180,8 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    output_gate: bool = False  # the rows of each query head are followed by those of its gate
+    linear: LinearAttentionConfig | None = None
     experts: ExpertsConfig | None = None
     rotated_norm: bool = False  # a norm of q and k without weights, after the rotation
     temperature: Temperature | None = None  # of layers without position embedding
@@ -164,3 +191,10 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """The layers as half-open ranges: linear ones that follow each other are one range, others are alone."""
+        layers, starts = self.layers, [0]
+        starts += [at for at in range(1, len(layers)) if not (layers[at].is_linear and layers[at - 1].is_linear)]
+        return tuple(zip(starts, [*starts[1:], len(layers)], strict=True))

@@ -14,6 +14,7 @@ from workers.model.description import (
     SILU,
     ExpertsConfig,
     LayerConfig,
+    LinearAttentionConfig,
     ModelConfig,
     RopeConfig,
     Temperature,
@@ -48,6 +49,9 @@ _MIXTRAL = TensorNames(
 )
 _GPT_OSS = TensorNames(router="mlp.router", expert_gate_up=("gate_up_proj",), sinks="self_attn.sinks")
 _GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_QWEN3_NEXT = replace(_QK_NORMS, delta_parts=("in_proj_qkvz", "in_proj_ba"), foreign=("mtp.",))
+_QWEN3_5 = replace(_QWEN3_NEXT, delta_parts=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+_QWEN3_5_AND_VISION = replace(_QWEN3_5, root="model.language_model", head="lm_head", foreign=("mtp.", "model.visual."))
 _LLAMA4 = TensorNames(
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
@@ -168,6 +172,56 @@ def _qwen3_moe(fields: Fields) -> ModelConfig:
     window = _window(fields, absent=4096) if fields.flag("use_sliding_window", False) else 0
     config = _plain(fields, _everywhere(fields, window), names=_QK_NORMS)
     return _with_experts(config, _qwen_experts(fields, 128, 8), _sparse_layers(fields))
+
+
+def _qwen3_next(fields: Fields) -> ModelConfig:
+    fields = fields.completed(intermediate_size=5632, norm_topk_prob=True, moe_intermediate_size=512)
+    config = _hybrid(fields, _QWEN3_NEXT, key_value_heads=2)
+    shared = fields.count("shared_expert_intermediate_size", 512)
+    experts = replace(_qwen_experts(fields, 512, 10), shared_ffn_size=shared)
+    return _with_experts(config, experts, _sparse_layers(fields))
+
+
+def _qwen3_5(fields: Fields, names: TensorNames = _QWEN3_5) -> ModelConfig:
+    return _hybrid(fields, names, key_value_heads=4)
+
+
+def _qwen3_5_and_vision(fields: Fields) -> ModelConfig:
+    """The text model of the multimodal Qwen3.5."""
+    text = fields.inner("text_config")
+    return _qwen3_5(text.completed(tie_word_embeddings=fields.get("tie_word_embeddings")), _QWEN3_5_AND_VISION)
+
+
+def _hybrid(fields: Fields, names: TensorNames, key_value_heads: int) -> ModelConfig:
+    """Qwen's models with linear attention: by default all layers but each fourth have it."""
+    fields = fields.completed(num_key_value_heads=key_value_heads, partial_rotary_factor=0.25)
+    fields.only("attention_bias", False)
+    interval = fields.count("full_attention_interval", 4)
+    types = fields.items("layer_types") or [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(_num_layers(fields))
+    ]
+    linear_types = _typed_windows(fields, types, 1, "linear_attention")
+    config = _plain(fields, head_dim=256, names=names, partial_rotary=True)
+    linear = LinearAttentionConfig(
+        key_heads=fields.count("linear_num_key_heads", 16),
+        value_heads=fields.count("linear_num_value_heads", 32),
+        key_dim=fields.count("linear_key_head_dim", 128),
+        value_dim=fields.count("linear_value_head_dim", 128),
+        kernel=fields.count("linear_conv_kernel_dim", 4),
+        grouped=len(names.delta_parts) == 2,
+    )
+    if linear.key_heads % config.num_kv_heads or linear.value_heads % linear.key_heads:
+        fields.refuse(
+            f"{linear.value_heads} value heads and {linear.key_heads} key heads of linear attention are not shared by "
+            f"{config.num_kv_heads} KV heads: each number must be a multiple of the next"
+        )
+    layers = [
+        replace(layer, rope=None, is_linear=True) if is_linear else layer
+        for layer, is_linear in zip(config.layers, linear_types, strict=True)
+    ]
+    if all(linear_types):
+        fields.refuse("no layer has full attention; at least one is needed")
+    return replace(config, layers=tuple(layers), linear=linear, output_gate=True, norm_offset=1.0)
 
 
 def _gemma2(fields: Fields) -> ModelConfig:
@@ -389,6 +443,9 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3NextForCausalLM": _qwen3_next,
+    "Qwen3_5ForCausalLM": _qwen3_5,
+    "Qwen3_5ForConditionalGeneration": _qwen3_5_and_vision,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_and_vision,

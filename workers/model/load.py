@@ -14,6 +14,7 @@ from workers.config import ParallelConfig
 from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.decoder import Changeable, Decoder, Layer, Output, Transform
+from workers.model.delta_load import load_delta_net
 from workers.model.description import LayerConfig, ModelConfig
 from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, GroupedExperts, SharedExpert, grouped
 from workers.model.folder import ModelFolder, check_tensors
@@ -125,14 +126,22 @@ class _Builder:
         config, names = self._config, self._config.names
         attention_norm, ffn_norm = self._norm(prefix, names.attention_norm), self._norm(prefix, names.ffn_norm)
         assert attention_norm is not None and ffn_norm is not None
+        output, features = names.output, self._features(self._shard.heads)
+        delta = None
+        if layer.is_linear:
+            rows, delta = load_delta_net(self._weights, f"{prefix}.{names.delta}", config, self._shard, self._make)
+            qkv = self._make(rows, None, self._weight_format)
+            output, (first, end), size = f"{names.delta}.out_proj", self._shard.value_heads, delta.sizes.value_dim
+            features = (first * size, end * size)
+        else:
+            qkv = self._qkv(prefix)
         return Layer(
             attention_norm=attention_norm,
-            qkv=self._qkv(prefix),
-            qk_norm=self._qk_norm(prefix),
+            qkv=qkv,
+            qk_norm=self._qk_norm(prefix) if delta is None else None,
             sinks=self._weights.take(f"{prefix}.{names.sinks}", self._shard.heads) if names.sinks else None,
-            output=self._reduced(
-                Output(self._row_parallel(prefix, names.output, self._features(self._shard.heads), config.output_bias))
-            ),
+            delta=delta,
+            output=self._reduced(Output(self._row_parallel(prefix, output, features, config.output_bias))),
             attention_post_norm=self._norm(prefix, names.attention_post_norm),
             ffn_norm=ffn_norm,
             feed_forward=self._reduced(self._experts(prefix) if layer.has_experts else self._dense(prefix)),
@@ -146,6 +155,14 @@ class _Builder:
         config, shard = self._config, self._shard
         query = (config.num_heads * config.head_dim, self._features(shard.heads))
         kv = (config.num_kv_heads * config.head_dim, self._features(shard.kv_heads))
+        if config.output_gate:
+            first, end = self._features(shard.heads)
+            rows = ((2 * first, 2 * end), kv[1], kv[1])
+            taken = zip(config.names.qkv, rows, strict=True)
+            both, keys, values = [self._weights.take(f"{prefix}.{name}.weight", own) for name, own in taken]
+            query_rows, gate = both.view(-1, 2, config.head_dim, config.hidden_size).unbind(1)
+            weight = torch.cat([query_rows.flatten(0, 1), keys, values, gate.flatten(0, 1)])
+            return self._make(weight, None, self._weight_format)
         return self._column_parallel(prefix, config.names.qkv, (query, kv, kv), config.qkv_bias)
 
     def _features(self, heads: Range) -> Range:

@@ -7,6 +7,9 @@ the same KV head and share its query heads:
 
     9 query, 3 KV heads, tensor 2     KV 0 | KV 1 2         query 0-2 | 3-8
     8 query, 2 KV heads, tensor 3     KV 0 | KV 0 | KV 1    query 0-1 | 2-3 | 4-7
+
+The heads of linear attention belong to KV heads in the same way. Ranks with the same KV head compute the state of all
+its value heads, and each takes the output of some. Linear layers that follow each other stay on one stage.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +34,7 @@ class ModelShard:
     layers: Range
     heads: Range
     kv_heads: Range
+    value_heads: Range
     ffn: Range
     expert_ffn: Range
     shared_ffn: Range
@@ -48,8 +52,16 @@ class ModelShard:
 
     def part_of(self, config: ModelConfig) -> ModelConfig:
         """The configuration with this rank's layers, heads and KV heads; the vocabulary stays whole."""
+        linear, kv_heads = config.linear, self.kv_heads[1] - self.kv_heads[0]
+        if linear is not None:
+            linear = replace(
+                linear,
+                key_heads=linear.key_heads // config.num_kv_heads * kv_heads,
+                value_heads=linear.value_heads // config.num_kv_heads * kv_heads,
+            )
         return replace(
             config,
+            linear=linear,
             num_heads=self.heads[1] - self.heads[0],
             num_kv_heads=self.kv_heads[1] - self.kv_heads[0],
             layers=config.layers[slice(*self.layers)],
@@ -62,20 +74,24 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, rank: int) -> ModelS
         raise ValueError(f"rank {rank} is outside a gang of {parallel.world_size}")
     check_parallel(config, parallel)
     stage, tensor_rank = divmod(rank, parallel.tensor)
-    experts = config.experts
+    experts, runs = config.experts, config.runs
+    first, end = split(len(runs), parallel.pipeline, stage)
 
     def columns(width: int) -> Range:
         return split_units(width, parallel.tensor, tensor_rank)
 
-    kv_heads, heads = _heads(config, parallel.tensor, tensor_rank)
+    kv_heads, heads = _heads(config, config.num_heads, parallel.tensor, tensor_rank)
     return ModelShard(
         tensor_rank=tensor_rank,
         tensor=parallel.tensor,
         stage=stage,
         stages=parallel.pipeline,
-        layers=split(config.num_layers, parallel.pipeline, stage),
+        layers=(runs[first][0], runs[end - 1][1]),
         heads=heads,
         kv_heads=kv_heads,
+        value_heads=_heads(config, config.linear.value_heads, parallel.tensor, tensor_rank)[1]
+        if config.linear
+        else (0, 0),
         ffn=columns(config.ffn_size),
         expert_ffn=columns(experts.ffn_size if experts else 0),
         shared_ffn=columns(experts.shared_ffn_size if experts else 0),
@@ -85,12 +101,15 @@ def shard_of(config: ModelConfig, parallel: ParallelConfig, rank: int) -> ModelS
 
 def check_parallel(config: ModelConfig, parallel: ParallelConfig) -> None:
     """Raises `ModelError` if a rank would have no work."""
-    if parallel.pipeline > config.num_layers:
+    if parallel.pipeline > len(config.runs):
+        what = "groups of linear-attention layers and layers between them" if config.linear else "layers"
         raise ModelError(
-            f"parallel.pipeline is {parallel.pipeline}, but the model has {config.num_layers} layers; "
-            f"set it to {config.num_layers} or less"
+            f"parallel.pipeline is {parallel.pipeline}, but the model has {len(config.runs)} {what}; "
+            f"set it to {len(config.runs)} or less"
         )
     widths = [(config.num_heads, "attention heads"), (config.vocab_size, "tokens in its vocabulary")]
+    if config.linear:
+        widths.append((config.linear.value_heads, "value heads in linear attention"))
     if not all(layer.has_experts for layer in config.layers):
         widths.append((config.ffn_size, "feed-forward columns"))
     if config.experts:
@@ -118,9 +137,9 @@ def split_units(width: int, parts: int, index: int) -> Range:
     return min(first * UNIT, width), min(end * UNIT, width)
 
 
-def _heads(config: ModelConfig, tensor: int, tensor_rank: int) -> tuple[Range, Range]:
-    """The KV heads and query heads of a tensor rank."""
-    kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+def _heads(config: ModelConfig, num_heads: int, tensor: int, tensor_rank: int) -> tuple[Range, Range]:
+    """The KV heads of a tensor rank, and which of `num_heads` heads that share them."""
+    kv_heads, group = config.num_kv_heads, num_heads // config.num_kv_heads
     if tensor <= kv_heads:
         first, end = split(kv_heads, tensor, tensor_rank)
         return (first, end), (first * group, end * group)

@@ -40,11 +40,15 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple
     names, hidden, head_dim = config.names, config.hidden_size, config.head_dim
     query, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
     yield from _norms(hidden, names.attention_norm)
-    yield from _linear(names.qkv, (query, kv, kv), hidden, config.qkv_bias)
-    yield from _norms(head_dim, names.query_norm, names.key_norm)
-    if names.sinks:
-        yield names.sinks, (config.num_heads,)
-    yield from _linear((names.output,), (hidden,), query, config.output_bias)
+    if layer.is_linear:
+        yield from _delta(config)
+    else:
+        gated = query * (1 + config.output_gate)
+        yield from _linear(names.qkv, (gated, kv, kv), hidden, config.qkv_bias)
+        yield from _norms(head_dim, names.query_norm, names.key_norm)
+        if names.sinks:
+            yield names.sinks, (config.num_heads,)
+        yield from _linear((names.output,), (hidden,), query, config.output_bias)
     yield from _norms(hidden, names.attention_post_norm, names.ffn_norm)
     if layer.has_experts:
         yield from _experts(config)
@@ -52,6 +56,22 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple
         yield from _linear(names.gate_up, (config.ffn_size, config.ffn_size), hidden, config.mlp_bias)
         yield from _linear((names.down,), (hidden,), config.ffn_size, config.mlp_bias)
     yield from _norms(hidden, names.ffn_post_norm)
+
+
+def _delta(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Linear attention."""
+    names, hidden, linear = config.names, config.hidden_size, config.linear
+    assert linear is not None
+    key, value = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    rows: tuple[int, ...] = (2 * key + 2 * value, 2 * linear.value_heads)
+    if not linear.grouped:
+        rows = (2 * key + value, value, linear.value_heads, linear.value_heads)
+    yield from _linear(tuple(f"{names.delta}.{part}" for part in names.delta_parts), rows, hidden, bias=False)
+    yield f"{names.delta}.conv1d.weight", (2 * key + value, 1, linear.kernel)
+    yield f"{names.delta}.A_log", (linear.value_heads,)
+    yield f"{names.delta}.dt_bias", (linear.value_heads,)
+    yield f"{names.delta}.norm.weight", (linear.value_dim,)
+    yield from _linear((f"{names.delta}.out_proj",), (hidden,), value, bias=False)
 
 
 def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -38,6 +38,7 @@ Word = ctypes.c_uint64
 # Argument types of the functions `diptych_<name>` in the C++ sources; none returns a value.
 _LAYOUTS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k")
 _PACK, _LINEAR = [Pointer] * 2 + [Size] * 2, [Pointer] * 4 + [Size] * 4
+_PAGED: list[type] = [Pointer, Size, Size, *[Pointer] * 3, *[Size] * 4]
 _QUERY, _SCORES = [Pointer, Size, Size] + [Pointer] * 2 + [Size] * 8, [Float, Size, Float]
 _ARGUMENTS: dict[str, Sequence[type]] = {
     "rms_norm": [Pointer, Size, Pointer, Pointer, Size, Size, Float, Size],
@@ -49,6 +50,8 @@ _ARGUMENTS: dict[str, Sequence[type]] = {
     "write_kv": [Pointer, Size, Pointer, Size, Pointer] + [Size] * 7 + [Pointer, Size],
     "lora": [Pointer, Size] * 2 + [Pointer] * 2 + [Size] + [Pointer] * 2 + [Size],
     "shared_sum": [Pointer] + [Size] * 3 + [Pointer] + [Size] * 4 + [Pointer],
+    "causal_conv": [*[Pointer] * 3, *[Size] * 3, *_PAGED],
+    "delta_rule": [*[Pointer] * 8, *[Size] * 5, *_PAGED],
     "uniforms": [Pointer, Word, Word, Size],
     "gumbel_max": [Pointer] * 6 + [Size] * 3,
     **{f"pack_{layout}": _PACK for layout in _LAYOUTS},
