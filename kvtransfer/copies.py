@@ -116,8 +116,7 @@ def refuse_outside(copies: Copies, source_bytes: int, target_bytes: int) -> None
 
 def _ranges(piece: Piece, source: KVLayout, target: KVLayout) -> tuple[Ints, Ints]:
     """Between blocks of equal size: (starts [range, (in source, in target)], lengths [range]) within one block."""
-    cell_bytes = source.vectors * source.block_size * source.slot_bytes
-    heads = np.arange(*piece.heads)
+    cell_bytes, heads = source.cell_bytes, np.arange(*piece.heads)
     starts = np.stack([_cell_offsets(layout, heads, piece.layers[0], cell_bytes) for layout in (source, target)], -1)
     length = (piece.layers[1] - piece.layers[0]) * cell_bytes
     if source.layers == target.layers == piece.layers:

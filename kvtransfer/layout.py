@@ -69,9 +69,14 @@ class KVLayout:
         return slot_bytes(self.head_dim, self.dtype)
 
     @property
+    def cell_bytes(self) -> int:
+        """Bytes of one head and layer in a block."""
+        return self.vectors * self.block_size * self.slot_bytes
+
+    @property
     def block_bytes(self) -> int:
-        heads, layers, vectors, slots, _ = self.shape
-        return heads * layers * vectors * slots * self.slot_bytes
+        heads, layers, *_ = self.shape
+        return heads * layers * self.cell_bytes
 
     @property
     def fingerprint(self) -> str:

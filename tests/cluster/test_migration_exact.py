@@ -15,6 +15,7 @@ from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
 from tests.cluster.local import Cluster, cluster, completed, generate, tokens_of
+from tests.model.families import write_family
 from tests.model.grammars import GRAMMARS
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
@@ -27,13 +28,13 @@ WORKERS = ("one-0", "two-0", "three-0")
 SEEDED = {"temperature": 3.0, "top_p": 0.98, "repetition_penalty": 1.1, "frequency_penalty": 0.5}
 
 
-def three_gangs(model: str) -> ClusterSpec:
+def three_gangs(model: str, other_size: int) -> ClusterSpec:
     return ClusterSpec(
         model=model,
         pools=(
             PoolSpec("one", Role.MIXED, engine=ENGINE),
             PoolSpec("two", Role.MIXED, engine=ENGINE, parallel=ParallelConfig(3, 1)),
-            PoolSpec("three", Role.MIXED, engine=replace(ENGINE, block_size=12), parallel=ParallelConfig(1, 2)),
+            PoolSpec("three", Role.MIXED, engine=replace(ENGINE, block_size=other_size), parallel=ParallelConfig(1, 2)),
         ),
         transfer=TransferConfig(backends=("memory",)),
         gateway=GatewaySpec(placement_timeout_s=10.0),
@@ -82,17 +83,22 @@ class Gangs:
         return events, moved
 
 
-@pytest.fixture(scope="module")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    folder = tmp_path_factory.mktemp("models") / "nine-heads"
-    write_tiny_llama(folder, num_layers=3, hidden_size=72, ffn_size=100, num_heads=9, num_kv_heads=3, head_dim=8)
+@pytest.fixture(scope="module", params=["attention", "linear attention"])
+def gangs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
+    """With linear attention all have blocks of one size."""
+    folder, other_size = tmp_path_factory.mktemp("models") / "model", 12
+    if request.param == "attention":
+        write_tiny_llama(folder, num_layers=3, hidden_size=72, ffn_size=100, num_heads=9, num_kv_heads=3, head_dim=8)
+    else:
+        write_family(folder, "qwen 3 next", max_position_embeddings=512)
+        other_size = 8
     shared = SharedMemory()
 
     def build(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared)
 
     with asyncio.Runner() as runner:
-        opened = cluster(three_gangs(str(folder)), build=build)
+        opened = cluster(three_gangs(str(folder), other_size), build=build)
         subject = runner.run(opened.__aenter__())
         try:
             yield Gangs(subject, runner)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.model.families import write_family
 from tests.model.tiny import write_tiny_llama
 from workers.errors import ModelError
 from workers.model.folder import ModelFolder
@@ -19,6 +20,19 @@ def one_torch_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return ModelFolder("tiny", write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """With linear attention, whose state lies in the blocks."""
+    return ModelFolder("hybrid", write_family(tmp_path_factory.mktemp("models") / "hybrid", "qwen 3 next"))
+
+
+@pytest.fixture(params=["tiny", "hybrid"])
+def small(request: pytest.FixtureRequest) -> ModelFolder:
+    """Each of them in turn."""
+    found: ModelFolder = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -20,18 +20,19 @@ from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError
 from workers.executor.kv_pool import _host_memory, allocate_pool
 from workers.executor.solo import open_solo
+from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
+from workers.model.kv_layers import kv_layout
 from workers.ops.completion import wait
 from workers.request import Request, SamplingParams, TokensOut
 
 PROMPTS = [tuple(range(5 + 40 * index, 5 + 40 * index + length)) for index, length in enumerate((21, 30, 40, 33, 26))]
 ROUNDS = 3
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
-BLOCK_BYTES = {"float32": 2048, "int8": 768, "fp8": 768}  # eight tokens of the tiny model
 
 
 async def answers(
-    tiny: ModelFolder, depth: int = 1, host: int = 0, dtype: str = "float32", pinned: int = 0, **engine: object
+    model: ModelFolder, depth: int = 1, host: int = 0, dtype: str = "float32", pinned: int = 0, **engine: object
 ) -> tuple[list[list[int]], int, int]:
     """Every prompt in turn, and all again: the tokens of each, and blocks that went to the host and came back.
 
@@ -39,9 +40,9 @@ async def answers(
     """
     sizes = {"block_size": 8, "kv_blocks": 14, "max_batch_tokens": 32, "threads": 1, "dtype": dtype}
     made = EngineConfig(**{**sizes, **engine})  # type: ignore[arg-type]
-    cache = CacheConfig(ByteSize(host * BLOCK_BYTES[dtype]))
-    config = WorkerConfig("w", "pool", "tiny", made, transfer=TransferConfig(backends=("memory",)), cache=cache)
-    executor = await open_solo(config, tiny, "w-1", SharedMemory())
+    cache = CacheConfig(ByteSize(host * kv_layout(read_model_config(model.path), "", 8, dtype).block_bytes))
+    config = WorkerConfig("w", "pool", model.name, made, transfer=TransferConfig(backends=("memory",)), cache=cache)
+    executor = await open_solo(config, model, "w-1", SharedMemory())
     facts = executor.facts
     subject = Engine(
         made,
@@ -55,6 +56,7 @@ async def answers(
         depth=depth,
         host_cache_blocks=facts.host_cache_blocks,
         most_pinned=host // 2,
+        has_state=bool(facts.layout.state_layers),
     )
     for number in range(pinned):
         subject.pin(Request(str(number), PROMPTS[number]), 60.0, 0.0)
@@ -88,20 +90,20 @@ async def answers(
 @pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 @pytest.mark.parametrize("depth", [1, 3])
 async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(
-    tiny: ModelFolder, depth: int, dtype: str
+    small: ModelFolder, depth: int, dtype: str
 ) -> None:
-    expected, _, _ = await answers(tiny, prefix_caching=False, dtype=dtype)
-    found, saved, restored = await answers(tiny, depth, host=40, swap_blocks=4, dtype=dtype)
+    expected, _, _ = await answers(small, prefix_caching=False, dtype=dtype)
+    found, saved, restored = await answers(small, depth, host=40, swap_blocks=4, dtype=dtype)
     assert found == expected
     assert saved > 10 and restored > 10
 
 
-async def test_pinned_prefixes_give_the_tokens_of_computed_ones(tiny: ModelFolder) -> None:
+async def test_pinned_prefixes_give_the_tokens_of_computed_ones(small: ModelFolder) -> None:
     """Host memory has room for two of the five prompts, and keeps the first. Without the pin, nothing comes back."""
     steps: dict[str, Any] = {"max_batch_tokens": 8, "max_running": 4}  # these save few blocks ahead
-    expected, _, _ = await answers(tiny, prefix_caching=False, **steps)
+    expected, _, _ = await answers(small, prefix_caching=False, **steps)
     for pinned, least in ((0, 0), (1, 2 * (ROUNDS - 1))):
-        found, _, restored = await answers(tiny, host=8, pinned=pinned, **steps)
+        found, _, restored = await answers(small, host=8, pinned=pinned, **steps)
         assert found == expected and restored == least
 
 

@@ -24,7 +24,7 @@ PROMPTS = [tuple(range(5 + 7 * index, 5 + 7 * index + length)) for index, length
 
 
 async def answers(
-    tiny: ModelFolder, *, siblings: int = 1, depth: int = 1, **engine: Any
+    model: ModelFolder, *, siblings: int = 1, depth: int = 1, **engine: Any
 ) -> tuple[dict[str, list[int]], WorkerStats]:
     """Tokens of every request, joined one step after the other, and what it took.
 
@@ -32,8 +32,8 @@ async def answers(
     """
     ahead, depth = not depth, max(1, depth)
     sizes = EngineConfig(**{"block_size": 8, "kv_blocks": 128, "max_batch_tokens": 64, "threads": 1, **engine})
-    config = WorkerConfig("w", "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
-    executor = await open_solo(config, tiny, "w-1", SharedMemory())
+    config = WorkerConfig("w", "pool", model.name, sizes, transfer=TransferConfig(backends=("memory",)))
+    executor = await open_solo(config, model, "w-1", SharedMemory())
     facts = executor.facts
     subject = Engine(
         sizes,
@@ -44,6 +44,7 @@ async def answers(
         reserved=RESERVED_BLOCKS,
         block_bytes=facts.layout.block_bytes,
         depth=depth,
+        has_state=bool(facts.layout.state_layers),
     )
     coming = [
         Request(f"r{index}#{sibling}", prompt, _sampling(index, sibling), reply_to="t", group=f"r{index}")
@@ -79,9 +80,9 @@ def _sampling(index: int, sibling: int) -> SamplingParams:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("batching", BATCHING)
 @pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
-async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, dtype: str, batching: str, depth: int) -> None:
-    expected, _ = await answers(tiny, dtype=dtype)
-    assert (await answers(tiny, batching=batching, depth=depth, max_batch_tokens=33, dtype=dtype))[0] == expected
+async def test_every_policy_gives_the_same_tokens(small: ModelFolder, dtype: str, batching: str, depth: int) -> None:
+    expected, _ = await answers(small, dtype=dtype)
+    assert (await answers(small, batching=batching, depth=depth, max_batch_tokens=33, dtype=dtype))[0] == expected
     assert all(len(tokens) == 24 for tokens in expected.values())
 
 
@@ -89,10 +90,10 @@ async def test_every_policy_gives_the_same_tokens(tiny: ModelFolder, dtype: str,
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 async def test_preempted_sequences_go_on_with_the_same_tokens(
-    tiny: ModelFolder, dtype: str, preemption: str, depth: int
+    small: ModelFolder, dtype: str, preemption: str, depth: int
 ) -> None:
-    expected, calm = await answers(tiny, dtype=dtype)
-    found, stats = await answers(tiny, depth=depth, kv_blocks=14, swap_blocks=24, preemption=preemption, dtype=dtype)
+    expected, calm = await answers(small, dtype=dtype)
+    found, stats = await answers(small, depth=depth, kv_blocks=14, swap_blocks=24, preemption=preemption, dtype=dtype)
     assert found == expected
     assert calm.preemptions == 0 and stats.preemptions > 0
     assert (stats.swaps > 0) == (preemption == "swap")
@@ -100,8 +101,8 @@ async def test_preempted_sequences_go_on_with_the_same_tokens(
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
-async def test_siblings_draw_what_each_would_alone(tiny: ModelFolder, dtype: str, depth: int) -> None:
-    alone, _ = await answers(tiny, siblings=3, prefix_caching=False, dtype=dtype)
-    together, stats = await answers(tiny, depth=depth, siblings=3, kv_blocks=40, swap_blocks=40, dtype=dtype)
+async def test_siblings_draw_what_each_would_alone(small: ModelFolder, dtype: str, depth: int) -> None:
+    alone, _ = await answers(small, siblings=3, prefix_caching=False, dtype=dtype)
+    together, stats = await answers(small, depth=depth, siblings=3, kv_blocks=40, swap_blocks=40, dtype=dtype)
     assert together == alone
     assert stats.free_blocks == stats.total_blocks

@@ -191,8 +191,8 @@ def _load_shard(
     facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
     if engine.block_size < (least := least_block_size(shape, engine.dtype)):
         logger.warning(
-            "%s: engine.block_size %d: a block takes %.1f MiB, most of it the state of linear attention; set it to %d or "
-            "more for blocks with at most as much state as KV of as many layers",
+            "%s: engine.block_size %d: a block takes %.1f MiB, most of it state of linear attention; with %d or more a "
+            "layer's state takes no more than KV would",
             config.name, engine.block_size, facts.layout.block_bytes / 2**20, least,
         )  # fmt: skip
     host_blocks = engine.swap_blocks + facts.host_cache_blocks

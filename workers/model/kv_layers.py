@@ -46,7 +46,7 @@ def kv_layout(config: ModelConfig, model: str, block_size: int, dtype: str) -> K
     layout = KVLayout(model, config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
     if config.linear is None:
         return layout
-    places = kv_places(config, 2 * block_size * layout.slot_bytes)
+    places = kv_places(config, layout.cell_bytes)
     linear = [place for place, layer in zip(places, config.layers, strict=True) if layer.is_linear]
     state_layers = sorted({each for place in linear for each in range(place.first, place.end)})
     return KVLayout(
@@ -64,5 +64,5 @@ def least_block_size(config: ModelConfig, dtype: str) -> int:
 
 def kv_range(config: ModelConfig, layout: KVLayout, layers: tuple[int, int]) -> tuple[int, int]:
     """The KV layers of these consecutive layers, which end no group of linear ones in its middle."""
-    places = kv_places(config, 2 * layout.block_size * layout.slot_bytes)
+    places = kv_places(config, layout.cell_bytes)
     return places[layers[0]].first, places[layers[1] - 1].end
