@@ -155,9 +155,12 @@ async def test_a_disk_whose_writes_fail_changes_no_token_and_is_in_the_statistic
     assert (tier.blocks, tier.written_bytes) == (0, 0) and tier.dropped_blocks > 0
 
 
-async def test_other_weights_find_nothing(tiny: ModelFolder, tmp_path: Path) -> None:
-    await answers(tiny, config(tmp_path), range(10))
-    _, _, disk = await answers(tiny, config(tmp_path, weights="int8"), range(1))
+@pytest.mark.parametrize(("one", "other"), [({}, {"weights": "int8"}), ({"dtype": "int8"}, {"dtype": "fp8"})])
+async def test_other_weights_and_other_numbers_of_the_same_size_find_nothing(
+    tiny: ModelFolder, tmp_path: Path, one: dict[str, str], other: dict[str, str]
+) -> None:
+    await answers(tiny, config(tmp_path, **one), range(10))
+    _, _, disk = await answers(tiny, config(tmp_path, **other), range(1))
     assert disk is not None and disk.store.stats().recovered == 0
 
 

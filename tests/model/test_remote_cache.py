@@ -82,9 +82,12 @@ async def test_prefixes_of_another_worker_give_the_tokens_of_computed_ones(
     assert cached >= 8 * read_blocks > 5 * 8, "each prompt comes once, so all of this is from the other worker"
 
 
-async def test_other_weights_find_nothing(tiny: ModelFolder, server: RedisServer) -> None:
-    await answers(tiny, remote(server), range(10))
-    _, _, tier = await answers(tiny, remote(server, weights="int8"), range(3))
+@pytest.mark.parametrize(("one", "other"), [({}, {"weights": "int8"}), ({"dtype": "int8"}, {"dtype": "fp8"})])
+async def test_other_weights_and_other_numbers_of_the_same_size_find_nothing(
+    tiny: ModelFolder, server: RedisServer, one: dict[str, str], other: dict[str, str]
+) -> None:
+    await answers(tiny, remote(server, **one), range(10))
+    _, _, tier = await answers(tiny, remote(server, **other), range(3))
     assert tier is not None and tier.stats().read_bytes == 0
 
 
