@@ -51,9 +51,7 @@ class EngineConfig:
     requests' own SLOs do.
     """
     prompt_order: str = "fcfs"
-    """Order of waiting prompts: first come, shortest, longest, or by priority and then by deadline so that most meet
-    their SLO.
-    """
+    """Order of waiting prompts: first come, shortest, longest, or by priority and then by deadline, late ones last."""
     prompt_window: int = 16
     """Number of arrivals after the oldest that are reordered; bounds how often a prompt can be overtaken."""
     max_running: int = 32

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.engine.driving import Device, engine, next_token, request, result, run_to_end, step, tokens_of
 from workers.config import BATCHING, EngineConfig
-from workers.costs import LinearCost
+from workers.costs import LinearCost, StepCurve, TableCost
 from workers.engine.batching import Adaptive
 from workers.engine.engine import Engine
 from workers.engine.estimate import plan_seconds
@@ -259,6 +259,16 @@ def test_adaptive_cuts_a_prompt_that_fits_only_beside_decodes() -> None:
     long = engine(batching="adaptive", max_batch_tokens=16)
     long.add(request("d", prompt(40), max_tokens=2), 0.0, hold=False)
     assert [plan[0][1] for plan in plans(long)] == [16, 16, 8, 1]
+
+
+def test_adaptive_computes_prompts_together_only_where_a_step_with_both_is_expected_to_be_shorter_than_two() -> None:
+    one, two = StepCurve((0.0, 16.0), (0.01, 0.02)), StepCurve((0.0, 8.0, 16.0), (0.01, 0.02, 0.05))
+    cost = TableCost(prompt=one, prompts=two, decode=one, attention_share=0.0)
+    for lengths, expected in (((4, 4), [[("a", 4), ("b", 4)]]), ((6, 8), [[("a", 6)], [("b", 8)]])):
+        subject = engine(batching="adaptive", max_batch_tokens=16, cost=cost)
+        for name, length in zip("ab", lengths, strict=True):
+            subject.add(request(name, prompt(length, ord(name)), max_tokens=1), 0.0, hold=False)
+        assert plans(subject) == expected
 
 
 def test_adaptive_spends_the_slack_of_streams_on_prompts_and_delays_none_beyond_its_slo() -> None:

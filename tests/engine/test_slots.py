@@ -1,6 +1,7 @@
 """SLOs inside an engine: which request gets a decode slot, and which prompt is next."""
 
-from itertools import accumulate, combinations
+from collections.abc import Iterable, Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.engine.engine import Engine
 from workers.engine.sequence import Sequence, State
-from workers.engine.slo import CAREFUL, next_prompt, slot_refusal
+from workers.engine.slo import next_prompt, slot_refusal
 from workers.errors import Overloaded
 from workers.request import SLO, Request
 
@@ -131,7 +132,7 @@ def waiting(line: list[tuple[int, float | None, int, float]]) -> list[Sequence]:
 
 @settings(max_examples=100, deadline=None)
 @given(LINE, st.integers(1, 8), st.floats(0.0, 1.0))
-def test_the_deadline_order_meets_the_most_deadlines_within_a_window_and_priority(
+def test_the_deadline_order_starts_the_earliest_deadline_that_can_be_met_within_a_window_and_priority(
     line: list[tuple[int, float | None, int, float]], window: int, now_s: float
 ) -> None:
     config = EngineConfig(prompt_order="deadline", prompt_window=window)
@@ -144,28 +145,37 @@ def test_the_deadline_order_meets_the_most_deadlines_within_a_window_and_priorit
         with_slo = [each for each in same if each.request.slo.ttft_s is not None]
         assert chosen in with_slo or not with_slo
         if with_slo:
-            most = most_in_time(with_slo, now_s)
-            others = [each for each in with_slo if each is not chosen]
-            took_s = seconds_of(chosen)
-            if most:
-                assert now_s + took_s <= due_s(chosen) and 1 + most_in_time(others, now_s + took_s) == most
-            else:
-                assert due_s(chosen) == min(due_s(each) for each in with_slo)
+            in_time = [each for each in with_slo if now_s + seconds_of(each) <= due_s(each)]
+            assert due_s(chosen) == min(due_s(each) for each in in_time or with_slo)
         left.remove(chosen)
 
 
-def most_in_time(candidates: list[Sequence], now_s: float) -> int:
-    """Of all subsets: in the order of deadlines each is in time, if any order does it."""
-    for count in range(len(candidates), 0, -1):
-        for subset in combinations(sorted(candidates, key=due_s), count):
-            ends = accumulate((seconds_of(each) for each in subset), initial=now_s)
-            if all(end_s <= due_s(each) for end_s, each in zip(list(ends)[1:], subset, strict=True)):
-                return count
-    return 0
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0.0205, 0.0505, 0.2005]), st.integers(1, 60)), min_size=1, max_size=5))
+def test_the_deadline_order_meets_all_deadlines_if_any_order_does(line: list[tuple[float, int]]) -> None:
+    prompts = waiting([(0, ttft_s, length, 0.0) for ttft_s, length in line])
+
+    def all_in_time(order: Iterable[Sequence]) -> bool:
+        now_s = prompts[-1].arrival_s
+        for each in order:
+            now_s += seconds_of(each)
+            if now_s > due_s(each):
+                return False
+        return True
+
+    def by_deadline() -> Iterator[Sequence]:
+        left, now_s = list(prompts), prompts[-1].arrival_s
+        while left:
+            chosen = next_prompt(left, EngineConfig(prompt_order="deadline"), COST.prefill_seconds, now_s)
+            left.remove(chosen)
+            now_s += seconds_of(chosen)
+            yield chosen
+
+    assert all_in_time(by_deadline()) == any(map(all_in_time, permutations(prompts)))
 
 
 def seconds_of(sequence: Sequence) -> float:
-    return CAREFUL * COST.prefill_seconds(len(sequence.tokens), 0)
+    return COST.prefill_seconds(len(sequence.tokens), 0)
 
 
 def due_s(sequence: Sequence) -> float:

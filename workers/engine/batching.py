@@ -59,9 +59,9 @@ class Step(Protocol):
         """Compute the next tokens of a prompt, at most this many (None: all, whatever the budget). Returns how many."""
         ...
 
-    def admit(self, most: int | None = None) -> Sequence | None:
-        """Let the next waiting sequence in: a slot and blocks for its tokens. None: empty queue, or no room, or it
-        has more than `most` tokens to compute."""
+    def admit(self, fits: Callable[[int], bool] | None = None) -> Sequence | None:
+        """Let the next waiting sequence in: a slot and blocks for its tokens. None: empty queue, or no room, or
+        `fits` refuses the number of tokens it has to compute."""
         ...
 
 
@@ -81,7 +81,7 @@ def _whole_prompts(step: Step) -> int:
     The first may be longer than the budget: a prompt that is never cut must run some time.
     """
     count = sum(step.chunk(sequence) > 0 for sequence in step.unfinished)
-    while sequence := step.admit(most=min(step.left, step.share) if count else None):
+    while sequence := step.admit((lambda tokens: tokens <= min(step.left, step.share)) if count else None):
         count += step.chunk(sequence) > 0
     return count
 
@@ -175,7 +175,8 @@ class Chunked:
 
 class Adaptive(Chunked):
     """Chunked beside decodes. Without decodes, cutting helps no SLO: a prompt that ends in this step is not slowed down
-    by the beginning of another, as it would be if prompts were cut at the budget.
+    by the beginning of another, as it would be if prompts were cut at the budget. A whole one joins it where the cost
+    model expects one step to be no longer than two.
 
     A TPOT SLO bounds the mean over an answer, so tokens that came early leave time: a step may last until the first
     of its streams would be behind, but no stream pauses for longer than `PAUSE` times its SLO. A single step uses
@@ -216,10 +217,17 @@ class Adaptive(Chunked):
         first = step.unfinished[0] if step.unfinished else step.admit()
         if first is None:
             return
-        step.chunk(first, self._room(step))
-        for sequence in chain(step.unfinished[1:], iter(lambda: step.admit(most=self._room(step)), None)):
-            if len(sequence.tokens) - sequence.num_scheduled <= self._room(step):
-                step.chunk(sequence)
+        cost, begin = step.cost, first.num_scheduled
+        chunks = [(step.chunk(first, self._room(step)), begin)]
+
+        def joins(tokens: int, begin: int = 0) -> bool:
+            apart_s = cost.mixed_seconds(chunks, 0, 0) + cost.prefill_seconds(tokens, begin)
+            return tokens <= self._room(step) and cost.mixed_seconds((*chunks, (tokens, begin)), 0, 0) <= apart_s
+
+        for sequence in chain(step.unfinished[1:], iter(lambda: step.admit(joins), None)):
+            begin = sequence.num_scheduled
+            if joins(len(sequence.tokens) - begin, begin):
+                chunks.append((step.chunk(sequence), begin))
 
     def _bound_s(self, decoding: list[Sequence], now_s: float) -> float | None:
         """Until the first of them would be behind; not less than one step's share of the SLO."""

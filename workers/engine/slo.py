@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from heapq import heappop, heappush
 
 from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.sequence import Sequence
 from workers.request import Request
-
-CAREFUL = 1.3  # safety factor on predicted prompt times: computing a prompt that is then late is wasted
 
 
 def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, depth: int = 1) -> str:
@@ -39,41 +36,24 @@ def next_prompt(
 ) -> Sequence:
     """The first in `prompt_order` among candidates less than `prompt_window` arrivals after the oldest.
 
-    "deadline": lowest priority number first. Among equals, the largest set that can meet its TTFT deadlines together,
-    earliest deadline first; then prompts that would make others late, then prompts without a deadline.
-    `prompt_seconds(tokens, computed)` is the time to compute `tokens` after `computed` ones. Raises ValueError without
-    candidates.
+    "deadline": lowest priority number first. Among equals the earliest TTFT deadline of those that can still be met
+    (Jackson, 1955), then prompts that are late in any case, then prompts without a deadline. It makes no prompt late to
+    save others: admission control bounds how many wait. `prompt_seconds(tokens, computed)` is the time to compute
+    `tokens` after `computed` ones. Raises ValueError without candidates.
     """
     waiting = list(candidates)
     behind = min(each.number for each in waiting) + config.prompt_window
     able = [each for each in waiting if each.number < behind]
-    if config.prompt_order == "deadline":
-        first = min(each.request.slo.priority for each in able)
-        return _most_in_time([each for each in able if each.request.slo.priority == first], prompt_seconds, now_s)
-    sign = 1 if config.prompt_order == "sjf" else -1
-    return min(able, key=lambda each: (sign * len(each.tokens), each.number))
+    if config.prompt_order != "deadline":
+        sign = 1 if config.prompt_order == "sjf" else -1
+        return min(able, key=lambda each: (sign * len(each.tokens), each.number))
 
+    def order(each: Sequence) -> tuple[int, int, float, int]:
+        slo = each.request.slo
+        if slo.ttft_s is None:
+            return slo.priority, 2, 0.0, each.number
+        due_s = each.arrival_s - each.request.waited_s + slo.ttft_s
+        seconds = prompt_seconds(len(each.tokens) - each.num_computed, each.num_computed)
+        return slo.priority, int(now_s + seconds > due_s), due_s, each.number
 
-def _most_in_time(candidates: Items[Sequence], prompt_seconds: Callable[[int, int], float], now_s: float) -> Sequence:
-    """The first in an order with the fewest late prompts (Moore, 1968): by deadline, and whenever one would be late,
-    the longest so far is postponed.
-    """
-    with_slo = [each for each in candidates if each.request.slo.ttft_s is not None]
-    if not with_slo:
-        return min(candidates, key=lambda each: each.number)
-    in_time: list[tuple[float, int, Sequence]] = []  # a heap, the longest on top
-    end_s = now_s
-    for each in sorted(with_slo, key=lambda each: (_due_s(each), each.number)):
-        seconds = CAREFUL * prompt_seconds(len(each.tokens) - each.num_computed, each.num_computed)
-        heappush(in_time, (-seconds, each.number, each))
-        end_s += seconds
-        if end_s > _due_s(each):
-            end_s += heappop(in_time)[0]
-    chosen = [each for _, _, each in in_time] or with_slo
-    return min(chosen, key=lambda each: (_due_s(each), each.number))
-
-
-def _due_s(sequence: Sequence) -> float:
-    ttft_s = sequence.request.slo.ttft_s
-    assert ttft_s is not None, "only requests with a TTFT SLO have a deadline"
-    return sequence.arrival_s - sequence.request.waited_s + ttft_s
+    return min(able, key=order)

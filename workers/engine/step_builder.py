@@ -4,6 +4,7 @@ Without free blocks, the youngest sequence is preempted completely. It returns t
 always makes progress. Sequences in flight and prompts held for a reader are not preempted.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from workers.costs import CostModel
@@ -130,10 +131,10 @@ class StepBuilder:
         self.left -= count
         return count
 
-    def admit(self, most: int | None = None) -> Sequence | None:
+    def admit(self, fits: Callable[[int], bool] | None = None) -> Sequence | None:
         while len(self._passed) < MOST_PASSED:
             sequence = self._queues.next(self.now_s, self._passed)
-            if sequence is None or (most is not None and len(sequence.tokens) - sequence.num_computed > most):
+            if sequence is None or (fits is not None and not fits(len(sequence.tokens) - sequence.num_computed)):
                 return None
             self.at_hand = sequence
             until_s = self._loads.waits_until_s(sequence, self._times()) if sequence.state is State.WAITING else None
