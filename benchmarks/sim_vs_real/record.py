@@ -13,7 +13,7 @@ FILE = Path(__file__).with_name("recorded.json")
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request of a real run. `token_s`: since its arrival, at its client; the rest is its gateway's ledger.
+    """One answer of a real run. `token_s`: since its arrival, at its client; the rest is its gateway's ledger.
 
     The client shares the machine with the cluster: when it has to wait for a core, tokens seem late.
     """
@@ -26,6 +26,9 @@ class RecordedRequest:
     ledger_ttft_s: float | None = None
     ledger_total_s: float | None = None
     prefix: tuple[int, ...] = ()
+    sample: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
 
     @property
     def at_gateway_s(self) -> tuple[float, ...]:
@@ -66,7 +69,10 @@ class RealRun:
     def workload(self) -> Workload:
         return Workload(
             self.name,
-            tuple(Arrival(each.at_s, each.prompt_tokens, each.output_tokens, each.prefix) for each in self.seen),
+            tuple(
+                Arrival(each.at_s, each.prompt_tokens, each.output_tokens, each.prefix, sample=each.sample)
+                for each in self.seen
+            ),
             self.block_tokens,
         )
 
@@ -81,6 +87,8 @@ class RealRun:
                 each.output_tokens,
                 each.at_gateway_s,
                 each.ending,
+                prefill_worker=each.prefill_worker,
+                decode_worker=each.decode_worker,
             )
             for index, each in enumerate(self.seen)
         )
@@ -106,7 +114,9 @@ def spread(at_s: float, ttft_s: float, total_s: float, count: int) -> tuple[floa
 def recorded(
     run: Run, phases_s: dict[str, float], load: float, slo: SLO, sent: Workload | None = None, kind: str = "chat"
 ) -> RealRun:
-    """Record a run, rounded to 0.1 ms. `sent`: its requests, for the prefixes that their prompts share."""
+    """Record a run, rounded to 0.1 ms. `sent`: its requests, for the prefixes that their prompts share and the answers
+    that they ask for.
+    """
     seen = tuple(
         RecordedRequest(
             each.arrival_s,
@@ -117,6 +127,9 @@ def recorded(
             round(each.ledger.ttft_ns / 1e9, 4) if each.ledger else None,
             round(each.ledger.total_ns / 1e9, 4) if each.ledger else None,
             sent.arrivals[each.index].prefix if sent else (),
+            sent.arrivals[each.index].sample if sent else 0,
+            each.prefill_worker,
+            each.decode_worker,
         )
         for each in run.served
     )

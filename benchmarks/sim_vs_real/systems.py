@@ -2,7 +2,8 @@
 
 `chat` is a small load with an occasional long prompt, because the systems differ in the effect of a long prompt on the
 other requests. In `prefixes` the same prompts follow one of two system prompts, which caches hold. In `shift` the first
-half of the requests are long prompts with short answers, the second half short prompts with long answers.
+half of the requests are long prompts with short answers, the second half short prompts with long answers. In `samples`
+each prompt gets several answers (`n`).
 """
 
 import random
@@ -19,6 +20,7 @@ from workers.request import SLO
 PROMPTS = (64, 64, 128, 128, 1024)
 ANSWER = 48
 SYSTEM_PROMPTS, BLOCK = 2, 512  # shared ones, and their tokens
+ANSWERS = 3  # to a prompt of `samples`
 PINNED = replace(ENGINE, cores="auto")
 SPLIT = ClusterSpec(
     MODEL,
@@ -51,38 +53,39 @@ OURS = replace(
     elastic=ElasticSpec(mode="act"),
 )
 SYSTEMS = {spec.name: spec for spec in (SPLIT, COLOCATED, OURS)}
-CHAT, PREFIXES, SHIFT = KINDS = ("chat", "prefixes", "shift")
+CHAT, PREFIXES, SHIFT, SAMPLES = KINDS = ("chat", "prefixes", "shift", "samples")
 
 
 def workload(name: str, count: int, rate: float | None, seed: int, turn: int = 0, kind: str = CHAT) -> Workload:
-    """Poisson arrivals at `rate` per second; None: all at once. A seed gives the same lengths at any rate.
+    """Poisson arrivals with `rate` answers a second; None: all at once. A seed gives the same lengths at any rate.
 
     Each `turn` has its own prompts, so it does not hit the prefix caches of earlier ones.
     """
     lengths, times = random.Random(f"lengths {seed}"), random.Random(f"times {seed}")
     arrivals, at_s = [], 0.0
     first = turn * (count + SYSTEM_PROMPTS)  # block ids of this turn
-    for number in range(count):
+    answers = ANSWERS if kind == SAMPLES else 1
+    for number in range(0, count, answers):
         prefix: tuple[int, ...] = (first + number,)
         prompt, answer = lengths.choice(PROMPTS), ANSWER
         if kind == PREFIXES:
             prompt, prefix = prompt + BLOCK, (first + count + lengths.randrange(SYSTEM_PROMPTS), *prefix)
         elif kind == SHIFT:
             prompt, answer = (max(PROMPTS), ANSWER // 4) if number < count // 2 else (min(PROMPTS), 2 * ANSWER)
-        arrivals.append(Arrival(at_s, prompt, answer, prefix=prefix))
-        at_s += times.expovariate(rate) if rate is not None else 0.0
+        arrivals += [Arrival(at_s, prompt, answer, prefix=prefix, sample=sample) for sample in range(answers)]
+        at_s += times.expovariate(rate / answers) if rate is not None else 0.0
     return Workload(name, tuple(arrivals), BLOCK)
 
 
 def capacity(profile: ClusterProfile, spec: ClusterSpec, count: int, seed: int, kind: str = CHAT) -> float:
-    """Simulated requests per second when all arrive at once."""
+    """Simulated answers per second when all requests arrive at once."""
     run = simulate(
         spec,
         measured_models(profile, spec),
         workload("all at once", count, None, seed, kind=kind),
         RunOptions(environment=environment_of(profile)),
     )
-    return count / run.seconds
+    return len(run.served) / run.seconds
 
 
 def slo_for(profile: ClusterProfile, spec: ClusterSpec) -> SLO:

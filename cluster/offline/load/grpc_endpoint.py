@@ -34,6 +34,7 @@ def through(client: AsyncClient, deadline_s: float, keep_ids: bool = False, mode
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             seed=sampling.seed,
+            n=sampling.n,
             ignore_eos=sampling.ignore_eos,
         )
 

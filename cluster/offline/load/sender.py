@@ -5,7 +5,7 @@ arrival times are ignored: a request is sent when another has ended, and counts 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -73,6 +73,18 @@ async def drive(ask: Ask, workload: Workload, load: LoadOptions, ended: Ended = 
     return sender.result()
 
 
+def _record(answers: Sequence[RequestRecorder], event: ResponseEvent) -> None:
+    """Give each answer of a request its own events."""
+    if len(answers) == 1:
+        answers[0].record(event)
+    elif isinstance(event, Completed):
+        for recorder, each in zip(answers, event.answers, strict=True):
+            recorder.record(replace(event, attempts=each.attempts, ledger=each.ledger, answers=()))
+    else:
+        assert isinstance(event, Queued | Accepted | TextDelta), f"{type(event).__name__} does not say of which answer"
+        answers[event.index].record(event)
+
+
 class _Sender:
     def __init__(self, ask: Ask, workload: Workload, load: LoadOptions, ended: Ended) -> None:
         self._ask = ask
@@ -92,57 +104,71 @@ class _Sender:
     async def run(self) -> None:
         """Open loop: each request at its arrival time."""
         async with asyncio.TaskGroup() as group:
-            for recorder in self._recorders:
-                made = self._request(recorder)
-                await asyncio.sleep(recorder.arrival.at_s - self._now_s())
-                self._late_s = max(self._late_s, self._now_s() - recorder.arrival.at_s)
+            for answers in self._requests():
+                made, at_s = self._request(answers), answers[0].arrival.at_s
+                await asyncio.sleep(at_s - self._now_s())
+                self._late_s = max(self._late_s, self._now_s() - at_s)
                 if self._in_flight >= self._load.max_in_flight:
                     detail = f"{self._in_flight} requests were in flight already"
-                    recorder.end(RequestOutcome.REJECTED, detail, "not sent: too many in flight")
-                    self._ended()
+                    for recorder in answers:
+                        recorder.end(RequestOutcome.REJECTED, detail, "not sent: too many in flight")
+                        self._ended()
                     continue
                 self._in_flight += 1
-                group.create_task(self._one(recorder, made))
+                group.create_task(self._one(answers, made))
 
     async def run_closed(self, concurrency: int) -> None:
         """Closed loop: a request starts when another has ended."""
-        waiting = iter(self._recorders)
+        waiting = self._requests()
 
         async def one_after_another() -> None:
-            for recorder in waiting:
-                made = self._request(recorder)
-                recorder.arrival = replace(recorder.arrival, at_s=self._now_s())
+            for answers in waiting:
+                made, at_s = self._request(answers), self._now_s()
+                for recorder in answers:
+                    recorder.arrival = replace(recorder.arrival, at_s=at_s)
                 self._in_flight += 1
-                await self._one(recorder, made)
+                await self._one(answers, made)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(self._recorders))):
                 group.create_task(one_after_another())
 
-    def _request(self, recorder: RequestRecorder) -> Request:
-        load = self._load
-        return request(self._workload, recorder.index, load.vocab_size, slo=load.slo, seed=load.seed)
+    def _requests(self) -> Iterator[list[RequestRecorder]]:
+        """The recorders of each request: one for each of its answers."""
+        begin = 0
+        while begin < len(self._recorders):
+            end = begin + self._workload.num_answers(begin)
+            yield self._recorders[begin:end]
+            begin = end
 
-    async def _one(self, recorder: RequestRecorder, made: Request) -> None:
+    def _request(self, answers: Sequence[RequestRecorder]) -> Request:
+        load = self._load
+        made = request(self._workload, answers[0].index, load.vocab_size, slo=load.slo, seed=load.seed)
+        return replace(made, sampling=replace(made.sampling, n=len(answers)), group="")
+
+    async def _one(self, answers: Sequence[RequestRecorder], made: Request) -> None:
+        def end(outcome: RequestOutcome, detail: str, reason: str) -> None:
+            for recorder in answers:
+                recorder.end(outcome, detail, reason)
+
         try:
             async with asyncio.timeout(self._load.deadline_s), aclosing(self._ask(made)) as events:
                 async for event in events:
-                    recorder.record(event)
+                    _record(answers, event)
         except RequestFailed as error:
-            recorder.end(RequestOutcome.REJECTED if error.refused else RequestOutcome.FAILED, str(error), error.reason)
+            end(RequestOutcome.REJECTED if error.refused else RequestOutcome.FAILED, str(error), error.reason)
         except Rejected as error:
-            recorder.end(RequestOutcome.REJECTED, str(error), "rejected")
+            end(RequestOutcome.REJECTED, str(error), "rejected")
         except DiptychError as error:
-            recorder.end(
-                RequestOutcome.REJECTED if error.code in REJECTIONS else RequestOutcome.FAILED, str(error), error.code
-            )
+            end(RequestOutcome.REJECTED if error.code in REJECTIONS else RequestOutcome.FAILED, str(error), error.code)
         except ClusterError as error:
-            recorder.end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
+            end(RequestOutcome.FAILED, f"{type(error).__name__}: {error}", type(error).__name__)
         except TimeoutError:
-            recorder.end(RequestOutcome.FAILED, f"no end within {self._load.deadline_s:g} s", "deadline")
+            end(RequestOutcome.FAILED, f"no end within {self._load.deadline_s:g} s", "deadline")
         finally:
             self._in_flight -= 1
-            self._ended()
+            for _ in answers:
+                self._ended()
 
     def result(self) -> Run:
         wall_s = self._now_s() - self._workload.arrivals[0].at_s

@@ -174,7 +174,7 @@ class _Load:
 
     async def _one(self, recorder: RequestRecorder) -> None:
         dispatchers = self._cluster.dispatchers
-        dispatcher: Dispatcher = dispatchers[recorder.index % len(dispatchers)]
+        dispatcher: Dispatcher = dispatchers[(recorder.index - recorder.arrival.sample) % len(dispatchers)]
         if self._options.environment.frontend_s:
             await asyncio.sleep(self._options.environment.frontend_s)
         try:

@@ -19,6 +19,8 @@ class Arrival:
 
     `prefix` has the ids of the prompt's blocks of `Workload.block_tokens` tokens (the last one may be shorter): prompts
     share the tokens of their common leading ids. Tokens after the last named block are shared with no other prompt.
+
+    `sample` k above 0: answer k to the prompt of the arrival k places before it, which asks for several answers.
     """
 
     at_s: float
@@ -26,6 +28,7 @@ class Arrival:
     output_tokens: int
     prefix: tuple[int, ...] = ()
     session: str = ""
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,13 @@ class Workload:
         for number, arrival in enumerate(self.arrivals):
             if problem := self._problem(arrival):
                 raise WorkloadError(f"{self.name}, request {number}: {problem}")
+        if self.arrivals[0].sample:
+            raise WorkloadError(f"{self.name}, request 0: it is a further answer to a request that is missing")
         for number, (sooner, later) in enumerate(pairwise(self.arrivals)):
             if later.at_s < sooner.at_s:
                 raise WorkloadError(f"{self.name}, request {number + 1}: time goes back from {sooner.at_s} s")
+            if later.sample and later != replace(sooner, sample=sooner.sample + 1):
+                raise WorkloadError(f"{self.name}, request {number + 1}: answer {later.sample} follows another request")
 
     def _problem(self, arrival: Arrival) -> str:
         """Why the request is invalid; empty if it is valid."""
@@ -61,6 +68,13 @@ class Workload:
                 f"{len(arrival.prefix)} blocks of {self.block_tokens} tokens are more than the prompt of {prompt} has"
             )
         return ""
+
+    def num_answers(self, index: int) -> int:
+        """How many answers the request at `index`, a first one, asks for."""
+        end = index + 1
+        while end < len(self.arrivals) and self.arrivals[end].sample:
+            end += 1
+        return end - index
 
     @property
     def duration_s(self) -> float:

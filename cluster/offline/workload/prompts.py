@@ -32,16 +32,21 @@ def prompt_tokens(workload: Workload, index: int, vocab_size: int) -> tuple[int,
     for block in arrival.prefix:
         tokens += _segment(2 * block, min(size, wanted - len(tokens)), vocab_size)
     if len(tokens) < wanted:
-        tokens += _segment(2 * index + 1, wanted - len(tokens), vocab_size)
+        tokens += _segment(2 * (index - arrival.sample) + 1, wanted - len(tokens), vocab_size)
     return tuple(tokens)
 
 
 def request(workload: Workload, index: int, vocab_size: int, *, slo: SLO = _NO_SLO, seed: int = 0) -> Request:
-    """A greedy request that generates exactly the workload's number of output tokens (`ignore_eos`)."""
+    """A greedy request that generates exactly the workload's number of output tokens (`ignore_eos`).
+
+    One of several answers to a prompt is a request of their `group`, as `cluster.frontend.parallel_sampling` makes it.
+    """
     arrival = workload.arrivals[index]
+    first = index - arrival.sample
+    group = f"w-{first}" if workload.num_answers(first) > 1 else ""
     sampling = SamplingParams(temperature=0.0, seed=seed, max_tokens=arrival.output_tokens, ignore_eos=True)
     prompt = prompt_tokens(workload, index, vocab_size)
-    return Request(f"w-{index}", prompt, sampling, slo, session=arrival.session)
+    return Request(f"w-{index}", prompt, sampling, slo, session=arrival.session, group=group)
 
 
 def _segment(number: int, count: int, vocab_size: int) -> list[int]:

@@ -43,6 +43,17 @@ async def test_a_run_over_grpc_is_recorded_the_same_way() -> None:
         assert [len(each.token_s) for each in run.served] == [arrival.output_tokens for arrival in WORKLOAD.arrivals]
 
 
+async def test_several_answers_to_a_prompt_are_one_request_and_recorded_each() -> None:
+    arrivals = [Arrival(0.01 * number, 40, 3 + number, sample=sample) for number in range(2) for sample in range(3)]
+    async with served(spec()) as (client, _):
+        run = await drive_cluster(client, Workload("answers", tuple(arrivals)), LoadOptions(VOCAB, deadline_s=20.0))
+        assert [each.outcome for each in run.served] == [RequestOutcome.FINISHED] * 6
+        assert [len(each.token_s) for each in run.served] == [arrival.output_tokens for arrival in arrivals]
+        ledgers = [each.ledger for each in run.served]
+        assert all(ledger is not None and ledger.ttft_ns <= ledger.total_ns for ledger in ledgers)
+        assert {(each.prefill_worker, each.decode_worker) for each in run.served} == {("prefill-0", "decode-0")}
+
+
 def test_a_worker_is_counted_from_the_beginning_of_the_run() -> None:
     before, after, again = (
         ClusterView(1, "c", None, (WorkerView("w", "p", Role.MIXED, WorkerState.READY, incarnation, stats=stats),))

@@ -17,6 +17,7 @@ from benchmarks.sim_vs_real.systems import (
     KINDS,
     PREFIXES,
     PROMPTS,
+    SAMPLES,
     SHIFT,
     SPLIT,
     SYSTEMS,
@@ -81,6 +82,16 @@ def test_prompts_of_a_turn_share_system_prompts_and_a_shifting_load_changes_half
     }
     shift = workload("w", 20, 0.5, 0, kind=SHIFT).arrivals
     assert shift[9].prompt_tokens > shift[10].prompt_tokens and shift[9].output_tokens < shift[10].output_tokens
+
+
+def test_the_answers_of_samples_share_the_work_of_their_prompt() -> None:
+    profile = profile_of(SPLIT)
+    sent = workload("w", 12, 0.5, 0, kind=SAMPLES)
+    assert [each.sample for each in sent.arrivals] == [0, 1, 2] * 4
+    run = simulate(SPLIT, measured_models(profile, SPLIT), sent, RunOptions(environment=environment_of(profile)))
+    prompts = sum(each.prompt_tokens for each in sent.arrivals) // 3
+    computed = sum(each.prompt_tokens for each in run.workers if each.role == "prefill")
+    assert prompts <= computed <= prompts + 2 * 4, "each further answer computes the last token"
 
 
 def test_runs_of_a_cell_are_compared_by_their_means() -> None:

@@ -1,5 +1,6 @@
 """Prompts share tokens exactly where their prefixes do, and contain only ordinary tokens."""
 
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -83,3 +84,14 @@ def test_requests_ask_for_exactly_the_output() -> None:
     assert (first.id, second.id, second.session) == ("w-0", "w-1", "talk")
     assert (first.sampling.max_tokens, first.sampling.ignore_eos, first.sampling.seed) == (4, True, 7)
     assert (first.slo, len(first.prompt)) == (slo, 9)
+
+
+def test_answers_to_one_prompt_have_its_tokens_and_group() -> None:
+    one, two, other = Arrival(0.0, 20, 3), Arrival(0.0, 20, 3, sample=1), Arrival(1.0, 20, 3)
+    workload = Workload("answers", (one, two, other))
+    first, second, third = (request(workload, index, 1000) for index in range(3))
+    assert first.prompt == second.prompt != third.prompt
+    assert first.group == second.group != "" and third.group == ""
+    for arrivals in ((two,), (one, replace(two, output_tokens=4)), (one, replace(two, sample=2))):
+        with pytest.raises(WorkloadError, match="answer"):
+            Workload("answers", arrivals)
