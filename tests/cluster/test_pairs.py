@@ -102,8 +102,11 @@ async def test_a_gang_alone_answers_like_one_rank(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "fp8"])
-@pytest.mark.parametrize("family", ["gpt oss", "llama 4, some dense", "qwen 3 next", "qwen 3.5"])
-async def test_attention_sinks_chunks_state_and_sharded_experts_split_alike(
+@pytest.mark.parametrize(
+    "family",
+    ["gpt oss", "llama 4, some dense", "qwen 3 next", "qwen 3.5", "deepseek 2, no query latent", "deepseek 3"],
+)
+async def test_attention_sinks_chunks_state_latents_and_sharded_experts_split_alike(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
     model, engine, shared = str(write_family(tmp_path / "m", family)), replace(ENGINE, dtype=dtype), SharedMemory()

@@ -90,6 +90,21 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
     "rms_norm_eps": 1e-3,  # of outputs near zero, which it divides by its root
 }
+DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
 LLAMA4_EYES = {**EYES, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", {"num_key_value_heads": 4, "num_hidden_layers": 2}),
@@ -133,6 +148,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama 4, all dense": ("llama4_text", {**LLAMA4, "moe_layers": [], "attention_bias": True}),
     "llama 4 with eyes": ("llama4", {"text_config": SIZES | LLAMA4, "vision_config": LLAMA4_EYES}),
+    "deepseek 2": ("deepseek_v2", {**DEEPSEEK, "rms_norm_eps": 1e-4}),
+    "deepseek 2, no query latent": (
+        "deepseek_v2",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "rope_parameters": DEEPSEEK_YARN,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "deepseek 3": ("deepseek_v3", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN, "n_group": 4, "topk_group": 2}),
+    "deepseek 3, no groups": (
+        "deepseek_v3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+    ),
+    "deepseek 3, all dense": ("deepseek_v3", {**DEEPSEEK, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 3}),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen 2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen 3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),
@@ -168,6 +211,9 @@ def write_family(folder: Path, name: str, seed: int = 0, **others: Any) -> Path:
                 parameter.add_(0.2 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        for part, buffer in model.named_buffers():
+            if part.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     if "mxfp4" in name:
         _pack_experts(folder)

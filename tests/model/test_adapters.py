@@ -79,7 +79,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=["llama", "phi 3, short", "llama 4, all dense"])
+@pytest.fixture(scope="module", params=["llama", "phi 3, short", "llama 4, all dense", "deepseek 3, all dense"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base") / "m"
     if request.param == "llama":
@@ -90,8 +90,8 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    fused = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-    known = ALL if any("q_proj.weight" in name for name in load_file(base / "model.safetensors")) else fused
+    names = {name.split(".")[-2] for name in load_file(base / "model.safetensors")}
+    known = [each for each in ("q_a_proj", "kv_a_proj_with_mqa", "qkv_proj", "gate_up_proj", *ALL) if each in names]
     return [
         write_adapter(folder / "a", base, 1, targets=known),
         write_adapter(folder / "b", base, 2, rank=17, alpha=4.0, targets=known, use_rslora=True),

@@ -56,6 +56,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         sizes = {"head_dim": 8, "num_hidden_layers": LAYERS, "max_position_embeddings": 512, "moe_layers": [2]}
         sizes |= {"attention_chunk_size": SPAN + 70, "no_rope_layers": [1, 0, 1]}  # a chunk begins in the second span
         return ModelFolder("deep", write_family(tmp_path_factory.mktemp("models") / "deep", "llama 4", **sizes))
+    if request.param == "deepseek 3":
+        sizes = {"max_position_embeddings": 512, "rope_parameters": None}
+        return ModelFolder("deep", write_family(tmp_path_factory.mktemp("models") / "deep", "deepseek 3", **sizes))
     return ModelFolder("deep", write_tiny_llama(tmp_path_factory.mktemp("models") / "deep", num_layers=LAYERS))
 
 
@@ -130,7 +133,7 @@ def same(one: list[StepResult], other: list[StepResult]) -> bool:
     return parts[0] == parts[1]
 
 
-@pytest.mark.parametrize("folder", ["llama", "gpt oss"], indirect=True)
+@pytest.mark.parametrize("folder", ["llama", "gpt oss", "deepseek 3"], indirect=True)
 async def test_chunks_of_a_prompt_and_decodes_have_the_same_bits_as_with_all_kv_here(workers: Workers) -> None:
     tail = PROMPT[2 * SPAN :]
     results = await workers.compute(

@@ -134,6 +134,24 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama 4", {"layer_types": ["sliding_attention"] * 5}, "'sliding_attention' is not supported; supported: full_a"),
     ("llama 4", {"attention_chunk_size": None}, "attention_chunk_size is null; it must be a number of tokens"),
     ("llama 4", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: silu"),
+    ("deepseek 2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported; supported: greedy, group_l"),
+    ("deepseek 2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported; supported: False"),
+    ("deepseek 2", {"num_experts_per_tok": None}, "num_experts_per_tok is None; it must be a positive whole number"),
+    ("deepseek 2", {"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported; supported: 4"),
+    ("deepseek 2", {"attention_bias": True}, "attention_bias True is not supported; supported: False"),
+    ("deepseek 2", {"qk_rope_head_dim": 7}, "7 of head_dim 7 features are rotated; rotary embedding needs an even"),
+    ("deepseek 2", {"kv_lora_rank": 0}, "kv_lora_rank is 0; it must be a positive whole number"),
+    ("deepseek 2", {"q_lora_rank": -1}, "q_lora_rank is -1; it must be a positive whole number"),
+    ("deepseek 3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: sigmoid"),
+    ("deepseek 3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported: 1"),
+    ("deepseek 3", {"n_group": 3}, "3 experts of a token cannot come from topk_group 2 of n_group 3 equal groups of 8"),
+    ("deepseek 3", {"topk_group": 5}, "3 experts of a token cannot come from topk_group 5 of n_group 4 equal groups"),
+    ("deepseek 3", {"num_experts_per_tok": 5}, "5 experts of a token cannot come from topk_group 2 of n_group 4"),
+    ("deepseek 3", {"n_group": 8, "topk_group": 4}, "n_group is 8 for 8 experts; each group needs two or more"),
+    ("deepseek 3", {"routed_scaling_factor": 0}, "routed_scaling_factor is 0; it must be above 0"),
+    ("deepseek 3", {"rope_interleave": "no"}, "rope_interleave is 'no'; it must be true or false"),
+    ("deepseek 3", {"first_k_dense_replace": "all"}, "first_k_dense_replace is 'all'; it must be a whole number, 0"),
+    ("deepseek 3", {"num_nextn_predict_layers": 10**12}, "num_nextn_predict_layers is 1000000000000; the largest"),
     ("llama 4 with eyes", {"text_config": {"hidden_size": 8}}, "num_hidden_layers is None"),
     ("llama 2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq' is not supported; supp"),
     ("llama 2", {"dtype": "int8"}, "dtype 'int8' is not one of float32, bfloat16, float16"),
@@ -163,6 +181,9 @@ def test_every_missing_tensor_is_named_before_weights_are_mapped(tmp_path: Path)
             ("qwen 2 moe", "model.layers.2.mlp.shared_expert_gate.weight"),
             ("llama 4", "model.layers.4.feed_forward.experts.down_proj"),
             ("gpt oss", "model.layers.1.self_attn.sinks"),
+            ("deepseek 3", "model.layers.2.self_attn.kv_a_layernorm.weight"),
+            ("deepseek 3", "model.layers.1.mlp.gate.e_score_correction_bias"),
+            ("deepseek 2, no query latent", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
             ("gpt oss", "model.layers.1.mlp.experts.down_proj_bias"),
             ("gpt oss, mxfp4", "model.layers.1.mlp.experts.gate_up_proj_scales"),
         )
@@ -193,6 +214,15 @@ def test_a_tensor_that_has_no_place_is_refused_and_a_harmless_one_is_not(tmp_pat
     check_folder(ModelFolder("m", change_tensors(folder, **harmless)))
     change_tensors(folder, model__layers__2__mlp__up_proj__weight=torch.ones(64, 32))
     with pytest.raises(ModelError, match=r"model.layers.2.mlp.up_proj.weight \(one of 1\) is not part of LlamaForC"):
+        check_folder(ModelFolder("m", folder))
+
+
+def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
+    folder = write_family(tmp_path / "m", "deepseek 3")
+    change_tensors(folder, model__layers__3__eh_proj__weight=torch.ones(32, 64))
+    check_folder(ModelFolder("m", folder))
+    change(folder, num_nextn_predict_layers=0)
+    with pytest.raises(ModelError, match=r"model.layers.3.eh_proj.weight \(one of 1\) is not part of DeepseekV3"):
         check_folder(ModelFolder("m", folder))
 
 

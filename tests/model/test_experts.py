@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.model import feed_forward
+from workers.model.description import ExpertsConfig
 from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, GroupedExperts, SharedExpert, grouped
 from workers.ops.linear import Linear
 
@@ -36,7 +37,7 @@ def make(normalise: bool, whole: bool = False) -> tuple[Experts, list[Recorded]]
         return torch.randn(*shape, generator=generator)
 
     recorded = [Recorded(_relu_gated(Linear(draw(2 * FFN, HIDDEN)), Linear(draw(HIDDEN, FFN)))) for _ in range(COUNT)]
-    router = ExpertRouter(Linear(draw(COUNT, HIDDEN)), PER_TOKEN, normalise)
+    router = ExpertRouter(Linear(draw(COUNT, HIDDEN)), ExpertsConfig(COUNT, PER_TOKEN, FFN, normalise))
     return Experts(router, tuple(recorded), None), recorded  # type: ignore[arg-type]
 
 
@@ -97,7 +98,10 @@ def test_grouped_experts_compute_the_same(
         return FeedForward(linear(2 * FFN, HIDDEN), linear(HIDDEN, FFN), "silu")
 
     experts = Experts(
-        ExpertRouter(linear(COUNT, HIDDEN), PER_TOKEN, normalise, scales_input),
+        ExpertRouter(
+            linear(COUNT, HIDDEN),
+            ExpertsConfig(COUNT, PER_TOKEN, FFN, normalise, sigmoid=scales_input, scales_input=scales_input),
+        ),
         tuple(expert() for _ in range(COUNT)),
         SharedExpert(expert(), linear(1, HIDDEN)) if shared else None,
     )

@@ -144,7 +144,9 @@ def greedy(model: Decoder, pool: KVPool, prompts: list[list[int]], num_tokens: i
 @pytest.mark.parametrize(
     ("dtype", "rounding"), [("bfloat16", 2**-7), ("float16", 2**-10), ("int8", 1 / 127), ("fp8", 2**-4)]
 )
-@pytest.mark.parametrize("name", ["gemma 2", "mistral, window", "gpt oss, mxfp4", "llama 4, all dense"])
+@pytest.mark.parametrize(
+    "name", ["gemma 2", "mistral, window", "gpt oss, mxfp4", "llama 4, all dense", "deepseek 3, all dense"]
+)
 def test_kv_kept_in_fewer_bits_computes_in_float32(tmp_path: Path, name: str, dtype: str, rounding: float) -> None:
     """However the prompt is cut, rounded keys and values give the same logits, close to those of exact ones."""
     folder = ModelFolder(name, write_family(tmp_path / "m", name))
@@ -164,7 +166,7 @@ def test_kv_kept_in_fewer_bits_computes_in_float32(tmp_path: Path, name: str, dt
     "name",
     [
         *("llama 3", "qwen 2", "gemma 3", "phi 3, long", "mixtral", "qwen 2 moe", "gpt oss", "llama 4, some dense"),
-        "qwen 3 next",
+        *("qwen 3 next", "deepseek 2, no query latent", "deepseek 3"),
     ],
 )
 def test_deterministic_logits_do_not_depend_on_the_rest_of_the_batch(tmp_path: Path, name: str) -> None:

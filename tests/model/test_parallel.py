@@ -41,6 +41,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ["qwen 3 moe", "qwen 3 moe, some dense", "qwen 2 moe", "gemma 2", "phi 3, short", "qwen 3, biases"]
 FAMILIES += ["gpt oss", "gpt oss, mxfp4", "llama 4, some dense", "qwen 3 next", "qwen 3.5"]
+FAMILIES += ["deepseek 2, no query latent", "deepseek 3"]
 LENGTHS = (23, 5, 37)
 STEPS = [[(0, 10)], [(0, 1), (1, 5), (2, 30)], [(0, 1), (2, 1)], [(2, 6), (0, 11)]]
 

@@ -118,7 +118,7 @@ def echo(
     "family",
     [
         *("llama 3", "qwen 2", "qwen 3", "gemma 2", "gemma 3", "phi 3, partial rotary", "mixtral", "qwen 2 moe"),
-        "gpt oss",
+        *("gpt oss", "deepseek 2", "deepseek 3"),
     ],
 )
 def test_no_layer_stalls(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

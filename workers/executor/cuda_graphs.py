@@ -74,8 +74,12 @@ class DecodeGraphs:
 
 
 def has_graphs(model: Decoder) -> bool:
-    """Whether no layer waits for the device, which a graph cannot: experts that are not grouped do."""
-    return model.config.linear is None and not any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
+    """Whether no layer waits for the device, which a graph cannot: experts that are not grouped do, and torch's SDPA,
+    which computes latent attention."""
+    config = model.config
+    if config.linear is not None or config.latent is not None:
+        return False
+    return not any(isinstance(layer.feed_forward, Experts) for layer in model.layers)
 
 
 def padded(step: StepArrays, sequences: int, context: int, block: int, block_size: int) -> StepArrays:

@@ -181,7 +181,7 @@ def _load_shard(
         folder,
         device,
         dtype,
-        attention=best_attention(device, dtype, engine.deterministic),
+        attention=best_attention(device, dtype, engine.deterministic, vectors=1 if shape.latent else 2),
         weight_format=engine.weights,
         deterministic=engine.deterministic,
         shard=shard,

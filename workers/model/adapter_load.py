@@ -10,9 +10,9 @@ import torch
 
 from workers.model.adapter import AdapterFolder
 from workers.model.description import ModelConfig
-from workers.model.load import Cut, stacked
+from workers.model.load import Cut, qkv_cuts, stacked, turned, value_columns
 from workers.model.shard import ModelShard, Range
-from workers.model.weights import Weights, halves
+from workers.model.weights import Weights
 from workers.ops.lora import DOWN, GATE_UP, OUTPUT, QKV, LayerChanges, LinearChange, LowRank
 
 
@@ -21,19 +21,12 @@ def load_adapter(
 ) -> tuple[LayerChanges, ...]:
     """The changes of each of the shard's layers, in host memory. Raises `ModelError` for NaN or infinity."""
     loading = _Loading(folder, model, dtype)
-    names, heads = model.names, model.head_dim
-
-    def features(range: Range) -> Range:
-        return range[0] * heads, range[1] * heads
-
-    query = model.num_heads * heads, features(shard.heads)
-    kv = model.num_kv_heads * heads, features(shard.kv_heads)
-    ffn = model.ffn_size, shard.ffn
+    names, ffn = model.names, (model.ffn_size, shard.ffn)
     columns: dict[str, tuple[tuple[str, ...], tuple[Cut, ...]]] = {
-        QKV: (names.qkv, (query, kv, kv)),
+        QKV: (names.qkv, qkv_cuts(model, shard)),
         GATE_UP: (names.gate_up, (ffn, ffn)),
     }
-    rows = {OUTPUT: (names.output, query[1]), DOWN: (names.down, ffn[1])}
+    rows = {OUTPUT: (names.output, value_columns(model, shard)), DOWN: (names.down, ffn[1])}
     layers: list[LayerChanges] = []
     for index in range(*shard.layers):
         prefix = f"{names.root}.layers.{index}."
@@ -66,6 +59,5 @@ class _Loading:
         """`rows` of B and `columns` of A. Copies: the file may change later."""
         name = f"base_model.model.{module}.lora"
         a = self._weights.take(f"{name}_A.weight", columns=columns)
-        b = self._weights.take(f"{name}_B.weight", rows)
-        b = halves(b, self._model.head_dim) if module.endswith(self._model.names.neighbors) else b
+        b = turned(self._model, module, self._weights.take(f"{name}_B.weight", rows))
         return LowRank.of(a, b * self._folder.scale, first)

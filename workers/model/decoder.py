@@ -6,6 +6,7 @@ callables hide communication (`workers.model.parallel`). With x [tokens, hidden]
     x ← embedding[tokens] * scale
     each layer:  q, k, v = W_qkv · norm(x);  norm q and k, before or after a rotation by position;  k, v → pool
                  or, for a linear layer: its state, taken from the pool and back, instead of k and v (`DeltaNet`)
+                 or q and one vector that is k and v (`Latent`)
                  x ← x + norm(W_out · attention(q, pool))
                  x ← x + norm(feed_forward(norm(x)))
     logits = cap(W_head · norm(x[rows to sample]))
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from workers.model.delta_net import DeltaNet
-from workers.model.description import ModelConfig, RopeConfig
+from workers.model.description import LayerConfig, ModelConfig, RopeConfig
 from workers.model.kv_layers import STATE_BYTES, KVPlace, kv_places
+from workers.model.latent import Latent
 from workers.model.rope import angles, frequencies
 from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
@@ -52,7 +54,8 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer's weights; `qkv` has q, k and v stacked, then the gate of the attention's output if it has one.
-    None: the model has no such norm. With `delta`, the layer is linear and `qkv` its `projected`.
+    None: the model has no such norm. With `delta`, the layer is linear and `qkv` its `projected`. With `latent`, `qkv`
+    has the projections before it stacked: of the query, and of latent and rotated key.
     """
 
     attention_norm: Tensor  # [hidden]
@@ -65,6 +68,7 @@ class Layer:
     ffn_post_norm: Tensor | None  # [hidden]
     sinks: Tensor | None = None  # [heads]: see `Attend`
     delta: DeltaNet | None = None
+    latent: Latent | None = None
 
 
 class Decoder:
@@ -194,11 +198,32 @@ class Decoder:
     ) -> Tensor:
         config, layer = self.config, self.layers[index]
         here = config.layers[index]
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = layer.qkv(x)
         if change is not None:
             change(QKV, x, qkv)
-        qkv, gate = qkv.tensor_split([(heads + 2 * kv_heads) * head_dim], dim=-1)
+        qkv, gate = qkv.tensor_split([qkv.shape[1] - config.output_gate * config.num_heads * config.head_dim], dim=-1)
+        if layer.latent is not None:
+            assert here.rope is not None
+            query, key = layer.latent(qkv, *rotations[here.rope])
+            value = key
+        else:
+            query, key, value = self._query_key_value(layer, here, qkv, rotations, temperature)
+        self.attention.write_kv(pool, key, value, kv_layer, batch.slot_mapping)
+        if states is not None:
+            batch = replace(batch, states=states(index, query))
+        attended = self.attention.attend(
+            query, pool, kv_layer, batch, config.attention_scale, here.window, config.attention_softcap, layer.sinks
+        )  # [tokens, heads, head_dim]
+        if not config.output_gate:
+            return attended.flatten(1)
+        return attended.flatten(1) / (-gate).exp_().add_(1.0)  # its sigmoid; see `SharedExpert`
+
+    def _query_key_value(
+        self, layer: Layer, here: LayerConfig, qkv: Tensor, rotations: Rotations, temperature: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[tokens, heads or kv_heads, head_dim] each."""
+        config = self.config
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = torch.unflatten(qkv, -1, (heads + 2 * kv_heads, head_dim))  # [tokens, heads + 2 * kv_heads, head_dim]
         qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if layer.qk_norm is not None:
@@ -209,15 +234,7 @@ class Decoder:
         query, key = qk[:, :heads], qk[:, heads:]
         if here.rope is None and temperature is not None:
             query = (query * temperature).to(query.dtype)
-        self.attention.write_kv(pool, key, value, kv_layer, batch.slot_mapping)
-        if states is not None:
-            batch = replace(batch, states=states(index, query))
-        attended = self.attention.attend(
-            query, pool, kv_layer, batch, config.attention_scale, here.window, config.attention_softcap, layer.sinks
-        )  # [tokens, heads, head_dim]
-        if not config.output_gate:
-            return attended.flatten(1)
-        return attended.flatten(1) / (-gate).exp_().add_(1.0)  # its sigmoid; see `SharedExpert`
+        return query, key, value
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x if the model has no such norm."""

@@ -58,10 +58,12 @@ class Temperature:
 class ExpertsConfig:
     """A router selects `per_token` of `count` experts, each `ffn_size` wide.
 
-    `normalise`: divide the weights of the selected experts by their sum. `shared_ffn_size`: width of the shared expert;
-    0 is none. `scales_input`: the weights are sigmoids that multiply an expert's input, not its output. `bias`: of
-    the router and of all experts. `stacked`: one tensor [experts, in, out] has the matrices of all experts;
-    `interleaved`: gate and up are the even and odd columns of theirs; `mxfp4`: it is stored as MXFP4 blocks.
+    `normalise`: divide the weights of the selected experts by their sum; `scale` multiplies them. `sigmoid`: they are
+    sigmoids of the scores, not a softmax; `scales_input`: they multiply an expert's input, not its output.
+    `shared_ffn_size`: width of the shared expert; 0 is none. Of `groups` of consecutive experts, a token selects from
+    the best `top_groups`. `bias`: of the router and of all experts. `stacked`: one tensor [experts, in, out] has the
+    matrices of all experts; `interleaved`: gate and up are the even and odd columns of theirs; `mxfp4`: it is stored as
+    MXFP4 blocks.
     """
 
     count: int
@@ -69,7 +71,11 @@ class ExpertsConfig:
     ffn_size: int
     normalise: bool
     shared_ffn_size: int = 0
+    sigmoid: bool = False
     scales_input: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
     bias: bool = False
     stacked: bool = False
     interleaved: bool = False
@@ -99,6 +105,25 @@ class LinearAttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention (`workers.model.latent`): of each token, a latent of `rank` numbers and a key of `rotary_dim`.
+
+    A head's query has `plain_dim` features that do not rotate, then `rotary_dim`; its value has `value_dim`.
+    `query_rank`: the width of the latent that queries come from; 0: they come from the layer's input.
+    """
+
+    rank: int
+    query_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+    @property
+    def query_dim(self) -> int:
+        return self.plain_dim + self.rotary_dim
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The tensor names in a family's checkpoints. Several names are fused at load, in this order.
 
@@ -111,6 +136,8 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = ""
     key_norm: str = ""
+    query_up: str = ""  # with latent attention
+    kv_up: str = ""
     sinks: str = ""
     output: str = "self_attn.o_proj"
     attention_post_norm: str = ""
@@ -119,6 +146,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     ffn_post_norm: str = ""
     router: str = "mlp.gate"
+    router_correction: str = ""  # added to each expert's score for the choice, not for its weight
     experts: str = "mlp.experts"  # then ".{expert}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -156,7 +184,10 @@ NO_OPINION = GenerationDefaults()
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything that determines the computation; sizes count features, heads, layers or tokens."""
+    """Everything that determines the computation; sizes count features, heads, layers or tokens.
+
+    With `latent` there is one KV head, and `head_dim` is the width of its vectors.
+    """
 
     architecture: str
     hidden_size: int
@@ -185,6 +216,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     rotated_norm: bool = False  # a norm of q and k without weights, after the rotation
     temperature: Temperature | None = None  # of layers without position embedding
+    latent: LatentConfig | None = None
     names: TensorNames = TensorNames()
     generation: GenerationDefaults = NO_OPINION
 
@@ -198,3 +230,8 @@ class ModelConfig:
         layers, starts = self.layers, [0]
         starts += [at for at in range(1, len(layers)) if not (layers[at].is_linear and layers[at - 1].is_linear)]
         return tuple(zip(starts, [*starts[1:], len(layers)], strict=True))
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head's output."""
+        return self.latent.value_dim if self.latent else self.head_dim

@@ -13,6 +13,7 @@ from workers.model.description import (
     GELU_TANH,
     SILU,
     ExpertsConfig,
+    LatentConfig,
     LayerConfig,
     LinearAttentionConfig,
     ModelConfig,
@@ -21,7 +22,7 @@ from workers.model.description import (
     TensorNames,
 )
 from workers.model.fields import Fields
-from workers.model.rope_fields import read_rope
+from workers.model.rope_fields import read_rope, read_sharpening
 
 # More than any model has: refuses a damaged number before it allocates lists of that length.
 _MAX_LAYERS = 4096
@@ -67,6 +68,16 @@ _LLAMA4_AND_VISION = replace(
     root="language_model.model",
     head="language_model.lm_head",
     foreign=("vision_model.", "multi_modal_projector."),
+)
+
+
+_DEEPSEEK = TensorNames(
+    query_norm="self_attn.q_a_layernorm",
+    key_norm="self_attn.kv_a_layernorm",
+    query_up="self_attn.q_b_proj",
+    kv_up="self_attn.kv_b_proj",
+    shared_expert="mlp.shared_experts",
+    shared_gate="",
 )
 
 
@@ -338,6 +349,7 @@ def _llama4(fields: Fields) -> ModelConfig:
         ffn_size=config.ffn_size,
         normalise=False,
         shared_ffn_size=config.ffn_size,
+        sigmoid=True,
         scales_input=True,
         stacked=True,
     )
@@ -358,6 +370,91 @@ def _llama4(fields: Fields) -> ModelConfig:
 def _llama4_and_vision(fields: Fields) -> ModelConfig:
     """The text model of the multimodal Llama 4."""
     return replace(_llama4(fields.inner("text_config")), names=_LLAMA4_AND_VISION)
+
+
+def _deepseek2(fields: Fields) -> ModelConfig:
+    fields = fields.completed(
+        n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407, first_k_dense_replace=0
+    )
+    fields.only("norm_topk_prob", False)  # transformers ignores it, DeepSeek's own code normalizes and does not scale
+    groups = fields.only("topk_method", "greedy", "group_limited_greedy") != "greedy"
+    experts = _deepseek_experts(fields, groups=fields.count("n_group") if groups else 1, scale=1.0)
+    return _latent_attention(fields, experts)
+
+
+def _deepseek3(fields: Fields) -> ModelConfig:
+    fields = fields.completed(
+        n_routed_experts=256,
+        n_shared_experts=1,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        topk_group=4,
+    )
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    experts = _deepseek_experts(fields, groups=fields.count("n_group", 8), scale=2.5)
+    if experts.count // experts.groups < 2:
+        fields.refuse(f"n_group is {experts.groups} for {experts.count} experts; each group needs two or more")
+    experts = replace(experts, sigmoid=True, normalise=fields.flag("norm_topk_prob", True))
+    config = _latent_attention(fields, experts, interleaved=fields.flag("rope_interleave", True))
+    return replace(config, names=replace(config.names, router_correction="mlp.gate.e_score_correction_bias"))
+
+
+def _deepseek_experts(fields: Fields, groups: int, scale: float) -> ExpertsConfig:
+    count = fields.count("n_routed_experts", most=_MAX_EXPERTS)
+    per_token, ffn_size = fields.count("num_experts_per_tok"), fields.count("moe_intermediate_size")
+    top_groups = fields.count("topk_group") if groups > 1 else 1
+    if count % groups or top_groups > groups or per_token > top_groups * (count // groups):
+        fields.refuse(
+            f"{per_token} experts of a token cannot come from topk_group {top_groups} of n_group {groups} equal groups "
+            f"of {count} experts"
+        )
+    return ExpertsConfig(
+        count=count,
+        per_token=per_token,
+        ffn_size=ffn_size,
+        normalise=False,
+        shared_ffn_size=fields.count("n_shared_experts") * ffn_size,
+        scale=fields.number("routed_scaling_factor", scale, above=0),
+        groups=groups,
+        top_groups=top_groups,
+    )
+
+
+def _latent_attention(fields: Fields, experts: ExpertsConfig, *, interleaved: bool = True) -> ModelConfig:
+    """Latent attention, and experts but for the first layers. Layers for multi-token prediction are ignored."""
+    heads = fields.count("num_attention_heads")
+    for name, supported in {"num_key_value_heads": heads, "attention_bias": False, "moe_layer_freq": 1}.items():
+        fields.only(name, supported)
+    query_rank = 0 if fields.has("q_lora_rank") and fields.get("q_lora_rank") is None else 1536
+    latent = LatentConfig(
+        rank=fields.count("kv_lora_rank", 512),
+        query_rank=query_rank and fields.count("q_lora_rank", query_rank),
+        plain_dim=fields.count("qk_nope_head_dim", 128),
+        rotary_dim=fields.count("qk_rope_head_dim", 64),
+        value_dim=fields.count("v_head_dim", 128),
+    )
+    # Checkpoints leave head_dim out, or give any of three widths.
+    config = _plain(fields.replaced(head_dim=latent.rotary_dim, num_key_value_heads=1))
+    queries = ("self_attn.q_a_proj" if query_rank else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")
+    turned = (_DEEPSEEK.query_up if query_rank else queries[0], queries[1])
+    unused = fields.count("num_nextn_predict_layers", 1, most=_MAX_LAYERS, least=0)
+    names = replace(
+        _DEEPSEEK,
+        qkv=queries,
+        neighbors=turned if interleaved else (),
+        foreign=tuple(f"model.layers.{config.num_layers + each}." for each in range(unused)),
+    )
+    config = replace(
+        config,
+        head_dim=latent.rank + latent.rotary_dim,
+        attention_scale=latent.query_dim**-0.5 * read_sharpening(fields) ** 2,
+        latent=latent,
+        names=names,
+    )
+    dense = fields.count("first_k_dense_replace", least=0)
+    return _with_experts(config, experts, [layer >= dense for layer in range(config.num_layers)])
 
 
 def _turns(fields: Fields) -> list[Any]:
@@ -454,4 +551,6 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_and_vision,
+    "DeepseekV2ForCausalLM": _deepseek2,
+    "DeepseekV3ForCausalLM": _deepseek3,
 }

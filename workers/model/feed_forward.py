@@ -1,7 +1,7 @@
 """The feed-forward part of a layer: a gated MLP, or a mixture of experts.
 
 Knows no layer and no names. Source: Shazeer, GLU variants (2020); routing: Fedus et al., Switch (2021), with several
-experts per token as in Jiang et al., Mixtral (2024).
+experts per token as in Jiang et al., Mixtral (2024); groups and corrections: DeepSeek-AI, DeepSeek-V3 (2024).
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.model.description import ExpertsConfig
 from workers.ops.fused import gated
 from workers.ops.linear import Linear, LinearMethod
 from workers.ops.lora import DOWN, GATE_UP, Change
@@ -48,21 +49,32 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRouter:
-    """Chooses each token's best experts, weighted in float32: by a softmax, or by sigmoids if it scales their input."""
+    """Chooses each token's best experts, weighted in float32.
+
+    With a `correction` [experts] float32, a group is as good as its best two experts together, without as its best.
+    """
 
     weight: LinearMethod  # [experts, hidden]
-    per_token: int
-    normalise: bool
-    scales_input: bool = False
+    config: ExpertsConfig
+    correction: Tensor | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of x [tokens, hidden], [tokens, per_token] each."""
-        scores = self.weight(x)  # [tokens, experts]
-        if self.scales_input:
-            best, chosen = scores.topk(self.per_token, dim=-1)
-            return (-best.float()).exp_().add_(1.0).reciprocal_(), chosen  # see `SharedExpert`
-        weights, chosen = scores.softmax(dim=-1, dtype=torch.float32).topk(self.per_token, dim=-1)
-        return weights / weights.sum(dim=-1, keepdim=True) if self.normalise else weights, chosen
+        config, scores = self.config, self.weight(x).float()  # [tokens, experts]
+        # The sigmoid: see `SharedExpert`.
+        shares = (-scores).exp_().add_(1.0).reciprocal_() if config.sigmoid else scores.softmax(dim=-1)
+        if self.correction is not None:
+            scores = shares + self.correction
+        if config.groups > 1:
+            grouped = torch.unflatten(scores, 1, (config.groups, -1))
+            of_group = grouped.amax(-1) if self.correction is None else grouped.topk(2, dim=-1).values.sum(-1)
+            is_out = torch.ones_like(of_group, dtype=torch.bool)
+            is_out.scatter_(1, of_group.topk(config.top_groups, dim=-1).indices, False)
+            scores = grouped.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+        chosen = scores.topk(config.per_token, dim=-1).indices
+        weights = shares.gather(1, chosen)
+        weights = weights / weights.sum(dim=-1, keepdim=True) if config.normalise else weights
+        return weights * config.scale if config.scale != 1.0 else weights, chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +95,7 @@ class Experts:
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             weight, compute, its = weights[rows, places, None], self.experts[expert], x[rows]
-            answer = compute((its * weight).to(x.dtype)) if self.router.scales_input else compute(its) * weight
+            answer = compute((its * weight).to(x.dtype)) if self.router.config.scales_input else compute(its) * weight
             total.index_add_(0, rows, answer.to(x.dtype))
         return total if self.shared is None else total + self.shared(x)
 
@@ -108,8 +120,8 @@ class GroupedExperts:
         sorted_experts, order = chosen.flatten().sort()
         experts = torch.arange(len(self.down), device=x.device)
         ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # of each expert's rows
-        rows = x[order // self.router.per_token]
-        if self.router.scales_input:
+        rows = x[order // self.router.config.per_token]
+        if self.router.config.scales_input:
             rows = (rows * weights.flatten()[order, None]).to(x.dtype)
             weights = torch.ones_like(weights)
         gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends)

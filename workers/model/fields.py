@@ -26,10 +26,11 @@ class Fields:
         """Whether the field is present, even as null."""
         return name in self._content
 
-    def count(self, name: str, default: int | None = None, most: int = 1 << 31) -> int:
+    def count(self, name: str, default: int | None = None, most: int = 1 << 31, least: int = 1) -> int:
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            self.refuse(f"{name} is {value!r}; it must be a positive whole number")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            kind = "positive whole number" if least else "whole number, 0 or more"
+            self.refuse(f"{name} is {value!r}; it must be a {kind}")
         if value > most:
             self.refuse(f"{name} is {value}; the largest possible value is {most}")
         return value
@@ -64,6 +65,10 @@ class Fields:
     def completed(self, **absent: Any) -> "Fields":
         """The same, with defaults for absent fields."""
         return Fields(self.path, absent | self._content)
+
+    def replaced(self, **values: Any) -> "Fields":
+        """The same, with other values."""
+        return Fields(self.path, self._content | values)
 
     def only(self, name: str, *supported: Any) -> Any:
         """The field's value, which must be one of the supported ones; the first is the default."""

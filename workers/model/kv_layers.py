@@ -12,7 +12,7 @@ Knows sizes; knows no weights and no torch.
 
 from dataclasses import dataclass
 
-from kvtransfer.layout import KVLayout, slot_bytes
+from kvtransfer.layout import LATENT_ORDER, ORDER, KVLayout, slot_bytes
 from workers.model.description import ModelConfig
 
 STATE_BYTES = 4  # of a number: state is float32, whatever the dtype of KV
@@ -43,7 +43,8 @@ def kv_places(config: ModelConfig, cell_bytes: int) -> tuple[KVPlace, ...]:
 
 def kv_layout(config: ModelConfig, model: str, block_size: int, dtype: str) -> KVLayout:
     """The KV of the whole model, whose weights are called `model`."""
-    layout = KVLayout(model, config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
+    order = LATENT_ORDER if config.latent else ORDER
+    layout = KVLayout(model, config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype, order=order)
     if config.linear is None:
         return layout
     places = kv_places(config, layout.cell_bytes)

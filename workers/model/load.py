@@ -15,10 +15,11 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.decoder import Changeable, Decoder, Layer, Output, Transform
 from workers.model.delta_load import load_delta_net
-from workers.model.description import LayerConfig, ModelConfig
+from workers.model.description import LatentConfig, LayerConfig, ModelConfig
 from workers.model.feed_forward import ExpertRouter, Experts, FeedForward, GroupedExperts, SharedExpert, grouped
 from workers.model.folder import ModelFolder, check_tensors
 from workers.model.gguf.blocks import GGUFBlocks
+from workers.model.latent import BatchedLinear, HeadsLinear, Latent, LatentOutput
 from workers.model.parallel import Embedding, Gathered, PartialEmbedding, Reduced
 from workers.model.shard import ModelShard, Range, shard_of, split_units
 from workers.model.weights import Part, Weights, fuse, halves
@@ -126,22 +127,26 @@ class _Builder:
         config, names = self._config, self._config.names
         attention_norm, ffn_norm = self._norm(prefix, names.attention_norm), self._norm(prefix, names.ffn_norm)
         assert attention_norm is not None and ffn_norm is not None
-        output, features = names.output, self._features(self._shard.heads)
-        delta = None
+        output_name, features = names.output, value_columns(config, self._shard)
+        delta, latent = None, None
         if layer.is_linear:
             rows, delta = load_delta_net(self._weights, f"{prefix}.{names.delta}", config, self._shard, self._make)
             qkv = self._make(rows, None, self._weight_format)
-            output, (first, end), size = f"{names.delta}.out_proj", self._shard.value_heads, delta.sizes.value_dim
+            output_name, (first, end), size = f"{names.delta}.out_proj", self._shard.value_heads, delta.sizes.value_dim
             features = (first * size, end * size)
         else:
             qkv = self._qkv(prefix)
+        output: Changeable = Output(self._row_parallel(prefix, output_name, features, config.output_bias))
+        if config.latent is not None:
+            latent, output = self._latent(prefix, config.latent, output)
         return Layer(
             attention_norm=attention_norm,
             qkv=qkv,
-            qk_norm=self._qk_norm(prefix) if delta is None else None,
+            qk_norm=self._qk_norm(prefix) if delta is None and latent is None else None,
             sinks=self._weights.take(f"{prefix}.{names.sinks}", self._shard.heads) if names.sinks else None,
             delta=delta,
-            output=self._reduced(Output(self._row_parallel(prefix, output, features, config.output_bias))),
+            latent=latent,
+            output=self._reduced(output),
             attention_post_norm=self._norm(prefix, names.attention_post_norm),
             ffn_norm=ffn_norm,
             feed_forward=self._reduced(self._experts(prefix) if layer.has_experts else self._dense(prefix)),
@@ -152,21 +157,38 @@ class _Builder:
         return half if self._group is None else Reduced(half, self._group)
 
     def _qkv(self, prefix: str) -> LinearMethod:
-        config, shard = self._config, self._shard
-        query = (config.num_heads * config.head_dim, self._features(shard.heads))
-        kv = (config.num_kv_heads * config.head_dim, self._features(shard.kv_heads))
+        config, cuts = self._config, qkv_cuts(self._config, self._shard)
         if config.output_gate:
-            first, end = self._features(shard.heads)
-            rows = ((2 * first, 2 * end), kv[1], kv[1])
+            first, end = cuts[0][1]
+            rows = ((2 * first, 2 * end), cuts[1][1], cuts[2][1])
             taken = zip(config.names.qkv, rows, strict=True)
             both, keys, values = [self._weights.take(f"{prefix}.{name}.weight", own) for name, own in taken]
             query_rows, gate = both.view(-1, 2, config.head_dim, config.hidden_size).unbind(1)
             weight = torch.cat([query_rows.flatten(0, 1), keys, values, gate.flatten(0, 1)])
             return self._make(weight, None, self._weight_format)
-        return self._column_parallel(prefix, config.names.qkv, (query, kv, kv), config.qkv_bias)
+        return self._column_parallel(prefix, config.names.qkv, cuts, config.qkv_bias)
 
-    def _features(self, heads: Range) -> Range:
-        return heads[0] * self._config.head_dim, heads[1] * self._config.head_dim
+    def _latent(self, prefix: str, sizes: LatentConfig, output: Changeable) -> tuple[Latent, LatentOutput]:
+        """What makes query and key of the first projection, and the output of what is attended to."""
+        config, names, heads = self._config, self._config.names, self._shard.heads
+        key_norm, query_norm, query_up = self._norm(prefix, names.key_norm), None, None
+        assert key_norm is not None
+        if sizes.query_rank:
+            queries = _features(config.num_heads, heads, sizes.query_dim)
+            query_norm = self._norm(prefix, names.query_norm)
+            query_up = self._column_parallel(prefix, (names.query_up,), (queries,), bias=False)
+        _, own = _features(config.num_heads, heads, sizes.plain_dim + sizes.value_dim)
+        up = torch.unflatten(self._weights.take(f"{prefix}.{names.kv_up}.weight", own), 0, (heads[1] - heads[0], -1))
+        to_latent = self._of_heads(up[:, : sizes.plain_dim].transpose(1, 2))
+        from_latent = self._of_heads(up[:, sizes.plain_dim :])
+        latent = Latent(sizes, query_norm, query_up, key_norm, to_latent)
+        return latent, LatentOutput(sizes, from_latent, output)
+
+    def _of_heads(self, weight: Tensor) -> HeadsLinear | BatchedLinear:
+        """For weight [heads, out, in]."""
+        if weight.is_cuda:
+            return BatchedLinear(weight.transpose(1, 2).contiguous())
+        return HeadsLinear(tuple(self._make(each.contiguous(), None, self._weight_format) for each in weight))
 
     def _qk_norm(self, prefix: str) -> Tensor | None:
         """The weights of the norms of q and k, repeated for each head."""
@@ -198,7 +220,10 @@ class _Builder:
         columns = (experts.ffn_size, self._shard.expert_ffn)
         bias = self._weights.take(f"{prefix}.{names.router}.bias") if experts.bias else None
         scores = self._make(self._weights.take(f"{prefix}.{names.router}.weight"), bias)
-        router = ExpertRouter(scores, experts.per_token, experts.normalise, experts.scales_input)
+        correction = None
+        if names.router_correction:
+            correction = self._weights.take(f"{prefix}.{names.router_correction}", dtype=torch.float32)
+        router = ExpertRouter(scores, experts, correction)
         if experts.stacked:
             each = [self._stacked_expert(f"{prefix}.{names.experts}", number) for number in range(experts.count)]
         else:
@@ -250,8 +275,8 @@ class _Builder:
         return self._method(weights, (0, weight.shape[1]), weight, offset, self._weight_format)
 
     def _rows(self, part: Part) -> Tensor:
-        rows, (module, _, _) = self._weights.take(part.name, part.rows), part.name.rpartition(".")
-        return halves(rows, self._config.head_dim) if module.endswith(self._config.names.neighbors) else rows
+        module, _, _ = part.name.rpartition(".")
+        return turned(self._config, module, self._weights.take(part.name, part.rows))
 
     def _row_parallel(self, prefix: str, name: str, columns: Range, bias: bool) -> LinearMethod:
         """This rank's columns of W [hidden, in]: a summand of y. The first rank adds the bias."""
@@ -270,6 +295,36 @@ class _Builder:
             return self._make(weight, bias, weight_format)
         kind, blocks = found
         return linear_from_blocks(blocks, weight.shape[1], bias, kind)
+
+
+def turned(config: ModelConfig, module: str, rows: Tensor) -> Tensor:
+    """Rows of a linear layer, those that rotate in the order of `rotate`."""
+    names, latent = config.names, config.latent
+    if not module.endswith(names.neighbors):
+        return rows
+    if latent is None:
+        return halves(rows, config.head_dim, config.head_dim)
+    return halves(rows, config.head_dim if module.endswith(names.qkv[1]) else latent.query_dim, latent.rotary_dim)
+
+
+def qkv_cuts(config: ModelConfig, shard: ModelShard) -> tuple[Cut, ...]:
+    """A rank's rows of a layer's first projection, in the order of `TensorNames.qkv`."""
+    if (latent := config.latent) is not None:
+        queries = _features(config.num_heads, shard.heads, latent.query_dim)
+        if latent.query_rank:  # all ranks compute the latents
+            queries = (latent.query_rank, (0, latent.query_rank))
+        return queries, (config.head_dim, (0, config.head_dim))
+    kv = _features(config.num_kv_heads, shard.kv_heads, config.head_dim)
+    return _features(config.num_heads, shard.heads, config.head_dim), kv, kv
+
+
+def value_columns(config: ModelConfig, shard: ModelShard) -> Range:
+    """A rank's columns of a layer's output projection."""
+    return _features(config.num_heads, shard.heads, config.value_dim)[1]
+
+
+def _features(count: int, heads: Range, head_dim: int) -> Cut:
+    return count * head_dim, (heads[0] * head_dim, heads[1] * head_dim)
 
 
 def stacked(names: Sequence[str], cuts: Sequence[Cut]) -> list[Part]:

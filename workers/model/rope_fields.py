@@ -46,6 +46,18 @@ def read_rope(
     return _scaled(RopeConfig(theta, rotary_dim, original_context=original), rope, context_length)
 
 
+def read_sharpening(fields: Fields) -> float:
+    """By how much DeepSeek's models multiply queries and keys each, beyond the rotation's magnitude."""
+    rope = fields.inner("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    weight = rope.number("mscale_all_dim", 0.0)
+    return _sharpened(weight, rope.number("factor")) if weight and _kind(rope) != "default" else 1.0
+
+
+def _sharpened(weight: float, factor: float) -> float:
+    """Peng et al., YaRN (2023), section 3.4, with a weight as in DeepSeek's configs."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _scaled(plain: RopeConfig, rope: Fields, context_length: int) -> RopeConfig:
     """The embedding with the scaling in `rope`."""
     kind = _kind(rope)
@@ -109,11 +121,7 @@ def _required(rope: Fields, kind: str, name: str) -> float:
 
 
 def _yarn_magnitude(rope: Fields, factor: float) -> float:
-    """Peng et al., YaRN (2023), section 3.4, and the two weights in DeepSeek's configs."""
-
-    def sharpened(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     weight, weight_all = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-    inferred = sharpened(weight) / sharpened(weight_all) if weight and weight_all else sharpened(1.0)
+    both = weight and weight_all
+    inferred = _sharpened(weight, factor) / _sharpened(weight_all, factor) if both else _sharpened(1.0, factor)
     return rope.number("attention_factor", inferred, above=0)

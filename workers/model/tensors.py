@@ -6,7 +6,7 @@ Knows names and sizes; knows no file and no torch.
 import re
 from collections.abc import Iterator
 
-from workers.model.description import ExpertsConfig, LayerConfig, ModelConfig
+from workers.model.description import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -43,12 +43,15 @@ def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple
     if layer.is_linear:
         yield from _delta(config)
     else:
-        gated = query * (1 + config.output_gate)
-        yield from _linear(names.qkv, (gated, kv, kv), hidden, config.qkv_bias)
-        yield from _norms(head_dim, names.query_norm, names.key_norm)
+        if config.latent is not None:
+            yield from _latent(config, config.latent)
+        else:
+            gated = query * (1 + config.output_gate)
+            yield from _linear(names.qkv, (gated, kv, kv), hidden, config.qkv_bias)
+            yield from _norms(head_dim, names.query_norm, names.key_norm)
         if names.sinks:
             yield names.sinks, (config.num_heads,)
-        yield from _linear((names.output,), (hidden,), query, config.output_bias)
+        yield from _linear((names.output,), (hidden,), config.num_heads * config.value_dim, config.output_bias)
     yield from _norms(hidden, names.attention_post_norm, names.ffn_norm)
     if layer.has_experts:
         yield from _experts(config)
@@ -74,10 +77,23 @@ def _delta(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _linear((f"{names.delta}.out_proj",), (hidden,), value, bias=False)
 
 
+def _latent(config: ModelConfig, sizes: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    names, queries = config.names, config.num_heads * sizes.query_dim
+    yield from _linear(names.qkv, (sizes.query_rank or queries, config.head_dim), config.hidden_size, bias=False)
+    if sizes.query_rank:
+        yield from _norms(sizes.query_rank, names.query_norm)
+        yield from _linear((names.query_up,), (queries,), sizes.query_rank, bias=False)
+    yield from _norms(sizes.rank, names.key_norm)
+    up = config.num_heads * (sizes.plain_dim + sizes.value_dim)
+    yield from _linear((names.kv_up,), (up,), sizes.rank, bias=False)
+
+
 def _experts(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     names, hidden, experts = config.names, config.hidden_size, config.experts
     assert experts is not None
     yield from _linear((names.router,), (experts.count,), hidden, experts.bias)
+    if names.router_correction:
+        yield names.router_correction, (experts.count,)
     parts = [(f"{names.experts}.{expert}", names.expert_gate_up, experts.ffn_size) for expert in range(experts.count)]
     if experts.stacked:
         parts = []

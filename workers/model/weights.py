@@ -44,12 +44,17 @@ class Weights:
             self._tensors.update({entry.name: (mapped, entry) for entry in entries})
 
     def take(
-        self, name: str, rows: Range | None = None, columns: Range | None = None, expert: int | None = None
+        self,
+        name: str,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        expert: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The tensor or a part of it. Raises `ModelError` if a number is NaN or infinity.
 
         The result is dense: rows stay mapped, columns are copied. `expert`: of a tensor of all experts, which may be
-        stored as MXFP4.
+        stored as MXFP4. `dtype`: another than that of the folder's.
         """
         if name in self._tensors:
             whole = self._stored(name, expert)
@@ -59,7 +64,7 @@ class Weights:
         part = whole if rows is None else whole[slice(*rows)]
         if columns is not None:
             part = part[:, slice(*columns)].contiguous()
-        tensor = part.to(self._device, self._dtype)
+        tensor = part.to(self._device, dtype or self._dtype)
         # The sum is finite if all numbers are; only otherwise check each number.
         if not math.isfinite(tensor.sum(dtype=torch.float32)) and not tensor.isfinite().all():
             raise ModelError(
@@ -89,9 +94,12 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(numbers.flatten(-2), scales.int() - 127).masked_fill(scales == 255, torch.nan).flatten(-2)
 
 
-def halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows [heads * head_dim, ...] that rotate as pairs of neighbors, in the order of `rotate`: halves of each head."""
-    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
+def halves(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    """Rows [heads * head_dim, ...] of which the last `rotary_dim` of each head rotate as pairs of neighbors, in the
+    order of `rotate`: as pairs from both halves."""
+    heads = torch.unflatten(rows, 0, (-1, head_dim))
+    pairs = torch.unflatten(heads[:, head_dim - rotary_dim :], 1, (-1, 2))
+    return torch.cat([heads[:, : head_dim - rotary_dim], pairs[:, :, 0], pairs[:, :, 1]], dim=1).flatten(0, 1)
 
 
 def fuse(parts: list[Tensor]) -> Tensor:
