@@ -189,6 +189,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 2,
         },
     ),
+    "qwen 3.5 moe with eyes, stacked": (
+        "qwen3_5_moe",
+        {
+            "text_config": SIZES | HYBRID | EXPERTS | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 40},
+            "vision_config": {
+                **EYES,
+                "depth": 1,
+                "num_heads": 2,
+                "patch_size": 4,
+                "out_hidden_size": 32,
+                "num_position_embeddings": 16,
+            },
+        },
+    ),
     "gpt oss": ("gpt_oss", GPT_OSS),
     "gpt oss, mxfp4": ("gpt_oss", {**GPT_OSS, "num_experts_per_tok": 5}),  # all: no rounding chooses others
     "qwen 3, biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "num_key_value_heads": 1}),
@@ -217,8 +231,24 @@ def write_family(folder: Path, name: str, seed: int = 0, **others: Any) -> Path:
     model.save_pretrained(folder)
     if "mxfp4" in name:
         _pack_experts(folder)
+    if "stacked" in name:
+        _stack_experts(folder)
     write_tiny_tokenizer(folder)
     return folder
+
+
+def _stack_experts(folder: Path) -> None:
+    """One tensor for all experts of a layer, as in Qwen's own checkpoints of this family."""
+    tensors = load_file(folder / "model.safetensors")
+    for first in [name for name in tensors if name.endswith("experts.0.gate_proj.weight")]:
+        base, parts = first.removesuffix(".0.gate_proj.weight"), ("gate_proj", "up_proj", "down_proj")
+        each = [
+            [tensors.pop(f"{base}.{expert}.{part}.weight") for part in parts]
+            for expert in range(EXPERTS["num_experts"])
+        ]
+        tensors[f"{base}.gate_up_proj"] = torch.stack([torch.cat(three[:2]) for three in each])
+        tensors[f"{base}.down_proj"] = torch.stack([three[2] for three in each])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _pack_experts(folder: Path) -> None:

@@ -197,10 +197,25 @@ def _qwen3_5(fields: Fields, names: TensorNames = _QWEN3_5) -> ModelConfig:
     return _hybrid(fields, names, key_value_heads=4)
 
 
+def _qwen3_5_moe(fields: Fields, names: TensorNames = _QWEN3_5) -> ModelConfig:
+    fields = fields.completed(intermediate_size=512, moe_intermediate_size=512, norm_topk_prob=True)
+    config = _hybrid(fields, names, key_value_heads=2)
+    shared = fields.count("shared_expert_intermediate_size", 512)
+    experts = replace(_qwen_experts(fields, 256, 8), shared_ffn_size=shared)
+    return _with_experts(config, experts, [True] * config.num_layers)
+
+
 def _qwen3_5_and_vision(fields: Fields) -> ModelConfig:
     """The text model of the multimodal Qwen3.5."""
-    text = fields.inner("text_config")
-    return _qwen3_5(text.completed(tie_word_embeddings=fields.get("tie_word_embeddings")), _QWEN3_5_AND_VISION)
+    return _qwen3_5(_qwen3_5_text(fields), _QWEN3_5_AND_VISION)
+
+
+def _qwen3_5_moe_and_vision(fields: Fields) -> ModelConfig:
+    return _qwen3_5_moe(_qwen3_5_text(fields), _QWEN3_5_AND_VISION)
+
+
+def _qwen3_5_text(fields: Fields) -> Fields:
+    return fields.inner("text_config", tie_word_embeddings=fields.get("tie_word_embeddings"))
 
 
 def _hybrid(fields: Fields, names: TensorNames, key_value_heads: int) -> ModelConfig:
@@ -543,6 +558,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _qwen3_5_and_vision,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5_moe_and_vision,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3_and_vision,

@@ -56,7 +56,12 @@ def check_folder(folder: ModelFolder) -> None:
 
 def check_tensors(path: Path, config: ModelConfig) -> None:
     """Raise `ModelError` unless the headers list exactly the tensors that the model needs, in a supported dtype."""
-    entries = {entry.name: entry for file in weight_files(path) for entry in read_header(file)}
+    entries = {
+        each.name: each
+        for file in weight_files(path)
+        for entry in read_header(file)
+        for each in parts_of(entry, config)
+    }
     shapes = tensor_shapes(config)
     missing = [name for name in shapes if name not in entries]
     if missing:
@@ -111,6 +116,32 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
     if file_bytes < wanted_bytes:
         raise ModelError(f"{path} is truncated: {file_bytes} bytes of {wanted_bytes}; fetch it again")
     return entries
+
+
+def parts_of(entry: TensorEntry, config: ModelConfig) -> tuple[TensorEntry, ...]:
+    """The entry itself; of a tensor with the matrices [out, in] of all experts, those of each expert.
+
+    Some Qwen checkpoints store experts one by one, others of the same architecture stack them.
+    """
+    names, experts = config.names, config.experts
+    base, _, last = entry.name.rpartition(".")
+    heights = {"gate_up_proj": names.expert_gate_up, "down_proj": (names.expert_down,)}.get(last, ())
+    if (
+        experts is None
+        or experts.stacked
+        or len(entry.shape) != 3
+        or not base.endswith(f".{names.experts}")
+        or not heights
+    ):
+        return (entry,)
+    shape = (entry.shape[1] // len(heights), entry.shape[2])
+    num_bytes = entry.num_bytes // (entry.shape[0] * len(heights))
+    labels = [f"{base}.{expert}.{name}.weight" for expert in range(entry.shape[0]) for name in heights]
+    starts = range(entry.start, entry.start + entry.num_bytes, num_bytes)
+    return tuple(
+        replace(entry, name=label, shape=shape, start=start, num_bytes=num_bytes)
+        for label, start in zip(labels, starts, strict=True)
+    )
 
 
 def count_parameters(folder: ModelFolder) -> int:

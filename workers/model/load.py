@@ -63,7 +63,7 @@ def load_decoder(
     if (shard.tensor_rank, shard.tensor) != ((group.rank, group.size) if group else (0, 1)):
         raise ValueError(f"tensor rank {shard.tensor_rank} of {shard.tensor} needs the group of these ranks")
     dtype = compute_dtype(device, dtype)
-    weights = Weights(folder.path, device, dtype)
+    weights = Weights(folder.path, device, dtype, config=config)
     blocks = GGUFBlocks(folder.path) if weight_format == "gguf" else None
     return _Builder(config, shard, group, weights, blocks, weight_format, deterministic).decoder(attention)
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from workers.errors import ModelError
-from workers.model.folder import TensorEntry, read_header, weight_files
+from workers.model.description import ModelConfig
+from workers.model.folder import TensorEntry, parts_of, read_header, weight_files
 from workers.model.shard import Range
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
@@ -29,17 +30,29 @@ class Part:
 
 
 class Weights:
-    """Mapped safetensors files, by default a folder's model: a tensor is a view unless its dtype or device changes."""
+    """Mapped safetensors files, by default a folder's model: a tensor is a view unless its dtype or device changes.
+
+    `config`: of the model whose tensors these are, under the names that it has for them.
+    """
 
     def __init__(
-        self, path: Path, device: torch.device, dtype: torch.dtype, files: Sequence[Path] | None = None
+        self,
+        path: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        files: Sequence[Path] | None = None,
+        config: ModelConfig | None = None,
     ) -> None:
         self._path = path
         self._device = device
         self._dtype = dtype
         self._tensors: dict[str, tuple[Tensor, TensorEntry]] = {}
         for file in files or weight_files(path):
-            entries = read_header(file)
+            entries = [
+                each
+                for entry in read_header(file)
+                for each in ((entry,) if config is None else parts_of(entry, config))
+            ]
             mapped = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
             self._tensors.update({entry.name: (mapped, entry) for entry in entries})
 
