@@ -222,10 +222,10 @@ class Worker:
 
         With `lenders` it may be longer than our pool: its blocks move to these workers, and we attend to them there.
         """
-        await self._accept_to_sample(request)
         if lenders and self._executor.facts.layout.state_layers:
             most = f"this worker's memory has room for {self.engine.max_length} tokens"
             raise InvalidRequest("prompt", f"{most}, and linear attention cannot borrow other workers' memory")
+        await self._accept_to_sample(request)
         if lenders:
             self._borrower.add(request.key, lenders)
         self._add(request, hold=False, borrows=bool(lenders))

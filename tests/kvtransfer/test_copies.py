@@ -148,6 +148,14 @@ def test_kv_of_other_weights_is_refused() -> None:
         pieces_of([other], TINY, 0)
 
 
+@pytest.mark.parametrize(("block_size", "dtype"), [(8, "float32"), (4, "bfloat16")])
+def test_blocks_with_state_of_another_size_or_dtype_are_refused(block_size: int, dtype: str) -> None:
+    ours = KVLayout("m", 4, 2, 8, 4, state_layers=(0, 1, 2))
+    assert pieces_of([ours], ours, 0)
+    with pytest.raises(PeerRefused, match=r"need the same engine\.block_size and engine\.dtype on both sides"):
+        pieces_of([KVLayout("m", 4, 2, 8, block_size, dtype, state_layers=(0, 1, 2))], ours, 0)
+
+
 def test_kv_that_no_rank_holds_is_refused() -> None:
     first, _ = shards(SMOLLM2, 1, 2)
     with pytest.raises(PeerRefused, match=r"layers \(0, 30\).*not all of it"):

@@ -178,6 +178,12 @@ def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path) -> None:
         read_adapter(folder, read_model_config(base))
 
 
+def test_an_adapter_of_linear_attention_is_refused_by_name(tmp_path: Path) -> None:
+    config = read_model_config(write_family(tmp_path / "m", "qwen 3.5"))
+    with pytest.raises(ModelError, match="Qwen3_5ForCausalLM has linear attention, which is served without adapters"):
+        read_adapter(tmp_path, config)
+
+
 def test_an_adapter_of_another_base_is_refused(tiny: Path, tmp_path: Path) -> None:
     wider = write_tiny_llama(tmp_path / "wider", hidden_size=64)
     deeper = write_tiny_llama(tmp_path / "deeper", num_layers=3)

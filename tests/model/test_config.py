@@ -125,6 +125,13 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma 2", {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported; supported: gelu_pytorch_t"),
     ("mixtral", {"num_experts_per_tok": 6}, "6 of 5 experts cannot be chosen"),
     ("smollm 3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 5 layers"),
+    (
+        "qwen 3.5",
+        {"linear_num_key_heads": 5},
+        "8 value heads and 5 key heads of linear attention are not shared by 2 KV",
+    ),
+    ("qwen 3.5", {"layer_types": ["linear_attention"] * 5}, "no layer has full attention"),
+    ("qwen 3.5", {"attention_bias": True}, "attention_bias True is not supported; supported: False"),
     ("gpt oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported; supported: 7.0"),
     ("gpt oss", {"sliding_window": None}, "sliding_window is None; it must be a positive whole number"),
     ("gpt oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq' is not supported; supp"),

@@ -163,8 +163,9 @@ def read_shape(path: Path) -> ModelShape:
         raise ProfileError(f"{path} cannot be read as a model's config.json: {error}") from None
     if not isinstance(config, dict):
         raise ProfileError(f"{path} holds no JSON object")
-    if any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")):
-        raise ProfileError(f"{path}: experts and latent attention have no cost model here; profile a worker")
+    unlike = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "linear_num_value_heads")
+    if any(config.get(key) for key in unlike):
+        raise ProfileError(f"{path}: experts, latent and linear attention have no cost model here; profile a worker")
     shape = _of_config(path, config)
     known = SHAPES.get(canonical(shape.name))
     return known if known == replace(shape, name=known.name if known else "") else shape
