@@ -70,7 +70,7 @@ async def test_requests_end_when_their_clients_network_is_dead() -> None:
             processes.append(grpc)
             while await read(server, START_S) != "2\n":
                 pass
-        link.drop()
+        link.cut()
         for server in servers:
             while await read(server, NOTICED_S) != "0\n":
                 pass

@@ -109,17 +109,19 @@ class Link:
         for node in (self.left, self.right):
             node.run("tc", "qdisc", "replace", "dev", DEVICE, "root", "pfifo")
 
-    def drop(self) -> None:
-        """Lose every packet on its way, and tell nobody: frames go to addresses that nobody has any more."""
-        for node, other in ((self.left, self.right), (self.right, self.left)):
-            lost = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", DEVICE)
-            node.run("ip", "neighbor", "replace", other.address, *lost)
-
     def cut(self) -> None:
-        self.left.run("ip", "link", "set", DEVICE, "down")
+        """Lose every packet on its way, and tell nobody: frames go to an address that nobody has."""
+        for node, other in self._ways:
+            nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", DEVICE)
+            node.run("ip", "neighbor", "replace", other.address, *nobody)
 
     def heal(self) -> None:
-        self.left.run("ip", "link", "set", DEVICE, "up")
+        for node, other in self._ways:
+            node.run("ip", "neighbor", "del", other.address, "dev", DEVICE)
+
+    @property
+    def _ways(self) -> tuple[tuple[Node, Node], ...]:
+        return (self.left, self.right), (self.right, self.left)
 
 
 @contextmanager
