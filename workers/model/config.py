@@ -12,6 +12,7 @@ from workers.errors import InvalidRequest
 from workers.model.description import GenerationDefaults, ModelConfig
 from workers.model.families import describe
 from workers.model.fields import Fields, read_fields
+from workers.model.tensors import FP8_BLOCK
 from workers.request import SamplingParams
 
 __all__ = ["DTYPES", "ModelConfig", "read_model_config"]
@@ -48,10 +49,12 @@ def _check(fields: Fields, config: ModelConfig) -> None:
 def _refuse_quantised(fields: Fields) -> None:
     quantisation = fields.inner("quantization_config")
     method = quantisation.get("quant_method", "unnamed")
+    if method == "fp8" and quantisation.get("weight_block_size") == [FP8_BLOCK] * 2:
+        return  # the tensors themselves say which are; activations are not rounded
     if fields.get("quantization_config"):
         fields.refuse(
-            f"quantization_config {method!r} is not supported; supported: {', '.join(DTYPES)} in safetensors, "
-            "or a GGUF file in any of its formats"
+            f"quantization_config {method!r} is not supported; supported: {', '.join(DTYPES)} in safetensors, fp8 with "
+            f"weight_block_size [{FP8_BLOCK}, {FP8_BLOCK}], or a GGUF file in any of its formats"
         )
 
 

@@ -15,10 +15,10 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.description import NO_OPINION, GenerationDefaults, ModelConfig
 from workers.model.fields import read_fields
-from workers.model.tensors import is_harmless, tensor_shapes
+from workers.model.tensors import FP8_BLOCK, FP8_SCALES, is_harmless, tensor_shapes
 
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1}
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,30 @@ def check_tensors(path: Path, config: ModelConfig) -> None:
     for name, shape in shapes.items():
         entry = entries[name]
         dtypes = ("U8",) if name.endswith(("_blocks", "_scales")) else WEIGHT_DTYPES
-        if entry.dtype not in dtypes:
+        if entry.dtype == "F8_E4M3" and "U8" not in dtypes:
+            _check_fp8(path, entry, entries.get(name + FP8_SCALES))
+        elif entry.dtype not in dtypes:
             known = ", ".join(dtypes) if "U8" in dtypes else f"{', '.join(dtypes)}, or a GGUF file"
             raise ModelError(f"{path}: {name} is of dtype {entry.dtype}; supported: {known}")
         if entry.shape != shape:
             raise ModelError(f"{path}: {name} has shape {list(entry.shape)}, config.json says {list(shape)}")
-    unknown = sorted(name for name in entries if name not in shapes and not is_harmless(config, name))
+    known_names = {*shapes, *(name + FP8_SCALES for name in shapes if entries[name].dtype == "F8_E4M3")}
+    unknown = sorted(name for name in entries if name not in known_names and not is_harmless(config, name))
     if unknown:
         raise ModelError(
             f"{path}: tensor {unknown[0]} (one of {len(unknown)}) is not part of {config.architecture} "
             "as config.json describes it"
+        )
+
+
+def _check_fp8(path: Path, entry: TensorEntry, scales: TensorEntry | None) -> None:
+    """Raise `ModelError` unless each block of the tensor has a scale."""
+    wanted = tuple(-(-size // FP8_BLOCK) for size in entry.shape)
+    if scales is None or scales.dtype not in WEIGHT_DTYPES or scales.shape != wanted or len(wanted) != 2:
+        found = "there is none" if scales is None else f"its shape is {list(scales.shape)} of {scales.dtype}"
+        raise ModelError(
+            f"{path}: {entry.name} is of dtype F8_E4M3 and needs {entry.name}{FP8_SCALES} of shape {list(wanted)}, "
+            f"a scale for each {FP8_BLOCK} x {FP8_BLOCK} numbers, but {found}"
         )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from workers.model.description import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
+FP8_BLOCK = 128  # rows, and columns, of a float8 matrix that share a scale
+FP8_SCALES = "_scale_inv"  # after the matrix's name
 
 # Constants that old checkpoints include.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")

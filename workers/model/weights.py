@@ -16,8 +16,15 @@ from workers.errors import ModelError
 from workers.model.description import ModelConfig
 from workers.model.folder import TensorEntry, parts_of, read_header, weight_files
 from workers.model.shard import Range
+from workers.model.tensors import FP8_BLOCK, FP8_SCALES
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,9 @@ class Weights:
             blocks, scales = (self._stored(f"{name}_{part}", expert).to(self._device) for part in ("blocks", "scales"))
             whole = from_mxfp4(blocks, scales).t().contiguous()
         part = whole if rows is None else whole[slice(*rows)]
+        if part.dtype == torch.float8_e4m3fn:
+            scales = self._stored(name + FP8_SCALES, None).to(self._device)
+            part = from_fp8(part.to(self._device), scales, rows[0] if rows else 0)
         if columns is not None:
             part = part[:, slice(*columns)].contiguous()
         tensor = part.to(self._device, dtype or self._dtype)
@@ -93,6 +103,15 @@ class Weights:
             numbers = numbers.clone()
         whole = numbers.view(dtype).view(entry.shape)
         return whole if expert is None else whole[expert]
+
+
+def from_fp8(numbers: Tensor, scales: Tensor, first: int = 0) -> Tensor:
+    """float32 [rows, columns] of the numbers, times the scale of their block; `first`: the row of the first of them.
+
+    `scales` has one for each `FP8_BLOCK` rows and columns of the whole matrix.
+    """
+    block = (torch.arange(len(numbers), device=numbers.device) + first) // FP8_BLOCK
+    return numbers.float() * scales.float()[block].repeat_interleave(FP8_BLOCK, 1)[:, : numbers.shape[1]]
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
