@@ -25,7 +25,7 @@ from workers.profiles.measured import ClusterProfile
 Cell = tuple[str, float, int]  # kind of requests, load, seed
 LOADS = (0.6,)
 RUNS = 5  # of a cell, with different seeds
-ANSWERS = 12  # in a run
+ANSWERS = 9  # in a run
 DEADLINE_S = 240.0
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
