@@ -74,9 +74,11 @@ def plan_copies(
     order = np.arange(len(our_blocks)) if (our_blocks[1:] > our_blocks[:-1]).all() else np.argsort(our_blocks)
     if source.block_size == target.block_size:
         starts, lengths = _ranges(piece, source, target)
-        owner_bases = owner_blocks[order, None] * source.block_bytes + starts[:, 0]
-        our_bases = our_blocks[order, None] * target.block_bytes + starts[:, 1]
-        plan = np.stack(np.broadcast_arrays(owner_bases, our_bases, lengths), axis=-1).reshape(-1, 3)
+        ranges = np.empty((len(order), len(lengths), 3), np.int64)  # [our block, range, column]
+        np.add(owner_blocks[order, None] * source.block_bytes, starts[:, 0], out=ranges[..., 0])
+        np.add(our_blocks[order, None] * target.block_bytes, starts[:, 1], out=ranges[..., 1])
+        ranges[..., 2] = lengths
+        plan = ranges.reshape(-1, 3)
     else:
         plan = _recut(piece, source, target, owner_blocks, our_blocks, order, first_token, num_tokens)
     # Ranges of different blocks are adjacent only if both pools hold exactly the piece.

@@ -155,8 +155,7 @@ class WorkerDiscovery:
         )
 
     def sent(self) -> dict[str, Sent]:
-        """The work sent to each worker since its latest statistics."""
-        self.catch_up()
+        """The work sent to each worker since the statistics in the latest picture."""
         return self._sent.copy()
 
     def catch_up(self, *, with_tokens: bool = False) -> None:

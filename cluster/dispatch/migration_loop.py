@@ -80,14 +80,13 @@ class MigrationLoop:
 
     def round(self) -> None:
         """Start the migrations and requeues that the policies plan now."""
-        contexts, now_s = self._contexts(), asyncio.get_running_loop().time()
-        if contexts:
-            for move in self._planner.plan(self._picture(), contexts, now_s):
-                task = asyncio.ensure_future(self._migrate(move))
-                self._under_way.add(task)
-                task.add_done_callback(self._ended)
+        picture, now_s = self._picture(), asyncio.get_running_loop().time()
+        for move in self._planner.plan(picture, self._contexts, now_s):
+            task = asyncio.ensure_future(self._migrate(move))
+            self._under_way.add(task)
+            task.add_done_callback(self._ended)
         left = MAX_REPLACED
-        for keys in self._requeue.candidates(self._picture(), now_s):
+        for keys in self._requeue.candidates(picture, now_s):
             for key in keys[:left]:
                 left -= 1
                 if not self._replace(key):

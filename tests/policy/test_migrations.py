@@ -52,7 +52,7 @@ class Scenario:
 
     def look(self, picture: ClusterView, after_s: float = 1.0) -> tuple[Move, ...]:
         self.now_s += after_s
-        return self.planner.plan(picture, self.contexts, self.now_s)
+        return self.planner.plan(picture, lambda: self.contexts, self.now_s)
 
     def end(self, move: Move, *, moved: bool = True) -> None:
         if moved:

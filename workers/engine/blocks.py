@@ -133,7 +133,8 @@ class BlockPool:
     def allocate(self, count: int, evicted: list[Cached] | None = None) -> list[int]:
         """`count` blocks with one reference each, in ascending order. Raises `OutOfBlocks` and changes nothing.
 
-        Evicted prefixes are added to `evicted`; their content stays in the blocks until the next write.
+        Evicted prefixes are added to `evicted`, for a pool with host memory; their content stays in the blocks until
+        the next write.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
@@ -147,7 +148,7 @@ class BlockPool:
             taken += block_ids(untouched.start, untouched.stop)
         while len(taken) < count:
             block = self._cached.popleft()
-            if evicted is not None:
+            if evicted is not None and self.host.num_blocks:
                 evicted.append(self._as_cached(block))
             self._forget(block)
             taken.append(block)
@@ -319,11 +320,12 @@ class BlockPool:
         assert len(expected) <= self._end, "more blocks were taken than there are"
         free = sorted([*self._clean, *self._cached])
         assert free == [b for b in range(self._first, len(expected)) if not expected[b]], "free list differs"
-        named = {block: name for block, name in enumerate(self._names) if name is not None}
-        assert len(named) == len(self._blocks) and all(self._blocks[name] == block for block, name in named.items())
-        assert set(self.digests) <= set(named), "a digest outlived its block's name"
+        names = self._names
+        assert len(names) - names.count(None) == len(self._blocks), "a block and its name differ in number"
+        assert [names[block] for block in self._blocks.values()] == [*self._blocks], "a block has another name"
+        assert all(names[block] is not None for block in self.digests), "a digest outlived its block's name"
         self.host.check()
-        assert set(self._prefixes) <= set(named), "a prefix outlived its block's name"
+        assert all(names[block] is not None for block in self._prefixes), "a prefix outlived its block's name"
         assert self.log.names(Tier.DEVICE) == set(self._prefixes.values()), "the log differs from what is cached"
 
 

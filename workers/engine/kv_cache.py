@@ -19,7 +19,7 @@ from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import BlockMoves, HostTier
 from workers.engine.sequence import Sequence, State
-from workers.kv_events import chain, name_of_block
+from workers.kv_events import GRAIN, chain, name_of_block
 from workers.request import MIXED_KV
 
 
@@ -252,11 +252,14 @@ class KVCacheManager:
             return
         full = sequence.num_computed // self._pool.block_size
         if full > sequence.num_named:
-            tokens, salt, end = sequence.tokens, sequence.salt, full * self._pool.block_size
-            sequence.hashes = prefix_hashes(tokens, self._pool.block_size, sequence.hashes, salt, end)
-            sequence.chain = chain(tokens, known=sequence.chain, salt=salt, end=end)
+            tokens, salt, size = sequence.tokens, sequence.salt, self._pool.block_size
+            if len(sequence.hashes) < full:
+                sequence.hashes = prefix_hashes(tokens, size, sequence.hashes, salt, full * size)
+            if len(sequence.chain) < full * size // GRAIN:
+                sequence.chain = chain(tokens, known=sequence.chain, salt=salt, end=full * size)
             for index in range(sequence.num_named, full):
-                prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, self._pool.block_size)
+                has_name = not ((index + 1) * size % GRAIN or sequence.kv_dtype)
+                prefix = name_of_block(sequence.chain, index, size) if has_name else None
                 self._pool.name(sequence.blocks[index], sequence.hashes[index], prefix)
             sequence.num_named = full
         if self._pool.has_state:

@@ -87,6 +87,8 @@ class KVBorrower:
 
     def stats(self) -> tuple[BorrowStats, ...]:
         """What is borrowed from each lender."""
+        if not self._can_borrow:
+            return ()
         return self._records.stats(self._engine.remote(), _now_s())
 
     async def close(self) -> None:

@@ -34,7 +34,10 @@ class _Handle(asyncio.Handle):
     def __init__(
         self, callback: Callable[..., object], args: tuple[Any, ...], loop: "VirtualLoop", context: Context | None
     ) -> None:
-        _fill(self, callback, args, loop, context)
+        handle: Any = self  # its attributes are private
+        handle._callback, handle._args, handle._loop = callback, args, loop
+        handle._context = copy_context() if context is None else context
+        handle._cancelled, handle._repr, handle._source_traceback = False, None, None
 
 
 class _TimerHandle(asyncio.TimerHandle):
@@ -50,17 +53,11 @@ class _TimerHandle(asyncio.TimerHandle):
         loop: "VirtualLoop",
         context: Context | None,
     ) -> None:
-        _fill(self, callback, args, loop, context)
-        self._when = when
-        self._scheduled = True
-
-
-def _fill(
-    handle: Any, callback: Callable[..., object], args: tuple[Any, ...], loop: "VirtualLoop", context: Context | None
-) -> None:
-    handle._callback, handle._args, handle._loop = callback, args, loop
-    handle._context = copy_context() if context is None else context
-    handle._cancelled, handle._repr, handle._source_traceback = False, None, None
+        handle: Any = self
+        handle._callback, handle._args, handle._loop = callback, args, loop
+        handle._context = copy_context() if context is None else context
+        handle._cancelled, handle._repr, handle._source_traceback = False, None, None
+        handle._when, handle._scheduled = when, True
 
 
 class VirtualLoop(asyncio.BaseEventLoop):

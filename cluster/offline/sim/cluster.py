@@ -56,16 +56,14 @@ class Meter:
     _busy_to_s: float = 0.0
     _used_blocks: int = 0
     _used_since_s: float = 0.0
+    _plan: StepPlan | None = None
+    _counts: tuple[int, int, int] = (0, 0, 0)  # of this plan
 
     def observe(self, plan: StepPlan, seconds: Sequence[float], ends_s: Sequence[float]) -> None:
         """Steps of this plan have ended, during which the same blocks were used."""
-        batch = prompt_tokens = drawn = 0
-        for chunk in plan.chunks:
-            drawn += chunk.draw is not None
-            if chunk.draw is not None and len(chunk.tokens) == 1:
-                batch += 1
-            else:
-                prompt_tokens += len(chunk.tokens)
+        if plan is not self._plan:  # steps that run as one are observed in parts
+            self._plan, self._counts = plan, _counts(plan)
+        batch, prompt_tokens, drawn = self._counts
         self.steps += len(ends_s)
         self.output_tokens += drawn * len(ends_s)
         self.prompt_tokens += prompt_tokens * len(ends_s)
@@ -108,6 +106,18 @@ class Meter:
             swaps=stats.swaps,
             sources=stats.sources,
         )
+
+
+def _counts(plan: StepPlan) -> tuple[int, int, int]:
+    """A step's decodes, prompt tokens, and sampled tokens."""
+    batch = prompt_tokens = drawn = 0
+    for chunk in plan.chunks:
+        drawn += chunk.draw is not None
+        if chunk.draw is not None and len(chunk.tokens) == 1:
+            batch += 1
+        else:
+            prompt_tokens += len(chunk.tokens)
+    return batch, prompt_tokens, drawn
 
 
 def request_id(index: int) -> str:

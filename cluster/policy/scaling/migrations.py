@@ -13,7 +13,7 @@ Sources: Sun et al., Llumnix (OSDI'24: moving decodes for balance, for room and 
 2508.01989: when memory is almost full the longest answer moves).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -110,15 +110,15 @@ class MigrationPlanner:
         self._rests_until_s: dict[str, float] = {}  # key -> no relief before
         self._closed_until_s: dict[tuple[str, str], float] = {}  # (source, target) -> no such migration before
 
-    def plan(self, view: ClusterView, contexts: Mapping[str, int], now_s: float) -> tuple[Move, ...]:
-        """The migrations to start now. `contexts`: tokens so far of each attempt that may migrate."""
+    def plan(self, view: ClusterView, contexts: Callable[[], Mapping[str, int]], now_s: float) -> tuple[Move, ...]:
+        """The migrations to start now. `contexts`: tokens so far of each attempt that may migrate; called if needed."""
         _expire(self._failed_until_s, now_s)
         _expire(self._rests_until_s, now_s)
         _expire(self._closed_until_s, now_s)
         draining = [worker.name for worker in view.workers if worker.state is WorkerState.DRAINING]
-        if not draining and not self._rebalances:
+        if not ((draining or self._rebalances) and (known := contexts())):
             return ()
-        loads = self._loads(view, contexts)
+        loads = self._loads(view, known)
         moves: list[Move] = []
         for name in draining:
             moves += self._drain(loads[name], loads.values(), view)
