@@ -38,6 +38,8 @@ from benchmarks.environments import FRONTENDS, PEERS, VLLM
 from benchmarks.figures import BenchmarkPart, BenchmarkReport, Progress, report_json
 from benchmarks.gang import bubble, delivery, reshard, steps
 from benchmarks.hosted import refuse_foreign_ray
+from benchmarks.peer_simulators import distserve_case, speed
+from benchmarks.peer_simulators.sources import DISTSERVE, VIDUR
 from benchmarks.screen import markdown, show, summary
 from cluster.offline.load import machine
 
@@ -80,6 +82,8 @@ PARTS = {
     "routing": Measurement(routing.measure, routing.ROUNDS),
     "prefix-index": Measurement(prefix_index.measure, prefix_index.ROUNDS),
     "simulator": Measurement(simulator.measure, simulator.ROUNDS),
+    "peer-simulators": Measurement(speed.measure, speed.ROUNDS),
+    "peer-placement": Measurement(distserve_case.measure, distserve_case.ROUNDS),
 }
 INSTALLS = {"peer-install": PEERS, "peers-frontend-install": FRONTENDS}
 GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.startswith("gang-"))}
@@ -98,6 +102,8 @@ GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.star
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of JSON schemas for the part schemas, such as data of JSONSchemaBench (DIPTYCH_SCHEMAS).",
 )
+@click.option("--vidur", type=click.Path(path_type=Path), help=f"{VIDUR.home} ({VIDUR.variable}).")
+@click.option("--distserve", type=click.Path(path_type=Path), help=f"{DISTSERVE.home} ({DISTSERVE.variable}).")
 @click.option("--debug", is_flag=True, help="Show the traceback of a failed part.")
 def main(
     parts: tuple[str, ...],
@@ -107,6 +113,8 @@ def main(
     out: Path | None,
     peer_venv: Path | None,
     schemas_folder: Path | None,
+    vidur: Path | None,
+    distserve: Path | None,
     debug: bool,
 ) -> None:
     """Measure Diptych on this machine, every figure beside a peer or a limit of the same run.
@@ -120,10 +128,14 @@ def main(
     """
     from rich.console import Console
 
-    if peer_venv is not None:
-        os.environ[VLLM.variable] = str(peer_venv)
-    if schemas_folder is not None:
-        os.environ[schemas.VARIABLE] = str(schemas_folder)
+    _name_folders(
+        {
+            VLLM.variable: peer_venv,
+            schemas.VARIABLE: schemas_folder,
+            VIDUR.variable: vidur,
+            DISTSERVE.variable: distserve,
+        }
+    )
     if installs := [part for part in parts if part in INSTALLS]:
         for each in (environment for name in installs for environment in INSTALLS[name]):
             each.install(click.echo)
@@ -149,6 +161,10 @@ def main(
     console.print(f"\n{summary(report)}")
     if any(part.failed for part in report.parts):
         raise SystemExit(1)
+
+
+def _name_folders(folders: dict[str, Path | None]) -> None:
+    os.environ.update({variable: str(folder) for variable, folder in folders.items() if folder is not None})
 
 
 def _new_report(rounds: int | None, quick: bool) -> BenchmarkReport:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peer_simulators import sharegpt
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.placement import PlacementSearch
@@ -19,7 +20,6 @@ from cluster.offline.plan.trial import Trial, full_trial, prefill_trial
 from cluster.offline.plan.verdict import judge
 from cluster.offline.sim.compare import processes
 from cluster.spec import Role
-from tests.offline.plan import sharegpt
 from tests.offline.plan.requests import A100
 from workers.request import SLO
 
