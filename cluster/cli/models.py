@@ -85,6 +85,7 @@ def inspected(summary: "ModelSummary") -> list[tuple[str, str]]:
     chunked = sum(layer.window < 0 for layer in config.layers)
     layers = f"{len(config.layers)}{f', {windows} with a sliding window' if windows else ''}"
     layers += f", {chunked} with chunked attention" if chunked else ""
+    kv = "one latent for K and V" if config.latent else f"{config.num_kv_heads} of KV"
     stated = {name: value for name, value in asdict(config.generation).items() if value is not None}
     rows = [
         ("name", summary.name),
@@ -94,7 +95,7 @@ def inspected(summary: "ModelSummary") -> list[tuple[str, str]]:
         ("parameters", f"{summary.num_parameters / 1e6:,.1f} M, {size(summary.weight_bytes)} as {config.dtype}"),
         ("layers", layers),
         ("hidden, ffn", f"{config.hidden_size}, {config.ffn_size}"),
-        ("heads", f"{config.num_heads}, {config.num_kv_heads} of KV, {config.head_dim} wide"),
+        ("heads", f"{config.num_heads}, {kv}, {config.head_dim} wide"),
         (
             "vocabulary",
             f"{config.vocab_size:,} tokens; end tokens {', '.join(map(str, config.eos_token_ids)) or 'none'}",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from workers.profiles.capacity import kv_capacity_tokens, least_gpus
+from workers.profiles.computed import roofline
 from workers.profiles.hardware import DATA, hardware_of, known_hardware, read_hardware
 from workers.profiles.profile_errors import DoesNotFit, ProfileError, UnknownName
 from workers.profiles.shapes import SHAPES, ModelShape, shape_of
@@ -15,11 +16,13 @@ from workers.profiles.shapes import SHAPES, ModelShape, shape_of
 KIB = {
     **{"opt-13b": 800, "opt-66b": 2304, "opt-175b": 4608, "llama-2-7b": 512, "llama-3-8b": 128, "mistral-7b": 128},
     **{"llama-3-70b": 320, "qwen2.5-7b": 56, "qwen2.5-0.5b": 12, "qwen3-0.6b": 112},
+    **{"deepseek-v3": 68.625, "deepseek-v2": 67.5},  # 61 and 60 layers of 576 numbers
 }
 BILLIONS = {  # as their makers count them
     **{"opt-13b": 12.85, "opt-66b": 65.7, "opt-175b": 175.0, "bloom-176b": 176.25, "llama-2-7b": 6.74},
     **{"llama-2-13b": 13.02, "llama-2-70b": 68.98, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "mistral-7b": 7.24},
     **{"qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen3-0.6b": 0.596, "smollm2-135m": 0.1345},
+    **{"deepseek-v2-lite": 15.7, "deepseek-v2": 236.0, "deepseek-v3": 671.0},
 }
 
 
@@ -96,6 +99,29 @@ def test_a_shape_is_read_from_a_config(tmp_path: Path) -> None:
     assert shape_of(str(config(tmp_path, num_key_value_heads=None))).kv_heads == 32
 
 
+def test_deepseeks_numbers_are_those_that_its_authors_report(tmp_path: Path) -> None:
+    """DeepSeek-V2 (2024) and DeepSeek-V3 (2024): parameters that a token activates, embeddings and head included."""
+    for name, billions in {"deepseek-v2-lite": 2.4, "deepseek-v2": 21.0, "deepseek-v3": 37.0}.items():
+        shape = SHAPES[name]
+        active = shape.active_parameters + shape.parameters - shape.layer_parameters
+        assert active / 1e9 == pytest.approx(billions, rel=0.12), name
+    v3 = {
+        **{"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128},
+        **{"num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "kv_lora_rank": 512},
+        **{"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+        **{"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1},
+        **{"first_k_dense_replace": 3, "_name_or_path": "deepseek-ai/DeepSeek-V3"},
+    }
+    assert shape_of(str(config(tmp_path, **v3))) is SHAPES["deepseek-v3"]
+
+
+def test_a_step_reads_the_experts_that_its_tokens_take() -> None:
+    cost = roofline(SHAPES["deepseek-v3"], hardware_of("h200"), 8, 2)
+    one, many = (cost.read_seconds(tokens, 0) - cost.weights_s for tokens in (1, 4096))
+    assert one == pytest.approx(cost.experts_s * 8 / 256) and many == pytest.approx(cost.experts_s)
+    assert cost.decode_seconds(1, 1000) < cost.decode_seconds(64, 64_000)
+
+
 def test_other_families_name_their_sizes_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     opt = {"model_type": "opt", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40}
@@ -115,6 +141,8 @@ def test_other_families_name_their_sizes_otherwise(tmp_path: Path) -> None:
         ({"vocab_size": 0}, "vocab is 0"),
         ({"num_key_value_heads": 5}, "cannot share 5 KV heads"),
         ({"num_local_experts": 8}, "experts"),
+        ({"kv_lora_rank": 512}, "latent and linear attention have no cost model here but for DeepSeek V2"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "qk_nope_head_dim is None; it must be an integer >= 1"),
     ],
 )
 def test_a_config_of_no_dense_decoder_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:

@@ -175,7 +175,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
         },
     ),
-    "deepseek 3, all dense": ("deepseek_v3", {**DEEPSEEK, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 3}),
+    "deepseek 3, all dense": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 3},
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen 2 moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen 3 moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "norm_topk_prob": True}),

@@ -132,6 +132,15 @@ def test_deterministic_rows_do_not_depend_on_the_batch(by: str, base: Path, adap
         assert torch.equal(logits, alone)
 
 
+def test_projections_behind_a_latent_are_refused_by_name(tmp_path: Path) -> None:
+    base = write_family(tmp_path / "m", "deepseek 3")
+    adapter = write_adapter(tmp_path / "a", base, 1, targets=("q_a_proj", "q_b_proj"))
+    with pytest.raises(
+        ModelError, match="target_modules has 'q_b_proj'; supported in this model: down_proj, gate_proj,"
+    ):
+        read_adapter(adapter, read_model_config(base))
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     return write_tiny_llama(tmp_path / "tiny")

@@ -37,8 +37,9 @@ class RooflineCost(ProfiledCost):
 
     Seconds through all stages, tensor parallelism included. Arithmetic: `token_s` per token computed, `pair_s` per
     token that it attends to, `row_s` per decode (the head; a prompt's one token is not counted). Traffic: `weights_s`
-    per step, `context_s` per token of KV read. Always: `fixed_s` for launches and latencies, `send_token_s` per token
-    for all-reduces and sends between stages.
+    per step, `experts_s` for all experts, of which a token takes `expert_share`, each as often as another, and
+    `context_s` per token of KV read. Always: `fixed_s` for launches and latencies, `send_token_s` per token for
+    all-reduces and sends between stages.
     """
 
     token_s: float
@@ -48,6 +49,13 @@ class RooflineCost(ProfiledCost):
     context_s: float
     fixed_s: float
     send_token_s: float = 0.0
+    experts_s: float = 0.0
+    expert_share: float = 0.0
+
+    def read_seconds(self, tokens: int, context_tokens: float) -> float:
+        """Of weights and KV, for a step of so many tokens."""
+        experts_s = self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
+        return self.weights_s + experts_s + context_tokens * self.context_s
 
     def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
         tokens, pairs = batch, float(context_tokens)
@@ -57,7 +65,7 @@ class RooflineCost(ProfiledCost):
                 pairs += num_tokens * (cached_tokens + (num_tokens + 1) / 2)
                 context_tokens += cached_tokens
         compute_s = tokens * self.token_s + pairs * self.pair_s + batch * self.row_s
-        memory_s = self.weights_s + context_tokens * self.context_s
+        memory_s = self.read_seconds(tokens, context_tokens)
         return self.ratio * (max(compute_s, memory_s) + self.fixed_s + tokens * self.send_token_s)
 
 

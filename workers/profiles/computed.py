@@ -48,16 +48,19 @@ def roofline(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) 
     each stage but the last one send. Raises `ProfileError`."""
     check_parallel(shape, hardware, tensor, pipeline)
     flops = hardware.flops_of(shape.element_bytes) * COMPUTE * tensor
-    weights = shape.layer_parameters + shape.head_parameters
+    weights = shape.layer_parameters - shape.expert_parameters + shape.head_parameters
+    number_s = shape.element_bytes / (tensor * hardware.memory_byte_s * MEMORY)  # to read one
     activation_bytes = shape.hidden * shape.element_bytes
     sums, hops = 2 * shape.layers * (tensor > 1), pipeline - 1
     ring_byte_s = hardware.node_link_byte_s * LINK
     hop_byte_s = stage_link_byte_s(hardware, tensor, pipeline) * LINK
     return RooflineCost(
-        token_s=2 * shape.layer_parameters / flops,
+        token_s=2 * shape.active_parameters / flops,
         pair_s=shape.attention_flops_per_pair / flops,
         row_s=2 * shape.head_parameters / flops,
-        weights_s=weights * shape.element_bytes / (tensor * hardware.memory_byte_s * MEMORY),
+        weights_s=weights * number_s,
+        experts_s=shape.expert_parameters * number_s,
+        expert_share=shape.experts.per_token / shape.experts.count if shape.experts else 0.0,
         context_s=context_seconds(shape, hardware, tensor),
         fixed_s=shape.layers * LAYER_S + sums * ALL_REDUCE_S + hops * SEND_S,
         send_token_s=activation_bytes * (sums * 2 * (tensor - 1) / tensor / ring_byte_s + hops / hop_byte_s),

@@ -120,7 +120,7 @@ def splitwise(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int)
             fixed, slope
         ),
         decode=StepCurve.rising((batch, token_s) for batch, (_, token_s) in many.items()).plus(fixed, slope),
-        attention_share=shape.attention_flops_per_pair / (2 * shape.layer_parameters),
+        attention_share=shape.attention_flops_per_pair / (2 * shape.active_parameters),
     )
 
 

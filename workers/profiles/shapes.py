@@ -13,9 +13,39 @@ from workers.profiles.profile_errors import ProfileError, UnknownName
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Latent attention: as `LatentConfig` of a model. A token has one vector of `rank` + `rotary_dim` numbers."""
+
+    rank: int
+    query_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Of one layer's attention."""
+        queries = heads * (self.plain_dim + self.rotary_dim)
+        of_queries = self.query_rank * (hidden + queries) if self.query_rank else hidden * queries
+        values = heads * self.value_dim
+        up = self.rank * (heads * self.plain_dim + values)
+        return of_queries + hidden * (self.rank + self.rotary_dim) + up + values * hidden
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """`per_token` of `count` experts, each `ffn` wide, and a shared one of `shared_ffn`, in all but `dense` layers."""
+
+    count: int
+    per_token: int
+    ffn: int
+    shared_ffn: int = 0
+    dense: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder. `positions`: learned position embeddings. `element_bytes`: of weights, and of KV
-    unless `kv_dtype` is set.
+    """A decoder. `positions`: learned position embeddings. `element_bytes`: of weights, and of KV unless `kv_dtype` is
+    set. With `latent` there is one KV head, and `head_dim` is the width of its vectors.
 
     Raises `ProfileError` when a number is not positive, or query heads cannot share the KV heads.
     """
@@ -33,6 +63,8 @@ class ModelShape:
     positions: int = 0
     element_bytes: int = 2
     kv_dtype: str = ""
+    latent: LatentShape | None = None
+    experts: ExpertsShape | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -47,7 +79,27 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Of all layers, without head and embeddings."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + (3 if self.gated else 2) * self.hidden * self.ffn)
+        if self.latent is not None:
+            attention = self.latent.parameters(self.hidden, self.heads)
+        ffn = self.layers * self.ffn
+        if (experts := self.experts) is not None:
+            ffn = experts.dense * self.ffn + (self.layers - experts.dense) * experts.shared_ffn
+        return self.layers * attention + (3 if self.gated else 2) * self.hidden * ffn + self.expert_parameters
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts but the shared ones."""
+        if self.experts is None:
+            return 0
+        return (self.layers - self.experts.dense) * self.experts.count * 3 * self.hidden * self.experts.ffn
+
+    @property
+    def active_parameters(self) -> int:
+        """Of all layers, those that one token is multiplied with."""
+        if self.experts is None:
+            return self.layer_parameters
+        idle = self.experts.count - self.experts.per_token
+        return self.layer_parameters - self.expert_parameters * idle // self.experts.count
 
     @property
     def head_parameters(self) -> int:
@@ -64,9 +116,9 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers, with the scales of quantized numbers."""
+        """K and V, or the latent, of all layers, with the scales of quantized numbers."""
         of_one = slot_bytes(self.head_dim, self.kv_dtype) if self.kv_dtype else self.head_dim * self.element_bytes
-        return 2 * self.layers * self.kv_heads * of_one
+        return (1 if self.latent else 2) * self.layers * self.kv_heads * of_one
 
     @property
     def attention_flops_per_pair(self) -> int:
@@ -79,11 +131,11 @@ class ModelShape:
         Without the head, which computes only one token of a prompt.
         """
         pairs = (num_tokens**2 - cached_tokens**2) / 2
-        return 2.0 * self.layer_parameters * (num_tokens - cached_tokens) + self.attention_flops_per_pair * pairs
+        return 2.0 * self.active_parameters * (num_tokens - cached_tokens) + self.attention_flops_per_pair * pairs
 
     def decode_flops(self, context_tokens: int) -> float:
         """Of one token that attends to `context_tokens`, head included."""
-        weights = 2.0 * (self.layer_parameters + self.head_parameters)
+        weights = 2.0 * (self.active_parameters + self.head_parameters)
         return weights + self.attention_flops_per_pair * context_tokens
 
 
@@ -93,6 +145,15 @@ def _shape(
     return ModelShape(name, layers, hidden, heads, kv_heads, ffn, vocab, more.pop("head_dim", hidden // heads), **more)
 
 
+_LITE: dict[str, Any] = {
+    **{"head_dim": 576, "latent": LatentShape(512, 0, 128, 64, 128)},
+    "experts": ExpertsShape(64, 6, 1408, shared_ffn=2816, dense=1),
+}
+_V2 = _LITE | {
+    "latent": LatentShape(512, 1536, 128, 64, 128),
+    "experts": ExpertsShape(160, 6, 1536, shared_ffn=3072, dense=1),
+}
+_V3 = _V2 | {"experts": ExpertsShape(256, 8, 2048, shared_ffn=2048, dense=3)}
 _OPT: dict[str, Any] = {"gated": False, "tied": True, "positions": 2050}
 SHAPES = {
     shape.name: shape
@@ -110,6 +171,9 @@ SHAPES = {
         _shape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, tied=True),
         _shape("qwen2.5-7b", 28, 3584, 28, 4, 18944, 152064),
         _shape("qwen3-0.6b", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tied=True),
+        _shape("deepseek-v2-lite", 27, 2048, 16, 1, 10944, 102400, **_LITE),
+        _shape("deepseek-v2", 60, 5120, 128, 1, 12288, 102400, **_V2),
+        _shape("deepseek-v3", 61, 7168, 128, 1, 18432, 129280, **_V3),
         _shape("smollm2-135m", 30, 576, 9, 3, 1536, 49152, tied=True),
     )
 }
@@ -125,6 +189,9 @@ WEIGHTS = {
     "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
     "smollm2-135m": "smollm2-135m",
 }
 _ENDINGS = ("-hf", "-instruct", "-chat", "-base", "-v0.1", "-v0.2", "-v0.3", "-it")
@@ -156,7 +223,7 @@ def shape_of(model: str | ModelShape) -> ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """From a Hugging Face config.json. Raises `ProfileError` unless it is a dense decoder's."""
+    """From a Hugging Face config.json. Raises `ProfileError` unless it is a dense decoder's, or a DeepSeek V2 or V3."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -164,8 +231,11 @@ def read_shape(path: Path) -> ModelShape:
     if not isinstance(config, dict):
         raise ProfileError(f"{path} holds no JSON object")
     unlike = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "linear_num_value_heads")
-    if any(config.get(key) for key in unlike):
-        raise ProfileError(f"{path}: experts, latent and linear attention have no cost model here; profile a worker")
+    if config.get("model_type") not in ("deepseek_v2", "deepseek_v3") and any(config.get(key) for key in unlike):
+        raise ProfileError(
+            f"{path}: experts, latent and linear attention have no cost model here but for DeepSeek V2 and V3; "
+            "profile a worker"
+        )
     shape = _of_config(path, config)
     known = SHAPES.get(canonical(shape.name))
     return known if known == replace(shape, name=known.name if known else "") else shape
@@ -185,17 +255,42 @@ def _of_config(path: Path, config: dict[str, Any]) -> ModelShape:
     gated = kind not in ("opt", "bloom", "gpt2", "gpt_neox", "gptj", "falcon", "phi", "starcoder2")
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
     ffn = next((config[key] for key in ("intermediate_size", "ffn_dim", "n_inner") if config.get(key)), 4 * hidden)
+    latent, experts = _deepseek(path, config) if kind in ("deepseek_v2", "deepseek_v3") else (None, None)
     return ModelShape(
         name=str(config.get("_name_or_path") or path.parent.name or kind),
         layers=first("num_hidden_layers", "n_layer"),
         hidden=hidden,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads),
+        kv_heads=1 if latent else config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads),
         ffn=ffn,
         vocab=first("vocab_size"),
-        head_dim=config.get("head_dim") or hidden // heads,
+        head_dim=latent.rank + latent.rotary_dim if latent else config.get("head_dim") or hidden // heads,
         gated=gated,
         tied=bool(config.get("tie_word_embeddings", kind in ("opt", "bloom", "gpt2"))),
         positions=config.get("max_position_embeddings", 0) + 2 if kind == "opt" else config.get("n_positions", 0),
         element_bytes={"float32": 4, "float8_e4m3fn": 1, "int8": 1}.get(dtype, 2),
+        latent=latent,
+        experts=experts,
     )
+
+
+def _deepseek(path: Path, config: dict[str, Any]) -> tuple[LatentShape, ExpertsShape]:
+    """Raises `ProfileError`."""
+
+    def number(name: str, least: int = 1) -> int:
+        value = config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ProfileError(f"{path}: {name} is {value!r}; it must be an integer >= {least}")
+        return value
+
+    query_rank = number("q_lora_rank") if config.get("q_lora_rank") is not None else 0
+    head = [number(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    ffn = number("moe_intermediate_size")
+    experts = ExpertsShape(
+        number("n_routed_experts"),
+        number("num_experts_per_tok"),
+        ffn,
+        number("n_shared_experts") * ffn,
+        min(number("first_k_dense_replace", 0), number("num_hidden_layers")),
+    )
+    return LatentShape(number("kv_lora_rank"), query_rank, *head), experts

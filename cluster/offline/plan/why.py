@@ -95,7 +95,7 @@ def _parts(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, 
     cost = roofline(request.shape, request.sheets[group.hardware], group.tensor, group.pipeline)
     seconds = {
         "compute": tokens * cost.token_s + pairs * cost.pair_s + (tokens * cost.row_s if context else 0.0),
-        "bandwidth": cost.weights_s + context * cost.context_s,
+        "bandwidth": cost.read_seconds(tokens, context),
         "launches": cost.fixed_s,
         "link": tokens * cost.send_token_s,
     }
