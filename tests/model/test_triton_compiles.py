@@ -13,7 +13,7 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from workers.ops import triton_fused, triton_lora, triton_paged
+from workers.ops import triton_delta, triton_fused, triton_lora, triton_paged
 from workers.ops.triton_paged import CHUNK, DECODE, INVARIANT, SPLIT
 
 POINTERS = {"query", "output", "states", "pool", "query_starts", "context_lens", "block_tables"}
@@ -56,6 +56,10 @@ for kind in range(3):
 kinds |= {"entries": "*i64", "inner": "*fp32"} | dict.fromkeys(("rows", "tiles"), "*i32")
 for kernel, size in ((triton_lora._shrink, {"DEPTH": 64}), (triton_lora._expand, {"COLUMNS": 64})):
     ptx(kernel, DECODE, kinds, {"PARTS": 3, "HEIGHT": 16, "STRIDE": 5} | size, ())
+numbers = ("mixed", "weight", "output", "states", "query", "key", "value", "a", "b", "rate", "bias")
+delta = dict.fromkeys(numbers, "*fp32") | dict.fromkeys(("starts", "contexts", "tables"), "*i32")
+ptx(triton_delta._conv, DECODE, delta, {"CHANNELS": 256, "TAPS": 4}, ())
+ptx(triton_delta._rule, DECODE, delta, {"KEYS": 128, "FEATURES": 32}, ())
 ptx(triton_fused._rotate, DECODE, kinds, {"HEAD_DIM": 128, "HALF": 64, "HEADS": 64, "DIM": 64, "REST": 1}, ())
 """
 

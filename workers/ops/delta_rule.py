@@ -7,12 +7,13 @@ block the state after the last token there. So a sequence may go on at each bloc
     S_t = decay_t * S_(t-1) + k_t (beta_t * (v_t - k_t decay_t * S_(t-1)))     of each value head: [key_dim, value_dim]
     o_t = q_t S_t
 
-Native kernels compute it on a CPU, torch elsewhere; both in float32, and a row's bits do not depend on how its prompt
-is cut or on other rows. Source: Yang et al., Gated Delta Networks (2025).
+Native kernels compute it on a CPU, Triton's on a GPU, torch elsewhere; all in float32. With kernels a row's bits depend
+neither on how its prompt is cut nor on other rows. Source: Yang et al., Gated Delta Networks (2025).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ def causal_conv(mixed: Tensor, weight: Tensor, states: Tensor, batch: RaggedBatc
     writes `states`.
     """
     mixed, (_, kv_heads, channels) = mixed.contiguous(), mixed.shape
+    if mixed.is_cuda:
+        return _triton().causal_conv(mixed, weight, states, batch, block_size)  # type: ignore[no-any-return]
     output, taps = torch.empty_like(mixed), weight.shape[1]
     if _is_native(mixed):
         kernel("causal_conv")(
@@ -74,8 +77,11 @@ def gated_delta_rule(
     query = rms_norm(query, None, _EPS / size) / size  # a root mean square is a length / sqrt(size)
     key = rms_norm(key, None, _EPS / size) / size**0.5
     _, value_heads, value_dim = value.shape
-    output, value = torch.empty(value.shape, device=value.device), value.contiguous()
-    kv_heads = states.shape[1]
+    value = value.contiguous()
+    if value.is_cuda:
+        numbers = (query, key, value, gates.a, gates.b, gates.rate, gates.bias)
+        return _triton().gated_delta_rule(*numbers, states, batch, block_size)  # type: ignore[no-any-return]
+    output, kv_heads = torch.empty(value.shape), states.shape[1]
     if _is_native(value):
         kernel("delta_rule")(
             *(pointer(each) for each in (query, key, value, gates.a, gates.b, gates.rate, gates.bias, output)),
@@ -115,6 +121,12 @@ def _sequences(batch: RaggedBatch, block_size: int) -> Iterator[tuple[int, int, 
             )
             row, position = stop, position + stop - row
         yield first, end, runs
+
+
+def _triton() -> ModuleType:
+    from workers.ops import triton_delta  # only where Triton is installed: torch for CUDA brings it
+
+    return triton_delta
 
 
 def _is_native(x: Tensor) -> bool:
