@@ -8,25 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.driving import Device, Pipeline, engine, next_token, request, result, tokens_of
-from tests.engine.test_race import BLOCK_BYTES, COSTS, SIZE, Race
+from tests.engine.driving import Device, Pipeline, engine, next_token, request, tokens_of
+from tests.engine.test_race import ANY_RACE, BLOCK_BYTES, CHANGES, COSTS, SIZE, Race, Speed, end_reads
 from workers.config import BATCHING
 from workers.costs import LinearCost
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.estimate import plan_seconds
 from workers.engine.prefix_fetch import PrefixFetch
-from workers.engine.step import StepPlan
-from workers.request import TokensOut
 
 
 class Wire:
-    """Brings what a fetch asks for, one read after the other, `block_s` for each block of it."""
+    """Brings what a fetch asks for, one read after the other."""
 
-    def __init__(self, subject: Engine, fetch: PrefixFetch, block_s: float) -> None:
-        self.now_s = 0.0
+    def __init__(self, subject: Engine, fetch: PrefixFetch, speed: Speed, now_s: float) -> None:
+        self.now_s = now_s
         self.num_blocks = 0
         self._fetches, self._fetch = subject.prefix_fetches, fetch
-        self._block_s = block_s
+        self._speed = speed
         self._read: tuple[float, int] | None = None  # when it ends, and its first token
         self._is_over = False
         self._go_on()
@@ -48,7 +45,7 @@ class Wire:
         self._read = None
         if taken is not None:
             self.num_blocks += taken[1] // SIZE
-            self._read = self.now_s + taken[1] // SIZE * self._block_s, taken[0]
+            self._read = self._speed.read_s(self.now_s, taken[1] // SIZE), taken[0]
         elif not self._is_over:
             self._is_over = True
             self._fetches.end(self._fetch)
@@ -57,7 +54,7 @@ class Wire:
 class FetchRace(Race):
     """As `Race`, with a prefix that is fetched from the moment at which the prompt arrives."""
 
-    def run(self, believed: float = 1.0) -> float:
+    def run(self, believed: float = 1.0, before: float = 0.0) -> float:
         subject = engine(
             block_size=SIZE,
             kv_blocks=2000,
@@ -66,24 +63,23 @@ class FetchRace(Race):
             cost=self.cost,
             block_bytes=BLOCK_BYTES,
         )
-        plan: StepPlan | None = None
-        if self.others:
-            subject.add(request("others", (1000 - 1,) * self.others, max_tokens=1), 0.0, hold=False)
-            plan = subject.schedule(0.0)
-        speed = BLOCK_BYTES / (believed * self.block_s)
-        fetch = subject.prefix_fetches.begin(self.prompt[: self.cached], bytes_per_s=speed)
-        self.wire = wire = Wire(subject, fetch, self.block_s)
-        subject.add(request("r", self.prompt, max_tokens=1), 0.0, hold=False)
-        while True:
-            while plan is None and (plan := subject.schedule(wire.now_s)) is None:
-                wire.run(min(wire.next_s, subject.wakes_at_s))
-            took_s = plan_seconds(self.cost, plan)
-            wire.run(wire.now_s + took_s)
-            subject.commit(plan, result(plan, took_s), wire.now_s)
-            subject.check()
-            if any(isinstance(each, TokensOut) and each.key == "r/0" for each in subject.drain()):
-                return wire.now_s
-            plan = None
+        begun_s = 0.0
+        if before:
+            speed = Speed(before * self.speed.block_s)
+            self._begin_fetch(subject, self.other, speed, believed, begun_s)
+            self._ask(subject, self.wire, "before", self.other)
+            end_reads(self.wire)
+            begun_s = self.wire.now_s
+        plan = self._begin_others(subject, begun_s)
+        self._begin_fetch(subject, self.prompt, self.speed.begun(begun_s), believed, begun_s)
+        return self._ask(subject, self.wire, "r", self.prompt, plan) - begun_s
+
+    def _begin_fetch(
+        self, subject: Engine, prompt: tuple[int, ...], speed: Speed, believed: float, now_s: float
+    ) -> None:
+        bytes_per_s = BLOCK_BYTES / (believed * self.speed.block_s)
+        fetch = subject.prefix_fetches.begin(prompt[: self.cached], now_s=now_s, bytes_per_s=bytes_per_s)
+        self.wire = Wire(subject, fetch, speed, now_s)
 
 
 @given(
@@ -100,6 +96,28 @@ def test_it_takes_no_longer_than_the_better_of_fetching_and_computing(
 ) -> None:
     race = FetchRace(blocks, rest, slow, cost, budget, others)
     assert race.run() <= 1.05 * race.better_s + 1e-9
+
+
+@given(before=CHANGES, race=st.builds(FetchRace, **ANY_RACE))
+@settings(max_examples=150, deadline=None)
+def test_a_link_that_becomes_faster_or_slower_between_prompts_costs_at_most_a_chunk(
+    before: float, race: FetchRace
+) -> None:
+    assert race.run(before, before) <= 1.05 * race.better_s + race.chunk_s + 1e-9
+
+
+@given(race=st.builds(FetchRace, **ANY_RACE, changes=st.floats(0.01, 2.0), slower=CHANGES))
+@settings(max_examples=150, deadline=None)
+def test_a_link_that_becomes_faster_or_slower_within_a_prompt_costs_at_most_two_chunks(race: FetchRace) -> None:
+    assert race.run() <= 1.05 * race.better_s + 2 * race.chunk_s + 1e-9
+
+
+@pytest.mark.parametrize("blocks", [31, 95])
+@pytest.mark.parametrize("slow", [0.01, 0.02, 0.04])
+def test_a_link_that_is_fast_again_is_used_at_once(blocks: int, slow: float) -> None:
+    """The first prompt after it took 50 times as long."""
+    race = FetchRace(blocks, 16, slow, LinearCost(step_s=0.005, swap_byte_s=0.0), 512)
+    assert race.run(50.0, before=50.0) <= 1.01 * race.better_s
 
 
 @pytest.mark.parametrize("believed", [0.5, 2.0])

@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from tests.model.test_host_tier import PROMPTS
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
 from workers.engine.cache_log import Tier
+from workers.engine.read_speed import ReadSpeed
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
@@ -232,9 +235,22 @@ async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(tiny: M
 
 
 class LongSteps(SoloExecutor):
-    """Steps end when nothing is read any more."""
+    """Reads begin with a step, which ends when nothing is read any more."""
+
+    _wanted: tuple[Callable[[], None], ...] = ()
+
+    def hold_reads(self, disk: DiskCache) -> None:
+        read = disk.read
+
+        def wait(name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+            self._wanted = (*self._wanted, partial(read, name, block, timeout_s, done))
+
+        disk.read = wait
 
     async def execute(self, plan: StepPlan) -> StepResult:
+        wanted, self._wanted = self._wanted, ()
+        for read in wanted:
+            read()
         result = await super().execute(plan)
         disk = disk_of(self)
         while disk is not None and disk._reading:
@@ -259,8 +275,9 @@ async def test_a_prefix_that_is_computed_from_the_front_and_read_from_the_back_g
         answers.append([])
         disk = disk_of(executor)
         assert disk is not None
+        executor.hold_reads(disk)
         for number, prompt in enumerate(prompts):
-            worker.engine._stores[0].block_s = 150 / 18  # as long as computing a block
+            worker.engine._stores[0].speed = ReadSpeed(150 / 18)  # as long as computing a block
             tokens, cached = await client.answer(number, prompt)
             answers[-1].append(tokens)
             if is_stored and number < 2:  # the last two prompts were on the device alone

@@ -18,13 +18,13 @@ from workers.engine.blocks import BlockPool, prefix_hashes
 from workers.engine.estimate import StepEstimate
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.race import Gap, StepSeconds, choose
+from workers.engine.read_speed import ReadSpeed
 from workers.engine.sequence import Sequence, State
 from workers.engine.store_tiers import StoreTier
 from workers.kv_events import chain, name_of_block
 
 FIND_TIMEOUT_S = 1.0
-PATIENCE = 0.05  # of the time to compute a prompt: for so long it may wait in vain
-LATE = 2.0  # reads that take this many times as long as they should are not waited for
+PATIENCE = 0.02  # of the time to compute a prompt: for so long it may wait in vain
 
 
 @dataclass(slots=True, eq=False)
@@ -45,9 +45,21 @@ class _Loading:
     unread: deque[int] = field(default_factory=deque)  # ascending
     reading: set[int] = field(default_factory=set)
     reads: bool = True
+    from_back: bool = False
     is_new: bool = True
-    find_until_s: float | None = None
-    wait_until_s: float | None = None
+    has_read: bool = False
+    turn_s: float = -1.0
+    compute_s: float = 0.0
+    wait_until_s: float = 0.0
+
+    def patience_until_s(self, now_s: float, compute_s: float) -> float:
+        """It may wait for as long as computing what has arrived meanwhile takes, and a little more.
+
+        `compute_s`: of what is not here. The first call is when its turn comes.
+        """
+        if self.turn_s < 0.0:
+            self.turn_s, self.compute_s = now_s, compute_s
+        return self.turn_s + (1 + PATIENCE) * self.compute_s - compute_s
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +178,7 @@ class Loads:
         first = self._num_here(loading.names[: loading.end]) * self._size
         if self._tokens_now(loading, first, seconds):
             return None
-        return max(loading.find_until_s or 0.0, loading.wait_until_s or 0.0)
+        return loading.wait_until_s
 
     def tokens_now(self, sequence: Sequence, seconds: StepSeconds) -> int:
         """How many of its missing tokens the next step should compute, at most."""
@@ -189,22 +201,21 @@ class Loads:
                     loading = self._loadings[sequence] = _Loading(sequence, names, [0] * len(self._tiers), 0, 0)
                 loading.end = max(loading.end, fetch.num_common(names))
         if loading is not None:
-            if fetch is None and loading.fetch is not None:
-                loading.wait_until_s = None
             loading.fetch = fetch
         return loading
 
     def _tokens_now(self, loading: _Loading, first: int, seconds: StepSeconds) -> int:
         total, cached = len(loading.sequence.tokens), loading.end * self._size
-        if loading.unfound and self._may_find(loading, seconds.now(total - first, first)):
-            return 0
+        compute_s = seconds.now(total - first, first)
+        patience_until_s = loading.patience_until_s(self._now_s, compute_s)
+        if loading.unfound and self._now_s < patience_until_s:
+            return self._wait(loading, patience_until_s)
         if first >= cached:
             return total
         until = self._next_here(loading, first)
-        missing = self._arrivals(loading, first, until)
-        if loading.fetch is not None:
-            patience_s = LATE * loading.fetch.piece_s + PATIENCE * seconds.now(total - first, first)
-            loading.wait_until_s = loading.fetch.progress_s + patience_s
+        wait_until_s = max(patience_until_s, self._late_at_s(loading))
+        has_patience = self._is_read(loading) and self._now_s < wait_until_s
+        missing = self._arrivals(loading, first, until, fast=has_patience)
         gap = Gap(
             first=first,
             until=until,
@@ -212,55 +223,82 @@ class Loads:
             total=total,
             missing=missing,
             copy_s=self._estimate.cost.swap_seconds(self._block_bytes) / 2 if self._tiers else 0.0,
-            can_wait=self._can_wait(loading) and until - first == len(missing) * self._size > 0,
+            can_wait=has_patience and until - first == len(missing) * self._size > 0,
+            since_s=self._now_s - loading.turn_s,
         )
         choice = choose(gap, seconds)
-        loading.reads = choice.reads
-        if not choice.reads and loading.unread and not self._tier(loading, loading.unread[-1]).num_reading:
+        first_until_s = self._first_until_s(loading, len(missing)) if choice.num_tokens and missing else 0.0
+        loading.reads = choice.reads and self._now_s >= first_until_s
+        loading.from_back = choice.num_tokens > 0 or loading.sequence.state is State.RUNNING
+        if not loading.reads and loading.unread and not self._tier(loading, loading.unread[-1]).num_reading:
             self._read_next(loading)  # one block, to notice when the store has become faster
         if not choice.num_tokens:
-            if loading.wait_until_s is None:
-                late_s = LATE * max(arrives_s for _, arrives_s in missing)
-                loading.wait_until_s = self._now_s + max(late_s, PATIENCE * seconds.now(total - first, first))
-            self.wakes_at_s = min(self.wakes_at_s, loading.wait_until_s)
-            return 0
-        aligned = -(-(first + choice.num_tokens) // self._size) * self._size
-        return (min(aligned, until) if choice.reads else total) - first
+            return self._wait(loading, wait_until_s, max(arrives_s for _, arrives_s in missing))
+        if self._now_s < first_until_s:
+            return self._wait(loading, first_until_s)
+        end = min(-(-(first + choice.num_tokens) // self._size) * self._size, until if choice.reads else total)
+        return end - first
 
-    def _arrivals(self, loading: _Loading, first: int, until: int) -> list[tuple[int, float]]:
+    def _first_until_s(self, loading: _Loading, num_missing: int) -> float:
+        """Until when to wait for the first read, although computing seems faster: reads may be faster than they were.
+
+        If it has not ended by then, reading all of the rest takes longer than computing it.
+        """
+        fetch = loading.fetch
+        if loading.has_read or not self._is_read(loading) or (fetch is not None and fetch.speed.num_reads):
+            return 0.0
+        if fetch is not None:
+            fetch.from_back = True
+        num_blocks = fetch.num_piece if fetch is not None else 1
+        return loading.turn_s + min(num_blocks / num_missing, PATIENCE) * loading.compute_s
+
+    def _wait(self, loading: _Loading, until_s: float, read_s: float = 0.0) -> int:
+        """Until then if nothing arrives, or for `read_s` if reads go on as they should."""
+        loading.wait_until_s = max(until_s, self._now_s + read_s)
+        self.wakes_at_s = min(self.wakes_at_s, until_s)
+        return 0
+
+    def _is_read(self, loading: _Loading) -> bool:
+        """Whether more of it is being read, or can be."""
+        return bool(loading.fetch or loading.reading or self._num_ahead() < self._most_ahead)
+
+    def _late_at_s(self, loading: _Loading) -> float:
+        """From when on the next read that should end is late."""
+        patience_s = PATIENCE * loading.compute_s
+        if loading.fetch is not None:
+            return loading.fetch.speed.late_at_s(loading.fetch.num_piece, patience_s)
+        tiers = {self._reads[loading.names[place]].tiers[0] for place in loading.reading}
+        return min((tier.speed.late_at_s(1, patience_s) for tier in tiers), default=0.0)
+
+    def _arrivals(self, loading: _Loading, first: int, until: int, *, fast: bool) -> list[tuple[int, float]]:
         """The first token of each block in between that is being read or could be, and in how many seconds it is here.
 
         Each store reads one block after the other; so does a fetch. What is not read yet is read from the back, and so
         from one store after the other.
         """
-        waits_s = {tier: -min(self._now_s - tier.progress_s, tier.block_s) for tier in self._tiers if tier.num_reading}
-        arrivals: dict[int, float] = {}
+        now_s = self._now_s
 
+        def seconds(speed: ReadSpeed, num_blocks: int, *, is_reading: bool = True) -> float:
+            return speed.fast_block_s if fast or not is_reading else speed.slow_block_s(now_s, num_blocks)
+
+        block_s = {tier: seconds(tier.speed, 1, is_reading=bool(tier.num_reading)) for tier in self._tiers}
+        waits_s = {tier: -min(now_s - tier.speed.progress_s, block_s[tier]) for tier in self._tiers if tier.num_reading}
+        arrivals: dict[int, float] = {}
         for read in self._reads.values():
-            waits_s[read.tiers[0]] += read.tiers[0].block_s
+            waits_s[read.tiers[0]] += block_s[read.tiers[0]]
             for each, place in read.wanted:
                 if each is loading:
                     arrivals[place] = waits_s[read.tiers[0]]
         wait_s = 0.0
         for place in reversed(loading.unread):
             tier = self._tier(loading, place)
-            wait_s = arrivals[place] = max(wait_s, waits_s.get(tier, 0.0)) + tier.block_s
+            wait_s = arrivals[place] = max(wait_s, waits_s.get(tier, 0.0)) + block_s[tier]
         if loading.fetch is not None:
-            for place, arrives_s in loading.fetch.arrivals_s(self._now_s):
+            fetch = loading.fetch
+            for place, arrives_s in fetch.arrivals_s(now_s, seconds(fetch.speed, fetch.num_piece)):
                 arrivals[place] = min(arrives_s, arrivals.get(place, math.inf))
         in_order = ((place * self._size, arrivals[place]) for place in sorted(arrivals))
         return [each for each in in_order if first <= each[0] < until]
-
-    def _may_find(self, loading: _Loading, compute_s: float) -> bool:
-        """Whether to wait for stores that have not reported yet what they have."""
-        if loading.find_until_s is None:
-            loading.find_until_s = self._now_s + PATIENCE * compute_s
-        self.wakes_at_s = min(self.wakes_at_s, loading.find_until_s)
-        return self._now_s < loading.find_until_s
-
-    def _can_wait(self, loading: _Loading) -> bool:
-        has_patience = loading.wait_until_s is None or self._now_s < loading.wait_until_s
-        return has_patience and bool(loading.fetch or loading.reading or self._num_ahead() < self._most_ahead)
 
     def _pass(self, loading: _Loading, first: int) -> None:
         """Computing has come to this token."""
@@ -308,8 +346,7 @@ class Loads:
                 left -= 1
 
     def _read_next(self, loading: _Loading) -> bool:
-        is_running = loading.sequence.state is State.RUNNING
-        place = loading.unread[-1 if is_running else 0]
+        place = loading.unread[-1 if loading.from_back else 0]
         name = loading.names[place]
         read = self._reads.get(name)
         if read is not None:
@@ -324,7 +361,7 @@ class Loads:
             self._try(read)
         if read is not None:
             loading.reading.add(place)
-        loading.unread.pop() if is_running else loading.unread.popleft()
+        loading.unread.pop() if loading.from_back else loading.unread.popleft()
         return True
 
     def _prefix(self, loading: _Loading, place: int) -> int | None:
@@ -333,15 +370,12 @@ class Loads:
         return name_of_block(sequence.chain, place, self._size)
 
     def _try(self, read: _Read) -> None:
-        tier = read.tiers[0]
-        if not tier.num_reading:
-            tier.progress_s = self._now_s
-        tier.read(read.name, read.block, partial(self._ended, read))
+        read.tiers[0].read(read.name, read.block, self._now_s, partial(self._ended, read))
 
     def _ended(self, read: _Read, arrived: bool, seconds: float) -> None:
         tier = read.tiers.pop(0)
         read.begun_s += seconds
-        self._now_s = tier.progress_s = max(self._now_s, read.begun_s)
+        self._now_s = max(self._now_s, read.begun_s)
         wanted = [each for each in read.wanted if each[0].sequence in self._loadings and each[1] in each[0].reading]
         if not arrived and read.tiers and wanted:
             return self._try(read)
@@ -349,6 +383,7 @@ class Loads:
         is_here = self._host.loaded(read.block, read.prefix, arrived=arrived)
         for loading, place in wanted:
             loading.reading.remove(place)
+            loading.has_read = True
             if is_here:
                 loading.sequence.from_stores[place] = tier.tier
         self.read()

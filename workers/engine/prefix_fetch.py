@@ -18,6 +18,7 @@ from workers.config import RESTORED_SHARE
 from workers.engine.blocks import BlockPool, Cached, OutOfBlocks, prefix_hashes
 from workers.engine.estimate import StepEstimate
 from workers.engine.leases import LeaseBook
+from workers.engine.read_speed import ReadSpeed
 from workers.engine.sequence import Lease
 from workers.kv_events import chain, name_of_block
 
@@ -31,8 +32,6 @@ class PrefixFetch:
     """A prefix that is being fetched. Its first `num_shared` blocks were here already.
 
     It is read in units of `unit` blocks, which end where a block of the owner does; `piece` units with each read.
-    `block_s`: seconds to fetch a block, as of late. `progress_s`: when the newest read ended, or when the first one is
-    expected to begin.
     """
 
     blocks: tuple[int, ...]
@@ -44,14 +43,12 @@ class PrefixFetch:
     block_size: int
     unit: int
     piece: int
-    block_s: float
+    speed: ReadSpeed
     begun_s: float
-    progress_s: float
     unread: deque[int] = field(default_factory=deque)  # units that are neither read nor passed, ascending
     reading: deque[range] = field(default_factory=deque)  # units of each read, in the order of reads
     from_back: bool = False
-    first_read_s: float | None = None
-    num_landed: int = 0  # blocks
+    is_read: bool = False  # the first read has begun
 
     @property
     def is_done(self) -> bool:
@@ -68,19 +65,19 @@ class PrefixFetch:
             self.unread.popleft()
 
     @property
-    def piece_s(self) -> float:
-        """Seconds of a read."""
-        return self.piece * self.unit * self.block_s
+    def num_piece(self) -> int:
+        """Blocks of a read."""
+        return self.piece * self.unit
 
-    def arrivals_s(self, now_s: float) -> Iterator[tuple[int, float]]:
+    def arrivals_s(self, now_s: float, block_s: float) -> Iterator[tuple[int, float]]:
         """Blocks that are read or will be, and in how many seconds each is here, if the rest is read from the back."""
-        wait_s = max(self.progress_s - now_s, -self.piece_s)
+        wait_s = max(self.speed.progress_s - now_s, -self.num_piece * block_s)
         for units in self.reading:
-            wait_s += len(units) * self.unit * self.block_s
+            wait_s += len(units) * self.unit * block_s
             yield from ((place, max(0.0, wait_s)) for unit in units for place in self.places(unit))
         for number, unit in enumerate(reversed(self.unread)):
             end = min(len(self.unread), (number // self.piece + 1) * self.piece)
-            yield from ((place, max(0.0, wait_s + end * self.unit * self.block_s)) for place in self.places(unit))
+            yield from ((place, max(0.0, wait_s + end * self.unit * block_s)) for place in self.places(unit))
 
     def places(self, unit: int) -> range:
         """Numbers of its full blocks."""
@@ -188,9 +185,8 @@ class PrefixFetches:
             block_size=size,
             unit=unit,
             piece=piece,
-            block_s=self._block_s.get(owner, block_s + latency_s / (piece * unit)),
+            speed=ReadSpeed(self._block_s.get(owner, block_s + latency_s / (piece * unit)), now_s + self._start_s),
             begun_s=now_s,
-            progress_s=now_s + self._start_s,
             unread=deque(range(num_shared // unit, -(-len(hashes) // unit))),
         )
         self._in_flight[fetch] = None
@@ -212,11 +208,11 @@ class PrefixFetches:
         units = range(unread[start], unread[stop - 1] + 1)
         for _ in units:
             del unread[start]
-        if fetch.first_read_s is None:
-            fetch.first_read_s = fetch.progress_s = now_s
+        if not fetch.is_read:
+            fetch.is_read = True
             self._start_s = (self._start_s + now_s - fetch.begun_s) / 2
         if not fetch.reading:
-            fetch.progress_s = now_s
+            fetch.speed.begin(now_s)
         fetch.reading.append(units)
         return units.start * step, min(units.stop * step, fetch.num_tokens) - units.start * step
 
@@ -229,12 +225,10 @@ class PrefixFetches:
         units = next(each for each in fetch.reading if each.start * fetch.unit * fetch.block_size == first_token)
         fetch.reading.remove(units)
         places = [place for unit in units for place in fetch.places(unit)]
-        fetch.num_landed += len(places)
-        fetch.progress_s = now_s
-        if fetch.first_read_s is not None and places:
-            fetch.block_s = (now_s - fetch.first_read_s) / fetch.num_landed
+        if places:
+            fetch.speed.ended(len(places), now_s)
             self._block_s.pop(fetch.owner, None)
-            self._block_s[fetch.owner] = fetch.block_s
+            self._block_s[fetch.owner] = fetch.speed.block_s
             if len(self._block_s) > MOST_LINKS:
                 del self._block_s[next(iter(self._block_s))]
         for place in places:

@@ -11,12 +11,13 @@ Source: Jin et al., Compute or load KV cache? Why not both? (arXiv 2410.03065).
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from workers.costs import CostModel
 
 SPLIT = 10  # a chunk is halved if half of it takes at least this many times as long as an empty step
+MARGIN = 0.02  # computing must save this much time: a chunk that has begun ends, but a wait can be ended at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Gap:
     `first`: the next one to compute. `until`: the next one that has been read; `cached` if there is none. `missing`:
     the blocks in between that are being read or could be, in their order: the first position, and in how many seconds
     each will be here. `copy_s`: to copy one from host memory to the device. `can_wait`: nothing in between is missing
-    otherwise, and there is patience left.
+    otherwise, and there is patience left. `since_s`: how long ago its turn came.
     """
 
     first: int
@@ -69,6 +70,7 @@ class Gap:
     missing: Sequence[tuple[int, float]]
     copy_s: float = 0.0
     can_wait: bool = True
+    since_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +107,29 @@ def choose(gap: Gap, seconds: StepSeconds) -> Choice:
         choices.append(Choice(gap.total - first, False, seconds.now(gap.total - first, first)))
     if gap.until < gap.cached:
         choices.append(Choice(gap.until - first, True, compute_s(most) + rest_s))
-    if gap.can_wait:
-        choices.append(Choice(0, True, max(read_s(0), seconds.floor_s) + most * gap.copy_s + rest_s))
     meeting = bisect_left(range(most), True, key=lambda passed: compute_s(passed) >= read_s(passed))
     choices += [both(passed) for passed in (meeting - 1, meeting) if passed >= 0 and target(passed) > first]
-    best = min(choices, key=lambda choice: choice.seconds)
-    half = best.num_tokens // 2
-    if most and best.reads and half and seconds.now(half, first) >= SPLIT * seconds.later(0, 0):
-        return Choice(half, True, best.seconds)  # reads may be faster than they were
-    return best
+    wait_s = max(read_s(0), seconds.floor_s) + most * gap.copy_s + rest_s
+    best = min(choices, key=lambda choice: choice.seconds, default=None)
+    if best is None or (gap.can_wait and wait_s <= (1 + MARGIN) * best.seconds):
+        return Choice(0, True, wait_s)
+    if not most:
+        return best
+    most_tokens = best.num_tokens if best.reads else gap.until - first
+    chunk = _chunk(most_tokens, gap, seconds, SPLIT if best.reads else 2 * SPLIT)
+    return best if chunk == most_tokens else replace(best, num_tokens=chunk)
+
+
+def _chunk(num_tokens: int, gap: Gap, seconds: StepSeconds, split: int) -> int:
+    """How many of these to compute now: reads may be faster than they were.
+
+    At most half, and, as nobody knows how long, no more than takes as long as the prompt has taken already.
+    """
+    least_s = split * seconds.later(0, 0)
+    most_s = max(gap.since_s, 2 * least_s)
+    is_whole = True
+    while (half := num_tokens // 2) and seconds.now(half, gap.first) >= least_s:
+        if not is_whole and seconds.now(num_tokens, gap.first) <= most_s:
+            break
+        num_tokens, is_whole = half, False
+    return num_tokens

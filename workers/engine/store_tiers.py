@@ -5,36 +5,29 @@
 Pure.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from statistics import median
 
 from msgspec import structs
 
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool
+from workers.engine.read_speed import ReadSpeed
 from workers.stats import TierStats
 
 READS_AT_ONCE = 8  # of a store: more are of no use when a prompt changes the direction in which it reads
 READ_TIMEOUT_S = 1.0
-_RECENT = 9  # reads, whose median counts: a few that are late say nothing about others
 
 
 class StoreTier:
-    """One store. Owned by an Engine. `block_s`: seconds to read a block, of several at once, as of late.
-
-    `progress_s`: when the newest read ended, or the first one began.
-    """
+    """One store. Owned by an Engine."""
 
     def __init__(self, store: BlockStore, pool: BlockPool, block_bytes: int) -> None:
         self.tier = store.tier
         self.find = store.find
         self.forget = store.forget
-        self.block_s = store.read_byte_s * block_bytes
-        self._recent_s = deque([self.block_s] * (_RECENT // 2), maxlen=_RECENT)
+        self.speed = ReadSpeed(store.read_byte_s * block_bytes)
         self.num_reading = 0
-        self.progress_s = 0.0
         self._store = store
         self._pool = pool
         pool.hits.read_byte_s[store.tier.value] = store.read_byte_s
@@ -47,16 +40,18 @@ class StoreTier:
         """Whether another read makes sense."""
         return self.num_reading < READS_AT_ONCE
 
-    def read(self, name: bytes, block: int, done: Callable[[bool, float], None]) -> None:
+    def read(self, name: bytes, block: int, now_s: float, done: Callable[[bool, float], None]) -> None:
         """See `BlockStore.read`."""
+        if not self.num_reading:
+            self.speed.begin(now_s)
         self.num_reading += 1
-        at_once = self.num_reading
 
         def ended(arrived: bool, seconds: float) -> None:
             self.num_reading -= 1
             if arrived or seconds >= READ_TIMEOUT_S:
-                self._recent_s.append(seconds / at_once)
-                self.block_s = median(self._recent_s)
+                self.speed.ended(1, now_s + seconds)
+            else:
+                self.speed.begin(now_s + seconds)
             done(arrived, seconds)
 
         self._store.read(name, block, READ_TIMEOUT_S, ended)
