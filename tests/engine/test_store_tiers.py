@@ -476,7 +476,7 @@ class FixedCost(LinearCost):
         return self
 
 
-TOKENS = FixedCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # a second each: a prompt of 40 waits for 0.8 in vain
+TOKENS = FixedCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # a second each: a prompt of 40 waits for one in vain
 
 
 def waiting(disk: RecordedDisk, *others: int, kv_blocks: int = 18, **config: Any) -> Engine:
@@ -518,7 +518,7 @@ def test_a_prompt_that_waits_is_next_when_it_has_waited_long_enough_whoever_come
         subject.add(disk.know(request(f"n{number}", prompt(800 + number, 1), max_tokens=1)), number / 2, hold=False)
         plan, _ = step(subject, number / 2, disk)
         order.append({chunk.key for chunk in plan.chunks} if plan is not None else set())
-    assert order == [{"n0/0"}, {"n1/0"}, {"again/0", "n2/0"}], "nothing has arrived for 0.8 seconds"
+    assert order == [{"n0/0"}, {"n1/0"}, {"again/0", "n2/0"}], "nothing has arrived for a second"
 
 
 @pytest.mark.parametrize("config", [{"kv_blocks": 13}, {"max_running": 1}, {"batching": "orca"}])

@@ -24,7 +24,7 @@ from workers.engine.store_tiers import StoreTier
 from workers.kv_events import chain, name_of_block
 
 FIND_TIMEOUT_S = 1.0
-PATIENCE = 0.02  # of the time to compute a prompt: for so long it may wait in vain
+PATIENCE = 0.025  # of the time to compute a prompt: for so long it may wait in vain
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,8 @@ class _Loading:
 
     `known`: how many of the first ones each store has. `end`: the most of these, and of what a fetch brings.
     `unfound`: stores that have not reported yet. `fetch`: the one under way that brings the next. `reads`: reading
-    more from stores is worth it. `is_new`: it begins now.
+    more from stores is worth it, now `from_back`. `has_read`: something was read for it. `is_new`: it begins now.
+    `turn_s`: when its turn came (before: -1), and `compute_s`: the seconds of computing all of it from then on.
     """
 
     sequence: Sequence
@@ -59,7 +60,7 @@ class _Loading:
         """
         if self.turn_s < 0.0:
             self.turn_s, self.compute_s = now_s, compute_s
-        return self.turn_s + (1 + PATIENCE) * self.compute_s - compute_s
+        return self.turn_s + (self.compute_s - compute_s) + PATIENCE * self.compute_s
 
 
 @dataclass(slots=True, eq=False)

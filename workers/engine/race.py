@@ -16,8 +16,8 @@ from itertools import accumulate
 
 from workers.costs import CostModel
 
-SPLIT = 10  # a chunk is halved if half of it takes at least this many times as long as an empty step
-MARGIN = 0.02  # computing must save this much time: a chunk that has begun ends, but a wait can be ended at any time
+SPLIT = 20  # a chunk is halved if half of it takes at least this many times as long as an empty step
+MARGIN = 0.01  # computing must save this much time: a chunk that has begun ends, but a wait can be ended at any time
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Choice:
 
 
 def choose(gap: Gap, seconds: StepSeconds) -> Choice:
-    """The fastest of waiting, computing everything, and both at once."""
+    """The fastest of waiting, computing everything, and both at once; waiting if another is hardly faster."""
     first, most = gap.first, len(gap.missing)
     rest_s = seconds.later(gap.total - gap.cached, gap.cached)
     here_s = [*accumulate((arrives_s for _, arrives_s in reversed(gap.missing)), max, initial=0.0)]
@@ -116,20 +116,21 @@ def choose(gap: Gap, seconds: StepSeconds) -> Choice:
     if not most:
         return best
     most_tokens = best.num_tokens if best.reads else gap.until - first
-    chunk = _chunk(most_tokens, gap, seconds, SPLIT if best.reads else 2 * SPLIT)
+    chunk = _chunk(most_tokens, gap, seconds)
     return best if chunk == most_tokens else replace(best, num_tokens=chunk)
 
 
-def _chunk(num_tokens: int, gap: Gap, seconds: StepSeconds, split: int) -> int:
-    """How many of these to compute now: reads may be faster than they were.
+def _chunk(num_tokens: int, gap: Gap, seconds: StepSeconds) -> int:
+    """How many of these to compute now: reads may become faster, and a chunk that has begun ends.
 
-    At most half, and, as nobody knows how long, no more than takes as long as the prompt has taken already.
+    At most half, and no longer than the prompt has taken already, so that what a chunk costs is in proportion to that.
     """
-    least_s = split * seconds.later(0, 0)
+    least_s = SPLIT * seconds.later(0, 0)
     most_s = max(gap.since_s, 2 * least_s)
-    is_whole = True
-    while (half := num_tokens // 2) and seconds.now(half, gap.first) >= least_s:
-        if not is_whole and seconds.now(num_tokens, gap.first) <= most_s:
+    chunk = num_tokens
+    while chunk == num_tokens or seconds.now(chunk, gap.first) > most_s:
+        half = chunk // 2
+        if not half or seconds.now(half, gap.first) < least_s:
             break
-        num_tokens, is_whole = half, False
-    return num_tokens
+        chunk = half
+    return chunk
