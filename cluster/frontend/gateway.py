@@ -17,8 +17,9 @@ ClusterError (`cluster.events`)
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,27 @@ from workers.request import SLO, Grammar, Request, SamplingParams
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
 MOST_GRAMMARS = 64  # checked ones that are remembered
 RETRY_AFTER_S = 1.0
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+Run = Callable[[Request, Callable[[Event], None]], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What a request has besides its prompt and sampling. Empty: chosen by the gateway, or none.
+
+    `client_id`: a second id for `Gateway.cancel`, which several requests may share. `deadline_s` counts from the call.
+    """
+
+    slo: SLO = field(default_factory=SLO)
+    request_id: str = ""
+    client_id: str = ""
+    deadline_s: float | None = None
+    session: str = ""
+    model: str = ""
+    tenant: str = ""
+
+
+NO_OPTIONS = GenerateOptions()
 
 
 class DuplicateRequest(ClusterError):
@@ -104,123 +126,75 @@ class Gateway:
         self,
         prompt: PromptInput,
         sampling: SamplingParams,
+        options: GenerateOptions = NO_OPTIONS,
         *,
-        slo: SLO | None = None,
-        request_id: str = "",
-        client_id: str = "",
-        deadline_s: float | None = None,
-        session: str = "",
-        model: str = "",
-        tenant: str = "",
         send_delta: SendDelta | None = None,
         keep: Collection[int] = (),
     ) -> AsyncGenerator[GatewayEvent, None]:
         """Yields Accepted, text deltas, each answer's end, and Completed. Joins deltas that a slow consumer left.
 
         Deltas of several answers interleave and have the answer's `index`. With `best_of` above n, deltas come only
-        after all answers have ended. `client_id`: a second id for `cancel`, which several requests may share.
-        `deadline_s` counts from now. `send_delta` gets deltas, in order, while the iterator waits for its next event;
+        after all answers have ended. `send_delta` gets deltas, in order, while the iterator waits for its next event;
         the iterator then skips them. `keep`: special tokens that have text even if others are skipped. Closing the
         iterator cancels the request on its workers.
         Errors: `cluster.events`, `InvalidRequest`, `UnknownModel`, and those above.
         """
+        async with self._running(prompt, sampling, options, send_delta) as (running, request, run):
+            running.start(partial(self._run_answers, request, running.output, run, keep))
+            while (event := await running.output.take()) is not None:
+                yield event
+
+    async def embed(self, prompt: PromptInput, options: GenerateOptions = NO_OPTIONS) -> PromptEmbedding:
+        """The prompt's hidden states, pooled. Its worker computes it like the prompt of an answer of one token.
+
+        Errors: as `generate`; `InvalidRequest` for a model without pooling.
+        """
+        pooling = await pooling_of(self._context.spec)
+        sampling, events = replace(ONE_TOKEN, pooling=pooling), list[Event]()
+        async with self._running(prompt, sampling, options) as (running, request, run):
+            running.start(partial(run, request, events.append))
+            while await running.output.take() is not None:
+                pass
+        parts = [part for event in events if isinstance(event, Delta) for part in event.pooled]
+        return PromptEmbedding.of(parts, len(request.prompt) if pooling == "mean" else 1, len(request.prompt))
+
+    @asynccontextmanager
+    async def _running(
+        self,
+        prompt: PromptInput,
+        sampling: SamplingParams,
+        options: GenerateOptions,
+        send_delta: SendDelta | None = None,
+    ) -> AsyncIterator[tuple["_Running", Request, Run]]:
+        """A checked request that counts as running, and what runs it at workers. At the end it is cancelled there."""
         arrived_ns = now_ns()
-        adapter = self._adapter(model)
+        adapter = self._adapter(options.model)
         self._check_answers(sampling)
-        request_id = request_id or new_id()
-        slo = slo or SLO()
-        self._check_tenant(tenant)
-        running = self._enter(request_id, client_id, sampling.num_answers, slo, send_delta)
+        self._check_tenant(options.tenant)
+        request_id = options.request_id or new_id()
+        running = self._enter(request_id, options, sampling.num_answers, send_delta)
         try:
             if sampling.grammar is not None:
                 sampling = replace(sampling, grammar=await self._checked(sampling.grammar))
             tokens = await self.encode(prompt, sampling.max_tokens or 1)
-            sampling = self._resolve(sampling, len(tokens))
-            shares = self._context.spec.gateway.share_prefixes
             request = Request(
                 request_id,
                 tokens,
-                sampling,
-                slo,
-                session=session,
-                tenant=tenant,
-                shares_prefixes=shares,
+                self._resolve(sampling, len(tokens)),
+                options.slo,
+                session=options.session,
+                tenant=options.tenant,
+                shares_prefixes=self._context.spec.gateway.share_prefixes,
                 adapter=adapter,
             )
-            running.pump = asyncio.create_task(self._pump(request, running.output, arrived_ns, deadline_s, keep))
-            while (event := await running.output.take()) is not None:
-                yield event
+            left_s = None if options.deadline_s is None else options.deadline_s - (now_ns() - arrived_ns) / 1e9
+            yield running, request, partial(self._context.dispatcher.run, deadline_s=left_s, arrived_ns=arrived_ns)
         finally:
-            await self._leave(request_id, running)
-
-    async def _leave(self, request_id: str, running: "_Running") -> None:
-        try:
-            await running.close()
-        finally:  # also if this task is cancelled while it waits
-            del self._active[request_id]
-            self._num_active -= running.num_answers
-
-    async def embed(
-        self,
-        prompt: PromptInput,
-        *,
-        slo: SLO | None = None,
-        request_id: str = "",
-        client_id: str = "",
-        deadline_s: float | None = None,
-        session: str = "",
-        model: str = "",
-        tenant: str = "",
-    ) -> PromptEmbedding:
-        """The prompt's hidden states, pooled. Its workers compute it like the prompt of an answer of one token.
-
-        Arguments and errors: as `generate`; `InvalidRequest` for a model without pooling.
-        """
-        arrived_ns = now_ns()
-        adapter, pooling = self._adapter(model), await pooling_of(self._context.spec)
-        self._check_tenant(tenant)
-        request_id, slo = request_id or new_id(), slo or SLO()
-        running = self._enter(request_id, client_id, 1, slo, None)
-        try:
-            tokens = await self.encode(prompt)
-            self._max_tokens(len(tokens), 1)
-            sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0, pooling=pooling)
-            shares = self._context.spec.gateway.share_prefixes
-            request = Request(
-                request_id,
-                tokens,
-                sampling,
-                slo,
-                session=session,
-                tenant=tenant,
-                shares_prefixes=shares,
-                adapter=adapter,
-            )
-            events: list[Event] = []
-            running.pump = asyncio.create_task(
-                self._run_to(running.output, request, events.append, arrived_ns, deadline_s)
-            )
-            while await running.output.take() is not None:
-                pass
-        finally:
-            await self._leave(request_id, running)
-        parts = [part for event in events if isinstance(event, Delta) for part in event.pooled]
-        return PromptEmbedding.of(parts, len(tokens) if pooling == "mean" else 1, len(tokens))
-
-    async def _run_to(
-        self,
-        output: RequestOutputCollector,
-        request: Request,
-        emit: Callable[[Event], None],
-        arrived_ns: int,
-        deadline_s: float | None,
-    ) -> None:
-        """Run a request that has no text. Its end, or its error, goes to the collector."""
-        try:
-            await self._context.dispatcher.run(request, emit, deadline_s=deadline_s, arrived_ns=arrived_ns)
-            output.end()
-        except Exception as error:
-            output.fail(error)
+            try:
+                await running.close()
+            finally:  # also if this task is cancelled while it waits
+                del self._active[request_id]
+                self._num_active -= running.num_answers
 
     async def warm(self, prompt: PromptInput, tenant: str, pool: str, ttl_s: float) -> Sequence[CachedPrompt]:
         """Compute a prompt on each worker that prefills, and pin it until `ttl_s` after its last use (0: do not).
@@ -238,18 +212,13 @@ class Gateway:
         """A request that computes a prompt, and as little else as possible."""
         self._check_tenant(tenant)
         shares = self._context.spec.gateway.share_prefixes
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
-        return Request(new_id(), await self.encode(prompt), sampling, tenant=tenant, shares_prefixes=shares)
+        return Request(new_id(), await self.encode(prompt), ONE_TOKEN, tenant=tenant, shares_prefixes=shares)
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of prompt and answer together: bounded by the model's context and by the pools' capacity."""
         capacity, context = self._context.dispatcher.capacity, self._context.model.context_length
         return min(context, capacity.prefill_tokens or context, capacity.decode_tokens or context)
-
-    def check_model(self, model: str) -> None:
-        """Raises `UnknownModel` unless it is the served model, one of its adapters, or empty."""
-        self._adapter(model)
 
     def name_of(self, model: str | None) -> str:
         """The name of what a request's `model` means: the served model's, or the adapter's. Raises `UnknownModel`."""
@@ -339,7 +308,7 @@ class Gateway:
             raise InvalidRequest("tenant", f"{tenant[:40]!r} cannot be used; it {rule}")
 
     def _enter(
-        self, request_id: str, client_id: str, num_answers: int, slo: SLO, send_delta: SendDelta | None
+        self, request_id: str, options: GenerateOptions, num_answers: int, send_delta: SendDelta | None
     ) -> "_Running":
         if len(request_id) > MAX_ID_CHARS or not all(map(is_usable, request_id)):
             rule = f"must be at most {MAX_ID_CHARS} visible ASCII characters without '/' and '#'"
@@ -348,10 +317,10 @@ class Gateway:
             raise DuplicateRequest(f"request {request_id} is running already; choose another id or leave it empty")
         limit = self._context.spec.gateway.max_requests
         if (active := self._num_active) + num_answers > limit:
-            self._context.dispatcher.count_refusal(slo.class_name, "gateway-full")
+            self._context.dispatcher.count_refusal(options.slo.class_name, "gateway-full")
             room = f"{active} of {limit} requests are in flight, and {num_answers} more do not fit"
             raise Rejected(f"{room} in this gateway; try again", RETRY_AFTER_S, "gateway-full")
-        running = self._active[request_id] = _Running(client_id, num_answers, send_delta)
+        running = self._active[request_id] = _Running(options.client_id, num_answers, send_delta)
         self._num_active += num_answers
         return running
 
@@ -391,19 +360,13 @@ class Gateway:
             raise _too_long(limit, why, num_prompt, num_output)
         return limit, why
 
-    async def _pump(
-        self,
-        request: Request,
-        output: RequestOutputCollector,
-        arrived_ns: int,
-        deadline_s: float | None,
-        keep: Collection[int],
+    async def _run_answers(
+        self, request: Request, output: RequestOutputCollector, run: Run, keep: Collection[int]
     ) -> None:
         """Move events from the dispatcher to the collector; the server reads them at its own pace.
 
         The first answer that fails, or a cancellation, ends all answers.
         """
-        left_s = None if deadline_s is None else deadline_s - (now_ns() - arrived_ns) / 1e9
         sampling = request.sampling
         ranked = sampling.num_answers > sampling.n
         answers = [
@@ -417,23 +380,16 @@ class Gateway:
             )
             for index, each in enumerate(child_requests(request))
         ]
-        run = partial(self._context.dispatcher.run, deadline_s=left_s, arrived_ns=arrived_ns)
-        try:
-            if len(answers) == 1:
-                await run(answers[0].request, answers[0].take)
-            else:
-                async with asyncio.TaskGroup() as group:
-                    for answer in answers:
-                        group.create_task(run(answer.request, answer.take))
-            best = sorted(answers, key=ChildRequest.by_rank)[: sampling.n] if ranked else answers
-            if ranked:
-                emit_ranked(best, answers[0].prompt_logprobs, sampling, output)
-            output.put(merged_end(answers, best, ranked))
-            output.end()
-        except ExceptionGroup as errors:  # the collector raises it in the server's task
-            output.fail(errors.exceptions[0])
-        except Exception as error:
-            output.fail(error)
+        if len(answers) == 1:
+            await run(answers[0].request, answers[0].take)
+        else:
+            async with asyncio.TaskGroup() as group:
+                for answer in answers:
+                    group.create_task(run(answer.request, answer.take))
+        best = sorted(answers, key=ChildRequest.by_rank)[: sampling.n] if ranked else answers
+        if ranked:
+            emit_ranked(best, answers[0].prompt_logprobs, sampling, output)
+        output.put(merged_end(answers, best, ranked))
 
     def _text_stream(self, sampling: SamplingParams, index: int, keep: Collection[int]) -> TextStream:
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens, keep=keep)
@@ -441,13 +397,26 @@ class Gateway:
 
 
 class _Running:
-    """A running request. Owned by its `generate` iterator."""
+    """A running request. Owned by `Gateway.generate` or `embed`."""
 
     def __init__(self, client_id: str, num_answers: int, send_delta: SendDelta | None) -> None:
         self.client_id = client_id
         self.num_answers = num_answers
         self.output = RequestOutputCollector(send_delta)
         self.pump: asyncio.Task[None] | None = None  # None while the prompt is being encoded
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run it; its end or its error goes to the collector, which raises that in the server's task."""
+        self.pump = asyncio.create_task(self._pump(work))
+
+    async def _pump(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+            self.output.end()
+        except ExceptionGroup as errors:
+            self.output.fail(errors.exceptions[0])
+        except Exception as error:
+            self.output.fail(error)
 
     def cancel(self, reason: Exception) -> None:
         """End it at once, even if the server waits for a client that does not read."""

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
-from cluster.frontend.gateway import Gateway, RequestCancelled
+from cluster.frontend.gateway import Gateway, GenerateOptions, RequestCancelled
 from cluster.frontend.parallel_sampling import answer_seed
 from cluster.frontend.text import GatewayEvent, TextDelta, TokenPrompt
 from cluster.spec import ClusterSpec
@@ -46,7 +46,7 @@ def gateway_of(subject: Cluster, spec: ClusterSpec) -> Gateway:
 async def run(
     gateway: Gateway, sampling: SamplingParams, name: str, prompt: tuple[int, ...] = PROMPT
 ) -> list[GatewayEvent]:
-    async with aclosing(gateway.generate(TokenPrompt(prompt), sampling, request_id=name)) as events:
+    async with aclosing(gateway.generate(TokenPrompt(prompt), sampling, GenerateOptions(request_id=name))) as events:
         return [event async for event in events]
 
 
@@ -89,7 +89,7 @@ async def test_cancelling_ends_all_answers_and_frees_their_blocks() -> None:
     async with cluster(spec) as subject:
         gateway = gateway_of(subject, spec)
         async with aclosing(
-            gateway.generate(TokenPrompt(PROMPT), replace(DRAWN, n=6, max_tokens=500), request_id="r")
+            gateway.generate(TokenPrompt(PROMPT), replace(DRAWN, n=6, max_tokens=500), GenerateOptions(request_id="r"))
         ) as events:
             seen = set()
             with pytest.raises(RequestCancelled):

@@ -16,7 +16,7 @@ from cluster.control.changes import MAX_DRAIN_S, ControllerAway
 from cluster.events import Completed
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import Operator
-from cluster.frontend.gateway import Gateway, servable
+from cluster.frontend.gateway import Gateway, GenerateOptions, servable
 from cluster.frontend.grpc.messages import (
     prompt_from,
     read_batch,
@@ -326,12 +326,14 @@ async def responses(
     events = gateway.generate(
         prompt,
         sampling,
-        slo=slo_from(request.slo),
-        request_id=request.request_id,
-        deadline_s=deadline_s,
-        session=request.session_id,
-        model=request.model,
-        tenant=request.tenant,
+        GenerateOptions(
+            slo=slo_from(request.slo),
+            request_id=request.request_id,
+            deadline_s=deadline_s,
+            session=request.session_id,
+            model=request.model,
+            tenant=request.tenant,
+        ),
         send_delta=None if whole else send_delta,
     )
     deltas: list[TextDelta] = []

@@ -21,7 +21,7 @@ from cluster.frontend.grpc.services import metrics_text
 from cluster.frontend.http.bodies import Body, MalformedBody
 from cluster.frontend.http.docs_page import POLICY, docs_page
 from cluster.frontend.http.failures import JSON, Failure, failure_of
-from cluster.frontend.http.middleware import NAME
+from cluster.frontend.http.middleware import NAME, ROUTES
 from cluster.frontend.http.model_routes import ModelRoutes
 from cluster.frontend.http.openapi import route_options
 from cluster.frontend.http.preprocess import read_model
@@ -32,17 +32,6 @@ from cluster.frontend.served_models import ServedModels
 from workers.errors import InvalidRequest
 
 READY_RETRY_S = 1.0
-# Methods of `ModelRoutes` that read a body.
-BODIES = {
-    "/v1/completions": "completions",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "count_tokens",
-    "/v1/embeddings": "embeddings",
-    "/tokenize": "tokenize",
-    "/detokenize": "detokenize",
-}
 LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `LARGE_BYTES` of a prompt: 5 ms
 
 
@@ -51,7 +40,7 @@ def make_app(models: ServedModels, is_closing: Callable[[], bool]) -> FastAPI:
     quiet = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False}
     app = FastAPI(title="Diptych", docs_url=None, redoc_url=None, telemetry=quiet)  # type: ignore[arg-type]
     app.state.routes = routes = _Routes(models, is_closing)
-    for path, name in BODIES.items():
+    for path, name in ROUTES.items():
         handler = routes.by_model(name)
         app.router.add_api_route(path, handler, **route_options(path, "POST"), route_class_override=_BodyRoute)
     for path, query in (

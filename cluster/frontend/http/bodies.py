@@ -5,10 +5,12 @@ gateway check ranges.
 """
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, GetJsonSchemaHandler, model_validator
@@ -21,8 +23,7 @@ from cluster.frontend.http.unsupported import (
     MESSAGE_FIELDS,
     OFF,
     STREAM_FIELDS,
-    check_message,
-    check_stream_options,
+    check_off,
     check_supported,
 )
 from cluster.frontend.text import ChatPrompt, RawPrompt, TextPrompt, TokenPrompt, check_depth
@@ -87,9 +88,13 @@ class Body(BaseModel):
         try:
             yield
         except InvalidRequest as error:
-            raise InvalidRequest(self.client_names.get(error.field, error.field), error.message) from None
+            raise InvalidRequest(self._client_name(error.field), error.message) from None
         except Unservable as error:
-            raise Unservable(error.message, self.client_names.get(error.field, error.field)) from None
+            raise Unservable(error.message, self._client_name(error.field)) from None
+
+    def _client_name(self, field: str) -> str:
+        names = self.client_names
+        return names.get(field) or re.sub(r"^prompt\.(text|tokens)", names.get("prompt", "prompt"), field)
 
 
 class BodyPart(BaseModel):
@@ -196,7 +201,7 @@ class Generation(Body):
                 logit_bias=_biases(self.logit_bias),
             )
         if self.stream_options is not None:
-            check_stream_options(self.stream_options.model_extra or {})
+            check_off("stream_options", self.stream_options.model_extra or {}, STREAM_FIELDS)
             if not self.stream:
                 raise InvalidRequest("stream_options", "apply to streams only; set stream to true, or leave them out")
         if self.stream and sampling.num_answers > sampling.n:
@@ -293,9 +298,13 @@ class ChatBody(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def prompts(self) -> list[RawPrompt]:
+        return self._prompts
+
+    @cached_property
+    def _prompts(self) -> list[RawPrompt]:
         return [_chat_prompt(self, [] if self.tool_request is None else self.tools)]
 
-    @property
+    @cached_property
     def tool_request(self) -> ToolRequest | None:
         """None: the answer calls no tools, and the model sees none. Raises `InvalidRequest`."""
         asked, wanted = tool_request(self.tools, self.tool_choice, self.parallel_tool_calls), grammar_from(vars(self))
@@ -418,7 +427,7 @@ def _message_fields(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
 
 
 def _content(index: int, message: ChatMessage) -> str:
-    check_message(index, message.model_extra or {})
+    check_off(f"messages[{index}]", message.model_extra or {}, MESSAGE_FIELDS)
     where = f"messages[{index}].content"
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(where, "is missing; give text, which may be empty")

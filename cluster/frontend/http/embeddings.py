@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from cluster.frontend.embedding import PromptEmbedding
 from cluster.frontend.http.bodies import NOTHING, Body, one_or_more_prompts
@@ -14,8 +14,6 @@ from workers.request import SamplingParams
 
 class EmbeddingsBody(Body):
     """POST /v1/embeddings."""
-
-    stream: ClassVar[bool] = False
 
     input: Any = None
     encoding_format: Literal["float", "base64"] | None = None

@@ -85,7 +85,7 @@ def failure_of(error: Exception, ready: bool, request_id: str = "", names: Mappi
     """The failure for an error of the gateway. `ready`, `request_id`: see `status_of`. `names`: `Body.client_names`."""
     match error:
         case InvalidRequest():
-            error = InvalidRequest(_param(error.field, names), error.message)
+            error = InvalidRequest(_sendable(_param(error.field, names)), _sendable(error.message))
         case Unservable():
             error = Unservable(error.message, _param(error.field, names))
     known = error_from(status_of(error, ready, request_id))
@@ -101,3 +101,8 @@ def _param(field: str, names: Mapping[str, str]) -> str:
         if field.startswith(ours):
             return theirs + field.removeprefix(ours)
     return field
+
+
+def _sendable(text: str) -> str:
+    """A client's text may have half a surrogate pair."""
+    return text.encode(errors="replace").decode()

@@ -9,7 +9,7 @@ import string
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.events import Completed
 from cluster.frontend.text import TextDelta, Tokenizer, text_from
@@ -26,26 +26,6 @@ ID_LENGTH = 9  # of a call: Mistral's templates take no other
 Choice = dict[str, Any]
 
 
-class Format(Protocol):
-    """The format of one of the two endpoints."""
-
-    prefix: str  # of ids
-    whole_kind: str
-    chunk_kind: str
-
-    def whole(self, index: int, answer: TextDelta, finish: FinishReason) -> Choice:
-        """A whole answer."""
-        ...
-
-    def part(self, index: int, delta: TextDelta) -> Choice | None:
-        """A chunk with new text or tokens; None: there is nothing to tell yet."""
-        ...
-
-    def end(self, index: int, finish: FinishReason) -> Choice:
-        """The last chunk of an answer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Echo:
     """A prompt that its answers repeat."""
@@ -55,9 +35,12 @@ class Echo:
 
 
 class CompletionFormat:
-    """`echoes`: the prompts, if the answers repeat them. Each prompt has `n` answers."""
+    """Choices are whole, parts with new text or tokens, and the last part of an answer.
 
-    prefix = "cmpl"
+    `echoes`: the prompts, if the answers repeat them. Each prompt has `n` answers.
+    """
+
+    prefix = "cmpl"  # of ids
     whole_kind = chunk_kind = "text_completion"
 
     def __init__(self, tokenizer: Tokenizer, logprobs: bool, echoes: Sequence[Echo] = (), n: int = 1) -> None:
@@ -120,6 +103,8 @@ NOTHING = Echo("", ())
 
 
 class ChatFormat:
+    """As `CompletionFormat`. A part is None while there is nothing to tell."""
+
     prefix = "chatcmpl"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"

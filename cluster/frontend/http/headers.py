@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.frontend.gateway import GenerateOptions
 from cluster.frontend.grpc.messages import checked_class
 from cluster.frontend.http.middleware import RequestName
 from workers.errors import InvalidRequest
@@ -19,6 +20,19 @@ class RequestHeaders:
     tenant: str
     session: str
     deadline_s: float | None
+
+    def options(self, model: str, index: int, num_prompts: int, waited_s: float = 0.0) -> GenerateOptions:
+        """Of prompt number `index`. The deadline counts from the request's arrival, `waited_s` ago."""
+        unique = self.name.unique
+        return GenerateOptions(
+            slo=self.slo,
+            request_id=f"{unique}.{index}" if num_prompts > 1 else unique,
+            client_id=self.name.given,
+            deadline_s=None if self.deadline_s is None else self.deadline_s - waited_s,
+            session=self.session,
+            model=model,
+            tenant=self.tenant,
+        )
 
 
 def parse_headers(headers: Mapping[str, str], name: RequestName) -> RequestHeaders:

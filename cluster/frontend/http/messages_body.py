@@ -6,86 +6,75 @@ tool_result                         ──> a message of role tool
 tools, tool_choice, stop_sequences  ──> tools, tool_choice and parallel_tool_calls, stop
 """
 
-import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from cluster.frontend.http.bodies import Body, ChatBody, FirstError
+from cluster.frontend.http.bodies import NOTHING, ChatBody, FirstError
+from cluster.frontend.http.chat_like import ChatLike, part_text
 from cluster.frontend.http.unsupported import refuse_others
 from cluster.frontend.text import RawPrompt
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
 
-NOTHING: Mapping[str, Any] = {}
 IGNORED = {"cache_control", "citations", "caller"}  # of a block: they do not influence the answer
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
-PASSING = ("metadata", "service_tier", "inference_geo", "cache_control")  # they do not influence the answer
 
 
-class MessagesBody(Body):
+class MessagesBody(ChatLike):
     """POST /v1/messages."""
+
+    chat_names: ClassVar[Mapping[str, str]] = {
+        r"^(tools\[\d+\]|tool_choice)\.function": r"\1",
+        r"\.parameters": ".input_schema",
+        r"\.tool_call_id$": ".tool_use_id",
+        r"^response_format(\.json_schema)?": "output_config.format",
+    }
+    passing: ClassVar[Collection[str]] = ("metadata", "service_tier", "inference_geo", "cache_control")
+
+    needs_max_tokens: ClassVar[bool] = True
 
     messages: Annotated[list[dict[str, Any]], FirstError()]
     max_tokens: int | None = None
     system: str | Annotated[list[dict[str, Any]], FirstError()] | None = None
     stop_sequences: Annotated[list[str], FirstError()] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    tools: Annotated[list[dict[str, Any]], FirstError()] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
 
-    @classmethod
-    def known_fields(cls) -> Collection[str]:
-        return {*cls.model_fields, *PASSING}
-
-    @property
+    @cached_property
     def chat(self) -> ChatBody:
         """The same request as a chat. Raises `InvalidRequest`."""
-        return self._as_chat[0]
-
-    @cached_property
-    def _as_chat(self) -> tuple[ChatBody, list[RawPrompt]]:
         messages = [("system", each) for each in _system(self.system)]
         messages += _messages(self.messages)
         choice, parallel = _choice(self.tool_choice)
-        chat = ChatBody.model_validate(
-            {
-                "model": self.model,
-                "messages": [message for _, message in messages],
-                "max_tokens": self.max_tokens,
-                "stop": self.stop_sequences,
-                "stream": self.stream,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "top_k": self.top_k,
-                "tools": None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
-                "tool_choice": choice,
-                "parallel_tool_calls": parallel,
-                **_thinking(self.thinking),
-                "response_format": _format(self.output_config),
-            }
+        return self.as_chat(
+            ChatBody,
+            messages,
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            top_k=self.top_k,
+            tools=None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            response_format=_format(self.output_config),
+            **_thinking(self.thinking),
         )
-        try:
-            _ = chat.tool_request
-            return chat, chat.prompts()
-        except InvalidRequest as error:
-            raise InvalidRequest(_renamed(error.field, [path for path, _ in messages]), error.message) from None
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        return {**self.chat.client_names, "sampling.stop": "stop_sequences"}
+        renamed = {ours: self.client_path(theirs) for ours, theirs in self.chat.client_names.items()}
+        return {**renamed, "sampling.stop": "stop_sequences"}
+
+    def _client_name(self, field: str) -> str:
+        return self.client_path(super()._client_name(field))
 
     def prompts(self) -> list[RawPrompt]:
-        return self._as_chat[1]
+        return self.chat.prompts()
 
     def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
-        if self.max_tokens is None:
+        if self.max_tokens is None and self.needs_max_tokens:
             raise InvalidRequest("max_tokens", "is missing; give the most tokens that an answer may have")
         with self.client_errors():
             return self.chat.sampling(defaults)
@@ -94,18 +83,7 @@ class MessagesBody(Body):
 class CountTokensBody(MessagesBody):
     """POST /v1/messages/count_tokens."""
 
-    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
-        return self.chat.sampling(defaults)
-
-
-def _renamed(field: str, paths: Sequence[str]) -> str:
-    """The client's name of a field of the chat. `paths`: where its messages come from."""
-    if found := re.match(r"messages\[(\d+)\]", field):
-        return paths[int(found[1])] + field[found.end() :].replace(".tool_call_id", ".tool_use_id")
-    renamed = re.sub(r"^(tools\[\d+\]|tool_choice)\.function", r"\1", field)
-    return renamed.replace(".parameters", ".input_schema").replace(
-        "response_format.json_schema", "output_config.format"
-    )
+    needs_max_tokens: ClassVar[bool] = False
 
 
 def _system(given: str | list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
@@ -144,7 +122,9 @@ def _user(where: str, blocks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
             continue
         refuse_others(here, block, {"type", "tool_use_id", "content", "is_error", *IGNORED})
         content = block.get("content") or ""
-        if not isinstance(content, str):
+        if not isinstance(content, str | list):
+            raise InvalidRequest(f"{here}.content", "must be text or a list of blocks with text")
+        if isinstance(content, list):
             content = "".join(_text(f"{here}.content[{number}]", each) for number, each in enumerate(content))
         yield here, {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
     if texts or not blocks:
@@ -171,11 +151,7 @@ def _assistant(where: str, blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def _text(where: str, block: Any) -> str:
-    if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-        kind = block.get("type") if isinstance(block, dict) else block
-        raise InvalidRequest(where, f"is a block of type {str(kind)[:40]!r}; only blocks with text are supported here")
-    refuse_others(where, block, {"type", "text", *IGNORED})
-    return str(block["text"])
+    return part_text(where, block, ("text",), IGNORED)
 
 
 def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,8 +205,3 @@ def _format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
         raise InvalidRequest("output_config.format", "must be of type json_schema")
     refuse_others("output_config.format", form, {"type", "schema"})
     return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
-
-
-def count_tokens_json(num_tokens: int) -> bytes:
-    """The answer of /v1/messages/count_tokens."""
-    return json.dumps({"input_tokens": num_tokens}).encode()

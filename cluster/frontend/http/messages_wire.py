@@ -21,9 +21,9 @@ from workers.request import FinishReason
 class MessagesWire:
     """One answer. Owned by its reply."""
 
-    def __init__(self, name: str, model: str, make_parser: Callable[[], AnswerParser] | None) -> None:
+    def __init__(self, name: str, model: str, make_parser: Callable[[], AnswerParser]) -> None:
         """`name`: of the request."""
-        self._parser = None if make_parser is None else make_parser()
+        self._parser = make_parser()
         self._has_calls = False
         self._block = -1  # the latest one
         self._kind = ""  # of the block that is open
@@ -41,7 +41,7 @@ class MessagesWire:
         }
 
     def answer(self, index: int, text: TextDelta, end: TextEnd) -> bytes:
-        found = self._parsed(text.text).joined(self._flushed())
+        found = self._parser.push(text.text).joined(self._parser.flush())
         self._has_calls, self._ended = bool(found.calls), end
         blocks: list[Any] = []
         if found.reasoning:
@@ -61,23 +61,17 @@ class MessagesWire:
         return _event("message_start", message=self._fields | {"usage": _usage(usage)})
 
     def part(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        return self._blocks(self._parsed(delta.text)) if delta.text else b""
+        return self._blocks(self._parser.push(delta.text)) if delta.text else b""
 
     def end(self, index: int, end: TextEnd, usage: Usage) -> bytes:
         self._ended = end
-        return self._blocks(self._flushed()) + self._closed()
+        return self._blocks(self._parser.flush()) + self._closed()
 
     def last(self, usage: Usage) -> bytes:
         return _event("message_delta", delta=self._stopped(), usage=_usage(usage)) + _event("message_stop")
 
     def failed(self, failure: Failure) -> bytes:
         return b"event: error\ndata: " + failure.messages_body + b"\n\n"
-
-    def _parsed(self, text: str) -> AnswerDelta:
-        return AnswerDelta(text) if self._parser is None else self._parser.push(text)
-
-    def _flushed(self) -> AnswerDelta:
-        return AnswerDelta() if self._parser is None else self._parser.flush()
 
     def _blocks(self, delta: AnswerDelta) -> bytes:
         """Events for what an answer has more. Reasoning precedes text, and text precedes calls."""

@@ -17,31 +17,32 @@ from cluster.frontend.context import GatewayContext
 from cluster.frontend.embedding import PromptEmbedding
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from cluster.frontend.http.chat_like import Item
 from cluster.frontend.http.embeddings import EmbeddingsBody, embeddings_json
 from cluster.frontend.http.failures import JSON
 from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
 from cluster.frontend.http.headers import parse_headers
-from cluster.frontend.http.messages_body import CountTokensBody, MessagesBody, count_tokens_json
+from cluster.frontend.http.messages_body import CountTokensBody, MessagesBody
 from cluster.frontend.http.messages_wire import MessagesWire
 from cluster.frontend.http.middleware import NAME
 from cluster.frontend.http.preprocess import (
     detokenize,
     items_of,
-    read_detokenize,
     read_generation,
     read_previous_id,
     read_response,
-    read_tokenize,
+    read_tokens,
     tokenize,
 )
 from cluster.frontend.http.reply import MAX_CONCURRENT_PROMPTS, ParsedRequest, Reply
 from cluster.frontend.http.response_store import History, ResponseStore, size_of
-from cluster.frontend.http.responses_body import Item, ResponsesBody
+from cluster.frontend.http.responses_body import ResponsesBody
 from cluster.frontend.http.responses_wire import ResponsesWire
 from cluster.frontend.http.wire import OpenAIWire, Wire
 from cluster.frontend.preprocessing import LARGE_BYTES
 from cluster.frontend.text import EncodedPrompt, PromptInput, TextPrompt, TokenPrompt, text_from
 from cluster.frontend.tools.answer_plan import AnswerPlan, AnswerPlanner
+from cluster.frontend.tools.formats import CONTENT
 from cluster.observe.trace_context import set_trace_headers
 from workers.log_fields import log_fields
 
@@ -55,7 +56,7 @@ GENERATIONS: Mapping[str, type[Generation | MessagesBody | EmbeddingsBody]] = {
     "/v1/messages/count_tokens": CountTokensBody,
 }
 RESPONSES = "/v1/responses"
-READERS = {"/tokenize": read_tokenize, "/detokenize": read_detokenize}
+TOKENS: Mapping[str, type[TokenizeBody | DetokenizeBody]] = {"/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
 
 
 class ModelRoutes:
@@ -93,7 +94,7 @@ class ModelRoutes:
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         prompts, plan = await self._planned(body.chat, body, request)
-        wire = MessagesWire(request.scope[NAME].unique, self.gateway.name_of(body.model), plan.make_parser)
+        wire = MessagesWire(request.scope[NAME].unique, self.gateway.name_of(body.model), plan.make_parser or CONTENT)
         return self._reply(body, prompts, plan, request, wire)
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
@@ -112,7 +113,7 @@ class ModelRoutes:
                 self._responses.keep(tenant, name, history, (new, json.dumps(output).encode()))
 
         repeated = body.repeated(chat.sampling(self.gateway.default_sampling))
-        wire = ResponsesWire(name, self.gateway.name_of(body.model), repeated, plan.make_parser, keep)
+        wire = ResponsesWire(name, self.gateway.name_of(body.model), repeated, plan.make_parser or CONTENT, keep)
         return self._reply(chat, prompts, plan, request, wire)
 
     async def _read_response(self, request: Request, raw: bytes, history: History) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class ModelRoutes:
     async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
         (prompt,), _ = await self._planned(body.chat, body, request)
         tokens = prompt.tokens if isinstance(prompt, TokenPrompt) else await self.gateway.encode(prompt)
-        return Response(count_tokens_json(len(tokens)), media_type=JSON)
+        return Response(json.dumps({"input_tokens": len(tokens)}), media_type=JSON)
 
     async def _planned(
         self, body: ChatBody, given: ChatBody | MessagesBody, request: Request
@@ -184,22 +185,13 @@ class ModelRoutes:
 
     async def embeddings(self, body: EmbeddingsBody, request: Request) -> Response:
         headers = parse_headers(request.headers, request.scope[NAME])
-        prompts, unique = _prompts(body, request), headers.name.unique
+        prompts = _prompts(body, request)
         body.sampling()
         slots = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
         async def embed(index: int, prompt: PromptInput) -> PromptEmbedding:
             async with slots:
-                return await self.gateway.embed(
-                    prompt,
-                    slo=headers.slo,
-                    request_id=f"{unique}.{index}" if len(prompts) > 1 else unique,
-                    client_id=headers.name.given,
-                    deadline_s=headers.deadline_s,
-                    session=headers.session,
-                    model=body.model or "",
-                    tenant=headers.tenant,
-                )
+                return await self.gateway.embed(prompt, headers.options(body.model or "", index, len(prompts)))
 
         with body.client_errors():
             try:
@@ -220,9 +212,9 @@ class ModelRoutes:
         """The response to a large body; None: the route continues with a small body and the encoded prompts."""
         gateway, path = self.gateway, request.scope["path"]
         call = gateway.preprocessing.call
-        if path in READERS:
-            model, answer = await call(len(raw), READERS[path], raw, gateway.bounds)
-            gateway.check_model(model)
+        if path in TOKENS:
+            model, answer = await call(len(raw), read_tokens, TOKENS[path], raw, gateway.bounds)
+            gateway.name_of(model)
             return Response(answer, media_type=JSON)
         if path == RESPONSES:
             tenant = parse_headers(request.headers, request.scope[NAME]).tenant

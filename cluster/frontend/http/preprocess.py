@@ -18,10 +18,11 @@ from cluster.frontend.http.bodies import (
     MalformedBody,
     TokenizeBody,
 )
+from cluster.frontend.http.chat_like import Item
 from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.http.response_store import History
-from cluster.frontend.http.responses_body import Item, ResponsesBody
+from cluster.frontend.http.responses_body import ResponsesBody
 from cluster.frontend.text import (
     EncodedPrompt,
     PromptBounds,
@@ -48,10 +49,13 @@ class AnyModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PreprocessedBody:
-    """`fields`: the arguments of the body's class, without its prompts. `prompts`: these, encoded."""
+    """`fields`: the arguments of the body's class, without its prompts. `prompts`: these, encoded. `items`: those of a
+    response's request, as JSON.
+    """
 
     fields: dict[str, Any]
     prompts: tuple[EncodedPrompt, ...]
+    items: bytes = b""
 
 
 def read_model(tokenizer: Tokenizer, raw: bytes) -> str:
@@ -82,15 +86,6 @@ def read_generation(
     return PreprocessedBody(fields, encoded)
 
 
-@dataclass(frozen=True, slots=True)
-class PreprocessedResponse:
-    """Like `PreprocessedBody`; `items`: the request's own, as JSON."""
-
-    fields: dict[str, Any]
-    prompts: tuple[EncodedPrompt, ...]
-    items: bytes
-
-
 def read_previous_id(tokenizer: Tokenizer, raw: bytes) -> str | None:
     """The response that this request continues. Raises `MalformedBody` and `InvalidRequest`."""
     return _parse(ResponsesBody, raw).previous_response_id
@@ -98,7 +93,7 @@ def read_previous_id(tokenizer: Tokenizer, raw: bytes) -> str | None:
 
 def read_response(
     tokenizer: Tokenizer, raw: bytes, history: History, bounds: PromptBounds, defaults: Mapping[str, Any]
-) -> PreprocessedResponse:
+) -> PreprocessedBody:
     """Raises the gateway's errors for prompts, and `MalformedBody`."""
     body = _parse(ResponsesBody, raw)
     chat = body.chat_after(items_of(history))
@@ -106,17 +101,21 @@ def read_response(
     with chat.client_errors():
         encoded = tuple(_encode(tokenizer, prompt, bounds, echo=False) for prompt in chat.prompts())
     fields = body.model_dump(exclude_unset=True, exclude={"input"}) | {"input": ""}
-    return PreprocessedResponse(fields, encoded, json.dumps(body.items).encode())
+    return PreprocessedBody(fields, encoded, json.dumps(body.items).encode())
 
 
 def items_of(history: History) -> list[Item]:
     return [item for each in history for item in json.loads(each)]
 
 
-def read_tokenize(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tuple[str, bytes]:
+def read_tokens(
+    tokenizer: Tokenizer, kind: type[TokenizeBody | DetokenizeBody], raw: bytes, bounds: PromptBounds
+) -> tuple[str, bytes]:
     """The requested model, and the response body."""
-    body = _parse(TokenizeBody, raw)
-    return body.model or "", tokenize(tokenizer, body, bounds)
+    body = _parse(kind, raw)
+    if isinstance(body, TokenizeBody):
+        return body.model or "", tokenize(tokenizer, body, bounds)
+    return body.model or "", detokenize(tokenizer, body, bounds)
 
 
 def tokenize(tokenizer: Tokenizer, body: TokenizeBody, bounds: PromptBounds) -> bytes:
@@ -129,12 +128,6 @@ def tokenize(tokenizer: Tokenizer, body: TokenizeBody, bounds: PromptBounds) -> 
         texts = {token: text_from(tokenizer, (token,)) for token in set(tokens)}
         answer["token_strs"] = [texts[token] for token in tokens]
     return json.dumps(answer).encode()
-
-
-def read_detokenize(tokenizer: Tokenizer, raw: bytes, bounds: PromptBounds) -> tuple[str, bytes]:
-    """The requested model, and the response body."""
-    body = _parse(DetokenizeBody, raw)
-    return body.model or "", detokenize(tokenizer, body, bounds)
 
 
 def detokenize(tokenizer: Tokenizer, body: DetokenizeBody, bounds: PromptBounds) -> bytes:

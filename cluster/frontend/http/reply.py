@@ -52,22 +52,9 @@ class ParsedRequest:
     async def _events(
         self, gateway: Gateway, index: int, arrived_s: float, send_delta: SendDelta | None
     ) -> AsyncGenerator[GatewayEvent, None]:
-        """The deadline counts from the arrival of the request, however long this prompt waited for others."""
-        headers, unique = self.headers, self.headers.name.unique
-        waited_s = time.monotonic() - arrived_s
-        events = gateway.generate(
-            self.prompts[index],
-            self.sampling,
-            slo=headers.slo,
-            request_id=f"{unique}.{index}" if len(self.prompts) > 1 else unique,
-            client_id=headers.name.given,
-            deadline_s=None if headers.deadline_s is None else headers.deadline_s - waited_s,
-            session=headers.session,
-            model=self.model,
-            tenant=headers.tenant,
-            send_delta=send_delta,
-            keep=self.keep,
-        )
+        waited_s = time.monotonic() - arrived_s  # for other prompts
+        options = self.headers.options(self.model, index, len(self.prompts), waited_s)
+        events = gateway.generate(self.prompts[index], self.sampling, options, send_delta=send_delta, keep=self.keep)
         async with aclosing(events):
             async for event in events:
                 yield scores_of(event) if self.scores_only else event

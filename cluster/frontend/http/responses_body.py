@@ -7,37 +7,39 @@ tools, tool_choice, text, reasoning     ──> those of a chat
 """
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from cluster.frontend.http.bodies import Body, ChatBody, FirstError
+from cluster.frontend.http.bodies import ChatBody, FirstError
+from cluster.frontend.http.chat_like import ChatLike, Item, part_text
 from cluster.frontend.http.unsupported import refuse_others
+from cluster.frontend.tools.readers import SURROGATE
 from workers.errors import InvalidRequest
 from workers.request import SamplingParams
 
 TYPES = ("message", "function_call", "function_call_output", "reasoning")
-TEXTS = ("input_text", "output_text", "text")
-# They do not influence the answer.
-PASSING = ("user", "prompt_cache_retention", "service_tier", "include", "stream_options")
-Item = dict[str, Any]
+TEXTS = ("input_text", "output_text", "reasoning_text", "text")
 
 
-class ResponsesBody(Body):
+class ResponsesBody(ChatLike):
     """POST /v1/responses."""
 
+    chat_names: ClassVar[Mapping[str, str]] = {
+        r"^(tools\[\d+\]|tool_choice)\.function": r"\1",
+        r"\.tool_calls\[\d+\](\.function)?": "",
+        r"\.tool_call_id$": ".call_id",
+        r"^response_format(\.json_schema)?": "text.format",
+        "^reasoning_effort$": "reasoning.effort",
+    }
+    passing: ClassVar[Collection[str]] = ("user", "prompt_cache_retention", "service_tier", "include", "stream_options")
     limited: ClassVar[Mapping[str, Any]] = {"truncation": "disabled", "background": False, "top_logprobs": 0}
 
     input: str | Annotated[list[Item], FirstError()]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Item], FirstError()] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: Item | None = None
@@ -50,18 +52,14 @@ class ResponsesBody(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    @classmethod
-    def known_fields(cls) -> Collection[str]:
-        return {*cls.model_fields, *PASSING}
-
     @property
     def items(self) -> list[Item]:
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def repeated(self, sampling: SamplingParams) -> Item:
-        """Fields that the response has, too: what was asked for, or what was used instead."""
+        """Fields that the response has, too: what was asked for, or what was used instead. Raises `InvalidRequest`."""
         names = ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "reasoning")
-        return {
+        found = {
             **{name: getattr(self, name) for name in (*names, "safety_identifier", "prompt_cache_key")},
             **{name: getattr(sampling, name) for name in ("temperature", "top_p")},
             **{name: getattr(sampling, name) for name in ("presence_penalty", "frequency_penalty")},
@@ -76,6 +74,10 @@ class ResponsesBody(Body):
             "top_logprobs": 0,
             "service_tier": "default",
         }
+        for name, value in found.items():
+            if SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+                raise InvalidRequest(name, "has half a surrogate pair, which a response cannot repeat; leave it out")
+        return found
 
     def chat_after(self, history: Sequence[Item]) -> "ResponsesChat":
         """This request as a chat, behind these items of the conversation. Raises `InvalidRequest`."""
@@ -85,26 +87,16 @@ class ResponsesBody(Body):
         messages = [("instructions", {"role": "system", "content": self.instructions})] if self.instructions else []
         messages += _messages([*((f"previous_response_id: item {at}", each) for at, each in enumerate(history)),
                                *((f"input[{at}]", each) for at, each in enumerate(self.items))])  # fmt: skip
-        chat = ResponsesChat.model_validate(
-            {
-                "model": self.model,
-                "messages": [message for _, message in messages],
-                "max_tokens": self.max_output_tokens,
-                "stream": self.stream,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "tools": None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
-                "tool_choice": _choice(self.tool_choice),
-                "parallel_tool_calls": self.parallel_tool_calls,
-                "response_format": _format(self.text),
-                "reasoning_effort": _effort(self.reasoning),
-            }
+        return self.as_chat(
+            ResponsesChat,
+            messages,
+            max_tokens=self.max_output_tokens,
+            tools=None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
+            tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=_format(self.text),
+            reasoning_effort=_effort(self.reasoning),
         )
-        try:
-            _ = chat.tool_request, chat.prompts()
-        except InvalidRequest as error:
-            raise InvalidRequest(_renamed(error.field, [path for path, _ in messages]), error.message) from None
-        return chat
 
 
 class ResponsesChat(ChatBody):
@@ -112,8 +104,8 @@ class ResponsesChat(ChatBody):
 
     @property
     def client_names(self) -> Mapping[str, str]:
-        names = {"prompt": "input", "sampling.max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
-        return {**super().client_names, **names}
+        renamed = {ours: ResponsesBody.client_path(theirs) for ours, theirs in super().client_names.items()}
+        return {**renamed, "prompt": "input", "sampling.max_tokens": "max_output_tokens"}
 
 
 def _messages(items: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Item]]:
@@ -154,10 +146,7 @@ def _assistant_part(where: str, item: Item) -> Item | None:
             return {"content": _text(f"{where}.content", item.get("content"))}
         case "reasoning":
             refuse_others(where, item, {"type", "content", "summary", "id", "status"})
-            parts = [each for each in item.get("content") or () if isinstance(each, dict)]
-            for at, each in enumerate(parts):
-                refuse_others(f"{where}.content[{at}]", each, {"type", "text"})
-            return {"reasoning_content": "".join(str(each.get("text", "")) for each in parts)}
+            return {"reasoning_content": _text(f"{where}.content", item.get("content") or "")}
         case "function_call":
             refuse_others(where, item, {"type", "call_id", "name", "arguments", "id", "status"})
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -191,14 +180,8 @@ def _text(where: str, content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidRequest(where, "must be text or a list of parts with text")
-    texts = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if not isinstance(part, dict) or kind not in TEXTS or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}[{at}]", f"is a part of type {str(kind)[:40]!r}; only text is supported")
-        refuse_others(f"{where}[{at}]", part, {"type", "text", "annotations", "logprobs"})
-        texts.append(part["text"])
-    return "".join(texts)
+    known = ("annotations", "logprobs")
+    return "".join(part_text(f"{where}[{at}]", part, TEXTS, known) for at, part in enumerate(content))
 
 
 def _tool(index: int, tool: Item) -> Item:
@@ -236,12 +219,3 @@ def _effort(reasoning: Item | None) -> str | None:
     refuse_others("reasoning", reasoning, {"effort", "summary"})
     effort = reasoning.get("effort")
     return None if effort is None else str(effort)
-
-
-def _renamed(field: str, paths: Sequence[str]) -> str:
-    """The client's name of a field of the chat. `paths`: where its messages come from."""
-    if found := re.match(r"messages\[(\d+)\]", field):
-        rest = field[found.end() :].replace(".tool_call_id", ".call_id")
-        return paths[int(found[1])] + re.sub(r"^\.tool_calls\[\d+\](\.function)?", "", rest)
-    renamed = re.sub(r"^(tools\[\d+\]|tool_choice)\.function", r"\1", field)
-    return renamed.replace("response_format.json_schema", "text.format").replace("reasoning_effort", "reasoning.effort")

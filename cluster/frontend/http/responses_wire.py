@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from cluster.frontend.http.chat_like import Item
 from cluster.frontend.http.failures import Failure
 from cluster.frontend.http.formats import Usage
-from cluster.frontend.http.responses_body import Item
 from cluster.frontend.text import TextDelta, TextEnd
 from cluster.frontend.tools.answer import AnswerDelta
 from cluster.frontend.tools.formats import AnswerParser
@@ -27,11 +27,11 @@ class ResponsesWire:
         name: str,
         model: str,
         asked: Mapping[str, Any],
-        make_parser: Callable[[], AnswerParser] | None,
+        make_parser: Callable[[], AnswerParser],
         keep: Callable[[list[Item]], None],
     ) -> None:
         """`name`: of the response. `asked`: fields of the request that it repeats."""
-        self._parser = None if make_parser is None else make_parser()
+        self._parser = make_parser()
         self._keep = keep
         self._number = 0  # of the next event
         self._output: list[Item] = []  # the last one may be open
@@ -52,7 +52,7 @@ class ResponsesWire:
 
     def answer(self, index: int, text: TextDelta, end: TextEnd) -> bytes:
         """The events are made, and dropped: what they build is the document's."""
-        self._add(self._parsed(text.text).joined(self._flushed()))
+        self._add(self._parser.push(text.text).joined(self._parser.flush()))
         self._close(end)
         return b""
 
@@ -67,10 +67,10 @@ class ResponsesWire:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def part(self, index: int, delta: TextDelta, usage: Usage) -> bytes:
-        return self._add(self._parsed(delta.text)) if delta.text else b""
+        return self._add(self._parser.push(delta.text)) if delta.text else b""
 
     def end(self, index: int, end: TextEnd, usage: Usage) -> bytes:
-        return self._add(self._flushed()) + self._close(end)
+        return self._add(self._parser.flush()) + self._close(end)
 
     def last(self, usage: Usage) -> bytes:
         self._keep(self._output)
@@ -100,12 +100,6 @@ class ResponsesWire:
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
     # ---- items ---------------------------------------------------------------------------------------------------
-
-    def _parsed(self, text: str) -> AnswerDelta:
-        return AnswerDelta(text) if self._parser is None else self._parser.push(text)
-
-    def _flushed(self) -> AnswerDelta:
-        return AnswerDelta() if self._parser is None else self._parser.flush()
 
     def _add(self, delta: AnswerDelta) -> bytes:
         """What an answer has more. Reasoning precedes text, and text precedes calls."""

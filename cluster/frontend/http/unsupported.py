@@ -63,23 +63,14 @@ def check_supported(body: Mapping[object, object], known: Collection[str]) -> No
             raise InvalidRequest(str(name), f"is not supported; {INSTEAD.get(str(name), 'leave it out')}")
 
 
-def check_message(index: int, message: Mapping[str, object]) -> None:
-    """Like `check_supported`, for the fields of a chat message besides those of `ChatMessage`."""
-    for name, value in message.items():
-        where = f"messages[{index}].{name[:MAX_NAME_CHARS]}"
-        if name not in MESSAGE_FIELDS:
-            raise _unknown(where)
+def check_off(where: str, given: Mapping[str, object], names: Collection[str]) -> None:
+    """Like `check_supported`, for the further fields of an object of a body: `names` may request nothing."""
+    for name, value in given.items():
+        path = f"{where}.{name[:MAX_NAME_CHARS]}"
+        if name not in names:
+            raise _unknown(path)
         if not _is_one_of(value, OFF):
-            raise InvalidRequest(where, "is not supported; leave it out")
-
-
-def check_stream_options(options: Mapping[str, object]) -> None:
-    """Like `check_supported`, for unknown stream options."""
-    for name, value in options.items():
-        if name not in STREAM_FIELDS:
-            raise _unknown(f"stream_options.{name}")
-        if not _is_one_of(value, OFF):
-            raise InvalidRequest(f"stream_options.{name}", "is not supported; leave it out")
+            raise InvalidRequest(path, "is not supported; leave it out")
 
 
 def refuse_others(where: str, given: Mapping[str, object], known: Collection[str]) -> None:

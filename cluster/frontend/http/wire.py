@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cluster.frontend.http.failures import Failure
-from cluster.frontend.http.formats import Choice, Format, Usage
+from cluster.frontend.http.formats import ChatFormat, Choice, CompletionFormat, Usage
 from cluster.frontend.text import TextDelta, TextEnd
 
 
@@ -46,7 +46,7 @@ class OpenAIWire:
 
     def __init__(
         self,
-        form: Format,
+        form: CompletionFormat | ChatFormat,
         name: str,
         model: str,
         *,

@@ -204,13 +204,13 @@ def _content_json(text: str) -> str:
         raise InvalidRequest("sampling.grammar", f"cannot be read: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidRequest("sampling.grammar", "cannot be read: a JSON schema is an object")
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+    return _json(schema, {})
 
 
 def _json(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> str:
     """JSON of a schema. `root`: the one that it is part of; None: it is one of arguments, which are an object."""
-    around = {"type": "object"} if root is None else {key: root[key] for key in ("$defs", "definitions") if key in root}
-    alone = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
-    if root is not None and "$ref" not in alone:
-        return f"%json {alone}"
+    around: Mapping[str, Any] = {"type": "object"}
+    if root is not None:
+        has_refs = "$ref" in json.dumps(schema)
+        around = {key: root[key] for key in ("$defs", "definitions") if has_refs and key in root}
     return f"%json {json.dumps({**around, **schema, 'x-guidance': JSON_OPTIONS})}"

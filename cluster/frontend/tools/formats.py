@@ -5,6 +5,7 @@ A format is recognized by the markers in a model's chat template; a cluster file
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from cluster.frontend.tools.answer import AnswerDelta, AnswerOutput, Schemas
@@ -290,6 +291,7 @@ class AnswerParser:
         yield from self._text.rest(self._output.content)
 
 
+CONTENT = partial(AnswerParser, AnswerFormat(None, None), {})  # all of an answer is content
 F = TypeVar("F", CallFormat, ReasoningFormat)
 
 

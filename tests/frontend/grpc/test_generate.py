@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.events import Accepted, Completed
-from cluster.frontend.gateway import Gateway, RequestCancelled
+from cluster.frontend.gateway import Gateway, GenerateOptions, RequestCancelled
 from cluster.frontend.text import TextDelta, TextEvent, TextPrompt
 from diptych.client import Answer, AsyncClient
 from diptych.errors import DiptychError
@@ -223,7 +223,9 @@ async def test_long_prompts_are_encoded_outside_the_event_loop(client: AsyncClie
 
 async def test_a_request_leaves_nothing_in_the_gateway(dispatcher: FakeDispatcher) -> None:
     gateway = Gateway(gateway_context(dispatcher), ByteTokenizer())
-    async with aclosing(gateway.generate(TextPrompt("hello"), SamplingParams(), request_id="r")) as events:
+    async with aclosing(
+        gateway.generate(TextPrompt("hello"), SamplingParams(), GenerateOptions(request_id="r"))
+    ) as events:
         await anext(events)
         assert gateway.active == 1
     assert gateway.active == 0 and not dispatcher.running
@@ -238,7 +240,9 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_encoded(dispatcher
             return super().encode(text)
 
     gateway = Gateway(gateway_context(dispatcher), SlowTokenizer())
-    first = asyncio.ensure_future(anext(gateway.generate(TextPrompt("x" * 4097), SamplingParams(), request_id="r")))
+    first = asyncio.ensure_future(
+        anext(gateway.generate(TextPrompt("x" * 4097), SamplingParams(), GenerateOptions(request_id="r")))
+    )
     await until(lambda: gateway.active == 1)
     assert gateway.cancel("r")
     dispatcher.view = replace(dispatcher.view, workers=())

@@ -171,6 +171,8 @@ async def test_wrong_inputs_are_refused_by_name(subject: Subject) -> None:
         ({"input": "x" * 600}, "input"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "x", "zzz": 1}, "zzz"),
+        ({"input": ""}, "input"),
+        ({"input": [1, -1]}, "input[1]"),
     ):
         answer = await subject.there.http.post("/v1/embeddings", json=given)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text

@@ -16,12 +16,16 @@ from tests.frontend.http.opened import Clients, opened
 from tests.model.tiny import write_tiny_llama
 from workers.model.tokenizer import ModelTokenizer
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize"),
+)
 FIELDS = (
     *("prompt", "messages", "tokens", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens"),
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "best_of", "logprobs", "top_logprobs", "tools"),
     *("logit_bias", "echo", "suffix", "user", "ignore_eos", "min_tokens", "stop_token_ids", "response_format"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "tool_choice", "something"),
+    *("input", "instructions", "text", "reasoning", "metadata", "system", "thinking", "output_config"),
     *("add_special_tokens", "chat_template_kwargs", "function_call", "prompt_logprobs", "bad_words"),
 )
 scalars = (
@@ -52,9 +56,17 @@ messages = st.lists(
     min_size=1,
     max_size=3,
 )
+items = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output"]) | scalars},
+        optional={name: values for name in ("role", "content", "call_id", "name", "arguments", "output", "summary")},
+    ),
+    max_size=3,
+)
 sane: dict[str, st.SearchStrategy[Any]] = {
     "prompt": words | st.text(max_size=20) | st.lists(st.integers(0, 255), max_size=5) | st.lists(st.text(max_size=4)),
     "messages": messages,
+    "input": st.text(max_size=8) | items,
     "tokens": st.lists(st.integers(-1, 300), max_size=5),
     "max_tokens": st.integers(0, 8),
     "stream": st.booleans(),
@@ -119,9 +131,10 @@ class Fuzzed:
         assert answer.status_code < 500 and answer.status_code not in (404, 405), (answer.status_code, answer.text)
         if answer.status_code != 200 or answer.headers["content-type"].startswith("application/json"):
             received = answer.json()
-            assert (answer.status_code == 200) != ("error" in received)
+            assert (answer.status_code == 200) != (received.get("error") is not None)
         else:
-            assert answer.text.endswith("data: [DONE]\n\n") and "event: error" not in answer.text
+            end = "data: [DONE]\n\n" if path.endswith("completions") else "\n\n"
+            assert answer.text.endswith(end) and "event: error" not in answer.text
         assert not self._dispatcher.running
 
 

@@ -195,6 +195,8 @@ async def test_thinking_is_the_reasoning_of_a_chat(dispatcher: FakeDispatcher) -
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [*ASK["messages"], {"role": "assistant", "content": "a"}]}, "messages[1]"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [{"role": "user", "content": [RESULT | {"content": 3}]}]}, "messages[0].content[0].content"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"a": "x" * 70000}}}}, "output_config.format."),
         ({"system": "s", "messages": [*HISTORY[1:]]}, ""),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{"name": "a", "input_schema": 3}]}, "tools[0].input_schema"),

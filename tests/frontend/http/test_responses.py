@@ -1,5 +1,6 @@
 """OpenAI's responses API, with its SDK: a stream equals the whole answer, and conversations go on."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -173,6 +174,9 @@ async def test_an_error_after_the_first_event_is_an_event(there: Clients, dispat
         ({"background": True}, "background"),
         ({"reasoning": {"effort": "x"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": [{"type": "reasoning", "content": -1}]}, "input[0].content"),
+        ({"text": {"format": {"type": "x"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"a": "x" * 70000}}}}, "text.format.schema"),
         ({"nonsense": 1}, "nonsense"),
         ({"conversation": "c"}, "conversation"),
     ],
@@ -184,6 +188,17 @@ async def test_wrong_fields_are_named(
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field, answer.text
     assert not dispatcher.requests
+
+
+async def test_half_a_surrogate_pair_is_refused_where_the_response_would_repeat_it(there: Clients) -> None:
+    for fields, field in (
+        ({"instructions": "\ud800"}, "instructions"),
+        ({"metadata": {"a": "\ud800"}}, "metadata"),
+        ({"input": [{"role": "user", "content": "x", "\ud800": 1}]}, "input[0].?"),
+    ):
+        body = json.dumps({"input": "hi"} | fields)
+        answer = await there.http.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
 async def test_large_bodies_and_long_conversations_are_read_in_the_same_way(
