@@ -79,6 +79,35 @@ def test_gemma_3_as_first_published_is_the_same_model(tmp_path: Path) -> None:
     assert read_model_config(folder) == now
 
 
+def test_deepseek_v3_as_published_is_understood(tmp_path: Path) -> None:
+    """Its config.json, with fewer layers: another form than the one that transformers writes."""
+    yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
+    config = {
+        **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+        **{"bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu"},
+        **{"hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512},
+        **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048},
+        **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True},
+        **{"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 5, "num_key_value_heads": 128},
+        **{"num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
+        **{"tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16"},
+        **{"use_cache": True, "v_head_dim": 128, "vocab_size": 129280},
+        "rope_scaling": yarn | {"original_max_position_embeddings": 4096},
+        "quantization_config": {
+            **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model_config(tmp_path)
+    assert (model.num_kv_heads, model.head_dim, model.value_dim) == (1, 576, 128)
+    assert model.attention_scale == pytest.approx(0.1352, abs=1e-4)  # 192 ** -0.5 * (0.1 * ln 40 + 1) ** 2
+    (rope,) = {layer.rope for layer in model.layers}
+    assert rope is not None and (rope.kind, rope.rotary_dim, rope.magnitude) == ("yarn", 64, 1.0)
+    assert [layer.has_experts for layer in model.layers] == [False] * 3 + [True] * 2
+    assert model.names.foreign == ("model.layers.5.",)
+
+
 @pytest.mark.parametrize("old_name", ["su", "yarn"])
 def test_phi_3s_earlier_names_of_longrope_are_understood(tmp_path: Path, old_name: str) -> None:
     folder = write_family(tmp_path / "m", "phi 3, long")

@@ -24,7 +24,7 @@ MAX_STAGES = 8
 def instances(request: PlanRequest) -> list[WorkerGroup]:
     """All shapes that fit on at most `request.gpus` GPUs of each kind. Raises `PlanError` when there is none.
 
-    A tensor group stays in a node. Stages divide the layers evenly.
+    A tensor group stays in a node. Stages divide the layers evenly, if any number of them does.
     """
     found, refused = [], None
     for name, sheet in request.sheets.items():
@@ -44,13 +44,15 @@ def instances(request: PlanRequest) -> list[WorkerGroup]:
 
 def _fitting(request: PlanRequest, sheet: Hardware) -> Iterator[tuple[int, int]]:
     """(tensor, pipeline) with room for weights and a block of KV."""
+    layers = request.shape.layers
+    is_prime = all(layers % stages for stages in range(2, MAX_STAGES + 1))  # up to these
     for tensor in range(1, min(sheet.gpus_per_node, request.gpus) + 1):
         for pipeline in range(1, min(MAX_STAGES, request.gpus // tensor) + 1):
             try:
                 fits = kv_capacity_tokens(request.shape, sheet, tensor, pipeline) >= BLOCK_SIZE
             except ProfileError:
                 continue
-            if fits and request.shape.layers % pipeline == 0:
+            if fits and (is_prime or layers % pipeline == 0):
                 yield tensor, pipeline
 
 

@@ -26,6 +26,11 @@ def test_a_model_is_only_sharded_so_that_it_fits() -> None:
     assert shards(gpus=1) == {(1, 1)}
 
 
+def test_stages_have_equal_layers_where_that_is_possible() -> None:
+    assert not {(1, 3), (1, 5)} & shards(gpus=8)
+    assert {(8, 2), (4, 3)} <= shards(model="deepseek-v3", hardware=("h200",), gpus=16)  # 61 layers
+
+
 def test_tensor_ranks_stay_in_a_node() -> None:
     assert max(tensor for tensor, _ in shards(gpus=8, nodes=4)) == 2
 
