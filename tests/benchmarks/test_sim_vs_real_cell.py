@@ -16,7 +16,7 @@ from cluster.offline.scoring.records import RequestOutcome
 from cluster.offline.sim.fleet import environment_of, measured_models
 from cluster.offline.sim.run import RunOptions, simulate
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model]
 
 
 def test_real_and_simulated_clusters_serve_the_same_answers_and_the_report_has_every_figure(tmp_path: Path) -> None:
