@@ -2,6 +2,8 @@
 it takes the recorded profile: profiling needs an idle one.
 """
 
+import tempfile
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 
@@ -19,6 +21,15 @@ from cluster.offline.sim.run import RunOptions, simulate
 pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.model]
 
 
+@pytest.fixture
+def own_core_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Other tests may hold the machine's. The folder's path is short, because Ray has its sockets there too."""
+    with tempfile.TemporaryDirectory(prefix="d-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+
+
+@pytest.mark.usefixtures("own_core_locks")
 def test_real_and_simulated_clusters_serve_the_same_answers_and_the_report_has_every_figure(tmp_path: Path) -> None:
     file, profile = tmp_path / "recorded.json", record.load().profiles["split"]
     record.save(record.Recorded({"split": profile}, ()), file)
