@@ -79,7 +79,7 @@ study: $(VENV)/.bench
 elastic: $(VENV)/.bench
 	@$(BIN)/python -m benchmarks.elastic $(ARGS)
 
-# A small load on the real cluster and in the simulator: docs/simulator.md. ARGS=--recorded: simulate the same runs again.
+# A small load on the real cluster and in the simulator, 25 minutes: docs/simulator.md. ARGS=--recorded: simulate the same runs again.
 sim-vs-real: $(READY)
 	@$(BIN)/python -m benchmarks.sim_vs_real $(ARGS)
 
