@@ -1,7 +1,9 @@
 """The first token of a prompt whose prefix is on a disk, or on another worker: computed, loaded, or both at once.
 
 Workers in this process; the other one is read over TCP. A length of 1,536 tokens is 96 blocks. The disk or the link is
-as fast as it is, or slowed down so that reading all of the prompt takes so many times as long as computing it.
+as fast as it is, or slowed down so that reading all of the prompt takes so many times as long as computing it. At each
+speed the strategies take turns, from the first prompt after the change on. Their noise is how much the better of
+computing and reading differs from itself: its even turns over its odd ones.
 """
 
 import asyncio
@@ -35,7 +37,7 @@ from workers.worker import Worker
 ROUNDS = 3
 LENGTHS, QUICK_LENGTHS = (128, 512, 1536), (128,)
 SPEEDS = {"own": 0.0} | {f"{slow:g}": slow for slow in (0.25, 0.5, 1.0, 2.0, 4.0)}  # reading beside computing
-LEARNED = 5  # short prompts, from which the engine learns how fast the disk or the link is
+TURNS = {128: 7, 512: 3}  # of all strategies in a round; other lengths: 1. Short prompts take milliseconds.
 MOST_READ = 1.0  # more than that is not worth the benchmark's time: computing is better
 COMPUTE, READ, BOTH, LOADED = "compute", "read", "both", "already loaded"
 MOST_OF_BETTER = 1.05
@@ -61,6 +63,7 @@ class SlowedStore:
         self.read_byte_s = store.read_byte_s
         self.written = asyncio.Semaphore(0)  # released for each block
         self.watch, self.find, self.forget = store.watch, store.find, store.forget
+        self.num_reading = 0
         self._store = store
         self._free_s = 0.0
 
@@ -77,9 +80,11 @@ class SlowedStore:
         self._free_s = due_s = max(self._free_s, begun_s) + self.block_s
 
         def end(arrived: bool) -> None:
+            self.num_reading -= 1
             done(arrived, loop.time() - begun_s)
             self._changed()
 
+        self.num_reading += 1
         self._store.read(name, block, timeout_s, lambda arrived, _: _at(due_s, end, arrived))
 
     def stats(self) -> TierStats:
@@ -151,16 +156,21 @@ class LoadingBench:
         return time.perf_counter() - begun_s
 
     async def forget(self) -> None:
-        """The device and host memory are empty, and nothing is being fetched; the disk is not empty."""
+        """The device and host memory are empty, and nothing is being read; the disk is not empty."""
         await self._settle()
         self.worker.engine.pool.clear_cache()
 
     async def _settle(self) -> None:
-        """Nothing is being fetched."""
+        """Nothing is being read."""
         async with asyncio.timeout(TIMEOUT_S):
-            while len(self.worker.engine.prefix_fetches):
+            while self.is_reading:
                 await asyncio.sleep(0.0005)
                 self.worker.engine.check()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether anything is being fetched."""
+        return len(self.worker.engine.prefix_fetches) > 0
 
     async def compute(self, prompt: tuple[int, ...]) -> float:
         await self.forget()
@@ -208,6 +218,11 @@ class DiskBench(LoadingBench):
     def __init__(self, worker: Worker, disk: SlowedStore) -> None:
         super().__init__(worker, disk)
         self.disk = disk
+
+    @property
+    def is_reading(self) -> bool:
+        """Also what computing has passed since its read began."""
+        return self.disk.num_reading > 0
 
     async def store(self, prompt: tuple[int, ...]) -> None:
         """Have the prompt on the disk."""
@@ -306,35 +321,29 @@ async def _measured(
         prompts = [random_prompt(draw, length) for length in lengths]
         for prompt in prompts:
             await bench.store(prompt)
+        compute_s = {prompt: await bench.compute(prompt) for prompt in prompts}  # the first time
         for number in range(rounds):
-            for prompt in prompts:
-                samples[len(prompt), COMPUTE, COMPUTE].append(await bench.compute(prompt))
             for speed in SPEEDS:
-                _slow_down(bench, prompts[0], speed, samples)
-                for _ in range(LEARNED):
-                    await bench.both(prompts[0])
                 for prompt in prompts:
-                    await _at_a_speed(bench, prompt, speed, samples)
+                    bench.slowed.block_s = SPEEDS[speed] * compute_s[prompt] / ((len(prompt) - 1) // BLOCK)
+                    for _ in range(TURNS.get(len(prompt), 1)):
+                        await _take_turns(bench, prompt, speed, samples)
+                    compute_s[prompt] = median(samples[len(prompt), speed, COMPUTE])
                 progress(f"from {source}, round {number + 1} of {rounds}: {speed} times as long as computing")
     finally:
         listening.cancel()
     return samples
 
 
-def _slow_down(bench: "DiskBench | LinkBench", prompt: tuple[int, ...], speed: str, samples: Samples) -> None:
-    compute_s = median(samples[len(prompt), COMPUTE, COMPUTE])
-    bench.slowed.block_s = SPEEDS[speed] * compute_s / ((len(prompt) - 1) // BLOCK)
-
-
-async def _at_a_speed(bench: "DiskBench | LinkBench", prompt: tuple[int, ...], speed: str, samples: Samples) -> None:
+async def _take_turns(bench: "DiskBench | LinkBench", prompt: tuple[int, ...], speed: str, samples: Samples) -> None:
     length = len(prompt)
-    _slow_down(bench, prompt, speed, samples)
     samples[length, speed, BOTH].append(await bench.both(prompt))
+    samples[length, speed, COMPUTE].append(await bench.compute(prompt))
     if SPEEDS[speed] <= MOST_READ:
         took_s, loaded_s = await bench.read(prompt)
         samples[length, speed, READ].append(took_s)
         if not SPEEDS[speed]:
-            samples[length, LOADED, READ].append(loaded_s)
+            samples[length, speed, LOADED].append(loaded_s)
 
 
 def figures(samples: Samples, source: str) -> tuple[Figure, ...]:
@@ -343,23 +352,30 @@ def figures(samples: Samples, source: str) -> tuple[Figure, ...]:
         table = f"{length:,} tokens from {source}: TTFT, by how long reading takes beside computing"
         made.append(Figure(table, speed, strategy, "ms", spread(taken)))
         if strategy == BOTH:
-            share = median(taken) / better(samples, length, speed)
-            made.append(Figure(table, speed, "both / better", "x", spread([share])))
+            made.append(Figure(table, speed, "both / better", "x", spread([share(samples, length, speed)])))
+            made.append(Figure(table, speed, "noise", "x", spread([noise(better(samples, length, speed))])))
     return tuple(made)
 
 
-def better(samples: Samples, length: int, speed: str) -> float:
-    """The median of computing, or of reading if that is lower."""
-    kinds = samples[length, COMPUTE, COMPUTE], samples.get((length, speed, READ))
-    return min(median(taken) for taken in kinds if taken)
+def better(samples: Samples, length: int, speed: str) -> list[float]:
+    """Of computing and reading the one with the lower median."""
+    kinds = samples[length, speed, COMPUTE], samples.get((length, speed, READ))
+    return min((taken for taken in kinds if taken), key=median)
+
+
+def share(samples: Samples, length: int, speed: str) -> float:
+    """Both at once over the better of the two, medians."""
+    return median(samples[length, speed, BOTH]) / median(better(samples, length, speed))
+
+
+def noise(taken: Sequence[float]) -> float:
+    """The medians of even and odd samples of one strategy, the larger over the smaller; one sample: 1."""
+    halves = median(taken[::2]), median(taken[1::2] or taken)
+    return max(halves) / min(halves)
 
 
 def claims(samples: Samples, source: str) -> tuple[BenchmarkClaim, ...]:
-    shares = [
-        median(taken) / better(samples, length, speed)
-        for (length, speed, strategy), taken in samples.items()
-        if strategy == BOTH
-    ]
+    shares = [share(samples, length, speed) for length, speed, strategy in samples if strategy == BOTH]
     name = f"from {source}: both at once / the better of the two, at worst"
     return (BenchmarkClaim(name, max(shares), MOST_OF_BETTER, "x"),)
 
