@@ -101,6 +101,38 @@ async def test_required_calls_are_calls_streamed_or_not(there: tuple[Clients, st
     assert await answer(there, True, tool_choice="required", parallel_tool_calls=False) == (calls, reason)
 
 
+SUNNY: Any = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"]}
+SUNNY["additionalProperties"] = False
+
+
+@pytest.mark.parametrize(("is_strict", "is_call"), [(False, False), (False, True), (True, False)])
+async def test_the_model_decides_whether_it_calls_and_both_are_enforced(
+    there: tuple[Clients, str], is_strict: bool, is_call: bool
+) -> None:
+    """What an answer begins with is what a bias favors."""
+    found, model = there
+    begin = await found.http.post("/tokenize", json={"model": model, "prompt": "<" if is_call else "{"})
+    function = TOOLS[0]["function"] | {"strict": is_strict}
+    wanted = {"type": "json_schema", "json_schema": {"name": "sunny", "schema": SUNNY}}
+    ask = {
+        "model": model,
+        "messages": [QUESTION],
+        "tools": [{"type": "function", "function": function}],
+        "logit_bias": {str(begin.json()["tokens"][0]): 30},
+        "temperature": 0.0,
+        "max_tokens": 80,
+    }
+    asked = await found.http.post("/v1/chat/completions", json=ask | ({} if is_strict else {"response_format": wanted}))
+    (choice,) = asked.json()["choices"]
+    message = choice["message"]
+    if is_call:
+        assert set(json.loads(message["tool_calls"][0]["function"]["arguments"])) == {"city", "unit"}, choice
+    elif is_strict:
+        assert message["content"] and "tool_calls" not in message
+    else:
+        assert choice["finish_reason"] == "stop" and set(json.loads(message["content"])) == {"sunny"}
+
+
 async def test_a_result_goes_back_to_the_model(there: tuple[Clients, str]) -> None:
     found, model = there
     named: Any = {"type": "function", "function": {"name": "weather"}}
