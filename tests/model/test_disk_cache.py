@@ -24,7 +24,9 @@ from workers.executor.solo import SoloExecutor, open_solo
 from workers.kv_events import chain
 from workers.kv_store.device_health import MOST_IO_FAILURES
 from workers.kv_store.slab import Slab
+from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
+from workers.model.kv_layers import kv_layout
 from workers.request import Bundle, Request, SamplingParams, TokensOut
 from workers.worker import Worker
 
@@ -118,15 +120,18 @@ async def answers(
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 async def test_prefixes_from_the_disk_give_the_tokens_of_computed_ones(
-    tiny: ModelFolder, tmp_path: Path, dtype: str
+    small: ModelFolder, tmp_path: Path, dtype: str
 ) -> None:
+    block_bytes = max(BLOCK_BYTES, kv_layout(read_model_config(small.path), "", 8, dtype).block_bytes)
+    made = config(tmp_path, dtype=dtype)
+    made = replace(made, cache=CacheConfig(ByteSize(10 * block_bytes), made.cache.disk))
     first, again = range(10), range(10, 15)
     plain = config(None, prefix_caching=False, dtype=dtype)
-    expected, _, _ = await answers(tiny, plain, range(15))
-    found, _, disk = await answers(tiny, config(tmp_path, dtype=dtype), first)
+    expected, _, _ = await answers(small, plain, range(15))
+    found, _, disk = await answers(small, made, first)
     assert found == expected[:10]
     assert disk is not None and disk.store.stats().writes > 10
-    found, cached, disk = await answers(tiny, config(tmp_path, dtype=dtype), again)
+    found, cached, disk = await answers(small, made, again)
     assert found == expected[10:]
     assert disk is not None and disk.store.stats().recovered > 10 and disk.store.stats().reads > 5
     assert cached > 0, "each prompt comes once, so all of this is from before the restart"
