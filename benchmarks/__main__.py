@@ -39,7 +39,7 @@ from benchmarks.figures import BenchmarkPart, BenchmarkReport, Progress, report_
 from benchmarks.gang import bubble, delivery, reshard, steps
 from benchmarks.hosted import refuse_foreign_ray
 from benchmarks.peer_simulators import distserve_case, speed
-from benchmarks.peer_simulators.sources import DISTSERVE, VIDUR
+from benchmarks.peer_simulators.sources import DISTSERVE, SPLITWISE, VIDUR
 from benchmarks.screen import markdown, show, summary
 from cluster.offline.load import machine
 
@@ -104,6 +104,7 @@ GROUPS = {"all": tuple(PARTS), "gang": tuple(name for name in PARTS if name.star
 )
 @click.option("--vidur", type=click.Path(path_type=Path), help=f"{VIDUR.home} ({VIDUR.variable}).")
 @click.option("--distserve", type=click.Path(path_type=Path), help=f"{DISTSERVE.home} ({DISTSERVE.variable}).")
+@click.option("--splitwise", type=click.Path(path_type=Path), help=f"{SPLITWISE.home} ({SPLITWISE.variable}).")
 @click.option("--debug", is_flag=True, help="Show the traceback of a failed part.")
 def main(
     parts: tuple[str, ...],
@@ -115,6 +116,7 @@ def main(
     schemas_folder: Path | None,
     vidur: Path | None,
     distserve: Path | None,
+    splitwise: Path | None,
     debug: bool,
 ) -> None:
     """Measure Diptych on this machine, every figure beside a peer or a limit of the same run.
@@ -134,6 +136,7 @@ def main(
             schemas.VARIABLE: schemas_folder,
             VIDUR.variable: vidur,
             DISTSERVE.variable: distserve,
+            SPLITWISE.variable: splitwise,
         }
     )
     if installs := [part for part in parts if part in INSTALLS]:

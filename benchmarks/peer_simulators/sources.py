@@ -18,3 +18,11 @@ VIDUR = PeerSource(
     "vidur_run.py",
     "a virtual environment with the package vidur",
 )
+SPLITWISE = PeerSource(
+    "SplitwiseSim",
+    "DIPTYCH_SPLITWISE",
+    "--splitwise",
+    "performance_model.py",
+    "splitwise_run.py",
+    "a checkout of github.com/Mutinifni/splitwise-sim, with its requirements in its .venv",
+)

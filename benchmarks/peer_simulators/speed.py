@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from benchmarks.peer_simulators.process import PeerSource, started
-from benchmarks.peer_simulators.sources import DISTSERVE, VIDUR
+from benchmarks.peer_simulators.sources import DISTSERVE, SPLITWISE, VIDUR
 from benchmarks.simulator import TRACE
 from cluster.offline.sim.fleet import MAX_RUNNING, fleet, pool_model
 from cluster.offline.sim.run import simulate
@@ -69,6 +69,17 @@ CASES = (
         for name in ("sarathi", "vllm")
     ),
     SpeedCase(
+        "SplitwiseSim",
+        SPLITWISE,
+        "splitwise",
+        LLAMA,
+        "splitwise",
+        PREFILLS,
+        "SplitwiseSim: equal decode steps at once, own queues of prompt and token machines that mix under load, "
+        "memory, preemption, KV transfers as a delay without contention; steps by the batch's tokens alone; no prefix "
+        "cache, failures, deadlines or admission.",
+    ),
+    SpeedCase(
         "DistServe's simulator",
         DISTSERVE,
         "distserve",
@@ -116,6 +127,8 @@ def our_sample(case: SpeedCase, count: int) -> SpeedSample:
 def job(case: SpeedCase, workload: Workload) -> dict[str, Any]:
     """What the peer's script wants."""
     requests = [(each.at_s, each.prompt_tokens, each.output_tokens) for each in workload.arrivals]
+    if case.source is SPLITWISE:
+        return {"prompts": case.prefills, "tokens": WORKERS - case.prefills, "requests": requests}
     if case.source is DISTSERVE:
         groups = [[case.prefills, TENSOR], [WORKERS - case.prefills, TENSOR]]
         return {"engine": "distserve", "model": f"facebook/{case.model}", "groups": groups, "requests": requests}

@@ -6,14 +6,14 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import main
-from benchmarks.peer_simulators.distserve_case import CASES, attained, trial
+from benchmarks.peer_simulators.distserve_case import CASES, attained, gain, trial
 from benchmarks.peer_simulators.process import PeerFailed, PeerSource, started
-from benchmarks.peer_simulators.sources import DISTSERVE, VIDUR
+from benchmarks.peer_simulators.sources import DISTSERVE, SPLITWISE, VIDUR
 from benchmarks.peer_simulators.speed import vidur_costs
 from workers.profiles.sources import profile_of
 
 
-@pytest.mark.parametrize("source", [DISTSERVE, VIDUR], ids=["DistServe", "Vidur"])
+@pytest.mark.parametrize("source", [DISTSERVE, SPLITWISE, VIDUR], ids=["DistServe", "SplitwiseSim", "Vidur"])
 def test_a_missing_peer_is_one_line_with_its_option_and_home(
     source: PeerSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,6 +38,11 @@ def test_a_request_attains_both_or_each_slo_alone() -> None:
     ttft_s, tpot_s = [0.1, 0.3, 0.1, 0.1], [0.05, 0.05, 0.2, 0.05]
     assert attained(ttft_s, tpot_s, each_alone=False).both == 0.5
     assert attained(ttft_s, tpot_s, each_alone=True).both == 0.75
+
+
+def test_a_gain_is_paired_over_the_seeds() -> None:
+    assert gain([1.0, 2.0, 3.0], [1.5, 2.5, 3.5]) == "0.50 (0.50 to 0.50)"
+    assert gain([1.0, 2.0], [1.0, 3.0]) == "0.50 (-5.85 to 6.85)"
 
 
 def test_layouts_have_the_gpus_and_the_fits_of_their_case() -> None:
