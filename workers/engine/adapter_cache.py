@@ -25,7 +25,7 @@ class AdapterCache:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        return tuple(self._held)
+        return tuple(self._held) if self._held else ()  # read at each look at the worker
 
     async def use(self, adapter: Adapter) -> None:
         """Returns when it is loaded; add its request before any other await.

@@ -691,6 +691,8 @@ class Engine:
 
         No steps run as one beside leases, loans or host memory.
         """
+        if not self.may_expire:
+            return
         self._known_stats = None
         self._pool.host.expire_pins(now_s)
         self._loans.expire(now_s)

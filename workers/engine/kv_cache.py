@@ -134,6 +134,8 @@ class KVCacheManager:
         self._copy_known(sequence, moves)
         size, first = self._pool.block_size, sequence.num_scheduled
         self.tier.restore(sequence, moves)
+        if sequence.num_scheduled == first:
+            return
         restored = range(first // size, sequence.num_scheduled // size)
         found = Counter(sequence.from_stores.pop(place, Tier.HOST).value for place in restored)
         self._count(sequence, {source: size * count for source, count in found.items()}, first)

@@ -83,7 +83,7 @@ class MultiStep:
 
     def _num_ended(self, steps: RunningDecodes) -> int:
         """By now, without the last one."""
-        return min(bisect_right(steps.ends_s, self._now_s(), self._ended), len(steps.ends_s) - 1)
+        return bisect_right(steps.ends_s, self._now_s(), self._ended, len(steps.ends_s) - 1)
 
     def is_told(self, reader: LateReader | None) -> bool:
         """Whether steps run whose outputs this reader gets late."""
