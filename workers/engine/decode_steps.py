@@ -70,21 +70,22 @@ class DecodeSteps:
         for each in sequences:
             self._filled_after[-each.num_computed % pool.block_size].append(each)
         self._stops = sorted(self._filled_after)
+        self.num_until_filled = self._steps_to_filled()  # more steps, and then new blocks are allocated
 
-    @property
-    def num_until_filled(self) -> int:
-        """After how many more steps the next blocks are full, and new ones are allocated."""
+    def _steps_to_filled(self) -> int:
+        """After how many more steps the next blocks are full."""
         place = self._ended % self._pool.block_size
         index = bisect_right(self._stops, place)
         return (self._stops[index] if index < len(self._stops) else self._stops[0] + self._pool.block_size) - place
 
     def advance(self, count: int) -> None:
         """The step in flight and those behind it, `count` in all and at most `num_until_filled`, have ended."""
-        is_filled = count == self.num_until_filled
         self._ended += count
         self.context_tokens += count * self.batch
-        if not is_filled:
+        self.num_until_filled -= count
+        if self.num_until_filled:
             return
+        self.num_until_filled = self._steps_to_filled()
         size = self._pool.block_size
         filled = self._filled_after[self._ended % size]
         for each in filled:
