@@ -8,25 +8,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from workers.model.deepseek import deepseek2, deepseek3
 from workers.model.description import (
     CLAMPED_SILU,
     GELU_TANH,
-    SILU,
     ExpertsConfig,
-    LatentConfig,
-    LayerConfig,
     LinearAttentionConfig,
     ModelConfig,
     RopeConfig,
     Temperature,
     TensorNames,
 )
+from workers.model.family_fields import (
+    MAX_EXPERTS,
+    in_all_layers,
+    read_num_layers,
+    read_plain,
+    read_window,
+    typed_windows,
+    with_experts,
+)
 from workers.model.fields import Fields
-from workers.model.rope_fields import read_rope, read_sharpening
-
-# More than any model has: refuses a damaged number before it allocates lists of that length.
-_MAX_LAYERS = 4096
-_MAX_EXPERTS = 4096
+from workers.model.rope_fields import read_rope
 
 _QK_NORMS = TensorNames(query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 _GEMMA2 = TensorNames(
@@ -71,16 +74,6 @@ _LLAMA4_AND_VISION = replace(
 )
 
 
-_DEEPSEEK = TensorNames(
-    query_norm="self_attn.q_a_layernorm",
-    key_norm="self_attn.kv_a_layernorm",
-    query_up="self_attn.q_b_proj",
-    kv_up="self_attn.kv_b_proj",
-    shared_expert="mlp.shared_experts",
-    shared_gate="",
-)
-
-
 def describe(fields: Fields) -> ModelConfig:
     """The model of a config.json. Raises `ModelError` naming the invalid field or the unknown architecture."""
     names = fields.items("architectures")
@@ -90,99 +83,54 @@ def describe(fields: Fields) -> ModelConfig:
     return replace(FAMILIES[name](fields), architecture=name)
 
 
-def _plain(
-    fields: Fields,
-    windows: Sequence[int] | None = None,
-    *,
-    head_dim: int | None = None,
-    rms_eps: float = 1e-6,
-    tied: bool = False,
-    activation: str = SILU,
-    names: TensorNames | None = None,
-    partial_rotary: bool = False,
-) -> ModelConfig:
-    """What all families share. `windows` has one number per layer; other arguments are the family's defaults."""
-    num_layers = _num_layers(fields)
-    num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
-    if not head_dim and not fields.get("head_dim") and hidden_size % num_heads:
-        fields.refuse(f"hidden_size {hidden_size} is not a multiple of {num_heads} heads; set head_dim")
-    head_dim = fields.count("head_dim", head_dim or hidden_size // num_heads)
-    context_length = fields.count("max_position_embeddings", 2048)
-    fields.only("hidden_activation" if fields.has("hidden_activation") else "hidden_act", activation)
-    fields.only("use_bidirectional_attention", False)
-    rope = read_rope(fields, head_dim, context_length, "full_attention", partial_rotary=partial_rotary)
-    attention_bias = fields.flag("attention_bias", False)
-    return ModelConfig(
-        architecture="",
-        hidden_size=hidden_size,
-        ffn_size=fields.count("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=fields.count("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        vocab_size=fields.count("vocab_size"),
-        context_length=context_length,
-        layers=tuple(LayerConfig(rope, window) for window in windows or [0] * num_layers),
-        rms_eps=fields.number("rms_norm_eps", rms_eps, above=0),
-        tie_embeddings=fields.flag("tie_word_embeddings", tied),
-        eos_token_ids=(),
-        dtype="",
-        attention_scale=head_dim**-0.5,
-        activation=activation,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-        names=names or TensorNames(),
-    )
-
-
 def _llama(fields: Fields) -> ModelConfig:
     fields.only("sliding_window", None)
-    return _plain(fields)
+    return read_plain(fields)
 
 
 def _mistral(fields: Fields) -> ModelConfig:
     """A window in all layers or none; `layer_types` must agree if present."""
-    window = _window(fields, absent=4096)
-    everywhere = _everywhere(fields, window)
+    window = read_window(fields, absent=4096)
+    everywhere = in_all_layers(fields, window)
     kind = "sliding_attention" if window else "full_attention"
-    if _typed_windows(fields, [kind] * len(everywhere), window) != everywhere:
+    if typed_windows(fields, [kind] * len(everywhere), window) != everywhere:
         fields.refuse(
             f"layer_types is not {kind} for every layer, but sliding_window is {window or None}, which applies to "
             "all layers of a Mistral; make them agree"
         )
-    return _plain(fields, everywhere)
+    return read_plain(fields, everywhere)
 
 
 def _mixtral(fields: Fields) -> ModelConfig:
-    config = _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_MIXTRAL)
+    config = read_plain(fields, in_all_layers(fields, read_window(fields)), rms_eps=1e-5, names=_MIXTRAL)
     experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 8, most=_MAX_EXPERTS),
+        count=fields.count("num_local_experts", 8, most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 2),
         ffn_size=config.ffn_size,
         normalise=True,
     )
-    return _with_experts(config, experts, [True] * config.num_layers)
+    return with_experts(config, experts, [True] * config.num_layers)
 
 
 def _qwen2(fields: Fields) -> ModelConfig:
-    return replace(_plain(fields, _upper_windows(fields)), qkv_bias=True)
+    return replace(read_plain(fields, _upper_windows(fields)), qkv_bias=True)
 
 
 def _qwen3(fields: Fields) -> ModelConfig:
-    return _plain(fields, _upper_windows(fields), head_dim=128, names=_QK_NORMS)
+    return read_plain(fields, _upper_windows(fields), head_dim=128, names=_QK_NORMS)
 
 
 def _qwen2_moe(fields: Fields) -> ModelConfig:
     fields.only("use_sliding_window", False)
-    config = replace(_plain(fields), qkv_bias=fields.flag("qkv_bias", True))
+    config = replace(read_plain(fields), qkv_bias=fields.flag("qkv_bias", True))
     shared = fields.count("shared_expert_intermediate_size", 5632)
-    return _with_experts(config, replace(_qwen_experts(fields, 60, 4), shared_ffn_size=shared), _sparse_layers(fields))
+    return with_experts(config, replace(_qwen_experts(fields, 60, 4), shared_ffn_size=shared), _sparse_layers(fields))
 
 
 def _qwen3_moe(fields: Fields) -> ModelConfig:
-    window = _window(fields, absent=4096) if fields.flag("use_sliding_window", False) else 0
-    config = _plain(fields, _everywhere(fields, window), names=_QK_NORMS)
-    return _with_experts(config, _qwen_experts(fields, 128, 8), _sparse_layers(fields))
+    window = read_window(fields, absent=4096) if fields.flag("use_sliding_window", False) else 0
+    config = read_plain(fields, in_all_layers(fields, window), names=_QK_NORMS)
+    return with_experts(config, _qwen_experts(fields, 128, 8), _sparse_layers(fields))
 
 
 def _qwen3_next(fields: Fields) -> ModelConfig:
@@ -190,7 +138,7 @@ def _qwen3_next(fields: Fields) -> ModelConfig:
     config = _hybrid(fields, _QWEN3_NEXT, key_value_heads=2)
     shared = fields.count("shared_expert_intermediate_size", 512)
     experts = replace(_qwen_experts(fields, 512, 10), shared_ffn_size=shared)
-    return _with_experts(config, experts, _sparse_layers(fields))
+    return with_experts(config, experts, _sparse_layers(fields))
 
 
 def _qwen3_5(fields: Fields, names: TensorNames = _QWEN3_5) -> ModelConfig:
@@ -202,7 +150,7 @@ def _qwen3_5_moe(fields: Fields, names: TensorNames = _QWEN3_5) -> ModelConfig:
     config = _hybrid(fields, names, key_value_heads=2)
     shared = fields.count("shared_expert_intermediate_size", 512)
     experts = replace(_qwen_experts(fields, 256, 8), shared_ffn_size=shared)
-    return _with_experts(config, experts, [True] * config.num_layers)
+    return with_experts(config, experts, [True] * config.num_layers)
 
 
 def _qwen3_5_and_vision(fields: Fields) -> ModelConfig:
@@ -224,10 +172,11 @@ def _hybrid(fields: Fields, names: TensorNames, key_value_heads: int) -> ModelCo
     fields.only("attention_bias", False)
     interval = fields.count("full_attention_interval", 4)
     types = fields.items("layer_types") or [
-        "full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(_num_layers(fields))
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
+        for layer in range(read_num_layers(fields))
     ]
-    linear_types = _typed_windows(fields, types, 1, "linear_attention")
-    config = _plain(fields, head_dim=256, names=names, partial_rotary=True)
+    linear_types = typed_windows(fields, types, 1, "linear_attention")
+    config = read_plain(fields, head_dim=256, names=names, partial_rotary=True)
     linear = LinearAttentionConfig(
         key_heads=fields.count("linear_num_key_heads", 16),
         value_heads=fields.count("linear_num_value_heads", 32),
@@ -286,10 +235,11 @@ def _gemma(
     logit_softcap: float | None = None,
 ) -> ModelConfig:
     types = [
-        "sliding_attention" if (layer + 1) % global_every else "full_attention" for layer in range(_num_layers(fields))
+        "sliding_attention" if (layer + 1) % global_every else "full_attention"
+        for layer in range(read_num_layers(fields))
     ]
-    windows = _typed_windows(fields, types, fields.count("sliding_window", 4096))
-    config = _plain(fields, windows, head_dim=256, tied=True, activation=GELU_TANH, names=names)
+    windows = typed_windows(fields, types, fields.count("sliding_window", 4096))
+    config = read_plain(fields, windows, head_dim=256, tied=True, activation=GELU_TANH, names=names)
     return replace(
         config,
         attention_scale=fields.number("query_pre_attn_scalar", 256, above=0) ** -0.5,
@@ -301,7 +251,9 @@ def _gemma(
 
 
 def _phi3(fields: Fields) -> ModelConfig:
-    return _plain(fields, _everywhere(fields, _window(fields)), rms_eps=1e-5, names=_PHI3, partial_rotary=True)
+    return read_plain(
+        fields, in_all_layers(fields, read_window(fields)), rms_eps=1e-5, names=_PHI3, partial_rotary=True
+    )
 
 
 def _gpt_oss(fields: Fields) -> ModelConfig:
@@ -316,11 +268,11 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
     )
     fields.only("swiglu_alpha", 1.702)
     fields.only("swiglu_limit", 7.0)
-    types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(_num_layers(fields))]
-    windows = _typed_windows(fields, types, fields.count("sliding_window"))
-    config = replace(_plain(fields, windows, rms_eps=1e-5, names=_GPT_OSS), activation=CLAMPED_SILU)
+    types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(read_num_layers(fields))]
+    windows = typed_windows(fields, types, fields.count("sliding_window"))
+    config = replace(read_plain(fields, windows, rms_eps=1e-5, names=_GPT_OSS), activation=CLAMPED_SILU)
     experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 128, most=_MAX_EXPERTS),
+        count=fields.count("num_local_experts", 128, most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 4),
         ffn_size=config.ffn_size,
         normalise=True,
@@ -332,12 +284,12 @@ def _gpt_oss(fields: Fields) -> ModelConfig:
     if experts.mxfp4 and (config.hidden_size % 32 or config.ffn_size % 32):
         sizes = f"hidden_size is {config.hidden_size}, intermediate_size {config.ffn_size}"
         fields.refuse(f"MXFP4 needs multiples of 32, but {sizes}")
-    return _with_experts(config, experts, [True] * config.num_layers)
+    return with_experts(config, experts, [True] * config.num_layers)
 
 
 def _smollm3(fields: Fields) -> ModelConfig:
     fields.only("use_sliding_window", False)
-    return _with_turns(_plain(fields, tied=True), _turns(fields))
+    return _with_turns(read_plain(fields, tied=True), _turns(fields))
 
 
 def _llama4(fields: Fields) -> ModelConfig:
@@ -353,13 +305,13 @@ def _llama4(fields: Fields) -> ModelConfig:
         fields.refuse("attention_chunk_size is null; it must be a number of tokens")
     turns, chunk = _turns(fields), fields.count("attention_chunk_size", 8192)
     types = ["chunked_attention" if turn else "full_attention" for turn in turns]
-    windows = _typed_windows(fields, types, -chunk, "chunked_attention")
-    config = _plain(fields, windows, rms_eps=1e-5, names=_LLAMA4)
+    windows = typed_windows(fields, types, -chunk, "chunked_attention")
+    config = read_plain(fields, windows, rms_eps=1e-5, names=_LLAMA4)
     temperature = None
     if fields.get("attn_temperature_tuning", True):  # a number in early checkpoints
         temperature = Temperature(fields.count("floor_scale", 8192), fields.number("attn_scale", 0.1))
     experts = ExpertsConfig(
-        count=fields.count("num_local_experts", 16, most=_MAX_EXPERTS),
+        count=fields.count("num_local_experts", 16, most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", 1),
         ffn_size=config.ffn_size,
         normalise=False,
@@ -378,7 +330,7 @@ def _llama4(fields: Fields) -> ModelConfig:
     sparse = (
         range(step - 1, config.num_layers, step) if fields.get("moe_layers") is None else fields.items("moe_layers")
     )
-    config = _with_experts(config, experts, [layer in sparse for layer in range(config.num_layers)])
+    config = with_experts(config, experts, [layer in sparse for layer in range(config.num_layers)])
     return _with_turns(config, turns)
 
 
@@ -387,94 +339,9 @@ def _llama4_and_vision(fields: Fields) -> ModelConfig:
     return replace(_llama4(fields.inner("text_config")), names=_LLAMA4_AND_VISION)
 
 
-def _deepseek2(fields: Fields) -> ModelConfig:
-    fields = fields.completed(
-        n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407, first_k_dense_replace=0
-    )
-    fields.only("norm_topk_prob", False)  # transformers ignores it, DeepSeek's own code normalizes and does not scale
-    groups = fields.only("topk_method", "greedy", "group_limited_greedy") != "greedy"
-    experts = _deepseek_experts(fields, groups=fields.count("n_group") if groups else 1, scale=1.0)
-    return _latent_attention(fields, experts)
-
-
-def _deepseek3(fields: Fields) -> ModelConfig:
-    fields = fields.completed(
-        n_routed_experts=256,
-        n_shared_experts=1,
-        num_experts_per_tok=8,
-        moe_intermediate_size=2048,
-        first_k_dense_replace=3,
-        topk_group=4,
-    )
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
-    experts = _deepseek_experts(fields, groups=fields.count("n_group", 8), scale=2.5)
-    if experts.count // experts.groups < 2:
-        fields.refuse(f"n_group is {experts.groups} for {experts.count} experts; each group needs two or more")
-    experts = replace(experts, sigmoid=True, normalise=fields.flag("norm_topk_prob", True))
-    config = _latent_attention(fields, experts, interleaved=fields.flag("rope_interleave", True))
-    return replace(config, names=replace(config.names, router_correction="mlp.gate.e_score_correction_bias"))
-
-
-def _deepseek_experts(fields: Fields, groups: int, scale: float) -> ExpertsConfig:
-    count = fields.count("n_routed_experts", most=_MAX_EXPERTS)
-    per_token, ffn_size = fields.count("num_experts_per_tok"), fields.count("moe_intermediate_size")
-    top_groups = fields.count("topk_group") if groups > 1 else 1
-    if count % groups or top_groups > groups or per_token > top_groups * (count // groups):
-        fields.refuse(
-            f"{per_token} experts of a token cannot come from topk_group {top_groups} of n_group {groups} equal groups "
-            f"of {count} experts"
-        )
-    return ExpertsConfig(
-        count=count,
-        per_token=per_token,
-        ffn_size=ffn_size,
-        normalise=False,
-        shared_ffn_size=fields.count("n_shared_experts") * ffn_size,
-        scale=fields.number("routed_scaling_factor", scale, above=0),
-        groups=groups,
-        top_groups=top_groups,
-    )
-
-
-def _latent_attention(fields: Fields, experts: ExpertsConfig, *, interleaved: bool = True) -> ModelConfig:
-    """Latent attention, and experts but for the first layers. Layers for multi-token prediction are ignored."""
-    heads = fields.count("num_attention_heads")
-    for name, supported in {"num_key_value_heads": heads, "attention_bias": False, "moe_layer_freq": 1}.items():
-        fields.only(name, supported)
-    query_rank = 0 if fields.has("q_lora_rank") and fields.get("q_lora_rank") is None else 1536
-    latent = LatentConfig(
-        rank=fields.count("kv_lora_rank", 512),
-        query_rank=query_rank and fields.count("q_lora_rank", query_rank),
-        plain_dim=fields.count("qk_nope_head_dim", 128),
-        rotary_dim=fields.count("qk_rope_head_dim", 64),
-        value_dim=fields.count("v_head_dim", 128),
-    )
-    # Checkpoints leave head_dim out, or give any of three widths.
-    config = _plain(fields.replaced(head_dim=latent.rotary_dim, num_key_value_heads=1))
-    queries = ("self_attn.q_a_proj" if query_rank else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")
-    turned = (_DEEPSEEK.query_up if query_rank else queries[0], queries[1])
-    unused = fields.count("num_nextn_predict_layers", 1, most=_MAX_LAYERS, least=0)
-    names = replace(
-        _DEEPSEEK,
-        qkv=queries,
-        neighbors=turned if interleaved else (),
-        foreign=tuple(f"model.layers.{config.num_layers + each}." for each in range(unused)),
-    )
-    config = replace(
-        config,
-        head_dim=latent.rank + latent.rotary_dim,
-        attention_scale=latent.query_dim**-0.5 * read_sharpening(fields) ** 2,
-        latent=latent,
-        names=names,
-    )
-    dense = fields.count("first_k_dense_replace", least=0)
-    return _with_experts(config, experts, [layer >= dense for layer in range(config.num_layers)])
-
-
 def _turns(fields: Fields) -> list[Any]:
     """For each layer a true value if it has rotary embedding."""
-    interval, num_layers = fields.count("no_rope_layer_interval", 4), _num_layers(fields)
+    interval, num_layers = fields.count("no_rope_layer_interval", 4), read_num_layers(fields)
     turns = fields.items("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
     if len(turns) != num_layers:
         fields.refuse(f"no_rope_layers has {len(turns)} entries for {num_layers} layers")
@@ -486,40 +353,13 @@ def _with_turns(config: ModelConfig, turns: Sequence[Any]) -> ModelConfig:
     return replace(config, layers=tuple(layer if turn else replace(layer, rope=None) for layer, turn in layers))
 
 
-def _num_layers(fields: Fields) -> int:
-    return fields.count("num_hidden_layers", most=_MAX_LAYERS)
-
-
-def _window(fields: Fields, absent: int = 0) -> int:
-    """The window, 0 for none; `absent` is the value for a config without the field."""
-    if fields.has("sliding_window"):
-        return 0 if fields.get("sliding_window") is None else fields.count("sliding_window")
-    return absent
-
-
-def _everywhere(fields: Fields, window: int) -> list[int]:
-    return [window] * _num_layers(fields)
-
-
 def _upper_windows(fields: Fields) -> list[int]:
     """Qwen: layers from `max_window_layers` on have a window, if any has."""
     if not fields.flag("use_sliding_window", False):
-        return _everywhere(fields, 0)
+        return in_all_layers(fields, 0)
     full = fields.number("max_window_layers", 28)
-    types = ["full_attention" if layer < full else "sliding_attention" for layer in range(_num_layers(fields))]
-    return _typed_windows(fields, types, _window(fields, absent=4096))
-
-
-def _typed_windows(fields: Fields, types: Sequence[str], window: int, windowed: str = "sliding_attention") -> list[int]:
-    """Each layer's window by its type; `types` is the default for a config without `layer_types`."""
-    types = fields.items("layer_types") or types
-    known = {"full_attention": 0, windowed: window}
-    unknown = [each for each in types if each not in known]
-    if unknown:
-        fields.refuse(f"layer type {unknown[0]!r} is not supported; supported: {', '.join(known)}")
-    if len(types) != _num_layers(fields):
-        fields.refuse(f"layer_types has {len(types)} entries for {_num_layers(fields)} layers")
-    return [known[each] for each in types]
+    types = ["full_attention" if layer < full else "sliding_attention" for layer in range(read_num_layers(fields))]
+    return typed_windows(fields, types, read_window(fields, absent=4096))
 
 
 def _softcap(fields: Fields, name: str, absent: float | None) -> float:
@@ -529,7 +369,7 @@ def _softcap(fields: Fields, name: str, absent: float | None) -> float:
 
 def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
     return ExpertsConfig(
-        count=fields.count("num_experts", fields.count("num_local_experts", count), most=_MAX_EXPERTS),
+        count=fields.count("num_experts", fields.count("num_local_experts", count), most=MAX_EXPERTS),
         per_token=fields.count("num_experts_per_tok", per_token),
         ffn_size=fields.count("moe_intermediate_size"),
         normalise=fields.flag("norm_topk_prob", False),
@@ -539,12 +379,7 @@ def _qwen_experts(fields: Fields, count: int, per_token: int) -> ExpertsConfig:
 def _sparse_layers(fields: Fields) -> list[bool]:
     """Qwen: every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
     step, dense = fields.count("decoder_sparse_step", 1), fields.items("mlp_only_layers")
-    return [layer not in dense and (layer + 1) % step == 0 for layer in range(_num_layers(fields))]
-
-
-def _with_experts(config: ModelConfig, experts: ExpertsConfig, sparse: Sequence[bool]) -> ModelConfig:
-    layers = zip(config.layers, sparse, strict=True)
-    return replace(config, experts=experts, layers=tuple(replace(layer, has_experts=each) for layer, each in layers))
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(read_num_layers(fields))]
 
 
 FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
@@ -568,6 +403,6 @@ FAMILIES: dict[str, Callable[[Fields], ModelConfig]] = {
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": _llama4,
     "Llama4ForConditionalGeneration": _llama4_and_vision,
-    "DeepseekV2ForCausalLM": _deepseek2,
-    "DeepseekV3ForCausalLM": _deepseek3,
+    "DeepseekV2ForCausalLM": deepseek2,
+    "DeepseekV3ForCausalLM": deepseek3,
 }
