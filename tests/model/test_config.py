@@ -160,6 +160,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
         "8 value heads and 5 key heads of linear attention are not shared by 2 KV",
     ),
     ("qwen 3.5", {"layer_types": ["linear_attention"] * 5}, "no layer has full attention"),
+    ("qwen 3.5", {"attn_output_gate": False}, "attn_output_gate False is not supported; supported: True"),
     ("qwen 3.5", {"attention_bias": True}, "attention_bias True is not supported; supported: False"),
     ("gpt oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported; supported: 7.0"),
     ("gpt oss", {"sliding_window": None}, "sliding_window is None; it must be a positive whole number"),

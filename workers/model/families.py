@@ -170,6 +170,7 @@ def _hybrid(fields: Fields, names: TensorNames, key_value_heads: int) -> ModelCo
     """Qwen's models with linear attention: by default all layers but each fourth have it."""
     fields = fields.completed(num_key_value_heads=key_value_heads, partial_rotary_factor=0.25)
     fields.only("attention_bias", False)
+    fields.only("attn_output_gate", True)
     interval = fields.count("full_attention_interval", 4)
     types = fields.items("layer_types") or [
         "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
