@@ -66,7 +66,7 @@ class Side:
         return len(found)
 
     def check(self) -> None:
-        self.pool.check([*(lease.blocks for lease in self.leases), *(fetch.blocks for fetch in self.prefix_fetches)])
+        self.pool.check([*(lease.blocks for lease in self.leases), *(fetch.held for fetch in self.prefix_fetches)])
 
 
 def test_a_held_prefix_is_ready_at_once_and_stays_until_released() -> None:
@@ -333,6 +333,17 @@ def fetching(byte_s: float) -> tuple[Engine, PrefixFetch]:
 def ask(subject: Engine, tenant: str = "") -> None:
     made = request("r", tuple(range(1, 41)), max_tokens=1)
     subject.add(replace(made, tenant=tenant, shares_prefixes=not tenant), 12.0, hold=False)
+
+
+def test_blocks_that_computing_has_passed_are_given_back() -> None:
+    subject, fetch = fetching(byte_s=0.002)
+    free = subject.pool.num_free
+    assert subject.prefix_fetches.take(fetch, 32, 12.0) == (0, 4)
+    subject.prefix_fetches.passed(fetch, 18)
+    assert subject.pool.num_free == free + 3, "four blocks are passed; bytes of the first may still arrive"
+    subject.check()
+    subject.prefix_fetches.end(fetch)
+    assert subject.pool.num_free == free + 8
 
 
 def test_a_prompt_whose_prefix_arrives_waits_for_it_and_computes_the_rest() -> None:

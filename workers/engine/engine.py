@@ -818,7 +818,7 @@ class Engine:
                 *(x.blocks for x in self._leases),
                 *(x.blocks for x in self._loans),
                 *(x.blocks for x in self._kv.moves.returning()),
-                *(x.blocks for x in self._prefix_fetches),
+                *(x.held for x in self._prefix_fetches),
             ]
         )
         self._scheduler.check()

@@ -304,7 +304,7 @@ class Loads:
     def _pass(self, loading: _Loading, first: int) -> None:
         """Computing has come to this token."""
         if loading.fetch is not None:
-            loading.fetch.passed(first)
+            self._fetches.passed(loading.fetch, first)
         if first >= loading.end * self._size and not loading.unfound:
             return self.end(loading.sequence)
         while loading.unread and loading.unread[0] * self._size < first:

@@ -2,7 +2,7 @@
 
     owner    cached ──hold──> leased, ready as far as restored and digested ──release──> cached
     reader   begin ──> blocks allocated ──take──> being read ──landed──> hashed and cached
-                              └─ passed: computed here meanwhile, no longer to be read
+                              └─ passed: computed here meanwhile, not read; blocks given back
 
 Reads come from the front while all prompts wait, and from the back once one of them computes. The fetched prefix is an
 ordinary cache entry: a prompt finds it, or recomputes it after its eviction. Pure: time is an argument.
@@ -49,6 +49,7 @@ class PrefixFetch:
     reading: deque[range] = field(default_factory=deque)  # units of each read, in the order of reads
     from_back: bool = False
     is_read: bool = False  # the first read has begun
+    given_back: set[int] = field(default_factory=set)  # places that will not be read
 
     @property
     def is_done(self) -> bool:
@@ -58,11 +59,10 @@ class PrefixFetch:
         """How many of these first blocks it has too."""
         return bisect_left(range(min(len(hashes), len(self.hashes))), True, key=lambda n: hashes[n] != self.hashes[n])
 
-    def passed(self, num_tokens: int) -> None:
-        """A prompt computes these first tokens itself, and goes on behind them."""
-        self.from_back = True
-        while self.unread and (self.unread[0] + 1) * self.unit * self.block_size <= num_tokens:
-            self.unread.popleft()
+    @property
+    def held(self) -> list[int]:
+        """Its blocks but those that were given back."""
+        return [block for place, block in enumerate(self.blocks) if place not in self.given_back]
 
     @property
     def num_piece(self) -> int:
@@ -197,7 +197,7 @@ class PrefixFetches:
         unread, step = fetch.unread, fetch.unit * fetch.block_size
         num_ready = -(-fetch.num_tokens // step) if ready_tokens >= fetch.num_tokens else ready_tokens // step
         while unread and self._is_here(fetch, unread[0]):
-            unread.popleft()
+            self._give_back(fetch, unread.popleft())
         ready = bisect_left(unread, num_ready)
         if not ready:
             return None
@@ -215,6 +215,17 @@ class PrefixFetches:
             fetch.speed.begin(now_s)
         fetch.reading.append(units)
         return units.start * step, min(units.stop * step, fetch.num_tokens) - units.start * step
+
+    def passed(self, fetch: PrefixFetch, num_tokens: int) -> None:
+        """A prompt computes these first tokens itself, and goes on behind them."""
+        fetch.from_back = True
+        while fetch.unread and (fetch.unread[0] + 1) * fetch.unit * fetch.block_size <= num_tokens:
+            self._give_back(fetch, fetch.unread.popleft())
+
+    def _give_back(self, fetch: PrefixFetch, unit: int) -> None:
+        places = fetch.places(unit)
+        self._pool.free([fetch.blocks[place] for place in places])
+        fetch.given_back.update(places)
 
     def _is_here(self, fetch: PrefixFetch, unit: int) -> bool:
         places = fetch.places(unit)
@@ -238,4 +249,4 @@ class PrefixFetches:
     def end(self, fetch: PrefixFetch) -> None:
         """It has ended or failed. From now on at most the cache keeps what has landed."""
         del self._in_flight[fetch]
-        self._pool.free(fetch.blocks)
+        self._pool.free(fetch.held)
