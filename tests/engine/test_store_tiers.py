@@ -8,7 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from tests.engine.driving import Device, Pipeline, engine, next_token, request, result, run_to_end, step, tokens_of
+from tests.engine.driving import (
+    Device,
+    Pipeline,
+    engine,
+    next_token,
+    planned,
+    request,
+    result,
+    run_to_end,
+    step,
+    tokens_of,
+)
 from tests.engine.test_host_cache import HostMachine
 from workers.config import BATCHING
 from workers.costs import CostModel, LinearCost
@@ -226,6 +237,19 @@ def test_a_store_that_was_slow_is_used_as_soon_as_a_read_was_fast() -> None:
     disk.run_all()
     plan, _ = step(subject, 0.0, disk)
     assert plan is not None and len(plan.swap_in) == 9
+
+
+def test_a_prompt_does_not_wait_for_its_first_read_beside_a_stream_whose_step_takes_longer() -> None:
+    disk = RecordedDisk()
+    subject = filled(disk, host=20)
+    subject.add(disk.know(request("stream", prompt(800, 8), max_tokens=9)), 0.0, hold=False)
+    step(subject, 0.0, disk)
+    (store,) = subject._stores
+    store.speed = ReadSpeed(100.0)
+    subject.add(disk.know(request("again", prompt(100), max_tokens=1)), 0.0, hold=False)
+    plan, _ = planned(subject, 0.0, disk)
+    assert [chunk.key for chunk in plan.chunks] == ["stream/0", "again/0"]
+    disk.run_all()
 
 
 def test_a_prompt_that_waits_behind_another_is_read_from_the_front() -> None:

@@ -229,6 +229,8 @@ class Loads:
         )
         choice = choose(gap, seconds)
         first_until_s = self._first_until_s(loading, len(missing)) if choice.num_tokens and missing else 0.0
+        if self._now_s + seconds.floor_s > first_until_s:  # the next step would end later
+            first_until_s = 0.0
         loading.reads = choice.reads and self._now_s >= first_until_s
         loading.from_back = choice.num_tokens > 0 or loading.sequence.state is State.RUNNING
         if not loading.reads and loading.unread and not self._tier(loading, loading.unread[-1]).num_reading:
