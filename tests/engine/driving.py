@@ -18,6 +18,7 @@ from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
 
 VOCAB = 1000
 EOS = 0
+STATE = -1  # the slot of a block's state
 
 
 def engine(
@@ -30,6 +31,7 @@ def engine(
     most_pinned: int = 0,
     stores: Sequence[BlockStore] = (),
     context_length: int = 128,
+    has_state: bool = False,
     **config: object,
 ) -> Engine:
     sizes: dict[str, object] = {"block_size": 4, "kv_blocks": 34, "max_batch_tokens": 16, "max_running": 8}
@@ -47,6 +49,7 @@ def engine(
         host_cache_blocks=host_cache_blocks,
         most_pinned=most_pinned,
         stores=stores,
+        has_state=has_state,
     )
 
 
@@ -192,10 +195,14 @@ class Pipeline:
 
 
 class Device:
-    """Block memory that records which token is in which slot."""
+    """Block memory that records which token is in which slot; with `has_state` also of which tokens a block's state is.
 
-    def __init__(self, block_size: int = 4) -> None:
+    A chunk goes on from the state in the block of the token before it, and leaves one in each block that it writes.
+    """
+
+    def __init__(self, block_size: int = 4, *, has_state: bool = False) -> None:
         self._size = block_size
+        self._has_state = has_state
         self._slots: dict[tuple[int, int], int] = {}  # (block, slot) -> token
         self._host: dict[tuple[int, int], int] = {}
         self._tokens: dict[str, list[int]] = {}  # key -> what stands at each position
@@ -233,6 +240,8 @@ class Device:
             tokens = self.tokens(lease.key.removesuffix(":prefix"))
             tokens = tokens[: lease.num_tokens][: len(lease.digests) * self._size]
             skip = self.readers_have.get(lease.key, 0) * self._size
+            for count in self._state_counts(skip, len(tokens)):
+                self._check_state(lease.blocks, tokens, count, lease.key)
             for position, token in enumerate(tokens[skip:], skip):
                 found = self._slots.get((lease.blocks[position // self._size], position % self._size))
                 assert found == token, f"the reader of {lease.key} finds {found} instead of {token} at {position}"
@@ -241,6 +250,21 @@ class Device:
         """Write the tokens that a transfer brings."""
         for position, token in enumerate(tokens):
             self._slots[blocks[position // self._size], position % self._size] = token
+        self._leave_states(blocks, tokens, 0)
+
+    def _state_counts(self, first: int, end: int) -> list[int]:
+        """After how many tokens there is a state, of those from `first` to `end`."""
+        if not self._has_state or first >= end:
+            return []
+        return [*range((first // self._size + 1) * self._size, end, self._size), end]
+
+    def _leave_states(self, blocks: tuple[int, ...], tokens: Sequence[int], first: int) -> None:
+        for count in self._state_counts(first, len(tokens)):
+            self._slots[blocks[(count - 1) // self._size], STATE] = hash(tuple(tokens[:count]))
+
+    def _check_state(self, blocks: tuple[int, ...], tokens: Sequence[int], count: int, key: str) -> None:
+        found = self._slots.get((blocks[(count - 1) // self._size], STATE))
+        assert found == hash(tuple(tokens[:count])), f"{key}: the state is not that after {count} tokens"
 
     def copy(self, source: "Device", blocks: Sequence[int], targets: Sequence[int]) -> None:
         """Write what another device has in these blocks, as a transfer does."""
@@ -250,12 +274,14 @@ class Device:
     def _move(
         self, source: dict[tuple[int, int], int], block: int, target: dict[tuple[int, int], int], other: int
     ) -> None:
-        for slot in range(self._size):
+        for slot in (STATE, *range(self._size)):
             if (block, slot) in source:
                 target[other, slot] = source[block, slot]
 
     def _write(self, chunk: Chunk, written: dict[tuple[int, int], str]) -> None:
         tokens = self._tokens[chunk.key]
+        if self._has_state and chunk.first_position:
+            self._check_state(chunk.blocks, tokens, chunk.first_position, chunk.key)
         for position, known in enumerate(chunk.tokens, chunk.first_position):
             token = next_token(chunk.key, position) if known == PENDING else known
             place = chunk.blocks[position // self._size], position % self._size
@@ -265,6 +291,7 @@ class Device:
             if position == len(tokens):
                 tokens.append(token)
             assert tokens[position] == token, f"{chunk.key} computes another token at {position} than before"
+        self._leave_states(chunk.blocks, tokens[: chunk.context], chunk.first_position)
 
     def _attend(self, chunk: Chunk) -> None:
         remote = [

@@ -274,12 +274,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.reading: list[tuple[int, ...]] = []
 
     @initialize(
-        depth=st.integers(0, 4), batching=st.sampled_from(BATCHING), budget=st.integers(5, 16), step_s=st.floats(0, 0.1)
+        depth=st.integers(0, 4),
+        batching=st.sampled_from(BATCHING),
+        budget=st.integers(5, 16),
+        step_s=st.floats(0, 0.1),
+        has_state=st.booleans(),
     )
-    def open(self, depth: int, batching: str, budget: int, step_s: float) -> None:
-        """A depth of 0: of 1, with one more step ahead."""
+    def open(self, depth: int, batching: str, budget: int, step_s: float, has_state: bool) -> None:
+        """A depth of 0: of 1, with one more step ahead. `has_state`: as with linear attention."""
         ahead, depth = not depth, max(1, depth)
-        self.device = Device()
+        self.device = Device(has_state=has_state)
         self.engine = engine(
             kv_blocks=14,
             swap_blocks=8,
@@ -289,6 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
             depth=depth,
             cost=LinearCost(step_s=step_s, swap_byte_s=0.0002),
             block_bytes=10,
+            has_state=has_state,
         )
         self.flow = Pipeline(self.engine, depth, self.device, ahead=ahead)
 
