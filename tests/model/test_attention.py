@@ -16,6 +16,7 @@ from workers.ops.attention import NATIVE, REFERENCE, SDPA, TRITON, TRITON_INVARI
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import compute_dtype, from_slots, to_slots
 from workers.ops.native.library import library
+from workers.ops.scoring import Scoring
 
 DEVICE = torch.device(os.environ.get("DIPTYCH_TEST_DEVICE", "cpu"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
@@ -93,7 +94,7 @@ def equals_the_reference(backend: Attention, case: Case) -> None:
     meta = on_device(ragged(tables, case.queries, case.contexts, case.block_size))
     expected_pool, its_pool = (to_slots(pool, case.dtype).to(DEVICE, copy=True) for _ in range(2))
     sinks = torch.randn(query.shape[1], generator=generator).mul(8).to(DEVICE, dtype) if case.sinks else None
-    arguments = (1, meta, case.head_dim**-0.5, case.window, case.softcap, sinks)
+    arguments = (1, meta, Scoring(case.head_dim**-0.5, case.window, case.softcap, sinks))
     REFERENCE.write_kv(expected_pool, key, value, 1, meta.slot_mapping)
     backend.write_kv(its_pool, key, value, 1, meta.slot_mapping)
     assert torch.equal(its_pool.view(torch.uint8), expected_pool.view(torch.uint8))
@@ -124,7 +125,7 @@ def test_the_reference_of_a_latent_is_that_of_equal_keys_and_values() -> None:
     query = torch.randn(3, 5, 24, generator=generator)
     batch = ragged([[4, 1, 2]], [3], [11], 4)
     both = latents.expand(-1, -1, -1, 2, -1, -1)
-    results = [REFERENCE.attend(query, pool, 1, batch, 0.2, 0, 0.0) for pool in (latents, both)]
+    results = [REFERENCE.attend(query, pool, 1, batch, Scoring(0.2)) for pool in (latents, both)]
     assert torch.equal(*results)
 
 
@@ -216,7 +217,7 @@ def test_views_of_a_fused_projection_are_read_by_their_strides(backend: Attentio
     for parts in ((query, key, value), tuple(each.contiguous() for each in (query, key, value))):
         pool = torch.ones(4, 2, 1, 2, 4, 8, device=DEVICE)
         backend.write_kv(pool, parts[1], parts[2], 0, meta.slot_mapping)
-        answers.append(backend.attend(parts[0], pool, 0, meta, 0.3, 0, 0.0))
+        answers.append(backend.attend(parts[0], pool, 0, meta, Scoring(0.3)))
     assert torch.equal(*answers)
 
 
@@ -226,7 +227,7 @@ def test_scores_of_any_size_give_numbers(backend: Attention) -> None:
     meta = on_device(ragged([[1, 2]], [5], [7], 4))
     query = torch.randn(5, 2, 8, device=DEVICE) * 100
     for softcap in (0.0, 30.0):
-        arguments = (query, pool, 0, meta, 1.0, 0, softcap)
+        arguments = (query, pool, 0, meta, Scoring(1.0, 0, softcap))
         expected = REFERENCE.attend(*arguments)
         torch.testing.assert_close(backend.attend(*arguments), expected, rtol=1e-4, atol=1e-2)
 
@@ -259,7 +260,7 @@ def test_a_row_is_the_same_in_any_batch_and_any_cut(backend: Attention, data: st
 
     def attend(tables: list[list[int]], lengths: list[int], contexts: list[int], rows: Tensor) -> Tensor:
         meta = on_device(ragged(tables, lengths, contexts, block_size))
-        return backend.attend(rows, pool, 0, meta, head_dim**-0.5, window, softcap)
+        return backend.attend(rows, pool, 0, meta, Scoring(head_dim**-0.5, window, softcap))
 
     alone = attend([table], [length], [length], query)
     done, parts = 0, []

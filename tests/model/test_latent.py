@@ -8,6 +8,7 @@ from workers.model.description import LatentConfig
 from workers.model.latent import BatchedLinear, HeadsLinear, Latent, LatentOutput
 from workers.ops.attention import REFERENCE, SDPA
 from workers.ops.linear import Linear
+from workers.ops.scoring import Scoring
 
 HEADS, TOKENS = 4, 11
 SIZES = LatentConfig(rank=20, query_rank=0, plain_dim=12, rotary_dim=6, value_dim=10)
@@ -24,7 +25,7 @@ def test_absorbed_attention_is_that_of_the_keys_and_values_of_heads() -> None:
     query, key = latent(down, angle.cos(), angle.sin())
     pool, batch = torch.zeros(3, 1, 1, 1, 4, 26), ragged([[2, 0, 1]], [TOKENS], [TOKENS], 4)
     REFERENCE.write_kv(pool, key, key, 0, batch.slot_mapping)
-    attended = SDPA.attend(query, pool, 0, batch, 18**-0.5, 0, 0.0)
+    attended = SDPA.attend(query, pool, 0, batch, Scoring(18**-0.5))
     found = LatentOutput(SIZES, BatchedLinear(from_latent), lambda x, change: x)(attended.flatten(1), None)
 
     c, rotated = key[:, 0, :20], key[:, 0, 20:]

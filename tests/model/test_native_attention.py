@@ -1,6 +1,7 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from workers.ops import attention
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, Attention, best_attention
 from workers.ops.batch import RaggedBatch
 from workers.ops.native.library import library
+from workers.ops.scoring import Scoring
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.full, pytest.mark.skipif(library() is None, reason="no native kernels here")]
@@ -44,7 +46,7 @@ def test_long_contexts_split_over_threads_equal_the_reference(head_dim: int, thr
     tables = scattered_tables(contexts, 300, 16, random.Random(0))
     pool = torch.randn(300, 2, 1, 2, 16, head_dim, generator=torch.Generator().manual_seed(1))
     query = torch.randn(72, 8, head_dim, generator=torch.Generator().manual_seed(2))
-    arguments = (query, pool, 0, ragged(tables, queries, contexts, 16), head_dim**-0.5, 0, 0.0)
+    arguments = (query, pool, 0, ragged(tables, queries, contexts, 16), Scoring(head_dim**-0.5))
     torch.set_num_threads(threads)
     try:
         torch.testing.assert_close(NATIVE.attend(*arguments), REFERENCE.attend(*arguments), rtol=1e-5, atol=1e-5)
@@ -95,17 +97,8 @@ def test_the_switch_turns_the_kernels_off() -> None:
 
 
 def test_a_backend_that_computes_wrongly_or_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_window(
-        query: Tensor,
-        pool: Tensor,
-        layer: int,
-        batch: RaggedBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return REFERENCE.attend(query, pool, layer, batch, scale, 0, softcap, sinks)
+    def without_window(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
+        return REFERENCE.attend(query, pool, layer, batch, replace(scoring, window=0))
 
     def fails(*_: object) -> None:
         raise RuntimeError("no kernel image")

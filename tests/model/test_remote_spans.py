@@ -15,6 +15,7 @@ from tests.model.paging import ragged, scattered_tables
 from workers.ops.attention import NATIVE, REFERENCE, SDPA, Attention
 from workers.ops.narrow import to_slots
 from workers.ops.native.library import library
+from workers.ops.scoring import Scoring
 from workers.ops.span import SPAN, KeySpan
 
 BLOCKS, BLOCK_SIZE = 160, 16
@@ -71,8 +72,8 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
     tables = scattered_tables(case.contexts, BLOCKS, BLOCK_SIZE, rng)
     batch = ragged(tables, case.queries, case.contexts, BLOCK_SIZE)
     sinks = torch.randn(query.shape[1], generator=generator).mul(8) if case.sinks else None
-    options = (scale, case.window, case.softcap, sinks)
-    all_here = backend.attend(query, here, layer, batch, *options)
+    scoring = Scoring(scale, case.window, case.softcap, sinks)
+    all_here = backend.attend(query, here, layer, batch, scoring)
 
     there, ours = nothing.expand_as(here).clone(), here.clone()
     moved = rng.sample(range(BLOCKS), BLOCKS)  # block here -> block there
@@ -87,7 +88,7 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
             there[lent] = here[blocks]
             ours[blocks] = nothing
             span = KeySpan(torch.tensor(lent, dtype=torch.int32), num_spans * SPAN, position - first, state, first)
-            state = backend.attend_span(query[rows], there, layer, span, scale, case.window, case.softcap)
+            state = backend.attend_span(query[rows], there, layer, span, scoring)
             first += num_spans * SPAN
         if state is not None:
             states[rows] = state
@@ -102,8 +103,8 @@ def both_ways(backend: Attention, case: Case) -> tuple[Tensor, Tensor, Callable[
         begins=torch.tensor([SPAN * sum(spans) for spans in case.lenders], dtype=torch.int32),
         states=arrive,
     )
-    spread = backend.attend(query, ours, layer, partly, *options)
-    return spread, all_here, lambda: REFERENCE.attend(query, here, layer, batch, *options)
+    spread = backend.attend(query, ours, layer, partly, scoring)
+    return spread, all_here, lambda: REFERENCE.attend(query, here, layer, batch, scoring)
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")
@@ -135,12 +136,12 @@ def test_keys_outside_of_the_window_leave_the_state_as_it_is(backend: Attention)
     query, pool = torch.randn(3, 2, 8), torch.randn(8, 1, 1, 2, 16, 8)
     table = torch.arange(8, dtype=torch.int32)
     span = KeySpan(table, SPAN, SPAN + 10)
-    neutral = backend.attend_span(query, pool, 0, span, 0.3, 10, 0.0)
+    neutral = backend.attend_span(query, pool, 0, span, Scoring(0.3, 10))
     assert neutral[..., 0].eq(-torch.inf).all() and neutral[..., 1:].eq(0).all()
     before = torch.rand(3, 2, 10)
     after = dataclasses.replace(span, state=before)
-    assert torch.equal(backend.attend_span(query, pool, 0, after, 0.3, 10, 0.0), before)
-    assert not torch.equal(backend.attend_span(query, pool, 0, after, 0.3, 12, 0.0), before)
+    assert torch.equal(backend.attend_span(query, pool, 0, after, Scoring(0.3, 10)), before)
+    assert not torch.equal(backend.attend_span(query, pool, 0, after, Scoring(0.3, 12)), before)
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")
@@ -151,7 +152,7 @@ def test_an_error_instead_of_states_is_the_error_of_the_attention() -> None:
     batch = ragged([[-1] * PER_SPAN + [3]], [1], [SPAN + 1], BLOCK_SIZE)
     batch = dataclasses.replace(batch, begins=torch.tensor([SPAN], dtype=torch.int32), states=arrive)
     with pytest.raises(KeyError, match="a mistake"):
-        NATIVE.attend(torch.randn(1, 2, 8), torch.randn(8, 1, 1, 2, 16, 8), 0, batch, 0.3, 0, 0.0)
+        NATIVE.attend(torch.randn(1, 2, 8), torch.randn(8, 1, 1, 2, 16, 8), 0, batch, Scoring(0.3))
 
 
 @pytest.mark.skipif(library() is None, reason="no native kernels here")

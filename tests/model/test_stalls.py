@@ -27,6 +27,7 @@ from workers.ops import fused
 from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
 from workers.ops.linear import dense
+from workers.ops.scoring import Scoring
 
 METHODS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 CREATION = {"tensor", "as_tensor", "from_numpy", "new_tensor"}  # copies from memory that is not pinned
@@ -100,16 +101,7 @@ def no_write(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     """Writes nothing."""
 
 
-def echo(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    batch: RaggedBatch,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def echo(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
     """Attends to nothing."""
     return query.clone()
 

@@ -29,6 +29,7 @@ from workers.engine.step import RemoteKV, StepPlan
 from workers.model.decoder import Decoder
 from workers.model.description import ModelConfig
 from workers.model.shard import ModelShard
+from workers.ops.scoring import Scoring
 from workers.ops.span import SPAN, KeySpan, first_key
 
 logger = logging.getLogger(__name__)
@@ -213,9 +214,7 @@ class Lender:
                 tensor(query.state, config.head_dim + 2) if query.state else None,
                 query.first_position,
             ),
-            config.attention_scale,
-            config.layers[layer].window,
-            config.attention_softcap,
+            Scoring(config.attention_scale, config.layers[layer].window, config.attention_softcap),
         )
         return state[:, first:end].cpu().contiguous().numpy().tobytes()
 

@@ -31,6 +31,7 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.fused import add_rms_norm, rms_norm, rotate
 from workers.ops.linear import LinearMethod
 from workers.ops.lora import OUTPUT, QKV, Change, StepAdapters
+from workers.ops.scoring import Scoring
 
 Transform = Callable[[Tensor], Tensor]
 Changeable = Callable[[Tensor, Change | None], Tensor]  # with the changes that adapters make
@@ -211,9 +212,8 @@ class Decoder:
         self.attention.write_kv(pool, key, value, kv_layer, batch.slot_mapping)
         if states is not None:
             batch = replace(batch, states=states(index, query))
-        attended = self.attention.attend(
-            query, pool, kv_layer, batch, config.attention_scale, here.window, config.attention_softcap, layer.sinks
-        )  # [tokens, heads, head_dim]
+        scoring = Scoring(config.attention_scale, here.window, config.attention_softcap, layer.sinks)
+        attended = self.attention.attend(query, pool, kv_layer, batch, scoring)  # [tokens, heads, head_dim]
         if not config.output_gate:
             return attended.flatten(1)
         return attended.flatten(1) / (-gate).exp_().add_(1.0)  # its sigmoid; see `SharedExpert`

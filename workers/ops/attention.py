@@ -21,6 +21,7 @@ from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import compute_dtype, to_slots
 from workers.ops.native import attention as native
 from workers.ops.native.library import SWITCH, library
+from workers.ops.scoring import Scoring
 from workers.ops.span import KeySpan
 
 logger = logging.getLogger(__name__)
@@ -33,27 +34,20 @@ class Attend(Protocol):
         pool: Tensor,
         layer: int,
         batch: RaggedBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
+        scoring: Scoring,
     ) -> Tensor:
         """Causal attention of query [tokens, heads, head_dim] over the pool's `layer`; returns the query's shape.
 
-        Head h of the query reads KV head h // (heads / kv_heads). A query sees the keys of its window (see `span`).
-        Scores s become softcap * tanh(s / softcap) unless softcap is 0. `sinks` [heads]: the score of one more key,
-        without a value, that all queries of a head see (Xiao et al., Streaming LLMs, 2023). Sequences with
-        `batch.begins` continue from `batch.states`.
+        Head h of the query reads KV head h // (heads / kv_heads). Sequences with `batch.begins` continue from
+        `batch.states`.
         """
 
 
 class AttendSpan(Protocol):
-    def __call__(
-        self, query: Tensor, pool: Tensor, layer: int, span: KeySpan, scale: float, window: int, softcap: float
-    ) -> Tensor:
+    def __call__(self, query: Tensor, pool: Tensor, layer: int, span: KeySpan, scoring: Scoring) -> Tensor:
         """The state [tokens, heads, head_dim + 2] after a span (see `span`).
 
-        The query [tokens, heads, head_dim] is float32 and dense. The rest is as in `Attend`.
+        The query [tokens, heads, head_dim] is float32 and dense. Ignores sinks. The rest is as in `Attend`.
         """
 
 
@@ -75,21 +69,12 @@ class Attention:
 def _continued(attend: Attend) -> Attend:
     """A backend's `attend` that knows no states, for batches with states too."""
 
-    def attend_all(
-        query: Tensor,
-        pool: Tensor,
-        layer: int,
-        batch: RaggedBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_all(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
         if batch.begins is None or batch.states is None:
-            return attend(query, pool, layer, batch, scale, window, softcap, sinks)
+            return attend(query, pool, layer, batch, scoring)
         # The rows that continue from a state are computed twice: first wrongly, from any block.
         readable = replace(batch, block_tables=batch.block_tables.clamp(min=0), begins=None, states=None)
-        output = attend(query, pool, layer, readable, scale, window, softcap, sinks)
+        output = attend(query, pool, layer, readable, scoring)
         runs = itertools.pairwise(batch.query_starts.tolist())
         begins, contexts = batch.begins.tolist(), batch.context_lens.tolist()
         own: list[tuple[slice, Tensor]] = []
@@ -97,12 +82,12 @@ def _continued(attend: Attend) -> Attend:
             if begin:
                 run, num_keys = slice(start, stop), context - begin
                 span = KeySpan(table[begin // pool.shape[4] :], num_keys, num_keys - (stop - start), begin=begin)
-                own.append((run, states.attend_span(query[run], pool, layer, span, scale, window, softcap)))
+                own.append((run, states.attend_span(query[run], pool, layer, span, scoring)))
         earlier = batch.states()
         for run, later in own:
             state = states.join(earlier[run], later)
-            if sinks is not None:
-                state = states.join(state, states.of_sinks(sinks, later))
+            if scoring.sinks is not None:
+                state = states.join(state, states.of_sinks(scoring.sinks, later))
             output[run] = (state[..., 2:] / state[..., 1:2]).to(output.dtype)
         return output
 
@@ -116,19 +101,10 @@ def _triton_write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_
 
 
 def _triton_attend(*, invariant: bool) -> Attend:
-    def attend(
-        query: Tensor,
-        pool: Tensor,
-        layer: int,
-        batch: RaggedBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
         from workers.ops import triton_paged
 
-        return triton_paged.attend(query, pool, layer, batch, scale, window, softcap, sinks, invariant=invariant)
+        return triton_paged.attend(query, pool, layer, batch, scoring, invariant=invariant)
 
     return attend
 
@@ -179,7 +155,7 @@ def _agrees(attention: Attention, device: torch.device, dtype: torch.dtype, vect
         its_pool = pool.clone()
         try:
             backend.write_kv(its_pool, key, value, 0, slots)
-            results.append((its_pool.view(torch.uint8), backend.attend(query, its_pool, 0, batch, 0.125, 20, 0.0)))
+            results.append((its_pool.view(torch.uint8), backend.attend(query, its_pool, 0, batch, Scoring(0.125, 20))))
         except Exception as error:
             logger.warning("attention %s does not work on %s with %s KV: %s", backend.name, device, dtype, error)
             return False

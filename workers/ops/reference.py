@@ -5,6 +5,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import from_slots, to_slots
+from workers.ops.scoring import Scoring
 from workers.ops.span import first_key
 
 
@@ -16,16 +17,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
             pool[slot // block_size, :, layer, index, slot % block_size] = to_slots(vectors[token], pool.dtype)
 
 
-def attend(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    batch: RaggedBatch,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
     """See `attention.Attend`."""
     outputs = []
     starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
@@ -36,17 +28,16 @@ def attend(
         blocks = from_slots(slots, query.dtype)
         vectors = blocks.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :context].repeat_interleave(group, dim=2)
         keys, values = vectors[0], vectors[-1]
-        scores = torch.einsum("qhd,khd->hqk", chunk, keys) * scale  # [heads, queries, context]
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("qhd,khd->hqk", chunk, keys) * scoring.scale  # [heads, queries, context]
+        scores = scoring.capped(scores)
         query_at = torch.arange(context - len(chunk), context, device=query.device)[:, None]
         key_at = torch.arange(context, device=query.device)[None, :]
         hidden = key_at > query_at
-        if window:
-            hidden |= key_at < first_key(query_at, window)
+        if scoring.window:
+            hidden |= key_at < first_key(query_at, scoring.window)
         scores = scores.masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(chunk), 1)], dim=-1)
+        if scoring.sinks is not None:
+            scores = torch.cat([scores, scoring.sinks[:, None, None].expand(-1, len(chunk), 1)], dim=-1)
         weights = scores.softmax(dim=-1)[..., :context]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outputs)

@@ -5,6 +5,7 @@ contiguous pool; runs wherever torch does.
 """
 
 import itertools
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import from_slots, to_slots
+from workers.ops.scoring import Scoring
 from workers.ops.span import first_key
 
 
@@ -27,44 +29,26 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
         slots[rows + block_size] = to_slots(value, pool.dtype).reshape(-1, slot_size)
 
 
-def attend(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    batch: RaggedBatch,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
     """See `attention.Attend`."""
     context_lens, starts, block_tables = batch.context_lens.tolist(), batch.query_starts.tolist(), batch.block_tables
-    window = window if abs(window) < batch.max_context else 0
+    if abs(scoring.window) >= batch.max_context:
+        scoring = replace(scoring, window=0)
     query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
     num_decodes = next((row for row, length in enumerate(query_lens) if length > 1), len(query_lens))
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_decodes:
         rows = slice(0, num_decodes)
         contexts = batch.context_lens[rows]
-        output[rows] = _decode(query[rows], pool, layer, block_tables[rows], contexts, scale, window, softcap, sinks)
+        output[rows] = _decode(query[rows], pool, layer, block_tables[rows], contexts, scoring)
     for row in range(num_decodes, len(query_lens)):
         run = slice(starts[row], starts[row + 1])
         table, context = block_tables[row], context_lens[row]
-        output[run] = _chunk(query[run], pool, layer, table, context, scale, window, softcap, sinks)
+        output[run] = _chunk(query[run], pool, layer, table, context, scoring)
     return output
 
 
-def _decode(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    tables: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _decode(query: Tensor, pool: Tensor, layer: int, tables: Tensor, context_lens: Tensor, scoring: Scoring) -> Tensor:
     """One query token per sequence. The query heads of a KV head become its queries, so K and V are not repeated."""
     batch, heads, head_dim = query.shape
     kv_heads = pool.shape[1]
@@ -72,50 +56,39 @@ def _decode(
     key, value = gather(pool, layer, tables, longest, query.dtype)  # [batch, kv_heads, longest, head_dim]
     at = torch.arange(longest, device=query.device)
     visible = at < context_lens[:, None]  # [batch, longest]
-    if window:
-        visible &= at >= first_key(context_lens[:, None] - 1, window)
+    if scoring.window:
+        visible &= at >= first_key(context_lens[:, None] - 1, scoring.window)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    output = _masked(folded, key, value, visible[:, None, None], scale, softcap, sinks)
+    output = _masked(folded, key, value, visible[:, None, None], scoring)
     return output.reshape(batch, heads, head_dim)
 
 
-def _chunk(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    table: Tensor,
-    context: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _chunk(query: Tensor, pool: Tensor, layer: int, table: Tensor, context: int, scoring: Scoring) -> Tensor:
     """A chunk of one prompt. The kernel's own causal mask serves only a chunk without a prefix before it."""
     length, heads, head_dim = query.shape
     key, value = gather(pool, layer, table[None], context, query.dtype)  # [1, kv_heads, context, head_dim]
     queries = query.transpose(0, 1)[None]  # [1, heads, length, head_dim]
-    if not (window or softcap or length < context or sinks is not None):
-        output = F.scaled_dot_product_attention(queries, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    if length == context and not (scoring.window or scoring.softcap or scoring.sinks is not None):
+        output = F.scaled_dot_product_attention(
+            queries, key, value, is_causal=True, scale=scoring.scale, enable_gqa=True
+        )
         return output[0].transpose(0, 1)
     visible = torch.ones(length, context, dtype=torch.bool, device=query.device).tril(context - length)
-    if window:
+    if scoring.window:
         at = torch.arange(context, device=query.device)
-        visible &= at >= first_key(at[context - length :, None], window)
+        visible &= at >= first_key(at[context - length :, None], scoring.window)
     group = heads // key.shape[1]
     folded = queries.reshape(1, -1, group * length, head_dim)
-    output = _masked(folded, key, value, visible.repeat(group, 1)[None, None], scale, softcap, sinks)
+    output = _masked(folded, key, value, visible.repeat(group, 1)[None, None], scoring)
     return output.reshape(heads, length, head_dim).transpose(0, 1)
 
 
-def _masked(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
+def _masked(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
     """Attention where `visible`; SDPA has no soft cap and no sinks."""
-    if not softcap and sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale)
-    scores = query @ key.transpose(2, 3) * scale  # [batch, kv_heads, heads and queries, keys]
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    sinks = scoring.sinks
+    if not scoring.softcap and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scoring.scale)
+    scores = scoring.capped(query @ key.transpose(2, 3) * scoring.scale)  # [batch, kv_heads, heads and queries, keys]
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         queries = scores.shape[1] * scores.shape[2] // len(sinks)  # of a head

@@ -6,15 +6,14 @@ Right within rounding, not bit for bit.
 import torch
 from torch import Tensor
 
+from workers.ops.scoring import Scoring
 from workers.ops.sdpa import gather
 from workers.ops.span import KeySpan, first_key
 
 KEYS = 1024  # at a time: bounds the memory for scores
 
 
-def attend_span(
-    query: Tensor, pool: Tensor, layer: int, span: KeySpan, scale: float, window: int, softcap: float
-) -> Tensor:
+def attend_span(query: Tensor, pool: Tensor, layer: int, span: KeySpan, scoring: Scoring) -> Tensor:
     """See `attention.AttendSpan`; the queries may also be among the keys."""
     table, num_keys, position, state = span.table, span.num_keys, span.position, span.state
     tokens, heads, head_dim = query.shape
@@ -30,12 +29,11 @@ def attend_span(
     for first in range(0, -(-num_keys // block_size), step):
         key_at = torch.arange(first * block_size, min(num_keys, (first + step) * block_size), device=query.device)
         key, value = (each[0] for each in gather(pool, layer, table[None, first:], len(key_at), torch.float32))
-        scores = torch.einsum("qhgd,hkd->qhgk", queries, key).flatten(1, 2) * scale  # [tokens, heads, keys]
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("qhgd,hkd->qhgk", queries, key).flatten(1, 2) * scoring.scale  # [tokens, heads, keys]
+        scores = scoring.capped(scores)
         hidden = key_at > query_at
-        if window:
-            hidden |= key_at < first_key(query_at + span.begin, window) - span.begin
+        if scoring.window:
+            hidden |= key_at < first_key(query_at + span.begin, scoring.window) - span.begin
         scores = scores.masked_fill(hidden[:, None], -torch.inf)
         greater = torch.maximum(most, scores.amax(-1))
         base = greater.masked_fill(greater == -torch.inf, 0.0)  # a row that sees no key so far

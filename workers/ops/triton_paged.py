@@ -20,6 +20,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import LARGEST, to_slots
+from workers.ops.scoring import Scoring
 
 SPLIT = 256  # keys of a span
 TILE_BYTES = 32 << 10  # of rows or keys: shared memory holds several tiles
@@ -58,10 +59,7 @@ def attend(
     pool: Tensor,
     layer: int,
     batch: RaggedBatch,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
+    scoring: Scoring,
     *,
     invariant: bool = False,
 ) -> Tensor:
@@ -77,16 +75,17 @@ def attend(
         "BLOCK": block_size,
         "SLOT": slot_size,
         "HEAD_DIM": head_dim,
-        "WINDOW": window,
+        "WINDOW": scoring.window,
         "GROUP": group,
         "DIM": max(16, triton.next_power_of_2(head_dim)),
-        "CAPPED": softcap != 0.0,
+        "CAPPED": scoring.softcap != 0.0,
         "SCALED": pool.dtype in LARGEST,
         "SPLIT": SPLIT,
     }
     tile_bytes = TILE_BYTES if query.element_size() == 2 else TILE_BYTES // 4  # no tensor cores: more registers
     most = max(16, tile_bytes // (sizes["DIM"] * query.element_size()))
-    scale = scale if softcap else scale * LOG2_E
+    softcap, sinks = scoring.softcap, scoring.sinks
+    scale = scoring.scale if softcap else scoring.scale * LOG2_E
     sequences, decodes = len(batch.context_lens), batch.num_decodes
     splits = triton.cdiv(batch.max_context, SPLIT)
     step = max(1, STATE_BYTES // (4 * heads * splits * (head_dim + 2)))  # decodes whose states fit
@@ -102,7 +101,7 @@ def attend(
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         _merge_spans[(heads, len(contexts))](
-            states, output, starts, contexts, sinks, splits, HEAD_DIM=head_dim, WINDOW=window,
+            states, output, starts, contexts, sinks, splits, HEAD_DIM=head_dim, WINDOW=scoring.window,
             SPLIT=SPLIT, DIM=sizes["DIM"], SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
     if sequences > decodes:

@@ -9,6 +9,7 @@ import torch
 from workers.ops.attention import REFERENCE, TRITON, TRITON_INVARIANT, best_attention
 from workers.ops.batch import RaggedBatch
 from workers.ops.narrow import compute_dtype, to_slots
+from workers.ops.scoring import Scoring
 
 SHAPES = ((8, 4, 128), (2, 7, 64), (1, 8, 256), (3, 1, 40))  # kv_heads, group, head_dim
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn)
@@ -57,7 +58,7 @@ def _compare(shape: tuple[int, int, int], device_name: str) -> tuple[list[tuple[
         TRITON.write_kv(ours, key, value, 1, batch.slot_mapping)
         if not torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8)):
             raise AssertionError(f"write_kv differs: {what}")
-        arguments = (1, batch, head_dim**-0.5, window, softcap)
+        arguments = (1, batch, Scoring(head_dim**-0.5, window, softcap))
         wanted, found = REFERENCE.attend(query.float(), theirs, *arguments), TRITON.attend(query, ours, *arguments)
         error = float((found.float() - wanted).norm() / wanted.norm())
         errors.append((name, error))

@@ -13,6 +13,7 @@ from benchmarks.gpu.llama import LLAMA_8B, TINY, LlamaShape
 from benchmarks.gpu.timing import copy_bytes_s, graph_seconds_of, matmul_flop_s
 from workers.ops import triton_paged
 from workers.ops.batch import RaggedBatch
+from workers.ops.scoring import Scoring
 
 SIZE = 16
 LAYERS = 4  # of a decode's pool, so that keys of one call are not in the cache for the next
@@ -45,7 +46,7 @@ def _decode(shape: LlamaShape, rows: int, context: int, device: torch.device) ->
     """Seconds of our kernels, and of torch's."""
     query, pool, batch = _inputs(shape, LAYERS, [1] * rows, context, device)
     layers = itertools.cycle(range(LAYERS))
-    seconds = graph_seconds_of(lambda: triton_paged.attend(query, pool, next(layers), batch, 0.1, 0, 0.0), device)
+    seconds = graph_seconds_of(lambda: triton_paged.attend(query, pool, next(layers), batch, Scoring(0.1)), device)
     keys, values = torch.randn(2, rows, shape.kv_heads, context, shape.head_dim, device=device).to(query.dtype)
     queries = query.view(rows, shape.heads, 1, shape.head_dim)
     peer_s = graph_seconds_of(lambda: F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True), device)
@@ -57,7 +58,7 @@ def _prompt(shape: LlamaShape, length: int, device: torch.device) -> tuple[float
     query, pool, batch = _inputs(shape, 1, [length], length, device)
 
     def attend(*, invariant: bool) -> Tensor:
-        return triton_paged.attend(query, pool, 0, batch, 0.1, 0, 0.0, invariant=invariant)
+        return triton_paged.attend(query, pool, 0, batch, Scoring(0.1), invariant=invariant)
 
     seconds = graph_seconds_of(lambda: attend(invariant=False), device)
     invariant_s = graph_seconds_of(lambda: attend(invariant=True), device)

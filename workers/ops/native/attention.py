@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workers.ops.batch import RaggedBatch
 from workers.ops.native.library import kernel, pointer
+from workers.ops.scoring import Scoring
 from workers.ops.span import SPAN, KeySpan
 
 _WAIT = ctypes.CFUNCTYPE(ctypes.c_void_p)
@@ -40,16 +41,7 @@ def write_kv(pool: Tensor, key: Tensor, value: Tensor, layer: int, slot_mapping:
     )
 
 
-def attend(
-    query: Tensor,
-    pool: Tensor,
-    layer: int,
-    batch: RaggedBatch,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: Scoring) -> Tensor:
     """See `workers.ops.attention.Attend`."""
     _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     rows = query if query.dtype == torch.float32 else query.float()
@@ -59,7 +51,7 @@ def attend(
     output = torch.empty_like(rows, memory_format=torch.contiguous_format)
     tables = batch.block_tables
     sequences, table_stride = tables.shape  # dense
-    sinks = None if sinks is None else sinks.float()
+    sinks = None if scoring.sinks is None else scoring.sinks.float()
     waiting = None if batch.states is None else _Waiting(batch.states)
     kernel("attend")(
         pointer(rows),
@@ -80,9 +72,9 @@ def attend(
         pointer(tables),
         table_stride,
         sequences,
-        scale,
-        window,
-        softcap,
+        scoring.scale,
+        scoring.window,
+        scoring.softcap,
         None if sinks is None else pointer(sinks),
         None if batch.begins is None else pointer(batch.begins),
         None if waiting is None else waiting.pointer,
@@ -109,9 +101,7 @@ class _Waiting:
             return None
 
 
-def attend_span(
-    query: Tensor, pool: Tensor, layer: int, span: KeySpan, scale: float, window: int, softcap: float
-) -> Tensor:
+def attend_span(query: Tensor, pool: Tensor, layer: int, span: KeySpan, scoring: Scoring) -> Tensor:
     """See `workers.ops.attention.AttendSpan`."""
     _, kv_heads, layers, vectors, block_size, _ = _shape(pool)
     tokens, heads, head_dim = query.shape
@@ -136,9 +126,9 @@ def attend_span(
         span.begin,
         pointer(span.table),
         span.num_keys,
-        scale,
-        window,
-        softcap,
+        scoring.scale,
+        scoring.window,
+        scoring.softcap,
         None if span.state is None else pointer(span.state),
     )
     return output
