@@ -195,8 +195,10 @@ class RemoteCacheConfig:
 class CacheConfig:
     """The tiers of a worker's prefix cache behind its device."""
 
-    host: ByteSize = NO_BYTES
-    """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none."""
+    host: ByteSize | None = None
+    """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none. Left
+    out: on a GPU an eighth of the host's free memory for each rank, at most as much as its KV pool; on a CPU none,
+    since its KV pool is in the host's memory."""
     disk: DiskCacheConfig | None = None
     """On a local disk, for workers with `host`."""
     remote: RemoteCacheConfig | None = None
@@ -212,8 +214,8 @@ class CacheConfig:
             raise ValueError("disk needs host: blocks come and go through host memory; write host: 8GiB")
         if self.remote is not None and not self.host:
             raise ValueError("remote needs host: blocks come and go through host memory; write host: 8GiB")
-        if 2 * self.pins > self.host:
-            raise ValueError(f"pins ({self.pins} bytes) must be at most half of host ({self.host} bytes)")
+        if 2 * self.pins > (host := self.host or 0):
+            raise ValueError(f"pins ({self.pins} bytes) must be at most half of host ({host} bytes)")
 
 
 BACKENDS = ("cuda_ipc", "nixl", "tcp", "memory", "modelled")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +17,11 @@ from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from tests.model.test_gang import config, open_tasks
 from tests.model.tiny import write_tiny_llama
 from workers.build import build_worker
-from workers.config import EngineConfig
+from workers.config import ByteSize, CacheConfig, EngineConfig
 from workers.errors import ModelError
 from workers.executor import opening
 from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks
-from workers.executor.opening import fullest_step
+from workers.executor.opening import fullest_step, has_default_host_cache
 from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
 from workers.profiles.capacity import kv_capacity_tokens
@@ -123,3 +124,23 @@ def test_a_pool_without_kv_blocks_is_simulated_with_what_its_hardware_holds() ->
         with_kv_blocks(spec)
     on_l4 = with_kv_blocks(parse_spec({"model": "llama-3-8b", "pools": [pool | {"hardware": "l4"}]}))
     assert on_l4.pools[0].engine.kv_blocks == kv_capacity_tokens("llama-3-8b", "l4", 1, 1) // 16
+
+
+def test_only_a_gpu_that_caches_prefixes_has_a_host_cache_by_default() -> None:
+    cuda, cpu, worker = torch.device("cuda"), torch.device("cpu"), config(1, 1)
+    assert has_default_host_cache(worker, cuda) and not has_default_host_cache(worker, cpu)
+    assert not has_default_host_cache(replace(worker, cache=CacheConfig(host=ByteSize(0))), cuda)
+    assert not has_default_host_cache(config(1, 1, prefix_caching=False), cuda)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+async def test_ranks_take_the_smallest_default_host_cache_that_one_proposes(
+    model: ModelFolder, monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int
+) -> None:
+    """As on GPUs: the pool's 16 blocks and half as many."""
+    proposals = iter((16, 8))
+    monkeypatch.setattr(opening, "has_default_host_cache", lambda *_: True)
+    monkeypatch.setattr(opening, "default_host_cache_blocks", lambda *_: next(proposals))
+    gang = await open_tasks(model, tensor, pipeline)
+    assert gang.facts.host_cache_blocks == 8
+    await gang.close()

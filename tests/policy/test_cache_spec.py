@@ -10,7 +10,7 @@ from cluster.spec_file import parse_spec
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, RemoteCacheConfig
 from workers.costs import LinearCost
 from workers.errors import ModelError
-from workers.executor.kv_sizing import host_cache_blocks
+from workers.executor.kv_sizing import default_host_cache_blocks, host_cache_blocks
 
 REMOTE = {"url": "redis://cache:6379/0"}
 DISK = {"path": "/var/kv", "size": "100GiB"}
@@ -73,6 +73,12 @@ def test_a_simulation_has_the_same_tiers() -> None:
     )
     cache = virtual(spec, models).pools[0].cache
     assert cache.host == 8 << 30 and cache.disk is not None and cache.disk.speed == 3_000_000_000
+
+
+def test_a_gpus_host_cache_is_an_eighth_of_the_free_memory_or_its_pool() -> None:
+    assert default_host_cache_blocks(free_bytes=80_999, block_bytes=1000, kv_blocks=50) == 10
+    assert default_host_cache_blocks(free_bytes=800_000, block_bytes=1000, kv_blocks=50) == 50
+    assert default_host_cache_blocks(free_bytes=7_999, block_bytes=1000, kv_blocks=50) == 0
 
 
 def test_host_memory_is_counted_in_whole_blocks_and_holds_at_least_one() -> None:

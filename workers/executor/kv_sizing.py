@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from workers.config import CacheConfig, EngineConfig
 from workers.errors import ModelError
 
+HOST_CACHE_SHARE = 1 / 8  # of the host's free memory, for a GPU without `cache.host`: hosts have up to eight
 HOST_SHARE = 0.4  # of the host's free memory; the rest is for activations, staging, page cache and other programs
 GIB = 2**30
 
@@ -34,13 +35,21 @@ class DeviceMemory:
 
 
 def host_cache_blocks(cache: CacheConfig, block_bytes: int) -> int:
-    """Blocks of the host cache. `block_bytes`: of a block on all ranks. Raises `ModelError` if not even one fits."""
-    for name, num_bytes in (("host", cache.host), ("pins", cache.pins)):
+    """Blocks of the host cache as configured. `block_bytes`: of a block on all ranks. Raises `ModelError` if not even
+    one fits.
+    """
+    host = cache.host or 0
+    for name, num_bytes in (("host", host), ("pins", cache.pins)):
         if 0 < num_bytes < block_bytes:
             raise ModelError(
                 f"cache.{name} is {num_bytes} bytes, but a block of KV takes {block_bytes}; raise it, or leave it out"
             )
-    return cache.host // block_bytes
+    return host // block_bytes
+
+
+def default_host_cache_blocks(free_bytes: int, block_bytes: int, kv_blocks: int) -> int:
+    """Blocks of a GPU's host cache without `cache.host`. `free_bytes`: of the host; `block_bytes`: of one rank."""
+    return min(kv_blocks, int(HOST_CACHE_SHARE * free_bytes) // block_bytes)
 
 
 def blocks_in_use(engine: EngineConfig, context_length: int) -> int:

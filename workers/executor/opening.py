@@ -27,7 +27,14 @@ from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture, has_graphs
 from workers.executor.disk_cache import DiskCache, open_disk_cache
 from workers.executor.grammar_masks import GrammarMasks
 from workers.executor.kv_pool import KVPool, allocate_pool, memory_of
-from workers.executor.kv_sizing import GIB, DeviceMemory, blocks_in_use, check_blocks, host_cache_blocks
+from workers.executor.kv_sizing import (
+    GIB,
+    DeviceMemory,
+    blocks_in_use,
+    check_blocks,
+    default_host_cache_blocks,
+    host_cache_blocks,
+)
 from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous, sampling_rank
 from workers.executor.remote_cache import RemoteCache, open_remote_cache
@@ -195,20 +202,30 @@ def _load_shard(
             "layer's state takes no more than KV would",
             config.name, engine.block_size, facts.layout.block_bytes / 2**20, least,
         )  # fmt: skip
-    host_blocks = engine.swap_blocks + facts.host_cache_blocks
     layout = replace(facts.layout, layers=kv_range(shape, facts.layout, shard.layers), heads=shard.kv_heads)
     adapters = RankAdapters(folder, shard, device, model.dtype, deterministic=engine.deterministic)
     part = ModelPart(model, group, link, shard=shard, adapters=adapters)
     if not engine.kv_blocks:
-        host_bytes = host_blocks * layout.block_bytes + config.staging_bytes
+        host_bytes = (engine.swap_blocks + facts.host_cache_blocks) * layout.block_bytes + config.staging_bytes
         chosen = _chosen_blocks(config, facts.context_length, part, layout, device, store, host_bytes)
         facts = replace(facts, kv_blocks=chosen)
     kv_blocks = engine.kv_blocks or facts.kv_blocks
+    if has_default_host_cache(config, device):
+        free_bytes, _ = memory_of(torch.device("cpu"))
+        proposed = default_host_cache_blocks(free_bytes, layout.block_bytes, kv_blocks)
+        agreed = _fewest(store, config.parallel.world_size, "blocks of host memory", proposed)
+        facts = replace(facts, host_cache_blocks=agreed)
+    host_blocks = engine.swap_blocks + facts.host_cache_blocks
     is_captured = device.type == "cuda" and engine.cuda_graphs and store is None and has_graphs(model)
     pool = allocate_pool(layout, kv_blocks + is_captured, device, host_blocks, config.staging_bytes)
     if is_captured:
         part = replace(part, graphs=DecodeGraphs(model, pool.blocks, engine.max_running, cuda_capture()))
     return facts, part, pool
+
+
+def has_default_host_cache(config: WorkerConfig, device: torch.device) -> bool:
+    """Whether the worker itself chooses how much host memory caches what the device evicts."""
+    return device.type == "cuda" and config.cache.host is None and config.engine.prefix_caching
 
 
 def _chosen_blocks(
@@ -237,7 +254,7 @@ def _chosen_blocks(
     blocks = max(0, kv_bytes // layout.block_bytes - RESERVED_BLOCKS)
     if is_host:
         blocks = min(blocks, blocks_in_use(engine, context_length))
-    blocks = _fewest(store, config.parallel.world_size, blocks)
+    blocks = _fewest(store, config.parallel.world_size, "KV blocks", blocks)
     check_blocks(blocks, engine, context_length, layout.block_bytes, str(device))
     tokens, gib = blocks * layout.block_size, blocks * layout.block_bytes / GIB
     logger.info("%s: %d KV blocks (%d tokens, %.2f GiB on %s)", config.name, blocks, tokens, gib, device)
@@ -257,19 +274,17 @@ def _measured_step(part: ModelPart, layout: KVLayout, device: torch.device, plan
     return step_bytes
 
 
-def _fewest(store: TCPStore | None, world_size: int, blocks: int) -> int:
+def _fewest(store: TCPStore | None, world_size: int, what: str, blocks: int) -> int:
     """The smallest number of blocks that a rank of the gang proposes. Raises `RankLost`."""
     if store is None:
         return blocks
     try:
         store.set_timeout(timedelta(seconds=LOAD_TIMEOUT_S))
-        place = store.add("kv-blocks/proposed", 1) - 1
-        store.set(f"kv-blocks/{place}", str(blocks))
-        return min(int(store.get(f"kv-blocks/{each}")) for each in range(world_size))
+        place = store.add(f"{what}/proposed", 1) - 1
+        store.set(f"{what}/{place}", str(blocks))
+        return min(int(store.get(f"{what}/{each}")) for each in range(world_size))
     except RuntimeError as error:
-        raise RankLost(
-            f"not all ranks reported how many KV blocks they can hold: {str(error).splitlines()[0]}"
-        ) from error
+        raise RankLost(f"not all ranks reported how many {what} they can hold: {str(error).splitlines()[0]}") from error
 
 
 def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> ModelFacts:

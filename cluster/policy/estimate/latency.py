@@ -71,7 +71,7 @@ class LatencyPredictor:
 
     def __init__(self, spec: ClusterSpec, active: ActiveRequests) -> None:
         self._active = active
-        self._pools = _Pools((each.name, _Pool.of(each.engine, each.cost, each.cache.host)) for each in spec.pools)
+        self._pools = _Pools((each.name, _Pool.of(each.engine, each.cost, each.cache.host or 0)) for each in spec.pools)
         self._speeds = _speeds(spec)
         self._tpot_slo_s = spec.gateway.slo.tpot_s
         self._prompts = Corrections()
