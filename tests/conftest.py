@@ -23,6 +23,7 @@ longest, and two Ray clusters would slow each other down.
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -88,6 +89,17 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # extensions warn at exit about leftover objects
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Free closed servers: FastAPI's caches keep their handlers, and so the weights of workers in this process."""
+    models = sys.modules.get("fastapi.dependencies.models")
+    caches = [] if models is None else [each for each in vars(models).values() if hasattr(each, "cache_clear")]
+    if any(each.cache_info().currsize for each in caches):
+        for each in caches:
+            each.cache_clear()
+        gc.collect()
 
 
 @pytest.hookimpl(wrapper=True)
