@@ -27,7 +27,7 @@ UNSAYABLE = (
     "gemma 3 with eyes",
     "gpt oss",
     "gpt oss, mxfp4",
-    *(name for name in FAMILIES if name.startswith(("llama 4", "deepseek"))),
+    *(name for name in FAMILIES if name.startswith(("llama 4", "deepseek", "qwen 3 next", "qwen 3.5"))),
 )
 
 
