@@ -92,14 +92,15 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Free closed servers: FastAPI's caches keep their handlers, and so the weights of workers in this process."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Free a module's servers: FastAPI's caches keep their handlers, and so the weights of workers in this process."""
     models = sys.modules.get("fastapi.dependencies.models")
-    caches = [] if models is None else [each for each in vars(models).values() if hasattr(each, "cache_clear")]
-    if any(each.cache_info().currsize for each in caches):
-        for each in caches:
+    if models is None or (nextitem is not None and nextitem.path == item.path):
+        return
+    for each in vars(models).values():
+        if hasattr(each, "cache_clear"):
             each.cache_clear()
-        gc.collect()
+    gc.collect()
 
 
 @pytest.hookimpl(wrapper=True)
