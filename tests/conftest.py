@@ -92,15 +92,14 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Free a module's servers: FastAPI's caches keep their handlers, and so the weights of workers in this process."""
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Free a real model after its test: FastAPI's caches keep the handlers of closed servers, and these the workers."""
     models = sys.modules.get("fastapi.dependencies.models")
-    if models is None or (nextitem is not None and nextitem.path == item.path):
-        return
-    for each in vars(models).values():
-        if hasattr(each, "cache_clear"):
+    caches = [] if models is None else [each for each in vars(models).values() if hasattr(each, "cache_clear")]
+    if item.get_closest_marker("model") and any(each.cache_info().currsize for each in caches):
+        for each in caches:
             each.cache_clear()
-    gc.collect()
+        gc.collect()  # takes seconds
 
 
 @pytest.hookimpl(wrapper=True)
