@@ -96,7 +96,7 @@ async def test_what_one_rank_has_lost_is_a_miss_for_all_and_stored_again(
     (tmp_path / SLAB_FILES[1]).unlink()
     found, cached, disk = await answers(nine_heads, tmp_path, parallel, range(8))
     assert found == expected and cached == 0 and disk is not None and disk.hit_tokens == 0
-    assert stored(tmp_path)[1] > 10 and sum(stored(tmp_path)) > sum(before) - before[1]
+    assert min(stored(tmp_path)) > 10, "a rank without a slab may take one whose rank has not started yet"
     for _ in range(5):  # a rank whose queue of writes is full drops what comes; it is stored when it comes again
         if stored(tmp_path) == before:
             break
