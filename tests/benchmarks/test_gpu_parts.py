@@ -46,6 +46,7 @@ def test_every_part_passes_on_a_cpu_and_is_recorded(tmp_path: Path) -> None:
     ("import os; os._exit(9)", "ended with 9"),
     ("import time; time.sleep(60)", "not done within"),
 ])  # fmt: skip
+@pytest.mark.full
 def test_a_part_that_fails_dies_or_hangs_is_an_outcome(body: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "sitecustomize.py"

@@ -303,6 +303,7 @@ async def test_a_prefill_worker_that_dies_after_the_handoff_is_not_missed() -> N
         await subject.settle()
 
 
+@pytest.mark.full
 async def test_a_reservation_that_waits_on_a_worker_that_dies_costs_an_attempt() -> None:
     async with cluster(split_spec(kv_blocks=40), SLOW) as subject:
         blocker = await subject.begin(request("blocker", 400, max_tokens=100), 1)

@@ -221,6 +221,7 @@ def test_answers_to_a_gateway_are_spaced_only_after_many() -> None:
     in_virtual_time(scene)
 
 
+@pytest.mark.full
 async def test_a_new_worker_whose_sample_fails_gets_no_kv_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(patient_spec(MANY)) as subject:
         connect = Worker.connect

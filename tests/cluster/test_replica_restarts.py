@@ -176,6 +176,7 @@ def test_a_silent_worker_is_replaced_after_dead_after_s_and_at_most_an_eighth_mo
     in_virtual_time(scene)
 
 
+@pytest.mark.full
 async def test_a_blocked_event_loop_does_not_count_as_a_worker_death() -> None:
     """Gateway, controller and workers share one loop here: all of them find that they were away."""
     async with cluster(split_spec(1, 2, kv_blocks=600)) as subject:

@@ -182,6 +182,7 @@ def damage(data: bytearray, how: str, place: int, slot: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(DAMAGE, min_size=1, max_size=6))
+@pytest.mark.full
 def test_after_any_damage_each_block_is_right_or_a_miss(damages: list[Damage]) -> None:
     async def run() -> None:
         with TemporaryDirectory() as name:

@@ -263,6 +263,7 @@ class LongSteps(SoloExecutor):
         return result
 
 
+@pytest.mark.full
 async def test_a_prefix_that_is_computed_from_the_front_and_read_from_the_back_gives_the_same_tokens(
     tiny: ModelFolder, tmp_path: Path
 ) -> None:

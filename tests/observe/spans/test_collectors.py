@@ -120,6 +120,7 @@ async def test_an_unreachable_collector_delays_no_request_and_memory_is_bounded(
             await spans.close()
 
 
+@pytest.mark.full
 async def test_a_hanging_collector_does_not_delay_the_close() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

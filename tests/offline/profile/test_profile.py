@@ -48,6 +48,7 @@ def ignore(what: str, done: int, total: int | None) -> None:
     """No progress is shown."""
 
 
+@pytest.mark.full
 async def test_a_profile_has_the_cost_that_made_the_steps() -> None:
     async with served(spec(swap_blocks=80)) as (client, runtime):
         found = await measure(client, ignore, rounds=1)
@@ -124,6 +125,7 @@ async def test_a_worker_that_is_not_there_is_named_with_those_that_are() -> None
         assert caught.value.code == "INVALID_ARGUMENT"
 
 
+@pytest.mark.full
 async def test_modelled_neighbours_do_not_slow_each_other() -> None:
     async with served(spec(), LinearCost(0.01, 0.0, 0.0, 0.0, 0.0)) as (client, _):
         one, other = (await client.status()).view.workers
