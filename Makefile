@@ -31,7 +31,8 @@ demo: $(SERVES)
 quick: $(READY)
 	@$(PYTEST) -n $(JOBS) -m "not full and not ray and not model" $(QUICK)
 
-# On two processes; tests/conftest.py selects the tests. JOBS=0: in one process.
+# In three processes, which on two cores wait a quarter of the time; tests/conftest.py selects the tests. JOBS=0: in one process.
+test: JOBS = 3
 test: $(READY)
 	@$(PYTEST) -n $(JOBS) --no-loadscope-reorder -m "not full"
 
