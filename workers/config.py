@@ -20,7 +20,7 @@ MISSED_SLO_SLOWDOWN = 2.0  # largest step, relative to its decodes alone, where 
 BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adaptive")
 CHOICES = {
     "batching": BATCHING,
-    "prompt_order": ("fcfs", "sjf", "ljf", "deadline"),
+    "prompt_order": ("fcfs", "deadline"),
     "preemption": ("auto", "swap", "recompute"),
     "dtype": ("auto", "float32", "bfloat16", "float16", *QUANTIZED),
     "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
@@ -51,7 +51,7 @@ class EngineConfig:
     requests' own SLOs do.
     """
     prompt_order: str = "fcfs"
-    """Order of waiting prompts: first come, shortest, longest, or by priority and then by deadline, late ones last."""
+    """Order of waiting prompts: first come, first served, or by priority and then by deadline, late ones last."""
     prompt_window: int = 16
     """Number of arrivals after the oldest that are reordered; bounds how often a prompt can be overtaken."""
     max_running: int = 32

@@ -34,9 +34,9 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
 def next_prompt(
     candidates: Iterable[Sequence], config: EngineConfig, prompt_seconds: Callable[[int, int], float], now_s: float
 ) -> Sequence:
-    """The first in `prompt_order` among candidates less than `prompt_window` arrivals after the oldest.
+    """The first by deadline among candidates less than `prompt_window` arrivals after the oldest.
 
-    "deadline": lowest priority number first. Among equals the earliest TTFT deadline of those that can still be met
+    Lowest priority number first. Among equals the earliest TTFT deadline of those that can still be met
     (Jackson, 1955), then prompts that are late in any case, then prompts without a deadline. It makes no prompt late to
     save others: admission control bounds how many wait. `prompt_seconds(tokens, computed)` is the time to compute
     `tokens` after `computed` ones. Raises ValueError without candidates.
@@ -44,9 +44,6 @@ def next_prompt(
     waiting = list(candidates)
     behind = min(each.number for each in waiting) + config.prompt_window
     able = [each for each in waiting if each.number < behind]
-    if config.prompt_order != "deadline":
-        sign = 1 if config.prompt_order == "sjf" else -1
-        return min(able, key=lambda each: (sign * len(each.tokens), each.number))
 
     def order(each: Sequence) -> tuple[int, int, float, int]:
         slo = each.request.slo
