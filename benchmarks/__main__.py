@@ -22,7 +22,6 @@ from benchmarks import (
     overhead,
     peer,
     peers_frontend,
-    prefix_index,
     routing,
     schemas,
     simulator,
@@ -36,7 +35,7 @@ from benchmarks.control_plane import part as control_plane
 from benchmarks.engine import chart, compare, step
 from benchmarks.environments import FRONTENDS, PEERS, VLLM
 from benchmarks.figures import BenchmarkPart, BenchmarkReport, Progress, report_json
-from benchmarks.gang import bubble, delivery, reshard, steps
+from benchmarks.gang import bubble, reshard, steps
 from benchmarks.hosted import refuse_foreign_ray
 from benchmarks.peer_simulators import distserve_case, speed
 from benchmarks.peer_simulators.sources import DISTSERVE, SPLITWISE, VIDUR
@@ -74,13 +73,11 @@ PARTS = {
     "peer": Measurement(peer.measure, peer.ROUNDS),
     "engine": Measurement(compare.measure, compare.ROUNDS),
     "step": Measurement(step.measure, step.ROUNDS),
-    "gang-delivery": Measurement(delivery.measure, delivery.ROUNDS),
     "gang-reshard": Measurement(reshard.measure, reshard.ROUNDS),
     "gang-step": Measurement(steps.measure, steps.ROUNDS),
     "gang-bubble": Measurement(bubble.measure, bubble.ROUNDS),
     "control_plane": Measurement(control_plane.measure, control_plane.ROUNDS),
     "routing": Measurement(routing.measure, routing.ROUNDS),
-    "prefix-index": Measurement(prefix_index.measure, prefix_index.ROUNDS),
     "simulator": Measurement(simulator.measure, simulator.ROUNDS),
     "peer-simulators": Measurement(speed.measure, speed.ROUNDS),
     "peer-placement": Measurement(distserve_case.measure, distserve_case.ROUNDS),

@@ -1,8 +1,6 @@
-"""Typical plans of an engine, the answers of a rank that computes nothing, and both encoded."""
+"""Typical plans of an engine."""
 
-import msgspec
-
-from workers.engine.step import Chunk, Draw, StepPlan, StepResult
+from workers.engine.step import Chunk, Draw, StepPlan
 from workers.request import SamplingParams
 
 CONTEXT = 250  # tokens of each decode: 16 blocks of 16
@@ -44,16 +42,3 @@ PLANS = {
     "decode of 32": decode_plan(32),
     PROMPT: prompt_plan(),
 }
-SENT = ("decode of 1", "decode of 32", PROMPT)  # plans of part `gang-delivery`
-
-_plans = msgspec.msgpack.Decoder(StepPlan)
-_results = msgspec.msgpack.Decoder(StepResult)
-encode = msgspec.msgpack.Encoder().encode
-decode_result = _results.decode
-
-
-def answer(data: bytes) -> bytes:
-    """Decode a plan and encode an answer with a token for every chunk that samples."""
-    plan = _plans.decode(data)
-    tokens = tuple(None if chunk.draw is None else chunk.tokens[0] for chunk in plan.chunks)
-    return encode(StepResult(plan.number, tokens, (None,) * len(tokens), ((),), 0.0))

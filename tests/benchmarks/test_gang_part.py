@@ -1,56 +1,16 @@
-"""What a gang costs: plans reach a rank by every transport and come back whole. No figure decides a test."""
-
-import asyncio
-import subprocess
-import sys
+"""What a gang costs: its plans, shards and pipelines are what they say. No figure decides a test."""
 
 import pytest
 
 from benchmarks.figures import grids
-from benchmarks.gang import bubble, delivery, reshard, steps
+from benchmarks.gang import bubble, reshard, steps
 from benchmarks.gang.driver import GangWorkerConfig
 from benchmarks.gang.plan_times import PlanTime, RankTime, bubble_share, equal_parts_bubble
-from benchmarks.gang.plans import PLANS, SENT, answer, decode_plan, decode_result, encode, prompt_plan
-from benchmarks.gang.transports import CHOSEN, LIMIT, TRANSPORTS, module
+from benchmarks.gang.plans import PLANS, decode_plan, prompt_plan
 from benchmarks.gang.worker_process import worker_process
 from cluster.offline.load.processes import ProcessFailed
-from workers.engine.step import StepResult
 
 pytestmark = pytest.mark.full
-
-
-def ask(transport: str, plans: list[bytes]) -> list[bytes]:
-    """The answers of a rank in another process, each plan asked after the one before was answered."""
-    ranks: list[subprocess.Popen[bytes]] = []
-
-    def start(address: str) -> int:
-        ranks.append(subprocess.Popen([sys.executable, "-m", "benchmarks.gang.rank", transport, address]))
-        return ranks[-1].pid
-
-    async def asked() -> list[bytes]:
-        led = await module(transport).lead(start)
-        try:
-            return [await led.deliver(plan) for plan in plans]
-        finally:
-            led.close()
-
-    try:
-        return asyncio.run(asked())
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_transport_delivers_plans_and_answers(transport: str) -> None:
-    plans = [encode(plan) for plan in (*PLANS.values(), decode_plan(32), prompt_plan(2048))]
-    assert ask(transport, plans) == [answer(plan) for plan in plans]
-
-
-def test_an_answer_has_a_token_for_every_sampling_chunk() -> None:
-    assert decode_result(answer(encode(decode_plan(3)))) == StepResult(1, (1000, 1001, 1002), (None,) * 3, ((),), 0.0)
-    assert decode_result(answer(encode(prompt_plan()))).tokens == (None,)
 
 
 def test_plans_have_the_sizes_in_their_names() -> None:
@@ -61,30 +21,6 @@ def test_plans_have_the_sizes_in_their_names() -> None:
         assert chunk.first_position < len(chunk.blocks) * 16 <= chunk.context + 16
     tables = [block for chunk in decode_plan(32).chunks for block in chunk.blocks]
     assert len(set(tables)) == len(tables)
-
-
-def test_a_round_has_all_tables_and_notices_a_killed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "QUICK_STEPS", 4)
-    monkeypatch.setattr(delivery, "IDLE_S", 0.02)
-    part = delivery.measure(1, True, lambda line: None)
-    tables = {grid.title: grid for grid in grids(part.figures)}
-    assert set(tables) == {*delivery.READINGS, delivery.WAITING}
-    assert all([row[0] for row in grid.rows] == [LIMIT, CHOSEN] for grid in tables.values())
-    limit, chosen = tables[delivery.WAITING].rows
-    assert not limit[-1] and chosen[-1].endswith(" ms")
-
-
-def of_transport(seconds: float, killed_s: float | None = 0.001) -> delivery.DeliverySample:
-    trips = {plan: delivery.Trip(seconds, 2 * seconds, seconds) for plan in SENT}
-    return delivery.DeliverySample(trips, trips, 0.01, killed_s)
-
-
-def test_delivery_is_compared_with_a_model_step() -> None:
-    samples = {LIMIT: [of_transport(1e-4, None)], CHOSEN: [of_transport(4e-4)]}
-    assert all(claim.met for claim in delivery.claims(samples, 0.010))
-    assert not any(claim.met for claim in delivery.claims(samples, 0.007))
-    beside = [f.spread.median for f in delivery.figures(samples) if f.row == CHOSEN and f.unit == "x"]
-    assert beside == pytest.approx([4.0] * len(delivery.READINGS))
 
 
 def executed(begun_s: float, ended_s: float, *busy_s: float, wait_s: float = 0.0) -> PlanTime:

@@ -52,14 +52,6 @@ def test_quick_kv_store_compares_with_raw_io() -> None:
         assert row in result.output
 
 
-@pytest.mark.campaign
-def test_quick_prefix_index_measures_gateway_and_worker() -> None:
-    result = CliRunner().invoke(main, ["prefix-index", "--quick", "--rounds", "1"], env={"RAY_ADDRESS": None})
-    assert result.exit_code == 0, result.output
-    for row in ("1,000,000 blocks, 64 workers", "lookups of 8,000 tokens", "answer with a million blocks"):
-        assert row in result.output
-
-
 def test_a_part_that_fails_does_not_stop_the_others() -> None:
     def fail(rounds: int, quick: bool, progress: object) -> BenchmarkPart:
         raise RuntimeError("the machine is on fire")
