@@ -11,8 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workers.ops.fused import CLAMPED_SILU, GELU_TANH, SILU, add_rms_norm, gated, rms_norm, rotate
+from workers.ops.attention import REFERENCE
+from workers.ops.fused import (
+    CLAMPED_SILU,
+    GELU_TANH,
+    SILU,
+    add_rms_norm,
+    gated,
+    rms_norm,
+    rotate,
+    rotate_and_write,
+)
 from workers.ops.native.library import SWITCH
+from workers.ops.scoring import Heads
 
 try:
     from workers.ops import triton_fused
@@ -138,3 +149,38 @@ def test_triton_equals_torch_in_its_interpreter(rows: int, size: int, kind: str,
         cos, sin = numbers(2, rows, 1, half, seed=half).to(dtype)
         wanted = rotate(heads[:, :3].float(), cos.float(), sin.float()).to(dtype)
         near(triton_fused.rotate(heads[:, :3], cos, sin), wanted)
+
+
+@pytest.mark.skipif(triton_fused is None, reason="no Triton here")
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(1, 5),
+    shape=st.tuples(st.sampled_from([1, 3, 7]), st.sampled_from([1, 2, 3]), st.sampled_from([7, 8, 12])),
+    rotary=st.sampled_from([0, 4, 6]),
+    norms=st.tuples(st.booleans(), st.booleans()),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_triton_writes_what_the_reference_writes(
+    tokens: int, shape: tuple[int, int, int], rotary: int, norms: tuple[bool, bool], dtype: torch.dtype
+) -> None:
+    """Of queries, keys and values as views of a wider projection; other slots keep their bits."""
+    group, kv_heads, head_dim = shape
+    stacked = (group + 2) * kv_heads
+    wide = numbers(tokens, stacked * head_dim + 5, seed=tokens).to(dtype)
+    if dtype == torch.float16:
+        wide[0, -5 - head_dim :] = torch.inf  # saturates
+    qkv = torch.unflatten(wide[:, :-5], 1, (stacked, head_dim))
+    cos, sin = numbers(2, tokens, 1, max(rotary, 2) // 2, seed=rotary).to(dtype)
+    norm = numbers(stacked - kv_heads, head_dim, seed=head_dim).to(dtype) if norms[0] else None
+    heads = Heads((cos, sin) if rotary else None, norm, norms[1], 1e-5)
+    slots = torch.randperm(6 * 4, generator=torch.Generator().manual_seed(tokens))[:tokens]
+    theirs = numbers(6, kv_heads, 3, 2, 4, head_dim, seed=group).to(dtype)
+    ours = theirs.clone()
+    wanted = rotate_and_write(qkv, heads, theirs, 1, slots, REFERENCE.write_kv)
+    query = triton_fused.rotate_and_write(qkv, heads, ours, 1, slots)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
+    torch.testing.assert_close(query, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    untouched = torch.ones(ours.shape, dtype=torch.bool)
+    untouched[slots // 4, :, 1, :, slots % 4] = False
+    assert query.is_contiguous() and torch.equal(ours[untouched], theirs[untouched])

@@ -60,7 +60,13 @@ numbers = ("mixed", "weight", "output", "states", "query", "key", "value", "a", 
 delta = dict.fromkeys(numbers, "*fp32") | dict.fromkeys(("starts", "contexts", "tables"), "*i32")
 ptx(triton_delta._conv, DECODE, delta, {"CHANNELS": 256, "TAPS": 4}, ())
 ptx(triton_delta._rule, DECODE, delta, {"KEYS": 128, "FEATURES": 32}, ())
-ptx(triton_fused._rotate, DECODE, kinds, {"HEAD_DIM": 128, "HALF": 64, "HEADS": 64, "DIM": 64, "REST": 1}, ())
+for dtype in ("*bf16", "*fp16", "*fp32"):
+    kinds |= dict.fromkeys(("x", "norm", "cos", "sin", "y", "pool"), dtype) | {"slots": "*i64"}
+    heads = {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 128, "LAYERS": 32, "BLOCK": 16, "ROWS": 8}
+    heads |= {"ROTATED": True, "WRITES": True, "HALF": 64, "DIM": 64, "REST": 1}
+    for normed in (True, False):
+        norms = {"NORMED": normed, "NORMED_AFTER": normed}
+        ptx(triton_fused._rotate, DECODE, kinds, heads | norms, ("x", "y", "pool", "token_stride"))
 """
 
 

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from workers.model.delta_net import DeltaNet
-from workers.model.description import LayerConfig, ModelConfig, RopeConfig
+from workers.model.description import ModelConfig, RopeConfig
 from workers.model.kv_layers import STATE_BYTES, KVPlace, kv_places
 from workers.model.latent import Latent
 from workers.model.rope import angles, frequencies
 from workers.ops.attention import Attention
 from workers.ops.batch import RaggedBatch
-from workers.ops.fused import add_rms_norm, rms_norm, rotate
+from workers.ops.fused import add_rms_norm, rms_norm, rotate_and_write
 from workers.ops.linear import LinearMethod
 from workers.ops.lora import OUTPUT, QKV, Change, StepAdapters
-from workers.ops.scoring import Scoring
+from workers.ops.scoring import Heads, Scoring
 
 Transform = Callable[[Tensor], Tensor]
 Changeable = Callable[[Tensor, Change | None], Tensor]  # with the changes that adapters make
@@ -206,10 +206,14 @@ class Decoder:
         if layer.latent is not None:
             assert here.rope is not None
             query, key = layer.latent(qkv, *rotations[here.rope])
-            value = key
+            self.attention.write_kv(pool, key, key, kv_layer, batch.slot_mapping)
         else:
-            query, key, value = self._query_key_value(layer, here, qkv, rotations, temperature)
-        self.attention.write_kv(pool, key, value, kv_layer, batch.slot_mapping)
+            qkv = torch.unflatten(qkv, -1, (config.num_heads + 2 * config.num_kv_heads, config.head_dim))
+            rotation = None if here.rope is None else rotations[here.rope]
+            heads = Heads(rotation, layer.qk_norm, config.rotated_norm and rotation is not None, config.rms_eps)
+            query = rotate_and_write(qkv, heads, pool, kv_layer, batch.slot_mapping, self.attention.write_kv)
+            if rotation is None and temperature is not None:
+                query = (query * temperature).to(query.dtype)
         if states is not None:
             batch = replace(batch, states=states(index, query))
         scoring = Scoring(config.attention_scale, here.window, config.attention_softcap, layer.sinks)
@@ -217,24 +221,6 @@ class Decoder:
         if not config.output_gate:
             return attended.flatten(1)
         return attended.flatten(1) / (-gate).exp_().add_(1.0)  # its sigmoid; see `SharedExpert`
-
-    def _query_key_value(
-        self, layer: Layer, here: LayerConfig, qkv: Tensor, rotations: Rotations, temperature: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, heads or kv_heads, head_dim] each."""
-        config = self.config
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = torch.unflatten(qkv, -1, (heads + 2 * kv_heads, head_dim))  # [tokens, heads + 2 * kv_heads, head_dim]
-        qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, None, config.rms_eps) * layer.qk_norm
-        if here.rope is not None:
-            qk = rotate(qk, *rotations[here.rope])
-            qk = rms_norm(qk, None, config.rms_eps) if config.rotated_norm else qk
-        query, key = qk[:, :heads], qk[:, heads:]
-        if here.rope is None and temperature is not None:
-            query = (query * temperature).to(query.dtype)
-        return query, key, value
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """x if the model has no such norm."""

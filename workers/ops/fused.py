@@ -4,6 +4,7 @@ Native kernels for float32 on a CPU take a few microseconds per call instead of 
 one launch of up to seven; elsewhere torch computes the same up to rounding. A row's bits depend on no other row.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.ops.native.library import kernel, library, pointer
+from workers.ops.scoring import Heads
 
 SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"  # by the names that checkpoints use
 CLAMPED_SILU = "clamped_silu"  # of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), gate <= 7 and up in [-7, 7]
@@ -83,6 +85,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         torch.get_num_threads(),
     )  # fmt: skip
     return y
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    heads: Heads,
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    write_kv: Callable[[Tensor, Tensor, Tensor, int, Tensor], None],
+) -> Tensor:
+    """The queries [tokens, heads, head_dim] of qkv [tokens, heads + 2 * kv_heads, head_dim], whose rest is written.
+
+    A head of qkv is dense; `write_kv` and its arguments are as in `Attention`. On a GPU, a pool of qkv's dtype does
+    not need it.
+    """
+    if qkv.is_cuda and pool.dtype == qkv.dtype:
+        return _triton().rotate_and_write(qkv, heads, pool, layer, slots)  # type: ignore[no-any-return]
+    num_queries = qkv.shape[1] - 2 * pool.shape[1]
+    qk, value = qkv.tensor_split([qkv.shape[1] - pool.shape[1]], dim=1)
+    if heads.norm is not None:
+        qk = rms_norm(qk, None, heads.eps) * heads.norm
+    if heads.rotation is not None:
+        qk = rotate(qk, *heads.rotation)
+    if heads.norm_after:
+        qk = rms_norm(qk, None, heads.eps)
+    query, key = qk[:, :num_queries], qk[:, num_queries:]
+    write_kv(pool, key, value, layer, slots)
+    return query
 
 
 def _native(*tensors: Tensor | None) -> bool:

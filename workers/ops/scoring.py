@@ -1,9 +1,20 @@
-"""How attention makes weights of queries and keys: what a model sets for each layer."""
+"""What a model sets for the attention of each layer: how it makes queries and keys, and weights of them."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a layer does with its queries and keys before attention: a norm with weights, a rotation (`rotate`'s cosines
+    and sines), a norm without weights. None: it has none."""
+
+    rotation: tuple[Tensor, Tensor] | None = None
+    norm: Tensor | None = None  # [heads + kv_heads, head_dim]
+    norm_after: bool = False
+    eps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

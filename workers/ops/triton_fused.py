@@ -1,13 +1,15 @@
 """The operations between a layer's matrix products as Triton kernels: see `workers.ops.fused`.
 
-A program takes one row (of a token, or of a token's heads); sums are in float32, whatever the numbers' dtype. Runs on a
-GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
+A program takes one row, or the heads of a token that share a KV head; sums are in float32, whatever the numbers' dtype.
+Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from workers.ops.scoring import Heads
 
 _COLUMNS = 1024  # of a program of `gated`
 
@@ -48,14 +50,32 @@ def gated(gate_up: Tensor, kind: int) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `fused.rotate`."""
-    tokens, heads, head_dim = x.shape
-    half = cos.shape[-1]
     x = x if x.stride(2) == 1 else x.contiguous()
-    y = x.new_empty(tokens, heads, head_dim)
-    _rotate[(tokens,)](
-        x, x.stride(0), x.stride(1), cos.contiguous(), sin.contiguous(), y, heads,
-        HEAD_DIM=head_dim, HALF=half, HEADS=triton.next_power_of_2(heads), DIM=triton.next_power_of_2(half),
+    return _rotated(x, x.shape[1], 1, Heads((cos, sin)), None)
+
+
+def rotate_and_write(qkv: Tensor, heads: Heads, pool: Tensor, layer: int, slots: Tensor) -> Tensor:
+    """See `fused.rotate_and_write`, for a pool of qkv's dtype."""
+    kv_heads = pool.shape[1]
+    group = qkv.shape[1] // kv_heads - 2
+    return _rotated(qkv, group, kv_heads, heads, (pool, layer, slots))
+
+
+def _rotated(x: Tensor, group: int, kv_heads: int, heads: Heads, target: tuple[Tensor, int, Tensor] | None) -> Tensor:
+    """The queries [tokens, group * kv_heads, head_dim] of x; its keys and values go to `target`: pool, layer, slots."""
+    tokens, _, head_dim = x.shape
+    y = x.new_empty(tokens, group * kv_heads, head_dim)
+    cos, sin = (None, None) if heads.rotation is None else (each.contiguous() for each in heads.rotation)
+    half = head_dim // 2 if cos is None else cos.shape[-1]
+    pool, layer, slots = target or (None, 0, None)
+    _rotate[(tokens, kv_heads)](
+        x, x.stride(0), x.stride(1), heads.norm, heads.eps, cos, sin, y, pool, slots, layer,
+        GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, WRITES=pool is not None,
+        LAYERS=1 if pool is None else pool.shape[2], BLOCK=1 if pool is None else pool.shape[4],
+        NORMED=heads.norm is not None, ROTATED=cos is not None, NORMED_AFTER=heads.norm_after,
+        ROWS=triton.next_power_of_2(group + 2 * (pool is not None)), DIM=triton.next_power_of_2(max(1, half)),
         REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        num_warps=4 if group > 16 else 1,
     )  # fmt: skip
     return y
 
@@ -99,19 +119,56 @@ def _gated(gate_up, y, size, COLUMNS: tl.constexpr, KIND: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
-    x, token_stride, head_stride, cos, sin, y, heads,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
+    x, token_stride, head_stride, norm, eps, cos, sin, y, pool, slots, layer,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, WRITES: tl.constexpr,
+    LAYERS: tl.constexpr, BLOCK: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr,
+    NORMED_AFTER: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
-    inside = (head < heads) & (at < HALF)
-    c = tl.load(cos + token * HALF + at, at < HALF, 0.0).to(tl.float32)
-    s = tl.load(sin + token * HALF + at, at < HALF, 0.0).to(tl.float32)
-    source, target = x + token * token_stride + head * head_stride, y + (token * heads + head) * HEAD_DIM
+    """Of one token and KV head: the GROUP queries; WRITES: then the key and the value, as two more rows."""
+    token, kv_head, row = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, ROWS)[:, None]
+    at, rest = tl.arange(0, DIM)[None, :], 2 * HALF + tl.arange(0, REST)[None, :]
+    is_query, turns = row < GROUP, row <= GROUP  # a value stays as it is
+    head = tl.where(is_query, kv_head * GROUP + row, row * KV_HEADS + kv_head)  # all queries, all keys, all values
+    known = row < GROUP + 2 if WRITES else is_query
+    inside, left = known & (at < HALF), known & (rest < HEAD_DIM)
+    source = x + token * token_stride + head * head_stride
     low = tl.load(source + at, inside, 0.0).to(tl.float32)
     high = tl.load(source + HALF + at, inside, 0.0).to(tl.float32)
-    tl.store(target + at, (low * c - high * s).to(y.dtype.element_ty), inside)
-    tl.store(target + HALF + at, (high * c + low * s).to(y.dtype.element_ty), inside)
-    if HEAD_DIM > 2 * HALF:
-        rest = 2 * HALF + tl.arange(0, REST)[None, :]
-        left = (head < heads) & (rest < HEAD_DIM)
-        tl.store(target + rest, tl.load(source + rest, left, 0.0), left)
+    last = tl.load(source + rest, left, 0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.where(turns, _inverse_size(low, high, last, HEAD_DIM, eps), 1.0)
+        weight = norm + head * HEAD_DIM
+        low *= scale * tl.load(weight + at, inside & turns, 1.0).to(tl.float32)
+        high *= scale * tl.load(weight + HALF + at, inside & turns, 1.0).to(tl.float32)
+        last *= scale * tl.load(weight + rest, left & turns, 1.0).to(tl.float32)
+    if ROTATED:
+        c = tl.load(cos + token * HALF + at, at < HALF, 0.0).to(tl.float32)
+        s = tl.load(sin + token * HALF + at, at < HALF, 0.0).to(tl.float32)
+        turned = low * c - high * s
+        high = tl.where(turns, high * c + low * s, high)
+        low = tl.where(turns, turned, low)
+    if NORMED_AFTER:
+        scale = tl.where(turns, _inverse_size(low, high, last, HEAD_DIM, eps), 1.0)
+        low, high, last = low * scale, high * scale, last * scale
+    target = y + (token * GROUP * KV_HEADS + head) * HEAD_DIM
+    if WRITES:
+        if pool.dtype.element_ty == tl.float16:  # as `to_slots`
+            low, high, last = _saturated(low), _saturated(high), _saturated(last)
+        slot = tl.load(slots + token)
+        vector = ((slot // BLOCK * KV_HEADS + kv_head) * LAYERS + layer) * 2 + row - GROUP
+        target = tl.where(is_query, target, pool + (vector * BLOCK + slot % BLOCK) * HEAD_DIM)
+    tl.store(target + at, low.to(y.dtype.element_ty), inside)
+    tl.store(target + HALF + at, high.to(y.dtype.element_ty), inside)
+    tl.store(target + rest, last.to(y.dtype.element_ty), left)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _inverse_size(low, high, last, HEAD_DIM: tl.constexpr, eps):  # type: ignore[no-untyped-def]
+    """[ROWS, 1]: one divided by the root mean square of each row."""
+    squares = tl.sum(low * low, 1) + tl.sum(high * high, 1) + tl.sum(last * last, 1)
+    return tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def _saturated(numbers):  # type: ignore[no-untyped-def]
+    return tl.clamp(numbers, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
