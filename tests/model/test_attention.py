@@ -143,6 +143,19 @@ def test_many_keys_are_attended_to_in_several_spans(backend: Attention, window: 
     equals_the_reference(backend, case)
 
 
+@pytest.mark.skipif(triton_paged is None, reason="no Triton here")
+@pytest.mark.parametrize("window", [0, 270, -300])
+@pytest.mark.parametrize("longest", [256, 1024])  # several spans, and one
+def test_decodes_that_fill_the_device_have_long_spans(
+    window: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_paged, "PROGRAMS", 4)
+    monkeypatch.setattr(triton_paged, "LONG_SPLIT", longest)
+    for queries, group, dtype in ([1, 1, 1, 1], 3, torch.float32), ([1, 1, 1, 1, 1, 20], 7, torch.int8):
+        contexts = [256, 700, 1, 513, 129, 521][: len(queries)]
+        equals_the_reference(TRITON, Case(queries, contexts, 16, 1, group, 8, dtype, window, 0.0, 0, sinks=True))
+
+
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_write_touches_only_its_layer_and_slots(backend: Attention) -> None:
     pool = torch.zeros(4, 2, 3, 2, 4, 8, device=DEVICE)

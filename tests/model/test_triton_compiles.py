@@ -35,7 +35,8 @@ for pool, slot in (("*bf16", 128), ("*i8", 132), ("*fp8e4nv", 132)):
     sizes = {"LAYERS": 32, "KV_HEADS": 8, "BLOCK": 16, "SLOT": slot, "HEAD_DIM": 128, "WINDOW": window, "GROUP": 4,
              "DIM": 128, "CAPPED": False, "SCALED": slot == 132, "SPLIT": SPLIT, "SINKS": True}
     for kernel, tile, whole in (
-        (triton_paged._attend_span, DECODE, True), (triton_paged._attend_chunk, CHUNK, True),
+        (triton_paged._attend_span, DECODE, True), (triton_paged._attend_chunk, DECODE, True),
+        (triton_paged._attend_chunk, CHUNK, True),
         (triton_paged._attend_span, INVARIANT, False), (triton_paged._attend_chunk, INVARIANT, False),
     ):
         own = sizes | {"ROWS": tile.rows, "KEYS": tile.keys, "QUERIES": tile.rows // 4, "WHOLE": whole}

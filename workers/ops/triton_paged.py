@@ -4,7 +4,7 @@ Runs on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 
     spans of SPLIT keys   | 0 .. 255 | 256 .. 511 | ...    a span's state: largest score, sums of weights and values
     decode                  program    program      ...    one program for each span, then one that merges the states
-    prompt chunk            one program for all spans
+    prompt chunk            one program for all spans, which are longer; so is a decode, among many sequences
 
 The invariant variant computes a span by the same operations in both kernels, with as many rows, and merges states from
 left to right: a row's bits depend neither on its batch nor on how its prompt was cut. The other has fewer rows for a
@@ -23,6 +23,8 @@ from workers.ops.narrow import LARGEST, to_slots
 from workers.ops.scoring import Scoring
 
 SPLIT = 256  # keys of a span
+LONG_SPLIT = 2048  # of decodes that fill the device with so many programs, about three for each multiprocessor:
+PROGRAMS = 384
 TILE_BYTES = 32 << 10  # of rows or keys: shared memory holds several tiles
 STATE_BYTES = 256 << 20  # of the spans' states at a time
 LOG2_E = 1.4426950408889634  # weights are powers of 2
@@ -80,14 +82,18 @@ def attend(
         "DIM": max(16, triton.next_power_of_2(head_dim)),
         "CAPPED": scoring.softcap != 0.0,
         "SCALED": pool.dtype in LARGEST,
-        "SPLIT": SPLIT,
     }
     tile_bytes = TILE_BYTES if query.element_size() == 2 else TILE_BYTES // 4  # no tensor cores: more registers
     most = max(16, tile_bytes // (sizes["DIM"] * query.element_size()))
     softcap, sinks = scoring.softcap, scoring.sinks
     scale = scoring.scale if softcap else scoring.scale * LOG2_E
     sequences, decodes = len(batch.context_lens), batch.num_decodes
-    splits = triton.cdiv(batch.max_context, SPLIT)
+    split = LONG_SPLIT if not invariant and decodes * kv_heads >= PROGRAMS else SPLIT
+    splits = triton.cdiv(batch.max_context, split)
+    sizes["SPLIT"] = split
+    runs = [(decodes, sequences, batch.max_query, INVARIANT if invariant else CHUNK)]
+    if split == LONG_SPLIT and splits == 1:
+        runs, decodes = [(0, decodes, 1, DECODE), *runs], 0  # there is nothing to merge
     step = max(1, STATE_BYTES // (4 * heads * splits * (head_dim + 2)))  # decodes whose states fit
     for first in range(0, decodes, step):
         rows = slice(first, min(first + step, decodes))
@@ -102,15 +108,15 @@ def attend(
         )  # fmt: skip
         _merge_spans[(heads, len(contexts))](
             states, output, starts, contexts, sinks, splits, HEAD_DIM=head_dim, WINDOW=scoring.window,
-            SPLIT=SPLIT, DIM=sizes["DIM"], SINKS=sinks is not None, num_warps=1,
+            SPLIT=split, DIM=sizes["DIM"], SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
-    if sequences > decodes:
-        tile = INVARIANT if invariant else CHUNK
+    for first, stop, longest, tile in runs:
+        if first == stop:
+            continue
         queries = max(1, min(tile.rows, most) // group)  # of one program
-        grid = (triton.cdiv(batch.max_query, queries), kv_heads, sequences - decodes)
-        _attend_chunk[grid](
-            query, query.stride(0), query.stride(1), output, pool, batch.query_starts[decodes:],
-            batch.context_lens[decodes:], batch.block_tables[decodes:], batch.block_tables.stride(0),
+        _attend_chunk[(triton.cdiv(longest, queries), kv_heads, stop - first)](
+            query, query.stride(0), query.stride(1), output, pool, batch.query_starts[first:],
+            batch.context_lens[first:], batch.block_tables[first:], batch.block_tables.stride(0),
             sinks, layer, scale, softcap, **sizes, QUERIES=queries, WHOLE=not invariant, SINKS=sinks is not None,
             ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
             num_warps=tile.warps, num_stages=tile.stages,
@@ -244,7 +250,8 @@ def _merge_spans(  # type: ignore[no-untyped-def]
     total = tl.zeros([1], tl.float32)
     summed = tl.zeros([DIM], tl.float32)
     first = states + ((sequence.to(tl.int64) * tl.num_programs(0) + head) * splits) * (HEAD_DIM + 2)
-    for span in range(_first_key(context - 1, WINDOW, SPLIT) // SPLIT, tl.cdiv(context, SPLIT)):
+    begin = _first_key(context - 1, WINDOW, SPLIT) // SPLIT
+    for span in tl.range(begin, tl.cdiv(context, SPLIT), loop_unroll_factor=4):  # loads of four at a time
         state = first + span * (HEAD_DIM + 2)
         span_most, span_total = tl.load(state + tl.arange(0, 1)), tl.load(state + 1 + tl.arange(0, 1))
         span_summed = tl.load(state + 2 + dim, dim < HEAD_DIM, 0.0)
