@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.plans import greedy
-from kvtransfer.layout import KVLayout
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.rank import ModelPart
 from workers.model.folder import ModelFolder
+from workers.model.kv_layers import kv_layout
 from workers.model.load import load_decoder
 from workers.ops.attention import best_attention
 
 FAMILIES = (
     *("llama 3", "mistral, window", "qwen 3", "gemma 2", "gemma 3", "phi 3, partial rotary", "mixtral", "qwen 2 moe"),
+    *("smollm 3", "qwen 3 moe", "gpt oss", "gpt oss, mxfp4", "llama 4", "llama 4, some dense"),
+    *("deepseek 2", "deepseek 3", "qwen 3 next", "qwen 3.5"),
 )
 LENGTHS, NEW = (70, 33, 130), 24
 BLOCK = 16
@@ -61,6 +63,5 @@ def _compare(name: str, device: str, lengths: tuple[int, ...]) -> tuple[int, int
 def _answers(path: Path, device: torch.device, dtype: torch.dtype, prompts: list[list[int]]) -> list[list[int]]:
     attention = best_attention(device, dtype, deterministic=False)
     model = load_decoder(ModelFolder("tiny", path), device, dtype, attention=attention)
-    config, name = model.config, str(dtype).removeprefix("torch.")
-    layout = KVLayout("tiny", config.num_layers, config.num_kv_heads, config.head_dim, BLOCK, name)
+    layout = kv_layout(model.config, "tiny", BLOCK, str(dtype).removeprefix("torch."))
     return greedy(ModelPart(model), allocate_pool(layout, 40, device), prompts, NEW, chunk=50)
