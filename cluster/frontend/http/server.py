@@ -85,9 +85,6 @@ class HttpServer:
         """Refuse new requests and give running ones `grace_s` to finish. Meanwhile it listens, and /ready is 503."""
         self._closing = True
         await self._requests.wait_idle(grace_s)
-        self._server.end()
-        if self._serving is not None:
-            await asyncio.wait([self._serving], timeout=CUT_S)
 
     async def close(self) -> None:
         """Abort all connections. May be called twice, or before `open`."""
@@ -95,6 +92,8 @@ class HttpServer:
         serving, self._serving = self._serving, None
         if serving is None:
             return
+        self._server.end()
+        await asyncio.wait([serving], timeout=CUT_S)
         self._server.force_exit = True
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()

@@ -19,6 +19,7 @@ from cluster.frontend.servers import Servers, open_servers
 from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec import GatewaySpec, SpecError
 from cluster.spec_file import parse_spec
+from diptych.errors import DiptychError
 from diptych.view import WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
 from tests.frontend.http.opened import Clients, opened
@@ -250,6 +251,24 @@ async def test_a_draining_server_fails_probes_and_refuses_new_requests(
         dispatcher.hold.set()
         await closing
         assert (await asking).status_code == 200
+
+
+async def test_an_http_stream_that_is_cut_does_not_take_the_reason_from_grpc_calls(
+    dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slowly HTTP connections end, calls are cut with the reason before gRPC's own limit."""
+    monkeypatch.setattr("cluster.frontend.http.server.CUT_S", 2.0)
+    dispatcher.hold = asyncio.Event()
+    async with opened(dispatcher) as (there, servers):
+        by_http = asyncio.create_task(there.http.post("/v1/completions", json=ASK | {"stream": True}))
+        by_grpc = asyncio.create_task(there.grpc.complete("hi", max_tokens=4))
+        while len(dispatcher.running) < 2:
+            await asyncio.sleep(0.005)
+        await servers.close(0.1)
+        assert "gateway_closed" in (await by_http).text
+        with pytest.raises(DiptychError) as cut:
+            await by_grpc
+        assert (cut.value.code, cut.value.reason) == ("UNAVAILABLE", "GATEWAY_CLOSED")
 
 
 @pytest.mark.parametrize("stream", [False, True])
