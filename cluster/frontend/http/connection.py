@@ -17,6 +17,7 @@ from cluster.frontend.http.body_reader import BodyReader
 from cluster.frontend.http.failures import Failure
 
 RETRY_AFTER_S = 1.0
+REST_S = 2.0  # for the rest of a refused body
 
 FULL = Failure(
     429, "too many requests are in flight in this gateway; try again", "no_room", retry_after_s=RETRY_AFTER_S
@@ -58,16 +59,17 @@ class Connection:
         if refusal is None and _is_encoded(scope["headers"]):
             refusal = ENCODED.response()
         if refusal is not None:
-            await refusal(scope, receive, send)
+            await _refuse(refusal, scope, receive, send)
             return
         body = await self._bodies.read(scope, receive)
         if body is None:
             return
-        refusal = body.response() if isinstance(body, Failure) else self._refusal()
-        if refusal is not None:
+        if isinstance(body, Failure):
+            await _refuse(body.response(), scope, receive, send)
+            return
+        if (refusal := self._refusal()) is not None:
             await refusal(scope, receive, send)
             return
-        assert isinstance(body, bytes), "failures are refusals"
         replayed = _Replayed(body)
         del body  # frees a large body while the request runs
         self._running += 1
@@ -99,6 +101,22 @@ class Connection:
             await asyncio.wait((answering, leaving))
         if not answering.cancelled():
             answering.result()
+
+
+async def _refuse(refusal: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the response, then take the rest of the body: closing over unread bytes resets the connection, and the
+    client may lose the response.
+    """
+
+    async def begin(message: Message) -> None:
+        await send(message | {"more_body": True} if message["type"] == "http.response.body" else message)
+
+    await refusal(scope, receive, begin)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(REST_S):
+            while (await receive()).get("more_body", False):
+                pass
+    await send({"type": "http.response.body"})
 
 
 class _Replayed:

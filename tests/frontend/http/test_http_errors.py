@@ -410,6 +410,22 @@ async def test_a_body_above_the_limit_is_refused(there: Clients, monkeypatch: py
     assert (await there.http.post("/v1/completions", json=ASK)).status_code == 200
 
 
+async def test_a_client_that_closes_after_its_request_gets_the_error_of_a_body_that_is_refused_unread(
+    there: Clients,
+) -> None:
+    """Closing over unread bytes would reset the connection."""
+    url = there.http.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    size = body_reader.MAX_BODY_BYTES + 1
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\nconnection: close\r\n")
+    writer.write(b"content-length: %d\r\n\r\n" % size + b" " * size)
+    await writer.drain()
+    async with asyncio.timeout(10.0):
+        answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"body_too_large" in answer
+
+
 async def test_a_body_that_cannot_fit_into_the_context_is_refused_unread(
     dispatcher: FakeDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
