@@ -192,7 +192,7 @@ class Serving:
         self.http_urls: list[str] = []
         self._controller: ServiceHandle | None = None
         self._gateways: list[ServiceHandle] = []
-        self._preparing: asyncio.Future[Any] | None = None
+        self._preparing: asyncio.Task[None] | None = None
         self._gateway_managers: list[GatewayManager] = []
         self._failures = Failures()
         self._keep_alive: KeepAlive | None = None
@@ -237,8 +237,7 @@ class Serving:
         await self._controller.call("begin", timeout_s=FIRST_CALL_S)
         restart = self.runtime.restart_service
         self._keep_alive = KeepAlive(self._controller, self._report, self._closed.set, restart, self._failures)
-        preparing = (gateway.call("prepare", timeout_s=FIRST_CALL_S) for gateway in self._gateways)
-        self._preparing = asyncio.gather(*preparing, return_exceptions=True)  # `open` would raise the same
+        self._preparing = asyncio.create_task(self._prepare())
         models = await self._ready(progress)
         for adapter in await asyncio.to_thread(_adapters, spec) if spec.adapters else ():
             await self._controller.call("load_adapter", adapter)
@@ -265,6 +264,11 @@ class Serving:
                     group.create_task(self.runtime.prestart(order))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _prepare(self) -> None:
+        """Let the gateways load what they need. Ignores errors: `open` would raise the same."""
+        preparing = (gateway.call("prepare", timeout_s=FIRST_CALL_S) for gateway in self._gateways)
+        await asyncio.gather(*preparing, return_exceptions=True)
 
     async def _ready(self, progress: Progress) -> tuple[ModelView, ...]:
         """Wait for the workers, and report their state changes to `progress`."""

@@ -1,6 +1,7 @@
 """Background tasks survive exceptions, and a gateway that hangs affects only its own streams."""
 
 import asyncio
+import gc
 import logging
 from itertools import pairwise
 from typing import Any, Never
@@ -15,10 +16,10 @@ from cluster.events import Completed
 from cluster.frontend.context import GatewayContext
 from cluster.offline.sim.clock import run
 from cluster.runtime.runtime_errors import WorkerGone
-from cluster.serving import GatewayService, Serving
+from cluster.serving import GatewayService, Serving, serve
 from diptych.status import VIEW
 from diptych.view import ClusterView, GatewayState, GatewayView, TaskFailures, WorkerState
-from tests.cluster.local import generate, request
+from tests.cluster.local import generate, request, split_spec
 from tests.cluster.processes import FakeServer, Processes, in_virtual_time
 from workers.errors import ModelError
 
@@ -235,3 +236,34 @@ def test_opening_a_gateway_twice_opens_it_once() -> None:
         await service.close(0.0)
 
     in_virtual_time(scene)
+
+
+def test_a_start_that_is_cancelled_while_gateways_prepare_leaves_no_unread_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reported: list[str] = []
+
+    async def forever(*_: object) -> Never:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def story() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
+        preparing = asyncio.Event()
+
+        async def prepare(_: GatewayService) -> None:
+            preparing.set()
+            await forever()
+
+        monkeypatch.setattr(GatewayService, "prepare", prepare)
+        monkeypatch.setattr(Serving, "_ready", forever)
+        spec = split_spec(1, 1, backends=("modelled",))
+        starting = asyncio.create_task(serve(spec, runtime=Processes(spec), make_server=FakeServer))
+        await preparing.wait()
+        starting.cancel()
+        await asyncio.wait([starting])
+        del starting
+        gc.collect()
+
+    run(story())
+    assert not reported

@@ -109,7 +109,7 @@ async def _refuse(refusal: Response, scope: Scope, receive: Receive, send: Send)
     """
 
     async def begin(message: Message) -> None:
-        await send(message | {"more_body": True} if message["type"] == "http.response.body" else message)
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
 
     await refusal(scope, receive, begin)
     with contextlib.suppress(TimeoutError):
