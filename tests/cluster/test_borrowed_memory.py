@@ -148,7 +148,7 @@ async def test_only_decodes_count_as_tokens_that_wait_for_a_lender(
     model: Path, monkeypatch: pytest.MonkeyPatch, max_tokens: int, waits: bool
 ) -> None:
     learned: list[float] = []
-    monkeypatch.setattr("workers.engine.engine.Engine.learn_wait", lambda _, seconds: learned.append(seconds))
+    monkeypatch.setattr("workers.engine.borrowing.Moves.learn_wait", lambda _, seconds: learned.append(seconds))
     async with cluster(small(model)) as subject:
         await subject.run(asked("long", max_tokens=max_tokens))
         await subject.settle()
@@ -276,7 +276,7 @@ async def test_a_loan_whose_borrower_is_gone_expires(model: Path) -> None:
         stopped = borrower(subject)
         assert stopped._borrower._renewal is not None
         stopped._borrower._renewal.cancel()
-        stopped.engine.take_repaid = list  # gives nothing back
+        stopped.engine.moves.take_repaid = list  # gives nothing back
         running.cancel()
         await asyncio.wait([running])
         await subject.settle(timeout_s=2 * subject.workers["mixed-0"].config.transfer.lease_s + 2.0)

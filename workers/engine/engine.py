@@ -10,7 +10,7 @@ Time is an argument. Used only from its worker's event loop; knows no device, no
 
 import logging
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 
 from msgspec import structs
@@ -19,7 +19,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import BlockPool, prefix_hashes
-from workers.engine.borrowing import BlockMove
+from workers.engine.borrowing import BlockMove, Moves
 from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.catching_up import catches_up, unaffected
 from workers.engine.decode_steps import DecodeSteps, Sample, num_decode_steps
@@ -30,7 +30,7 @@ from workers.engine.loads import Loads
 from workers.engine.loans import LoanBook
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.scheduler import Scheduler
-from workers.engine.sequence import Lease, Sequence, SpanReturn, State
+from workers.engine.sequence import Lease, Sequence, State
 from workers.engine.slo import slot_refusal
 from workers.engine.step import Chunk, RemoteKV, StepPlan, StepResult
 from workers.engine.store_tiers import StoreTier
@@ -132,6 +132,11 @@ class Engine:
     @property
     def loans(self) -> LoanBook:
         return self._loans
+
+    @property
+    def moves(self) -> Moves:
+        """Of blocks to and from lenders."""
+        return self._kv.moves
 
     @property
     def prefix_fetches(self) -> PrefixFetches:
@@ -297,35 +302,11 @@ class Engine:
         self._pool.share(blocks)
         return self._leases.offer(f"{move.key}:move", blocks, now_s)
 
-    def moved(self, move: BlockMove, span: RemoteKV) -> bool:
-        """A lender has the blocks of this move. `span`: all blocks of its loan. False: they are not wanted any more."""
-        return self._kv.moves.moved(move, span)
-
     def not_moved(self, move: BlockMove, reason: str) -> None:
         """No lender took them: the sequence fails if it needs their memory."""
         self._leases.drop(f"{move.key}:move")
         if self._kv.moves.not_moved(move):
             self.fail(move.key, reason)
-
-    def recalled(self, lender: str, loans: Container[int]) -> None:
-        """This lender wants these loans back; it says so again until they have ended."""
-        self._kv.moves.recalled(lender, loans)
-
-    def returned(self, wanted: SpanReturn, span: RemoteKV | None) -> bool:
-        """The blocks of this return have their KV, or another lender has it (`span`). False: nobody wants it."""
-        return self._kv.moves.returned(wanted, span)
-
-    def not_returned(self, wanted: SpanReturn) -> None:
-        """The span could not be read from its lender, which still has it."""
-        self._kv.moves.not_returned(wanted)
-
-    def learn_move(self, seconds: float, num_blocks: int) -> None:
-        """A lender has read this many blocks."""
-        self._kv.moves.learn_move(seconds, num_blocks)
-
-    def learn_wait(self, seconds: float) -> None:
-        """A decode waits this long for a lender, in all layers together."""
-        self._kv.moves.learn_wait(seconds)
 
     def offer_loan(self, number: int, count: int, now_s: float) -> Lease:
         """Lease the first `count` blocks of a loan to its borrower, or to another lender. Raises `LeaseLost`."""
@@ -337,21 +318,6 @@ class Engine:
     def remote(self) -> Iterator[RemoteKV]:
         """The blocks that lenders hold."""
         return self._kv.moves.remote()
-
-    @unaffected
-    def take_repaid(self) -> list[RemoteKV]:
-        """Blocks that lenders need not hold any longer."""
-        return self._kv.moves.take_repaid()
-
-    @unaffected
-    def take_moves(self) -> list[BlockMove]:
-        """Moves to begin; each ends with `moved` or `not_moved`."""
-        return self._kv.moves.take_due()
-
-    @unaffected
-    def take_returns(self) -> list[SpanReturn]:
-        """Returns to begin; each ends with `returned` or `not_returned`."""
-        return self._kv.moves.take_returns()
 
     @property
     @unaffected
