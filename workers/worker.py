@@ -551,13 +551,15 @@ class Worker:
         self._late_sweeps = self._late_sweeps + 1 if is_late else 0
         if 0 < self._late_sweeps < MOST_LATE_SWEEPS:
             return self._arm()  # our own loop was blocked: read what arrived meanwhile first
-        self.engine.expire(now)
+        if self.engine.may_expire:
+            self.engine.expire(now)
+            self._changed()
         for subscriber, mailbox in list(self._mailboxes.items()):
             since_s = mailbox.sending_since_s
             if since_s is not None and now - since_s >= SUBSCRIBER_TIMEOUT_S:
                 logger.warning("worker %s: %s takes no outputs; its requests end", self.config.name, subscriber)
                 self._unsubscribe(subscriber)
-        self._changed()
+        self._arm()
 
     def _unsubscribe(self, subscriber: str) -> None:
         """End everything that this subscriber asked for."""

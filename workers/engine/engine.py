@@ -655,10 +655,8 @@ class Engine:
     def expire(self, now_s: float) -> None:
         """Reclaim leases and loans of silent peers, and end pins; a prompt computed for a silent reader fails.
 
-        No steps run as one beside leases, loans or host memory.
+        Needed while `may_expire`. No steps run as one beside leases, loans or host memory.
         """
-        if not self.may_expire:
-            return
         self._known_stats = None
         self._pool.host.expire_pins(now_s)
         self._loans.expire(now_s)
