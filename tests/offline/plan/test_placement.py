@@ -102,6 +102,7 @@ def ends_after(runs: int) -> Map:
     return each
 
 
+@pytest.mark.full
 def test_a_rate_is_served_with_no_more_gpus_than_it_needs() -> None:
     one = full_trial(plan_request(), Layout("colocated", (WorkerGroup(Role.MIXED, L4),)))
     rate = 0.1 * one.max_rate

@@ -58,6 +58,7 @@ def real_of(run: Run, profile: ClusterProfile, load: float = 0.5) -> record.Real
     return recorded(run, {"prefill_queue": 0.1}, load, slo_for(profile, SYSTEMS[run.system]))
 
 
+@pytest.mark.grid(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", SYSTEMS.values(), ids=SYSTEMS)
 def test_the_simulator_reproduces_its_own_run(spec: ClusterSpec, kind: str) -> None:

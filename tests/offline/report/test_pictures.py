@@ -111,6 +111,7 @@ def test_of_many_workers_some_are_shown_and_the_title_says_so() -> None:
     assert "24 of 512 workers" in texts(picture)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_the_same_figures_give_the_same_bytes(tmp_path: Path, suffix: str) -> None:
     run = split_run(4)

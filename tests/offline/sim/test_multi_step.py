@@ -29,6 +29,7 @@ MIXED, LONG = "gamma:rate=30,cv=3,lengths=mixed,count=60", "poisson:rate=8,lengt
 SEVERAL, SINGLE = Environment(), Environment(multi_step=False)
 LOAD = "gamma:rate={rate},cv=2,lengths=200-900/90,count=60"
 ONE_GPU = ParallelConfig()
+SLOW = pytest.mark.full
 
 
 def digest(run: Run) -> str:
@@ -67,8 +68,10 @@ def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[int, int]]:
     return lambda: (counts[0], counts[1])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "system", [pytest.param(each, marks=SLOW if each in ("static", "orca") else ()) for each in SYSTEMS]
+)
 def test_every_system_gives_the_same_run(system: str, seed: int) -> None:
     model = pool_model("llama-3-8b", "h100-80gb", ONE_GPU)
     spec = arrange(system, fleet("llama-3-8b", "h100-80gb", ONE_GPU, 4), 2)
@@ -76,7 +79,7 @@ def test_every_system_gives_the_same_run(system: str, seed: int) -> None:
     both(spec, {pool.name: model for pool in spec.pools}, LOAD.format(rate=4 + 8 * seed), seed, options)
 
 
-@pytest.mark.parametrize("load", [MIXED, LONG])
+@pytest.mark.parametrize("load", [pytest.param(MIXED, marks=SLOW), LONG])
 @pytest.mark.parametrize(
     "spec",
     [
