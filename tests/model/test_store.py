@@ -84,7 +84,7 @@ def test_a_short_name_brings_its_makers_sampling_and_the_folder_has_the_last_wor
     folder = store.resolve("fake")
     config = read_model_config(folder.path)
     assert store.inspect("fake").config.generation == advice
-    facts = model_facts(folder, config, EngineConfig(dtype="float32"), 4)
+    facts = model_facts(folder, config, EngineConfig(dtype="float32"))
     assert facts.default_sampling == (("temperature", 0.2), ("top_p", 0.9))
     (folder.path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": -1}')
     assert store.inspect("fake").config.generation == GenerationDefaults(temperature=0.7, top_k=0, top_p=0.9)

@@ -27,8 +27,6 @@ class ModelFacts:
     context_length: int
     eos_token_ids: tuple[int, ...]
     layout: KVLayout  # of the whole model, unsharded
-    num_parameters: int
-    weight_bytes: int
     tokenizer: str = ""  # its id; empty: it has none
     default_sampling: tuple[tuple[str, float], ...] = ()  # (name, value) pairs that the model's authors recommend
     kv_blocks: int = 0  # of the pool, where the configuration leaves that to the executor

@@ -85,8 +85,6 @@ def modelled_facts(block_size: int = 16, model: Modelled | None = None) -> Model
         context_length=sizes.context_length,
         eos_token_ids=(0,),
         layout=layout,
-        num_parameters=0,
-        weight_bytes=0,
     )
 
 

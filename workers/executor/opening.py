@@ -41,14 +41,15 @@ from workers.executor.remote_cache import RemoteCache, open_remote_cache
 from workers.executor.threads import ComputeThread, usable_cores
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
-from workers.model.folder import ModelFolder, count_parameters, tokenizer_id
+from workers.model.folder import ModelFolder, tokenizer_id
 from workers.model.grammar import GrammarCompiler, grammar_compiler, has_grammars
 from workers.model.kv_layers import kv_layout, kv_range, least_block_size
 from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention
 from workers.ops.collective import StageLink, TensorGroup, open_groups
-from workers.ops.narrow import multiplies_bfloat16, torch_dtype
+from workers.ops.linear import check_fp8
+from workers.ops.narrow import compute_dtype, multiplies_bfloat16, torch_dtype
 from workers.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ def _grammar_compiler(folder: ModelFolder) -> GrammarCompiler | None:
 def _load(
     config: WorkerConfig, folder: ModelFolder, device: torch.device, rendezvous: Rendezvous | None
 ) -> tuple[ModelFacts, ModelPart, KVPool]:
-    """`engine.dtype` is the KV's dtype; weights have it too on a GPU, and `engine.weights` on a CPU."""
+    """`engine.dtype` is the KV's dtype. Weights have it too on a GPU, unless `engine.weights` is another format."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread: Triton's kernels run on the current device
     shape = read_model_config(folder.path)
@@ -184,6 +185,8 @@ def _load_shard(
             config.name,
         )
     dtype = torch_dtype(engine.dtype)
+    if engine.weights == "fp8":
+        check_fp8(device, compute_dtype(device, dtype))
     model = load_decoder(
         folder,
         device,
@@ -194,7 +197,7 @@ def _load_shard(
         shard=shard,
         group=group,
     )
-    facts = model_facts(folder, shape, engine, model.dtype.itemsize)
+    facts = model_facts(folder, shape, engine)
     facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
     if engine.block_size < (least := least_block_size(shape, engine.dtype)):
         logger.warning(
@@ -287,7 +290,7 @@ def _fewest(store: TCPStore | None, world_size: int, what: str, blocks: int) -> 
         raise RankLost(f"not all ranks reported how many {what} they can hold: {str(error).splitlines()[0]}") from error
 
 
-def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, dtype_bytes: int) -> ModelFacts:
+def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig) -> ModelFacts:
     """What the worker must know of the folder's model under this configuration.
 
     Each weight format counts as a model of its own, since its KV differs.
@@ -295,15 +298,12 @@ def model_facts(folder: ModelFolder, model: ModelConfig, engine: EngineConfig, d
     content = content_id(folder)
     weights = content if engine.weights == "float32" else f"{content}-{engine.weights}"
     layout = kv_layout(model, weights, engine.block_size, engine.dtype)
-    num_parameters = count_parameters(folder)
     return ModelFacts(
         name=folder.name,
         vocab_size=model.vocab_size,
         context_length=model.context_length,
         eos_token_ids=model.eos_token_ids,
         layout=layout,
-        num_parameters=num_parameters,
-        weight_bytes=num_parameters * dtype_bytes,
         tokenizer=tokenizer_id(folder),
         default_sampling=model.generation.over(folder.recommended).given(),
     )

@@ -26,6 +26,7 @@ PARTS = (
     GPUPart("decode", 60),
     GPUPart("ahead", 60),
     GPUPart("kernels", 60),
+    GPUPart("weights", 120),
     GPUPart("prefill", 60),
     GPUPart("peers", 60),
     GPUPart("digests", 60),
