@@ -36,20 +36,23 @@ from workers.request import Grammar, SamplingParams
 
 VARIABLE = "DIPTYCH_SCHEMAS"
 MOST_OF_SET, QUICK_OF_SET = 1000, 5  # schemas
-MOST_OVER_HTTP = 200
+MOST_OVER_HTTP = 250
 LONGEST_ANSWER = 600  # tokens of a random answer
 END_PREFERRED, END_BIAS = 0.7, 10.0
-MOST_TOKENS, STREAMS, TIMEOUT_S = 300, 12, 120.0  # of the answers over HTTP
+MOST_TOKENS, STREAMS, TIMEOUT_S = 300, 12, 300.0  # of the answers over HTTP
 PROMPT_CHARS = 500
 RESULTS, REFUSED = "Schemas", "Refused schemas, by reason"
 
 
 @dataclass(slots=True)
 class SchemaSet:
-    """The results of one set. `accepted`: texts by file name. `outcomes`: numbers by column."""
+    """The results of one set. `accepted`: texts by file name; `compiled`: as workers get them.
+    `outcomes`: numbers by column.
+    """
 
     files: Sequence[Path]
     accepted: dict[str, str] = field(default_factory=dict)
+    compiled: dict[str, Grammar] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     checks_s: list[float] = field(default_factory=list)
     masks_s: Sequence[float] = ()
@@ -83,7 +86,7 @@ async def _measure(sets: Mapping[str, SchemaSet], progress: Progress) -> Benchma
             await _check(each, gateway, progress)
             answers = RandomAnswers(compiler, tokenizer)
             for number, (file, text) in enumerate(each.accepted.items()):
-                answer = answers.draw(Grammar("json", text), random.Random(number))
+                answer = answers.draw(each.compiled[file], random.Random(number))
                 each.outcomes[f"random: {_outcome(text, answer, f'{name} {file}', progress)}"] += 1
             each.masks_s = answers.mask_s
     finally:
@@ -106,7 +109,7 @@ async def _check(each: SchemaSet, gateway: PreprocessingPool, progress: Progress
         try:
             grammar = SamplingParams(grammar=Grammar("json", text)).grammar
             assert grammar is not None
-            await gateway.check_grammar(grammar)
+            each.compiled[file.name] = await gateway.check_grammar(grammar)
             each.accepted[file.name] = text
         except (InvalidRequest, Rejected) as error:
             progress(f"{file}: {error}")

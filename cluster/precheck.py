@@ -3,21 +3,31 @@
 Ray itself checks that there is room for the workers.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.spec import ClusterSpec, PoolSpec, Role, SpecError
 from diptych.view import Adapter
+from workers.config import EngineConfig
 from workers.errors import ModelError
-from workers.model.store import ModelConfig, check_parallel, find_adapter, read_model_config, read_origin
+from workers.model.store import (
+    ModelConfig,
+    check_parallel,
+    find_adapter,
+    least_block_size,
+    read_model_config,
+    read_origin,
+)
 
 # Device files of GPU drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
 _DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*")
 
 
-def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> None:
-    """Raises `SpecError` for a pool that does not fit the model in `folder`, `ModelError` for a bad model.
+def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> ClusterSpec:
+    """The specification, with the block size that this model needs if its pools leave theirs out.
 
-    `name`: of this model; empty: the only one.
+    `name`: of this model; empty: the only one. Raises `SpecError` for a pool that does not fit the model in `folder`,
+    `ModelError` for a bad model.
     """
     model = read_model_config(folder)
     pools = spec.pools_of(name or spec.model)
@@ -46,6 +56,12 @@ def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> None:
         raise SpecError(
             "pools: engine.dtype is auto, which means another dtype on a GPU than on a CPU; set it in each pool"
         )
+    least = max(least_block_size(model, _kv_dtype(pool)) for pool in pools)
+    if any(pool.engine.block_size != EngineConfig().block_size for pool in pools) or not least:
+        return spec
+    sized = (replace(pool, engine=replace(pool.engine, block_size=least)) if pool in pools else pool
+             for pool in spec.pools)  # fmt: skip
+    return replace(spec, pools=tuple(sized))
 
 
 def read_adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
@@ -61,6 +77,13 @@ def read_adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
 
 def _on_gpu(pool: PoolSpec) -> bool:
     return pool.engine.device.startswith("cuda") or bool(pool.resources.gpu and pool.engine.device != "cpu")
+
+
+def _kv_dtype(pool: PoolSpec) -> str:
+    """One of the size that a worker chooses for `auto`."""
+    if pool.engine.dtype != "auto":
+        return pool.engine.dtype
+    return "bfloat16" if _on_gpu(pool) else "float32"
 
 
 def check_readers(spec: ClusterSpec) -> None:

@@ -32,7 +32,9 @@ class EngineConfig:
     """Sizes, limits and policies of one engine."""
 
     block_size: int = 16
-    """Tokens per KV block. Larger: fewer and longer reads, but more waste at the end of each sequence."""
+    """Tokens per KV block. Larger: fewer and longer reads, but more waste at the end of each sequence. If all pools of
+    a model with linear attention leave it out, as many as make a state no larger than a layer's KV.
+    """
     kv_blocks: int = 512
     """Blocks of the KV pool, allocated once, on each rank for its layers and heads. Left out, or 0: chosen when the
     worker starts. On a GPU by `gpu_memory_utilization`; on a CPU by the host's free memory, divided among the

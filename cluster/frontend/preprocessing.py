@@ -23,6 +23,7 @@ from itertools import count
 from typing import Any, Protocol, TypeVar
 
 from cluster.events import Rejected
+from cluster.frontend.one_of import with_any_of_in
 from cluster.frontend.text import Tokenizer
 from workers.errors import InvalidRequest
 from workers.request import Grammar
@@ -78,7 +79,7 @@ class InThread:
         return await asyncio.to_thread(function, self._tokenizer, *args)
 
     async def check_grammar(self, grammar: Grammar) -> Grammar:
-        return await asyncio.to_thread(self._tokenizer.check_grammar, grammar)
+        return await asyncio.to_thread(self._tokenizer.check_grammar, with_any_of_in(grammar))
 
     async def aclose(self) -> None:
         """There is nothing to close."""
@@ -292,7 +293,7 @@ def _check_grammar(tokenizer: Tokenizer, grammar: Grammar) -> Grammar:
     """In a thread with a small stack."""
     threading.stack_size(GRAMMAR_STACK_BYTES)
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(tokenizer.check_grammar, grammar).result()
+        return thread.submit(tokenizer.check_grammar, with_any_of_in(grammar)).result()
 
 
 def _settle(future: "asyncio.Future[Any]", ok: bool, result: Any) -> None:

@@ -12,6 +12,7 @@ from cluster.cli import main
 from cluster.precheck import check_devices, check_model
 from cluster.spec import PoolSpec, Resources, Role, SpecError
 from cluster.spec_file import laptop_spec, load_spec
+from tests.model.families import write_family
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig
 
@@ -130,6 +131,21 @@ def test_pools_on_gpus_and_cpus_need_a_dtype(tmp_path: Path, model: Path) -> Non
         check_model(load_spec(written(tmp_path, model, second="resources: {gpu: 1}")), model)
     both = {"engine": "dtype: bfloat16", "second": "resources: {gpu: 1}"}
     check_model(load_spec(written(tmp_path, model, **both)), model)
+
+
+@pytest.mark.parametrize(("engine", "sizes"), [("dtype: auto", (48, 48)), ("block_size: 8", (16, 8))])
+def test_pools_that_leave_out_block_size_get_one_that_holds_a_state(
+    tmp_path: Path, engine: str, sizes: tuple[int, int]
+) -> None:
+    """4 heads of 16 x 16 numbers and a convolution of 3 inputs are 4,864 bytes; 16 tokens of KV are 2,048."""
+    hybrid = write_family(tmp_path / "hybrid", "qwen 3 next", linear_key_head_dim=16, linear_value_head_dim=16)
+    spec = check_model(load_spec(written(tmp_path, hybrid, engine=engine)), hybrid)
+    assert tuple(pool.engine.block_size for pool in spec.pools) == sizes
+
+
+def test_other_models_keep_their_block_size(tmp_path: Path, model: Path) -> None:
+    spec = load_spec(written(tmp_path, model))
+    assert check_model(spec, model) == spec
 
 
 def test_gpu_checks_are_skipped_with_ray_address_or_gpus(tmp_path: Path) -> None:

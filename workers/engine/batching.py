@@ -287,8 +287,8 @@ def batching(name: str, *, tpot_slo_s: float | None, block_size: int) -> Batchin
         "static": Static,
         "orca": Orca,
         "prefill-first": PrefillFirst,
-        "chunked": lambda: Chunked(tpot_slo_s, least_chunk=block_size),
-        "adaptive": lambda: Adaptive(tpot_slo_s, least_chunk=block_size),
+        "chunked": lambda: Chunked(tpot_slo_s, least_chunk=min(16, block_size)),
+        "adaptive": lambda: Adaptive(tpot_slo_s, least_chunk=min(16, block_size)),
         "prefill-only": PrefillOnly,
     }
     return policies[name]()

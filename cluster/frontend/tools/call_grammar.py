@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.frontend.one_of import with_any_of
 from cluster.frontend.tools.answer import Schemas
 from cluster.frontend.tools.formats import AnswerFormat, CallFormat, Pairs
 from workers.errors import InvalidRequest
@@ -213,4 +214,4 @@ def _json(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> s
     if root is not None:
         has_refs = "$ref" in json.dumps(schema)
         around = {key: root[key] for key in ("$defs", "definitions") if has_refs and key in root}
-    return f"%json {json.dumps({**around, **schema, 'x-guidance': JSON_OPTIONS})}"
+    return f"%json {json.dumps({**with_any_of({**around, **schema}), 'x-guidance': JSON_OPTIONS})}"
