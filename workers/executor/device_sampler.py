@@ -75,10 +75,11 @@ def sample_on_device(logits: Tensor, draws: Sequence[Draw], allowed: Allowed = N
     on_host = to_host([chosen, *scored])  # the only synchronization
     tokens, finite, certain = on_host[0].tolist()
 
-    each_logprobs = iter(as_logprobs(on_host[1:], tops) if tops else ())
-    logprobs = [next(each_logprobs) if draw.params.logprobs is not None else None for draw in draws]
-    close = [row for row, draw in enumerate(draws) if finite[row] and not certain[row]]
-    if close:
+    logprobs: list[TokenLogprobs | None] = [None] * len(draws)
+    if tops:
+        each_logprobs = iter(as_logprobs(on_host[1:], tops))
+        logprobs = [next(each_logprobs) if draw.params.logprobs is not None else None for draw in draws]
+    if not all(certain) and (close := [row for row in range(len(draws)) if finite[row] and not certain[row]]):
         masks = {place: allowed[row] for place, row in enumerate(close) if row in allowed}
         again = sample(torch.stack([logits[row] for row in close]).cpu(), [draws[row] for row in close], masks)
         for row, token, found in zip(close, *again, strict=True):

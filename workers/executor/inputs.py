@@ -69,8 +69,8 @@ class StepArrays:
 def step_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     """The plan's chunks on one flat token axis, in the plan's order."""
     chunks = plan.chunks
-    assert chunks and all(chunk.tokens for chunk in chunks), f"step {plan.number} has nothing to compute"
     lengths = np.array([len(chunk.tokens) for chunk in chunks])
+    assert lengths.size and lengths.all(), f"step {plan.number} has nothing to compute"
     firsts = np.array([chunk.first_position for chunk in chunks])
     starts = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
@@ -80,17 +80,17 @@ def step_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     chunk_of = np.repeat(np.arange(len(chunks)), lengths)  # [tokens]
     positions = np.arange(starts[-1]) + (firsts - starts[:-1])[chunk_of]  # [tokens]
     blocks = tables[chunk_of, positions // block_size].astype(np.int64)  # [tokens]
-    adapters = tuple(dict.fromkeys(chunk.adapter for chunk in chunks if chunk.adapter))
+    adapters = tuple(dict.fromkeys([chunk.adapter for chunk in chunks if chunk.adapter]))
     number_of = dict(zip(adapters, range(len(adapters)), strict=True))
     return StepArrays(
-        tokens=np.fromiter(chain.from_iterable(chunk.tokens for chunk in chunks), np.int64, int(starts[-1])),
+        tokens=np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, int(starts[-1])),
         positions=positions,
         slots=blocks * block_size + positions % block_size,
         rows=_rows(chunks, starts),
         starts=starts,
         contexts=contexts.astype(np.int32),
         tables=tables,
-        begins=_begins(chunks, block_size) if any(chunk.remote for chunk in chunks) else None,
+        begins=_begins(chunks, block_size) if any([chunk.remote for chunk in chunks]) else None,
         max_query=int(lengths.max()),
         max_context=int(contexts.max()),
         num_decodes=int((lengths == 1).cumprod().sum()),
@@ -103,11 +103,9 @@ def step_arrays(plan: StepPlan, block_size: int) -> StepArrays:
 
 def _rows(chunks: tuple[Chunk, ...], starts: NDArray[np.int32]) -> NDArray[np.int64]:
     """The last row of each chunk with a draw, then the rows that predict targets."""
-    drawn = [int(stop) - 1 for stop, chunk in zip(starts[1:], chunks, strict=True) if chunk.draw is not None]
-    predicting = [
-        start + np.arange(len(chunk.targets)) for start, chunk in zip(starts, chunks, strict=False) if chunk.targets
-    ]
-    return np.concatenate([np.array(drawn, np.int64), *predicting])
+    drawn = starts[1:][[chunk.draw is not None for chunk in chunks]] - 1
+    predicting = [starts[index] + np.arange(len(chunk.targets)) for index, chunk in enumerate(chunks) if chunk.targets]
+    return np.concatenate([drawn.astype(np.int64), *predicting])
 
 
 def _begins(chunks: tuple[Chunk, ...], block_size: int) -> NDArray[np.int32]:
@@ -122,6 +120,7 @@ def _block_tables(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:
     lengths = np.array([len(chunk.blocks) for chunk in chunks])
     packed = struct.pack(f"{lengths.sum()}i", *chain.from_iterable([chunk.blocks for chunk in chunks]))  # fast
     blocks = np.frombuffer(packed, np.int32)
-    tables = np.repeat(np.array([[chunk.blocks[0]] for chunk in chunks], np.int32), lengths.max(), axis=1)
+    tables = np.empty((len(chunks), lengths.max()), np.int32)
+    tables[:] = blocks[lengths.cumsum() - lengths][:, None]
     tables[np.arange(tables.shape[1]) < lengths[:, None]] = blocks
     return tables

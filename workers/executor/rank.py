@@ -304,8 +304,8 @@ def _forward(
     adapters: Callable[[], StepAdapters] | None,
 ) -> None:
     model, link = part.model, part.link
-    sampled = [(index, chunk.draw) for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
-    pools = any(chunk.pooling for chunk in plan.chunks)
+    draws = [chunk.draw for chunk in plan.chunks if chunk.draw is not None]
+    pools = any([chunk.pooling for chunk in plan.chunks])
     logits = part.graphs.logits(arrays) if part.graphs is not None and not pools else None
     if logits is None:
         inputs = arrays.tensors(to_device(arrays.all, model.device))
@@ -320,13 +320,13 @@ def _forward(
             assert link is not None, "an earlier stage has a next one"
             link.send(hidden)
             return
-        logits = model.logits(hidden[: len(sampled)]) if sampled else None
-        if len(hidden) > len(sampled):
-            outputs.prompt_logprobs = _prompt_logprobs(model, hidden[len(sampled) :], plan)
+        logits = model.logits(hidden[: len(draws)]) if draws else None
+        if len(hidden) > len(draws):
+            outputs.prompt_logprobs = _prompt_logprobs(model, hidden[len(draws) :], plan)
         if pools:
-            outputs.pooled = _pooled(hidden, len(sampled), plan)
+            outputs.pooled = _pooled(hidden, len(draws), plan)
     if logits is not None:
-        chunks, draws = zip(*sampled, strict=True)
+        chunks = [index for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
         found = masks.result(MASKS_TIMEOUT_S) if masks is not None else NO_MASKS
         allowed = {row: found.masks[chunk] for row, chunk in enumerate(chunks) if chunk in found.masks}
         for chunk, token, logprob in zip(chunks, *sample_rows(logits, draws, allowed), strict=True):

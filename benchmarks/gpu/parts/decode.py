@@ -1,6 +1,8 @@
 """Decode of an 8B-shaped Llama at 1k context, by the step that a worker runs: share of memory bandwidth.
 
-With and without CUDA graphs. The floor of a step: its weights and its KV, each read once, at the speed of a copy.
+With and without CUDA graphs. The floor of a step: its weights and its KV, each read once, at the speed of a copy. As in
+a worker whose steps run ahead, a step's arrays are made before the step before it has ended, all but its tokens;
+`alone` is a step that makes them itself.
 """
 
 import statistics
@@ -14,7 +16,9 @@ from benchmarks.gpu.llama import LLAMA_8B, TINY, LlamaShape, filled_pool, random
 from benchmarks.gpu.plans import decodes
 from benchmarks.gpu.timing import copy_bytes_s, kernel_seconds
 from kvtransfer.open import RESERVED_BLOCKS
+from workers.engine.step import PENDING
 from workers.executor.cuda_graphs import DecodeGraphs, cuda_capture
+from workers.executor.inputs import step_arrays
 from workers.executor.kv_pool import KVPool
 from workers.executor.rank import ModelPart, compute
 
@@ -47,12 +51,13 @@ def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
             begun = time.perf_counter()
             _step(its_part, pool, shape, context, tables[:rows])
             figures[f"{name}_first_step_ms"] = (time.perf_counter() - begun) * 1e3
-            typical = _typical(its_part, pool, shape, context, tables[:rows])
+            typical, alone = _typical(its_part, pool, shape, context, tables[:rows])
+            figures[f"{name}_alone_ms"] = alone * 1e3
             figures[f"{name}_ms"] = typical * 1e3
             figures[f"{name}_tokens_s"] = rows / typical
             figures[f"{name}_share_of_copy"] = floor_s / typical
             if device.type == "cuda":
-                kernels = kernel_seconds(partial(_step, its_part, pool, shape, context, tables[:rows]))
+                kernels = kernel_seconds(partial(_step, its_part, pool, shape, context + STEPS, tables[:rows]))
                 device_s = sum(kernels.values())
                 figures[f"{name}_outside_device_ms"] = (typical - device_s) * 1e3
                 top = sorted(kernels.items(), key=lambda each: -each[1])[:12]
@@ -65,14 +70,20 @@ def _step(part: ModelPart, pool: KVPool, shape: LlamaShape, context: int, tables
     return [token or 0 for token in compute(part, pool, decodes(0, tokens, context, tables, SIZE)).tokens]
 
 
-def _typical(part: ModelPart, pool: KVPool, shape: LlamaShape, context: int, tables: list[tuple[int, ...]]) -> float:
-    """The median seconds of a step, each of which decodes the tokens of the one before."""
+def _typical(
+    part: ModelPart, pool: KVPool, shape: LlamaShape, context: int, tables: list[tuple[int, ...]]
+) -> tuple[float, float]:
+    """The median seconds of a step, each of which decodes the tokens of the one before; the second: `alone`."""
     tokens = _step(part, pool, shape, context, tables)
-    seconds = []
+    seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(1, STEPS):
-        plan = decodes(number, tokens, context + number, tables, SIZE)
+        ahead = number % 2 == 0
+        plan = decodes(number, [PENDING] * len(tokens) if ahead else tokens, context + number, tables, SIZE)
+        arrays = step_arrays(plan, SIZE) if ahead else None
         begun = time.perf_counter()
-        step = compute(part, pool, plan)
-        seconds.append(time.perf_counter() - begun)
+        if arrays is not None:
+            arrays.fill(tokens.__getitem__)
+        step = compute(part, pool, plan, arrays=arrays)
+        seconds[ahead].append(time.perf_counter() - begun)
         tokens = [token or 0 for token in step.tokens]
-    return statistics.median(seconds[3:])
+    return statistics.median(seconds[True][1:]), statistics.median(seconds[False][2:])
