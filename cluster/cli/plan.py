@@ -67,7 +67,11 @@ class PlanOptions:
 
 @click.command(cls=GroupedCommand)
 @click.option("--model", metavar="NAME", help="Model, such as llama-3-8b, or a folder with its config.json.")
-@click.option("--hardware", metavar="H[,H2]", help="GPU types, such as a100-80gb,h100-80gb.")
+@click.option(
+    "--hardware",
+    metavar="H[,H2]",
+    help="GPU types, such as a100-80gb,h100-80gb; with --from-cluster: its ranks', for prices.",
+)
 @click.option("--gpus", type=click.IntRange(1, 4096), help="Maximum number of GPUs.")
 @click.option("--nodes", type=click.IntRange(1), help="Number of equal nodes. [default: by the GPU's data sheet]")
 @click.option("--workload", metavar="SPEC", help="Trace file, or a generator: poisson:rate=4,lengths=mixed.")
@@ -88,7 +92,8 @@ class PlanOptions:
     "--price",
     multiple=True,
     metavar="NAME=DOLLARS",
-    help="Dollars an hour of one GPU, or a JSON file of {name: dollars}; repeatable. [default: dated list prices]",
+    help="Dollars an hour of one GPU, or a JSON file of {name: dollars}; repeatable; with --from-cluster of a pool. "
+    "[default: dated list prices]",
 )
 @click.option(
     "--source", "costs", default="best", show_default=True, help="Source of step times: best, roofline, vidur, ..."
@@ -189,7 +194,7 @@ def _request(options: PlanOptions, hardware: Sequence[str], gpus: int, load: "Pl
         seeds=tuple(range(options.seeds)),
         source=options.costs,
         kv_dtype=options.kv_dtype or "",
-        prices=parse_prices(options.price, hardware),
+        prices=parse_prices(options.price, _kinds(options)),
     )
 
 
@@ -298,8 +303,7 @@ def _measure_instances(options: PlanOptions) -> None:
             refused.append(f"{', '.join(request.hardware)}: {error}")
     if not instances:
         raise PlanError("; ".join(refused) or "--hardware names no kind of GPU")
-    lines = instance_estimate_lines(requests[0], lengths, [one.estimate for one in instances])
-    _print_estimate(options, [*lines, *(f"  {each}" for each in refused)])
+    _print_estimate(options, [*instance_estimate_lines(instances), *refused])
     limit_s = options.limit or INSTANCE_S
     found, ended_by = search(
         limit_s,
@@ -314,8 +318,10 @@ def _advise(options: PlanOptions, access: Access) -> None:
     """What the running cluster should change."""
     import asyncio
 
+    from cluster.offline.plan.dollars import parse_prices
     from cluster.offline.plan.running import advice_json, advice_lines, observed, try_all
     from diptych.client import AsyncClient
+    from workers.profiles.hardware import hardware_of
     from workers.profiles.measured import load
 
     async def asked() -> "tuple[ClusterView, Window]":
@@ -327,7 +333,11 @@ def _advise(options: PlanOptions, access: Access) -> None:
     profile = load(options.profile or Path())
     slo = positive_slo(options.ttft, options.tpot)
     view, window = asyncio.run(asked())
-    running = observed(view, window, profile, slo, options.target)
+    pools = [pool.pool for pool in profile.pools]
+    prices = parse_prices(options.price, pools)
+    if options.hardware and (listed := hardware_of(options.hardware).price_per_hour) is not None:
+        prices = dict.fromkeys(pools, listed) | prices
+    running = observed(view, window, profile, slo, options.target, prices)
     tried: list[Tried] = []
 
     def begin(budget: "Budget", progress: SearchProgress) -> Callable[[], None]:

@@ -1,13 +1,15 @@
 """What serving costs: dollars an hour of the GPUs, requests for a dollar, dollars for a million tokens. Pure."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
 from cluster.offline.plan.deploy import Layout
 from cluster.offline.plan.request import PlanError, PlanRequest
+from cluster.offline.workload.arrivals import Arrival
+from workers.profiles.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +33,34 @@ class ServingCost:
 def serving_cost(request: PlanRequest, layout: Layout, rate: float) -> ServingCost | None:
     """None: a price is not known, or there is no rate."""
     prices = [(group.gpus, request.sheets[group.hardware].price_per_hour) for group in layout.groups]
+    return cost_at(request.load.arrivals, rate, prices)
+
+
+def cost_at(
+    arrivals: Sequence[Arrival], rate: float, prices: Collection[tuple[int, float | None]]
+) -> ServingCost | None:
+    """`prices`: numbers of GPUs, and the dollars an hour of one. None: one is not known, or there is no rate."""
     dollars_h = sum(gpus * price for gpus, price in prices if price is not None)
     if not rate or any(price is None for _, price in prices):
         return None
-    arrivals = request.load.arrivals
     answers = sum(each.output_tokens for each in arrivals) / len(arrivals)
     tokens = answers + sum(each.prompt_tokens for each in arrivals) / len(arrivals)
     per_request = dollars_h / (3600.0 * rate)
     return ServingCost(dollars_h, rate / dollars_h, 1e6 * per_request / answers, 1e6 * per_request / tokens)
 
 
-def price_line(request: PlanRequest) -> str:
+def price_line(sheets: Mapping[str, Hardware], given: Mapping[str, float]) -> str:
     """The prices used, and where they come from."""
     known = []
-    for name, sheet in request.sheets.items():
-        source = "given" if name in request.prices else sheet.sources.get("price", "")
-        price = f"${sheet.price_per_hour:g}/h ({source})" if sheet.price_per_hour is not None else "not known"
-        known.append(f"{name} {price}")
-    return f"Prices of one GPU: {', '.join(known)}. Yours: --price {request.hardware[0]}=DOLLARS"
+    for name, sheet in sheets.items():
+        source = "given" if name in given else sheet.sources.get("price", "")
+        dollars = given.get(name, sheet.price_per_hour)
+        known.append(f"{name} ${dollars:g}/h ({source})" if dollars is not None else f"{name} not known")
+    return f"Prices of one GPU: {', '.join(known)}. Yours: --price {next(iter(sheets))}=DOLLARS"
 
 
 def parse_prices(texts: Iterable[str], kinds: Sequence[str]) -> dict[str, float]:
-    """Dollars an hour by kind of GPU, from NAME=DOLLARS, or for `kinds` from a JSON file. Raises `PlanError`."""
+    """Dollars an hour by name, from NAME=DOLLARS, or for `kinds` from a JSON file. Raises `PlanError`."""
     found: dict[str, float] = {}
     for text in texts:
         name, equals, price = text.rpartition("=")
@@ -68,6 +76,8 @@ def parse_prices(texts: Iterable[str], kinds: Sequence[str]) -> dict[str, float]
                 "{name: dollars}"
             ) from None
     for name, value in found.items():
+        if name not in kinds:
+            raise PlanError(f"a price is given for {name}, which is none of {', '.join(kinds) or 'the named hardware'}")
         if not 0.0 < value < inf:
             raise PlanError(f"the price of {name} is {value:g}; it must be above 0 dollars an hour")
     return found

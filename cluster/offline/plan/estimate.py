@@ -46,10 +46,6 @@ class Estimate:
     margins: str = ""
 
     @property
-    def description(self) -> str:
-        return f"{self.name}: {self.fit}; {self.latency}; {self.throughput}"
-
-    @property
     def fit(self) -> str:
         return f"fits with KV for {self.kv_tokens:,} tokens ({self.at_once} of the long requests)"
 
@@ -209,6 +205,10 @@ def _closest(request: PlanRequest, shapes: Sequence[WorkerGroup]) -> Layout:
     """Where no layout meets the SLO: the instance that meets it for the most requests alone."""
     trials = [full_trial(request, Layout("colocated", (group,))) for group in shapes]
     return max(trials, key=lambda each: (each.unloaded, each.gpus)).layout
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 10.0 else f"{1e3 * seconds:.3g} ms"
 
 
 def ms_range(seconds: tuple[float, float]) -> str:

@@ -154,13 +154,11 @@ def answers(
     each: Map = map,
     on_progress: OnProgress = lambda what, how_far: None,
 ) -> list[InstanceAnswer]:
-    """Simulate all instances at the same time, so that each has some results when the time is up."""
+    """Simulate all instances at the same time, so that each has some results when the time is up; latencies first."""
     found = [InstanceAnswer(one, one.estimate.ttft_s, one.estimate.tpot_s) for one in wanted]
-    with ThreadPoolExecutor(2 * len(found)) as threads:  # they only wait for `each`
-        running = [threads.submit(_latencies, answer, tuple(users), each, on_progress) for answer in found]
-        running += [threads.submit(_throughput, answer, each, on_progress) for answer in found]
-        for one in running:
-            one.result()
+    with ThreadPoolExecutor(len(found)) as threads:  # they only wait for `each`
+        list(threads.map(lambda answer: _latencies(answer, tuple(users), each, on_progress), found))
+        list(threads.map(lambda answer: _throughput(answer, each, on_progress), found))
     return found
 
 
@@ -175,7 +173,7 @@ def _latencies(answer: InstanceAnswer, users: tuple[int, ...], each: Map, on_pro
             slo = SLO()  # an engine that can never meet the TPOT SLO would starve prompts for it
         for count, found in zip(users, each(partial(_closed_loop, case, one.lengths, slo), users), strict=True):
             answer.users += (found,)
-            on_progress(one.name, f"{count} users simulated")
+            on_progress(one.name, f"{count} user{'s' * (count > 1)} simulated")
         answer.simulated_users = True
 
 

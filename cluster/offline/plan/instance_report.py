@@ -5,9 +5,12 @@ from typing import Any, Literal
 
 from msgspec import to_builtins
 
-from cluster.offline.plan.estimate import CAVEAT, Estimate, ms_range
-from cluster.offline.plan.instance import InstanceAnswer, LengthRanges
+from cluster.offline.plan.dollars import price_line, serving_cost
+from cluster.offline.plan.estimate import CAVEAT, ms_range, seconds_text
+from cluster.offline.plan.instance import Instance, InstanceAnswer, LengthRanges
+from cluster.offline.plan.report import change_lines, cost_json, lines_of
 from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.why import changes
 from cluster.offline.scoring.figures import slo_text
 
 Latency = Literal["ttft_s", "tpot_s"]
@@ -28,22 +31,34 @@ def instance_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[
         lines.append(f"  {each.instance.name}: {latency}")
     slos = f"{slo_text(request.slo)}, for {100 * request.target:g} %"
     lines += ["", f"3. How much load there may be while both hold: {slos}"]
-    return lines + [f"  {each.instance.name}: {_throughput(each)}" for each in found]
+    for each in found:
+        one, rate = each.instance, each.throughput.rate if each.throughput else 0.0
+        cost = serving_cost(one.request, one.estimate.layout, rate)
+        lines += [f"  {one.name}: {_throughput(each)}", *([f"    {cost.words}"] if cost else [])]
+    return lines
 
 
-def instance_estimate_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[Estimate]) -> list[str]:
+def instance_estimate_lines(found: Sequence[Instance]) -> list[str]:
     """The answer before anything is simulated."""
-    return [
-        f"{request.shape.name}, {lengths.name}; {slo_text(request.slo)}",
-        f"{CAVEAT}.",
-        *(f"  {each.description}" for each in found),
-    ]
+    request, lengths = found[0].request, found[0].lengths
+    lines = [f"{request.shape.name}, {lengths.name}; {slo_text(request.slo)}", f"{CAVEAT}."]
+    for each in found:
+        lines += lines_of(each.request, each.estimate)
+    best = _best(found)
+    sheets = {name: sheet for each in found for name, sheet in each.request.sheets.items()}
+    return [*lines, *(change_lines(best.request, best.estimate) if best else []), price_line(sheets, request.prices)]
+
+
+def _best(found: Sequence[Instance]) -> Instance | None:
+    """The most promising one; None: none meets the SLO."""
+    hopeful = [each for each in found if each.estimate.rate]
+    return max(hopeful, key=lambda each: each.estimate.merit(each.request), default=None)
 
 
 def _loaded(answer: InstanceAnswer, latency: Latency) -> str:
     shown = [(each.users, getattr(each, latency)) for each in answer.users if each.users > 1]
     return "".join(
-        f"; {users} users: median {1e3 * found.p50:.3g}, 90 % {1e3 * found.p90:.3g} ms"
+        f"; {users} users: median {seconds_text(found.p50)}, 90 % {seconds_text(found.p90)}"
         for users, found in shown
         if found
     )
@@ -64,6 +79,9 @@ def _throughput(answer: InstanceAnswer) -> str:
 
 
 def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[InstanceAnswer]) -> dict[str, Any]:
+    instances = [each.instance for each in found]
+    best = _best(instances)
+    sheets = [sheet for each in instances for sheet in each.request.sheets.values()]
     return {
         "model": request.model,
         "lengths": to_builtins(lengths),
@@ -72,7 +90,14 @@ def instance_json(request: PlanRequest, lengths: LengthRanges, found: Sequence[I
         "ttft": [_latency_json(each, "ttft_s") for each in found],
         "tpot": [_latency_json(each, "tpot_s") for each in found],
         "throughput": [_throughput_json(each) for each in found],
-        "estimates": [to_builtins(each.instance.estimate) for each in found],
+        "estimates": [
+            to_builtins(each.estimate) | {"cost": cost_json(each.request, each.estimate.layout, each.estimate.rate)}
+            for each in instances
+        ],
+        "what_if": {"of": best.name, "changes": to_builtins(changes(best.request, best.estimate.layout))}
+        if best
+        else None,
+        "prices": {sheet.name: sheet.price_per_hour for sheet in sheets},
         "complete": all(each.complete for each in found),
     }
 
@@ -85,6 +110,7 @@ def _throughput_json(answer: InstanceAnswer) -> dict[str, Any]:
         "gpus": answer.instance.group.gpus_each,
         "requests_per_s": rate,
         "output_tokens_per_s": rate * answer.mean_output,
+        "cost": cost_json(answer.instance.request, answer.instance.estimate.layout, rate),
         "complete": answer.complete,
         "told": _throughput(answer) if found is None else found.summary,
     }

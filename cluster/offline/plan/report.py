@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from cluster.offline.plan.deploy import Layout, spec_of
 from cluster.offline.plan.dollars import price_line, serving_cost
-from cluster.offline.plan.estimate import CAVEAT, Outline
+from cluster.offline.plan.estimate import CAVEAT, Estimate, Outline
 from cluster.offline.plan.option import Option
 from cluster.offline.plan.placement import PlacementResult
 from cluster.offline.plan.request import PlanRequest
@@ -91,28 +91,35 @@ def _provenance(request: PlanRequest, option: Option) -> list[str]:
 
 def estimate_lines(request: PlanRequest, found: Outline) -> list[str]:
     """The answer before anything is simulated."""
-    lines = [f"{request.shape.name} for {request.load.source.name}: {slo_text(request.slo)}", f"{CAVEAT}."]
+    lines = [
+        f"{request.shape.name} for {request.load.source.name}: {slo_text(request.slo)}",
+        request.goal,
+        f"{CAVEAT}.",
+    ]
     for each in found.estimates:
-        cost = serving_cost(request, each.layout, min(each.rate, request.rate or inf))
-        lines += [
-            each.name,
-            f"  {each.fit}",
-            f"  a request alone: {each.latency}",
-            f"  {each.throughput}",
-            *([f"  {cost.words}"] if cost else []),
-            *(f"  {one.words}" for one in each.bindings),
-            *([f"  {each.margins}"] if each.rate else []),
-        ]
+        lines += lines_of(request, each)
     lines += [f"{name}: {why}" for name, why in found.refused.items()]
-    lines += _change_lines(request, found)
-    return [*lines, price_line(request)]
-
-
-def _change_lines(request: PlanRequest, found: Outline) -> list[str]:
-    """For the most promising layout."""
     best = found.best(request)
-    if best is None:
-        return []
+    lines += change_lines(request, best) if best else []
+    return [*lines, price_line(request.sheets, request.prices)]
+
+
+def lines_of(request: PlanRequest, each: Estimate) -> list[str]:
+    """One estimate: what fits, latencies, requests/s, cost, and what binds each phase."""
+    cost = serving_cost(request, each.layout, min(each.rate, request.rate or inf))
+    return [
+        each.name,
+        f"  {each.fit}",
+        f"  a request alone: {each.latency}",
+        f"  {each.throughput}",
+        *([f"  {cost.words}"] if cost else []),
+        *(f"  {one.words}" for one in each.bindings),
+        *([f"  {each.margins}"] if each.rate else []),
+    ]
+
+
+def change_lines(request: PlanRequest, best: Estimate) -> list[str]:
+    """What one more GPU, another TP or a looser SLO would change for the most promising one."""
     lines = [f"What a change would bring, by closed forms, to {best.name}:"]
     for change in changes(request, best.layout):
         rate = f"{change.rate:.3g} requests/s ({change.gain:+.0%})" if abs(change.gain) >= 0.005 else "no more"
@@ -127,7 +134,7 @@ def changes_json(request: PlanRequest, found: Outline) -> Any:
 
 def estimates_json(request: PlanRequest, found: Outline) -> list[dict[str, Any]]:
     return [
-        to_builtins(each) | {"cost": _cost_json(request, each.layout, min(each.rate, request.rate or inf))}
+        to_builtins(each) | {"cost": cost_json(request, each.layout, min(each.rate, request.rate or inf))}
         for each in found.estimates
     ]
 
@@ -143,7 +150,7 @@ def first_json(request: PlanRequest, first: FirstVerdict) -> dict[str, Any]:
     }
 
 
-def _cost_json(request: PlanRequest, layout: Layout, rate: float) -> Any:
+def cost_json(request: PlanRequest, layout: Layout, rate: float) -> Any:
     return to_builtins(serving_cost(request, layout, rate))
 
 
@@ -183,7 +190,7 @@ def _option_json(request: PlanRequest, option: Option) -> dict[str, Any]:
         "gpus": option.layout.gpus,
         "weight": option.trial.weight,
         "weight_unit": request.unit,
-        "cost": _cost_json(request, option.layout, request.rate or found.rate),
+        "cost": cost_json(request, option.layout, request.rate or found.rate),
         "headroom": option.headroom,
         "goodput": {
             "requests_per_s": found.rate,

@@ -56,8 +56,6 @@ class PlanRequest:
                 raise PlanError(f"{name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if not self.hardware or len(set(self.hardware)) != len(self.hardware):
             raise PlanError("hardware: name one or more different kinds")
-        if strange := sorted(set(self.prices) - set(self.hardware)):
-            raise PlanError(f"a price is given for {strange[0]}, which --hardware does not name")
         shape_of(self.model)
         object.__setattr__(self, "sheets", {name: self._sheet(name) for name in self.hardware})
 
@@ -117,6 +115,17 @@ class PlanRequest:
             assert sheet.price_per_hour is not None, "checked at construction"
             return sheet.price_per_hour
         return sheet.watts if self.objective == "power" else 1.0
+
+    @property
+    def goal(self) -> str:
+        """What is sought, as a sentence."""
+        if self.rate is not None:
+            least = {"cost": "dollars", "power": "watts"}.get(self.objective, "GPUs")
+            return f"Wanted: {self.rate:g} requests/s with the least {least}, at most {self.gpus} GPUs."
+        most = "" if self.objective == "throughput" else f" for each {self.unit}"
+        return (
+            f"Wanted: the most requests/s{most}, at most {self.gpus} GPUs; --rate R: the least that serve R requests/s."
+        )
 
     @property
     def unit(self) -> str:

@@ -6,13 +6,14 @@ are the defaults.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import fmean
 from typing import Any
 
 from msgspec import to_builtins
 
+from cluster.offline.plan.dollars import ServingCost, cost_at
 from cluster.offline.plan.request import PlanError
 from cluster.offline.scoring.figures import Attainment, attainment, slo_text
 from cluster.offline.scoring.goodput import Map, TimeUp
@@ -61,7 +62,8 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A cluster, its latest load, and what its workers cost. `kv_tokens`: of one worker, by pool."""
+    """A cluster, its latest load, and what its steps take. By pool: `kv_tokens` of one worker, and `prices`, dollars an
+    hour of one rank, if they are known."""
 
     profile: ClusterProfile
     load: Workload
@@ -69,11 +71,18 @@ class RunningCluster:
     kv_tokens: Mapping[str, int]
     slo: SLO
     target: float
+    prices: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
         """Requests/s."""
         return len(self.load.arrivals) / max(self.load.arrivals[-1].at_s, 1e-9)
+
+    def cost(self, tried: "Tried") -> ServingCost | None:
+        """Of the requests that meet the SLO. None: a price is not known, or there are none."""
+        parts = tried.arrangement.parts
+        ranks = [(count * _ranks(self.profile.pool(pool)), self.prices.get(pool)) for _, pool, count in parts]
+        return cost_at(self.load.arrivals, self.rate * tried.attained.both, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,14 @@ def observed_load(window: Window) -> Workload:
     )
 
 
-def observed(view: ClusterView, window: Window, profile: ClusterProfile, slo: SLO, target: float) -> RunningCluster:
+def observed(
+    view: ClusterView,
+    window: Window,
+    profile: ClusterProfile,
+    slo: SLO,
+    target: float,
+    prices: Mapping[str, float] | None = None,
+) -> RunningCluster:
     """Raises `PlanError`, and `ProfileError` for a pool that the profile lacks."""
     ready = [worker for worker in view.workers if worker.state is WorkerState.READY]
     if not ready:
@@ -116,7 +132,7 @@ def observed(view: ClusterView, window: Window, profile: ClusterProfile, slo: SL
     now = Arrangement(
         tuple((role, pool, sum((each.role, each.pool) == (role, pool) for each in ready)) for role, pool in parts)
     )
-    return RunningCluster(profile, observed_load(window), now, kv_tokens, slo, target)
+    return RunningCluster(profile, observed_load(window), now, kv_tokens, slo, target, prices or {})
 
 
 def _ranks(pool: PoolProfile) -> int:
@@ -261,7 +277,14 @@ def advice_lines(running: RunningCluster, tried: Sequence[Tried]) -> list[str]:
         met, name = each.attained, each.arrangement.description(profile)
         now = "" if number else " (now)"
         lines.append(f"  {name}{now}: {met.both:.1%} meet both (TTFT {met.ttft:.1%}, TPOT {met.tpot:.1%})")
-    return [*lines, advice(running, tried), *running.load.notes]
+        lines += [f"    {cost.words}"] if (cost := running.cost(each)) else []
+    prices = ", ".join(f"{pool} ${dollars:g}/h" for pool, dollars in running.prices.items())
+    told = (
+        f"Prices of one rank: {prices}"
+        if prices
+        else "No prices: name the GPU, --hardware l4, or give --price POOL=DOLLARS"
+    )
+    return [*lines, advice(running, tried), told, *running.load.notes]
 
 
 def advice_json(running: RunningCluster, tried: Sequence[Tried]) -> dict[str, Any]:
@@ -276,8 +299,13 @@ def advice_json(running: RunningCluster, tried: Sequence[Tried]) -> dict[str, An
         },
         "now": running.now.description(profile),
         "tried": [
-            {"arrangement": each.arrangement.description(profile), "attained": to_builtins(each.attained)}
+            {
+                "arrangement": each.arrangement.description(profile),
+                "attained": to_builtins(each.attained),
+                "cost": to_builtins(running.cost(each)),
+            }
             for each in tried
         ],
+        "prices": dict(running.prices),
         "advice": advice(running, tried),
     }

@@ -24,7 +24,7 @@ FLOOR = 256.0  # a search ends at the cap over this
 class SearchOutcome(Enum):
     MEASURED = "measured"
     BEATEN = "worse than what is known"
-    HOPELESS = "misses the SLO without any load"
+    HOPELESS = "missing the SLO even without load"
     UNTRIED = "not tried"
 
 

@@ -12,6 +12,7 @@ from statistics import fmean
 from cluster.offline.plan.option import Option, rate_text
 from cluster.offline.plan.race import Race
 from cluster.offline.plan.request import PlanRequest
+from cluster.offline.plan.trial import Trial
 from cluster.offline.scoring.goodput import half_width
 
 
@@ -41,15 +42,31 @@ class FirstVerdict:
 def first_verdict(request: PlanRequest, race: Race, after_s: float) -> FirstVerdict:
     decided, options = race.decided, race.options
     found = judge(request, options, decided) if options else None
-    missed = [each for each in race.contenders if not each.held and each.probes]
-    if found is not None and decided and missed:  # only tried where it would have to win
-        tells = [
-            f"{each.trial.layout.kind} missed the SLO at {rate_text(each.broke, each.trial.gpus)}" for each in missed
-        ]
+    if found is not None and decided and (tells := _excluded(request, race, found.chosen)):
         best = found.chosen
-        tells.append(f"{best.layout.kind} met it at {rate_text(best.goodput.rate, best.trial.gpus)}")
+        tells.append(f"{best.layout.kind} met the SLO at {_rate_of(request, best.trial, best.goodput.rate)}")
         found = replace(found, words=f"{found.words.partition(':')[0]}: {', '.join(tells)}")
     return FirstVerdict(found, decided, after_s, race.requests)
+
+
+def _excluded(request: PlanRequest, race: Race, best: Option) -> list[str]:
+    """Why each other layout cannot win: it missed the SLO, or its step costs allow no more."""
+    tells = []
+    for one in race.contenders:
+        kind = one.trial.layout.kind
+        if one.trial.layout == best.layout or (request.rate is not None and (one.held or not one.probes)):
+            continue
+        if one.broke <= one.cap:
+            tells.append(f"{kind} missed the SLO at {_rate_of(request, one.trial, one.broke)}")
+        else:
+            tells.append(f"step costs allow {kind} at most {_rate_of(request, one.trial, one.cap)}")
+    return tells
+
+
+def _rate_of(request: PlanRequest, trial: Trial, rate: float) -> str:
+    if request.rate is not None or request.objective == "throughput":
+        return rate_text(rate, trial.gpus)
+    return f"{rate / trial.weight:.3g} requests/s for each {request.unit}"
 
 
 def judge(request: PlanRequest, options: Sequence[Option], complete: bool = True) -> PlanVerdict:

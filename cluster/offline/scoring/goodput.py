@@ -89,7 +89,7 @@ class Goodput:
 
     @property
     def provisioned(self) -> str:
-        return f"{self.gpus} {self.unit}s"
+        return f"{self.gpus} {self.unit}{'s' * (self.gpus > 1)}"
 
     @property
     def per_gpu(self) -> float:
@@ -135,7 +135,7 @@ class Goodput:
         if self.unattainable:
             near = self.closest
             return (
-                f"goodput 0 on {self.gpus} {self.unit}s: {asked} is not attainable, not even at {self.search.floor:g} "
+                f"goodput 0 on {self.provisioned}: {asked} is not attainable, not even at {self.search.floor:g} "
                 f"requests/s; closest is {near.attained.both:.1%} at {near.rate:.4g} requests/s "
                 f"({_joined(self.limits)} missed)"
             )
@@ -146,7 +146,7 @@ class Goodput:
         limits = "the search's cap" if self.capped else _joined(self.limits)
         return (
             f"goodput {bound}{self.rate:.4g} requests/s ({sure if len(self.seeds) > 1 else 'one seed'}), "
-            f"{bound}{self.per_gpu:.4g} per {self.unit} on {self.gpus} {self.unit}s: {asked}; limited by {limits}"
+            f"{bound}{self.per_gpu:.4g} per {self.unit} on {self.provisioned}: {asked}; limited by {limits}"
         )
 
     def _partial_summary(self, asked: str) -> str:
@@ -156,7 +156,7 @@ class Goodput:
         low, bounds = min(self.by_seed), [each for each in self.broke if each is not None]
         below = f"below {max(bounds):.4g} requests/s" if bounds else ""
         held = " and ".join(filter(None, (f"at least {low:.4g} requests/s" if low else "", below)))
-        return f"goodput {held} on {self.gpus} {self.unit}s: {asked}; known from {tried}"
+        return f"goodput {held} on {self.provisioned}: {asked}; known from {tried}"
 
     def as_json(self) -> dict[str, Any]:
         import msgspec

@@ -31,9 +31,9 @@ def test_without_a_price_or_a_rate_there_is_no_cost() -> None:
 
 
 def test_a_given_price_replaces_the_dated_one() -> None:
-    assert "2026-" in price_line(plan_request())
-    assert "$0.4/h (given)" in price_line(plan_request(prices={L4: 0.4}))
-    assert "l20 not known" in price_line(plan_request(hardware=("l20",)))
+    assert "2026-" in price_line(plan_request().sheets, {})
+    assert "$0.4/h (given)" in price_line(plan_request().sheets, {L4: 0.4})
+    assert "l20 not known" in price_line(plan_request(hardware=("l20",)).sheets, {})
 
 
 def test_prices_come_from_words_or_a_file(tmp_path: Path) -> None:
@@ -42,3 +42,5 @@ def test_prices_come_from_words_or_a_file(tmp_path: Path) -> None:
     assert parse_prices([str(file), f"{H100}=2.5"], [L4, H100]) == {L4: 0.6, H100: 2.5}
     with pytest.raises(PlanError, match="--price is"):
         parse_prices([str(tmp_path / "none.json")], [L4])
+    with pytest.raises(PlanError, match=f"h100, which is none of {L4}"):
+        parse_prices(["h100=2"], [L4])

@@ -36,7 +36,7 @@ def test_a_rate_is_estimated_only_where_the_slo_can_be_met() -> None:
     question = plan_request()
     assert estimate(question, trial(), ends).rate > 0.0
     slow = estimate(question, trial(slo=SLO(0.4, 0.001)), ends)
-    assert slow.rate == 0.0 and "TPOT" in slow.description and "the SLO is 1 ms" in slow.description
+    assert slow.rate == 0.0 and "TPOT" in slow.throughput and "the SLO is 1 ms" in slow.throughput
     late = estimate(question, trial(slo=SLO(0.001, 0.1)), ends)
     assert late.rate == 0.0 and "TTFT" in late.broken
 

@@ -52,6 +52,10 @@ def test_the_three_answers_are_never_mixed(answer: InstanceAnswer) -> None:
     assert not any("requests/s" in line for line in lines[first:third])
     assert not any("TPOT" in line for line in lines[first:second])
     value = instance_json(QUESTION, LENGTHS, [answer])
+    paid, throughput = value["throughput"][0]["cost"], value["throughput"][0]
+    assert paid["dollars_h"] == value["prices"][L4]
+    assert paid["requests_s_per_dollar_h"] == pytest.approx(throughput["requests_per_s"] / paid["dollars_h"])
+    assert value["what_if"]["changes"] and value["estimates"][0]["cost"]["dollars_per_million_tokens"] > 0.0
     assert value["ttft"][0]["one_user_s"] == dict(zip(("shortest", "longest"), answer.ttft_s, strict=True))
 
 
@@ -86,8 +90,8 @@ def test_when_the_time_is_up_the_answer_is_what_is_known() -> None:
     assert not found.complete and not found.users
     assert found.ttft_s[0] == pytest.approx(found.instance.estimate.ttft_s[0], rel=1e-3)
     assert found.throughput is not None and len(found.throughput.probes) == 2
-    words = instance_lines(QUESTION, LENGTHS, [found])[-1]
-    assert "known from 2 runs" in words
+    words, cost = instance_lines(QUESTION, LENGTHS, [found])[-2:]
+    assert "known from 2 runs" in words and "requests/s per $/h" in cost
     assert instance_json(QUESTION, LENGTHS, [found])["complete"] is False
 
 

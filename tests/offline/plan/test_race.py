@@ -60,6 +60,8 @@ def test_a_clear_winner_is_found_in_few_runs(winner: str, words: str) -> None:
     assert made.decided and len(runs.tried) <= 8
     found = first_verdict(question, made, 1.0)
     assert found.verdict is not None and found.verdict.words.startswith(words)
+    loser = "split" if winner == "colocated" else "colocated"
+    assert f"step costs allow {loser} at most" in found.verdict.words or f"{loser} missed" in found.verdict.words
     for option in made.options:
         assert option.goodput.rate <= holds[option.layout.kind] * option.trial.gpus
 

@@ -109,9 +109,14 @@ async def test_a_real_cluster_is_advised_from_its_own_load(tmp_path: Path) -> No
         assert found.load.arrivals[0].prompt_tokens == 40 and found.load.arrivals[0].output_tokens == 4
         assert found.now == NOW
         words = ["--ttft", "5", "--tpot", "1", "--processes", "1", "--profile", str(file), "--json"]
+        words += ["--hardware", "l4", "--price", "decode=0.25"]
         command = ["plan", "--from-cluster", client.endpoint, *words]
         result = await asyncio.to_thread(CliRunner().invoke, main, command)
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout)
     assert value["load"]["requests"] == 12
     assert value["advice"].startswith("Change") and value["tried"][0]["attained"]["both"] == 1.0
+    assert value["prices"] == {"prefill": 0.49, "decode": 0.25}
+    paid, seconds = value["tried"][0]["cost"], value["load"]["seconds"]
+    assert paid["dollars_h"] == 0.49 + 2 * 0.25
+    assert paid["dollars_per_million_output_tokens"] == pytest.approx(0.99 / 3600 * seconds / (12 * 4) * 1e6)
