@@ -37,9 +37,9 @@ class RooflineCost(ProfiledCost):
 
     Seconds through all stages, tensor parallelism included. Arithmetic: `token_s` per token computed, `pair_s` per
     token that it attends to, `row_s` per decode (the head; a prompt's one token is not counted). Traffic: `weights_s`
-    per step, `experts_s` for all experts, of which a token takes `expert_share`, each as often as another, and
-    `context_s` per token of KV read. Always: `fixed_s` for launches and latencies, `send_token_s` per token for
-    all-reduces and sends between stages.
+    per step, `experts_s` for all experts, of which a token takes `expert_share`, each as often as another,
+    `context_s` per token of KV read, and `state_s` per sequence for its state of linear attention. Always: `fixed_s`
+    for launches and latencies, `send_token_s` per token for all-reduces and sends between stages.
     """
 
     token_s: float
@@ -51,21 +51,23 @@ class RooflineCost(ProfiledCost):
     send_token_s: float = 0.0
     experts_s: float = 0.0
     expert_share: float = 0.0
+    state_s: float = 0.0
 
-    def read_seconds(self, tokens: int, context_tokens: float) -> float:
-        """Of weights and KV, for a step of so many tokens."""
+    def read_seconds(self, tokens: int, context_tokens: float, sequences: int = 0) -> float:
+        """Of weights, KV and states, for a step of so many tokens."""
         experts_s = self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
-        return self.weights_s + experts_s + context_tokens * self.context_s
+        return self.weights_s + experts_s + context_tokens * self.context_s + sequences * self.state_s
 
     def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
-        tokens, pairs = batch, float(context_tokens)
+        sequences, tokens, pairs = batch, batch, float(context_tokens)
         for num_tokens, cached_tokens in chunks:
             if num_tokens:
+                sequences += 1
                 tokens += num_tokens
                 pairs += num_tokens * (cached_tokens + (num_tokens + 1) / 2)
                 context_tokens += cached_tokens
         compute_s = tokens * self.token_s + pairs * self.pair_s + batch * self.row_s
-        memory_s = self.read_seconds(tokens, context_tokens)
+        memory_s = self.read_seconds(tokens, context_tokens, sequences)
         return self.ratio * (max(compute_s, memory_s) + self.fixed_s + tokens * self.send_token_s)
 
 

@@ -33,7 +33,7 @@ def kv_capacity_tokens(
         if known is not None:
             return known
     tokens = _tokens(shape, sheet, tensor, pipeline, utilization)
-    if tokens < 1:
+    if tokens < shape.block_size:
         least, best = least_gpus(shape, sheet, utilization)
         raise DoesNotFit(
             f"{shape.name} does not fit on {tensor * pipeline} {sheet.name} (TP {tensor}, PP {pipeline}): its weights "
@@ -47,7 +47,7 @@ def kv_capacity_tokens(
 def least_gpus(
     model: str | ModelShape, hardware: str | Hardware, utilization: float = UTILIZATION
 ) -> tuple[int, tuple[int, int]]:
-    """The fewest GPUs that hold the model and a token, and their (tensor, pipeline), the most tensor ranks first.
+    """The fewest GPUs that hold the model and a block, and their (tensor, pipeline), the most tensor ranks first.
 
     Raises `DoesNotFit` when one layer is too large for all GPUs of a node.
     """
@@ -60,7 +60,7 @@ def least_gpus(
                 check_parallel(shape, sheet, tensor, gpus // tensor)
             except ProfileError:
                 continue
-            if _tokens(shape, sheet, tensor, gpus // tensor, utilization) > 0:
+            if _tokens(shape, sheet, tensor, gpus // tensor, utilization) >= shape.block_size:
                 return gpus, (tensor, gpus // tensor)
     raise DoesNotFit(f"{shape.name} does not fit on any number of {sheet.name}")
 

@@ -40,7 +40,7 @@ def stage_link_byte_s(hardware: Hardware, tensor: int, pipeline: int) -> float:
 def context_seconds(shape: ModelShape, hardware: Hardware, tensor: int) -> float:
     """Reading a token's KV in all layers. Ranks beyond the KV heads hold copies, which saves no time."""
     ranks = min(tensor, shape.kv_heads)
-    return shape.kv_bytes_per_token / (ranks * hardware.memory_byte_s * MEMORY)
+    return shape.context_bytes_per_token / (ranks * hardware.memory_byte_s * MEMORY)
 
 
 def roofline(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) -> RooflineCost:
@@ -55,13 +55,14 @@ def roofline(shape: ModelShape, hardware: Hardware, tensor: int, pipeline: int) 
     ring_byte_s = hardware.node_link_byte_s * LINK
     hop_byte_s = stage_link_byte_s(hardware, tensor, pipeline) * LINK
     return RooflineCost(
-        token_s=2 * shape.active_parameters / flops,
+        token_s=shape.token_flops / flops,
         pair_s=shape.attention_flops_per_pair / flops,
         row_s=2 * shape.head_parameters / flops,
         weights_s=weights * number_s,
         experts_s=shape.expert_parameters * number_s,
         expert_share=shape.experts.per_token / shape.experts.count if shape.experts else 0.0,
         context_s=context_seconds(shape, hardware, tensor),
+        state_s=2 * shape.state_bytes / (min(tensor, shape.kv_heads) * hardware.memory_byte_s * MEMORY),
         fixed_s=shape.layers * LAYER_S + sums * ALL_REDUCE_S + hops * SEND_S,
         send_token_s=activation_bytes * (sums * 2 * (tensor - 1) / tensor / ring_byte_s + hops / hop_byte_s),
     )

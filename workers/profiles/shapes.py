@@ -9,26 +9,44 @@ from pathlib import Path
 from typing import Any
 
 from kvtransfer.layout import slot_bytes
+from workers.errors import ModelError
+from workers.model.description import LatentConfig, LinearAttentionConfig, ModelConfig
+from workers.model.families import FAMILIES, describe
+from workers.model.fields import Fields
+from workers.model.kv_layers import STATE_BYTES, least_block_size
 from workers.profiles.profile_errors import ProfileError, UnknownName
 
 
+def _latent_parameters(latent: LatentConfig, hidden: int, heads: int) -> int:
+    """Of one layer's attention."""
+    queries = heads * latent.query_dim
+    of_queries = latent.query_rank * (hidden + queries) if latent.query_rank else hidden * queries
+    values = heads * latent.value_dim
+    up = latent.rank * (heads * latent.plain_dim + values)
+    return of_queries + hidden * (latent.rank + latent.rotary_dim) + up + values * hidden
+
+
 @dataclass(frozen=True, slots=True)
-class LatentShape:
-    """Latent attention: as `LatentConfig` of a model. A token has one vector of `rank` + `rotary_dim` numbers."""
+class LinearShape:
+    """Linear attention in `runs` of so many layers that follow each other. In such models attention has a gate."""
 
-    rank: int
-    query_rank: int
-    plain_dim: int
-    rotary_dim: int
-    value_dim: int
+    sizes: LinearAttentionConfig
+    runs: tuple[int, ...]
 
-    def parameters(self, hidden: int, heads: int) -> int:
-        """Of one layer's attention."""
-        queries = heads * (self.plain_dim + self.rotary_dim)
-        of_queries = self.query_rank * (hidden + queries) if self.query_rank else hidden * queries
-        values = heads * self.value_dim
-        up = self.rank * (heads * self.plain_dim + values)
-        return of_queries + hidden * (self.rank + self.rotary_dim) + up + values * hidden
+    @property
+    def layers(self) -> int:
+        return sum(self.runs)
+
+    def parameters(self, hidden: int) -> int:
+        """Of one layer: projections, gates, convolution and output."""
+        keys = self.sizes.key_heads * self.sizes.key_dim
+        values = self.sizes.value_heads * self.sizes.value_dim
+        channels = 2 * keys + values
+        return hidden * (channels + 2 * values + 2 * self.sizes.value_heads) + channels * self.sizes.kernel
+
+    def state_bytes(self, kv_heads: int) -> int:
+        """Of one layer, for one KV head."""
+        return STATE_BYTES * sum(self.sizes.state_numbers(kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +63,8 @@ class ExpertsShape:
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder. `positions`: learned position embeddings. `element_bytes`: of weights, and of KV unless `kv_dtype` is
-    set. With `latent` there is one KV head, and `head_dim` is the width of its vectors.
+    set. With `latent` there is one KV head, and `head_dim` is the width of its vectors. `block_size`: tokens of a KV
+    block, each of which also has the state of `linear` layers.
 
     Raises `ProfileError` when a number is not positive, or query heads cannot share the KV heads.
     """
@@ -63,8 +82,10 @@ class ModelShape:
     positions: int = 0
     element_bytes: int = 2
     kv_dtype: str = ""
-    latent: LatentShape | None = None
+    latent: LatentConfig | None = None
     experts: ExpertsShape | None = None
+    linear: LinearShape | None = None
+    block_size: int = 16
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -76,15 +97,25 @@ class ModelShape:
             raise ProfileError(f"model {self.name!r}: {self.heads} heads cannot share {self.kv_heads} KV heads")
 
     @property
+    def attention_layers(self) -> int:
+        """Those with K and V of each token."""
+        return self.layers - (self.linear.layers if self.linear else 0)
+
+    @property
     def layer_parameters(self) -> int:
         """Of all layers, without head and embeddings."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         if self.latent is not None:
-            attention = self.latent.parameters(self.hidden, self.heads)
+            attention = _latent_parameters(self.latent, self.hidden, self.heads)
+        linear = 0
+        if self.linear is not None:
+            attention += self.hidden * self.heads * self.head_dim
+            linear = self.linear.layers * self.linear.parameters(self.hidden)
         ffn = self.layers * self.ffn
         if (experts := self.experts) is not None:
             ffn = experts.dense * self.ffn + (self.layers - experts.dense) * experts.shared_ffn
-        return self.layers * attention + (3 if self.gated else 2) * self.hidden * ffn + self.expert_parameters
+        outside = self.attention_layers * attention + linear + self.expert_parameters
+        return outside + (3 if self.gated else 2) * self.hidden * ffn
 
     @property
     def expert_parameters(self) -> int:
@@ -115,15 +146,44 @@ class ModelShape:
         return self.parameters * self.element_bytes
 
     @property
+    def context_bytes_per_token(self) -> int:
+        """K and V, or the latent, of all layers that have it, with the scales of quantized numbers."""
+        return self.attention_layers * self.kv_heads * self._token_bytes
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """K and V, or the latent, of all layers, with the scales of quantized numbers."""
+        """A token's part of a block, with the state that each block has: as `workers.model.kv_layers` lays it out."""
+        states = 0
+        if self.linear is not None:
+            state_bytes, cell_bytes = self.linear.state_bytes(self.kv_heads), self.block_size * self._token_bytes
+            states = sum(-(-run * state_bytes // cell_bytes) for run in self.linear.runs)
+        return (self.attention_layers + states) * self.kv_heads * self._token_bytes
+
+    @property
+    def _token_bytes(self) -> int:
+        """Of one layer and KV head."""
         of_one = slot_bytes(self.head_dim, self.kv_dtype) if self.kv_dtype else self.head_dim * self.element_bytes
-        return (1 if self.latent else 2) * self.layers * self.kv_heads * of_one
+        return of_one if self.latent else 2 * of_one
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence, in all layers with linear attention."""
+        return self.linear.layers * self.kv_heads * self.linear.state_bytes(self.kv_heads) if self.linear else 0
+
+    @property
+    def token_flops(self) -> float:
+        """Of one token in all layers, without attention to others. A number of a state takes three multiplications and
+        additions: it decays, takes in the token, and is read."""
+        numbers = 0
+        if self.linear is not None:
+            sizes = self.linear.sizes
+            numbers = self.linear.layers * sizes.value_heads * sizes.key_dim * sizes.value_dim
+        return 2.0 * self.active_parameters + 6.0 * numbers
 
     @property
     def attention_flops_per_pair(self) -> int:
         """Scores and weighted sum for one query and one key token, in all layers."""
-        return 4 * self.layers * self.heads * self.head_dim
+        return 4 * self.attention_layers * self.heads * self.head_dim
 
     def prefill_flops(self, num_tokens: int, cached_tokens: int = 0) -> float:
         """Of all layers for a prompt of n tokens, p of them cached: 2N(n - p) + 2Ld(n² - p²).
@@ -131,12 +191,11 @@ class ModelShape:
         Without the head, which computes only one token of a prompt.
         """
         pairs = (num_tokens**2 - cached_tokens**2) / 2
-        return 2.0 * self.active_parameters * (num_tokens - cached_tokens) + self.attention_flops_per_pair * pairs
+        return self.token_flops * (num_tokens - cached_tokens) + self.attention_flops_per_pair * pairs
 
     def decode_flops(self, context_tokens: int) -> float:
         """Of one token that attends to `context_tokens`, head included."""
-        weights = 2.0 * (self.active_parameters + self.head_parameters)
-        return weights + self.attention_flops_per_pair * context_tokens
+        return self.token_flops + 2.0 * self.head_parameters + self.attention_flops_per_pair * context_tokens
 
 
 def _shape(
@@ -146,11 +205,11 @@ def _shape(
 
 
 _LITE: dict[str, Any] = {
-    **{"head_dim": 576, "latent": LatentShape(512, 0, 128, 64, 128)},
+    **{"head_dim": 576, "latent": LatentConfig(512, 0, 128, 64, 128)},
     "experts": ExpertsShape(64, 6, 1408, shared_ffn=2816, dense=1),
 }
 _V2 = _LITE | {
-    "latent": LatentShape(512, 1536, 128, 64, 128),
+    "latent": LatentConfig(512, 1536, 128, 64, 128),
     "experts": ExpertsShape(160, 6, 1536, shared_ffn=3072, dense=1),
 }
 _V3 = _V2 | {"experts": ExpertsShape(256, 8, 2048, shared_ffn=2048, dense=3)}
@@ -223,25 +282,66 @@ def shape_of(model: str | ModelShape) -> ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """From a Hugging Face config.json. Raises `ProfileError` unless it is a dense decoder's, or a DeepSeek V2 or V3."""
+    """From a Hugging Face config.json, as the model loader reads it where Diptych serves the architecture; of others
+    only dense decoders. Raises `ProfileError`."""
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ProfileError(f"{path} cannot be read as a model's config.json: {error}") from None
     if not isinstance(config, dict):
         raise ProfileError(f"{path} holds no JSON object")
-    unlike = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "linear_num_value_heads")
-    if config.get("model_type") not in ("deepseek_v2", "deepseek_v3") and any(config.get(key) for key in unlike):
-        raise ProfileError(
-            f"{path}: experts, latent and linear attention have no cost model here but for DeepSeek V2 and V3; "
-            "profile a worker"
-        )
-    shape = _of_config(path, config)
+    if any(name in FAMILIES for name in (config.get("architectures") or ())[:1]):
+        try:
+            shape = _served(path, config, describe(Fields(path, config)))
+        except ModelError as error:
+            raise ProfileError(str(error)) from None
+    else:
+        shape = _dense(path, config)
     known = SHAPES.get(canonical(shape.name))
     return known if known == replace(shape, name=known.name if known else "") else shape
 
 
-def _of_config(path: Path, config: dict[str, Any]) -> ModelShape:
+def _served(path: Path, config: dict[str, Any], model: ModelConfig) -> ModelShape:
+    experts, linear = None, None
+    if (found := model.experts) is not None:
+        dense = sum(not layer.has_experts for layer in model.layers)
+        experts = ExpertsShape(found.count, found.per_token, found.ffn_size, found.shared_ffn_size, dense)
+    if model.linear is not None:
+        runs = tuple(end - first for first, end in model.runs if model.layers[first].is_linear)
+        linear = LinearShape(model.linear, runs)
+    element_bytes = _element_bytes(config)
+    return ModelShape(
+        name=str(config.get("_name_or_path") or path.parent.name),
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        ffn=model.ffn_size,
+        vocab=model.vocab_size,
+        head_dim=model.head_dim,
+        tied=model.tie_embeddings,
+        element_bytes=element_bytes,
+        latent=model.latent,
+        experts=experts,
+        linear=linear,
+        block_size=max(16, least_block_size(model, "float32" if element_bytes == 4 else "bfloat16")),
+    )
+
+
+def _element_bytes(config: dict[str, Any]) -> int:
+    text = config.get("text_config") or {}
+    dtype = next((at[key] for at in (config, text) for key in ("torch_dtype", "dtype") if at.get(key)), "bfloat16")
+    return {"float32": 4, "float8_e4m3fn": 1, "int8": 1}.get(str(dtype).removeprefix("torch."), 2)
+
+
+def _dense(path: Path, config: dict[str, Any]) -> ModelShape:
+    unlike = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "linear_num_value_heads")
+    if any(config.get(key) for key in unlike):
+        raise ProfileError(
+            f"{path}: experts, latent or linear attention of an architecture that Diptych does not serve "
+            f"({config.get('architectures')}) have no cost model"
+        )
+
     def first(*keys: str) -> Any:
         found = next((config[key] for key in keys if config.get(key) is not None), None)
         if found is None:
@@ -253,44 +353,18 @@ def _of_config(path: Path, config: dict[str, Any]) -> ModelShape:
         raise ProfileError(f"{path}: hidden size {hidden!r} and {heads!r} heads; both must be positive integers")
     kind = str(config.get("model_type", ""))
     gated = kind not in ("opt", "bloom", "gpt2", "gpt_neox", "gptj", "falcon", "phi", "starcoder2")
-    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
     ffn = next((config[key] for key in ("intermediate_size", "ffn_dim", "n_inner") if config.get(key)), 4 * hidden)
-    latent, experts = _deepseek(path, config) if kind in ("deepseek_v2", "deepseek_v3") else (None, None)
     return ModelShape(
         name=str(config.get("_name_or_path") or path.parent.name or kind),
         layers=first("num_hidden_layers", "n_layer"),
         hidden=hidden,
         heads=heads,
-        kv_heads=1 if latent else config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads),
+        kv_heads=config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads),
         ffn=ffn,
         vocab=first("vocab_size"),
-        head_dim=latent.rank + latent.rotary_dim if latent else config.get("head_dim") or hidden // heads,
+        head_dim=config.get("head_dim") or hidden // heads,
         gated=gated,
         tied=bool(config.get("tie_word_embeddings", kind in ("opt", "bloom", "gpt2"))),
         positions=config.get("max_position_embeddings", 0) + 2 if kind == "opt" else config.get("n_positions", 0),
-        element_bytes={"float32": 4, "float8_e4m3fn": 1, "int8": 1}.get(dtype, 2),
-        latent=latent,
-        experts=experts,
+        element_bytes=_element_bytes(config),
     )
-
-
-def _deepseek(path: Path, config: dict[str, Any]) -> tuple[LatentShape, ExpertsShape]:
-    """Raises `ProfileError`."""
-
-    def number(name: str, least: int = 1) -> int:
-        value = config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ProfileError(f"{path}: {name} is {value!r}; it must be an integer >= {least}")
-        return value
-
-    query_rank = number("q_lora_rank") if config.get("q_lora_rank") is not None else 0
-    head = [number(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    ffn = number("moe_intermediate_size")
-    experts = ExpertsShape(
-        number("n_routed_experts"),
-        number("num_experts_per_tok"),
-        ffn,
-        number("n_shared_experts") * ffn,
-        min(number("first_k_dense_replace", 0), number("num_hidden_layers")),
-    )
-    return LatentShape(number("kv_lora_rank"), query_rank, *head), experts

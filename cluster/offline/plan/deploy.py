@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from cluster.offline.plan.request import PlanRequest
 from cluster.offline.sim.case import Case, PoolModel
-from cluster.offline.sim.fleet import BLOCK_SIZE, MAX_RUNNING, pool_model
+from cluster.offline.sim.fleet import MAX_RUNNING, pool_model
 from cluster.offline.sim.systems import PROMPT_BATCH, RARE_HEARTBEATS
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Resources, Role
 from workers.config import EngineConfig, ParallelConfig
@@ -75,8 +75,8 @@ def engine_of(request: PlanRequest, group: WorkerGroup) -> EngineConfig:
     """With all the KV blocks that one worker has room for. Raises `DoesNotFit`."""
     tokens = kv_capacity_tokens(request.shape, request.sheets[group.hardware], group.tensor, group.pipeline)
     return EngineConfig(
-        block_size=BLOCK_SIZE,
-        kv_blocks=tokens // BLOCK_SIZE,
+        block_size=request.shape.block_size,
+        kv_blocks=tokens // request.shape.block_size,
         batching=group.batching,
         max_batch_tokens=group.batch_tokens,
         max_running=min(MAX_RUNNING, group.batch_tokens),
@@ -148,7 +148,7 @@ def decode_alone(request: PlanRequest, group: WorkerGroup) -> Case:
     """One instance behind a prefill worker for which prompts and KV handoffs take no time."""
     group = replace(group, role=Role.DECODE, replicas=1)
     engine = engine_of(request, group)
-    blocks = max(FREE_KV_TOKENS // BLOCK_SIZE, 2 * engine.kv_blocks)
+    blocks = max(FREE_KV_TOKENS // engine.block_size, 2 * engine.kv_blocks)
     prompts = replace(engine, kv_blocks=blocks, max_batch_tokens=FREE_KV_TOKENS, batching="prefill-first")
     spec = ClusterSpec(
         model=request.model,

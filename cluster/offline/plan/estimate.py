@@ -13,7 +13,7 @@ from cluster.offline.plan.layouts import Layouts, Rated
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.plan.shapes import instances
-from cluster.offline.plan.trial import MARGIN, Trial, full_trial, prompt_seconds
+from cluster.offline.plan.trial import MARGIN, Trial, full_trial, held_at_once, prompt_seconds
 from cluster.offline.plan.why import Binding, bindings, margins
 from cluster.spec import Role
 
@@ -91,7 +91,7 @@ def estimate(request: PlanRequest, trial: Trial, ends: tuple[Lengths, Lengths], 
         gpus=trial.gpus,
         weight=trial.weight,
         kv_tokens=kv_tokens,
-        at_once=kv_tokens // sum(long),
+        at_once=min(held_at_once(pool.engine, sum(long)) for pool in decoding),
         ttft_s=ttfts_s,
         tpot_s=tpots_s,
         rate=min(trial.estimate, trial.max_rate) if hopeful else 0.0,

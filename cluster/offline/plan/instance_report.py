@@ -32,8 +32,8 @@ def instance_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[
     slos = f"{slo_text(request.slo)}, for {100 * request.target:g} %"
     lines += ["", f"3. How much load there may be while both hold: {slos}"]
     for each in found:
-        one, rate = each.instance, each.throughput.rate if each.throughput else 0.0
-        cost = serving_cost(one.request, one.estimate.layout, rate)
+        one, goodput = each.instance, each.throughput
+        cost = serving_cost(one.request, one.estimate.layout, goodput.rate if goodput else 0.0)
         lines += [f"  {one.name}: {_throughput(each)}", *([f"    {cost.words}"] if cost else [])]
     return lines
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from cluster.offline.plan.deploy import WorkerGroup
 from cluster.offline.plan.request import PlanError, PlanRequest
-from cluster.offline.sim.fleet import BLOCK_SIZE
 from cluster.offline.sim.systems import PROMPT_BATCH
 from cluster.spec import Role
 from workers.profiles.capacity import kv_capacity_tokens, least_gpus
@@ -49,7 +48,7 @@ def _fitting(request: PlanRequest, sheet: Hardware) -> Iterator[tuple[int, int]]
     for tensor in range(1, min(sheet.gpus_per_node, request.gpus) + 1):
         for pipeline in range(1, min(MAX_STAGES, request.gpus // tensor) + 1):
             try:
-                fits = kv_capacity_tokens(request.shape, sheet, tensor, pipeline) >= BLOCK_SIZE
+                fits = kv_capacity_tokens(request.shape, sheet, tensor, pipeline) >= request.shape.block_size
             except ProfileError:
                 continue
             if fits and (is_prime or layers % pipeline == 0):

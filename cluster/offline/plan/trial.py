@@ -16,6 +16,7 @@ from cluster.offline.scoring.records import RequestOutcome, Run, Served
 from cluster.offline.sim.case import Case
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import PoolSpec, Role
+from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.request import SLO
 
@@ -194,7 +195,7 @@ def _unloaded(
 
     def met(pool: PoolSpec, each: Arrival) -> bool:
         cost = costs[pool.name]
-        if each.prompt_tokens + each.output_tokens > pool.engine.kv_blocks * pool.engine.block_size:
+        if not held_at_once(pool.engine, each.prompt_tokens + each.output_tokens):
             return False
         ttft_s = prompt_seconds(pool, cost, each.prompt_tokens) / pool.parallel.pipeline
         if pool.role is not Role.DECODE and ttft_s > ttft_slo_s:
@@ -245,10 +246,15 @@ def capacity(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_
     return Capacity(min(usual, bound), bound)
 
 
+def held_at_once(engine: EngineConfig, tokens: int) -> int:
+    """Sequences of so many tokens that the KV blocks hold."""
+    return engine.kv_blocks // -(-tokens // engine.block_size)
+
+
 def _most_at_once(pool: PoolSpec, context: int) -> int:
     """Decodes of one step; the sequences of a worker are spread over its stages."""
     engine = pool.engine
-    room = min(engine.max_running, engine.kv_blocks * engine.block_size // context)
+    room = min(engine.max_running, held_at_once(engine, context))
     return max(1, room // pool.parallel.pipeline)
 
 

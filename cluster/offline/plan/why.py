@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from cluster.offline.plan.deploy import Layout, WorkerGroup
 from cluster.offline.plan.request import PlanRequest
-from cluster.offline.plan.trial import MARGIN, Trial, decode_batch, full_trial
+from cluster.offline.plan.trial import MARGIN, Trial, decode_batch, full_trial, held_at_once
 from cluster.spec import PoolSpec, Role
 from workers.profiles.computed import roofline
 from workers.profiles.profile_errors import ProfileError
@@ -95,7 +95,7 @@ def _parts(request: PlanRequest, group: WorkerGroup, tokens: int, pairs: float, 
     cost = roofline(request.shape, request.sheets[group.hardware], group.tensor, group.pipeline)
     seconds = {
         "compute": tokens * cost.token_s + pairs * cost.pair_s + (tokens * cost.row_s if context else 0.0),
-        "bandwidth": cost.read_seconds(tokens, context),
+        "bandwidth": cost.read_seconds(tokens, context, tokens if context else 1),
         "launches": cost.fixed_s,
         "link": tokens * cost.send_token_s,
     }
@@ -132,7 +132,7 @@ def _batch(trial: Trial, pool: PoolSpec) -> _Batch:
     cost = trial.case.models[pool.name].cost
     size, context = decode_batch(pool, cost, trial.load.arrivals, trial.slo.tpot_s)
     running = max(1, pool.engine.max_running // pool.parallel.pipeline)
-    held = max(1, pool.engine.kv_blocks * pool.engine.block_size // context // pool.parallel.pipeline)
+    held = max(1, held_at_once(pool.engine, context) // pool.parallel.pipeline)
     limit = "max_running" if running <= held else "KV memory"
     return _Batch(size, context, limit if size >= min(running, held) else "TPOT")
 

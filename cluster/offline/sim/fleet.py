@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from cluster.offline.sim.cluster import Environment
     from workers.profiles.measured import ClusterProfile
 
-BLOCK_SIZE = 16
 MAX_RUNNING = 256  # sequences of one worker; vLLM's default
 
 
@@ -46,9 +45,10 @@ def pool_model(
 def fleet(model: str, hardware: str, parallel: ParallelConfig, workers: int) -> EqualWorkers:
     """Equal workers with as much KV as their memory has room for. Raises `ProfileError` and `DoesNotFit`."""
     tokens = kv_capacity_tokens(model, hardware, parallel.tensor, parallel.pipeline)
+    block_size = shape_of(model).block_size
     engine = EngineConfig(
-        block_size=BLOCK_SIZE,
-        kv_blocks=tokens // BLOCK_SIZE,
+        block_size=block_size,
+        kv_blocks=tokens // block_size,
         max_batch_tokens=2048,
         max_running=MAX_RUNNING,
         max_waiting=1 << 20,
@@ -78,6 +78,7 @@ def _sized(spec: ClusterSpec, index: int, pool: PoolSpec) -> PoolSpec:
 def _shape(spec: ClusterSpec, pool: PoolSpec) -> ModelShape:
     """The pool's model; its KV has the dtype of the weights unless it is quantized."""
     shape = shape_of(pool.model or spec.model)
+    shape = replace(shape, block_size=pool.engine.block_size) if shape.linear else shape
     return replace(shape, kv_dtype=pool.engine.dtype) if pool.engine.dtype in QUANTIZED else shape
 
 

@@ -28,7 +28,7 @@ def test_alone_latencies_are_those_of_an_idle_simulation() -> None:
     (served, *_) = replace(one, load=fixed, requests=10).run(0.01, 0).served
     assert found.ttft_s[0] == pytest.approx(served.ttft_s, rel=1e-3)
     assert found.tpot_s[0] == pytest.approx(served.tpot_s, rel=1e-2)
-    assert found.at_once == found.kv_tokens // 615
+    assert found.at_once == found.kv_tokens // 624  # 615 tokens are 39 blocks
 
 
 def test_a_rate_is_estimated_only_where_the_slo_can_be_met() -> None:
