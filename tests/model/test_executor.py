@@ -29,8 +29,10 @@ def config(name: str = "w", **engine: Any) -> WorkerConfig:
     return WorkerConfig(name, "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
 
 
-async def open_tiny(tiny: ModelFolder, name: str = "w", shared: SharedMemory | None = None) -> SoloExecutor:
-    return await open_solo(config(name), tiny, f"{name}-1", shared or SharedMemory())
+async def open_tiny(
+    tiny: ModelFolder, name: str = "w", shared: SharedMemory | None = None, **engine: Any
+) -> SoloExecutor:
+    return await open_solo(config(name, **engine), tiny, f"{name}-1", shared or SharedMemory())
 
 
 def prompt_plan(blocks: tuple[int, ...] = BLOCKS, prompt: tuple[int, ...] = PROMPT, number: int = 1) -> StepPlan:
@@ -103,9 +105,14 @@ def peer(executor: Executor, incarnation: str) -> PeerAddress:
     return PeerAddress("p", incarnation, "127.0.0.1", 0, host_identity(), executor.shards())
 
 
-async def test_decode_goes_on_elsewhere_after_a_pull(tiny: ModelFolder) -> None:
+@pytest.mark.parametrize("engine", [{}, {"weights": "fp8", "dtype": "bfloat16"}], ids=str)
+async def test_decode_goes_on_elsewhere_after_a_pull(
+    tiny: ModelFolder, engine: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp8 weights by the reference, which a worker on a CPU refuses."""
+    monkeypatch.setattr("workers.executor.opening.check_fp8", lambda *_: None)
     shared = SharedMemory()
-    owner, reader = await open_tiny(tiny, "owner", shared), await open_tiny(tiny, "reader", shared)
+    owner, reader = [await open_tiny(tiny, name, shared, **engine) for name in ("owner", "reader")]
     prefill = await owner.execute(prompt_plan())
     assert prefill.tokens[0] is not None
     so_far = [*PROMPT, prefill.tokens[0]]
@@ -179,6 +186,11 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
         executor = await open_solo(config(weights="bfloat16"), tiny, "w-1", SharedMemory())
         await executor.close()
         assert ("this CPU has no instructions for it" in caplog.text) != has_it
+
+
+async def test_fp8_weights_are_refused_on_a_cpu(tiny: ModelFolder) -> None:
+    with pytest.raises(ModelError, match=r"engine.weights is fp8, which needs a GPU of compute capability 8\.9"):
+        await open_tiny(tiny, weights="fp8")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "fp8"])

@@ -133,7 +133,10 @@ def _load(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread: Triton's kernels run on the current device
     shape = read_model_config(folder.path)
-    config = replace(config, engine=replace(config.engine, dtype=kv_dtype(config.engine.dtype, device, shape.dtype)))
+    dtype = kv_dtype(config.engine.dtype, device, shape.dtype)
+    if config.engine.weights == "fp8":
+        check_fp8(device, compute_dtype(device, torch_dtype(dtype)))
+    config = replace(config, engine=replace(config.engine, dtype=dtype))
     shard = shard_of(shape, config.parallel, rendezvous.rank if rendezvous else 0)
     store = _join_store(rendezvous)
     group, link = _meet(config, device, rendezvous, store)
@@ -185,8 +188,6 @@ def _load_shard(
             config.name,
         )
     dtype = torch_dtype(engine.dtype)
-    if engine.weights == "fp8":
-        check_fp8(device, compute_dtype(device, dtype))
     model = load_decoder(
         folder,
         device,
