@@ -247,7 +247,7 @@ class Worker:
         and sample, without waiting for `decode`. Outputs: TokensOut too.
         """
         self._require_open()
-        self.engine.reserved(key)
+        self.engine.begin_fetch(key)
         if ticket is None:
             self.engine.fetched(key, self._now_s(), num_tokens=0, goes_on=goes_on)
             return self._changed()

@@ -40,6 +40,8 @@ from workers.stats import NO_PULLS, BorrowStats, Pulls, TierStats, WorkerStats
 
 logger = logging.getLogger(__name__)
 
+REVOKE_S = 2.0  # that prompts wait for reserved blocks while nothing runs
+
 EngineOutput = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt has its blocks, so its reader may start
 
 
@@ -117,6 +119,7 @@ class Engine:
         self._steps = 0
         self._step_s = 0.0
         self._non_finite = 0
+        self._starved_s = math.inf  # since when prompts wait for blocks while nothing runs
         self._decodes: DecodeSteps | None = None  # they run now
         self._catch_up: Callable[[bool], object] | None = None
         self._known_stats: WorkerStats | None = None  # nothing has changed since but what decode steps change
@@ -247,6 +250,10 @@ class Engine:
             raise UnknownSequence(f"{key} holds no reservation here; it ended or the worker restarted")
         return sequence
 
+    def begin_fetch(self, key: str) -> None:
+        """The KV of this reservation begins to arrive. Raises `UnknownSequence`."""
+        self.reserved(key).is_arriving = True
+
     def fetched(self, key: str, now_s: float, *, num_tokens: int | None = None, goes_on: bool = False) -> None:
         """The KV of the first `num_tokens` tokens (None: the whole prompt) is in the reserved blocks, verified.
 
@@ -372,9 +379,13 @@ class Engine:
             return None
         self._kv.moves.start(is_short=bool(self._scheduler.queues.waiting))
         self._loads.schedule(now_s)
+        missing = self._kv.take_missing()  # for reservations
         step = self._scheduler.schedule(now_s, ahead=ahead)
-        if missing := self._kv.take_missing():
+        lacking = self._kv.take_missing()
+        if missing := max(missing, lacking):
             self._loans.recall(missing, now_s)
+        if self._revoke(lacking if step is None else 0, now_s):
+            step = self._scheduler.schedule(now_s)
         self._loads.read()
         if step is None:
             return None if ahead else self._without_sequences()
@@ -416,11 +427,34 @@ class Engine:
         saved, restored = tuple(moves.swap_out), tuple(moves.swap_in)
         return StepPlan(self._steps, (), tuple(dict.fromkeys(digests)), swap_out=saved, swap_in=restored)
 
+    def _revoke(self, missing: int, now_s: float) -> bool:
+        """End reservations if prompts have waited for their blocks for `REVOKE_S` while nothing ran. Whether any ended.
+
+        Their own prompts have not begun elsewhere, perhaps because they wait for blocks that another worker reserved
+        for the prompts that wait here. Of the fewest attempts first, so that no request loses all of its own.
+        """
+        missing -= self._loans.num_blocks
+        if missing <= 0 or self._scheduler.queues.running or self._scheduler.num_in_flight or len(self._leases):
+            self._starved_s = math.inf
+            return False
+        self._starved_s = min(self._starved_s, now_s)
+        if now_s < self._starved_s + REVOKE_S:
+            return False
+        self._starved_s = now_s
+        reserved = [each for each in self._sequences.values() if each.state is State.RESERVED and not each.is_arriving]
+        if missing > sum(len(each.blocks) for each in reserved):
+            return False
+        wanted = self._pool.num_free + missing
+        for each in sorted(reserved, key=lambda each: (each.request.attempt, -each.arrival_s)):
+            if self._pool.num_free < wanted:
+                self.fail(each.key, f"its reservation was revoked: prompts waited {REVOKE_S:g} s for its blocks")
+        return True
+
     @property
     @unaffected
     def wakes_at_s(self) -> float:
         """When to call `schedule` again if nothing else happens, since a prompt has then waited long enough."""
-        return self._loads.wakes_at_s
+        return min(self._loads.wakes_at_s, self._starved_s + REVOKE_S)
 
     def _forget_in_stores(self, names: Items[bytes]) -> None:
         for store in self._stores:

@@ -102,6 +102,7 @@ class Sequence:
     doomed: bool = False  # aborted while in flight: ends when its last step does
     cached_tokens: int = 0
     cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens); see `CacheHits`
+    is_arriving: bool = False  # reserved: its KV is being fetched
     fetched: bool = False
     goes_on: bool = False  # starts when its KV has arrived, without a `decode` call
     decode_called_s: float | None = None
