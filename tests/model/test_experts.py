@@ -83,7 +83,7 @@ def test_the_order_of_a_rows_sum_is_its_own() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
 @pytest.mark.parametrize(("normalise", "scales_input"), [(False, False), (True, False), (False, True)])
 def test_grouped_experts_compute_the_same(
     normalise: bool, scales_input: bool, tokens: int, shared: bool, bias: bool, monkeypatch: pytest.MonkeyPatch

@@ -132,7 +132,7 @@ class GroupedExperts:
             down += self.down_bias[sorted_experts]
         answers = torch.empty_like(rows)
         answers[order] = down
-        total = (answers.view(*chosen.shape, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
+        total = (answers.view(*chosen.shape, x.shape[-1]) * weights[..., None]).sum(dim=1).to(x.dtype)
         return total if self.shared is None else total + self.shared(x)
 
 

@@ -16,11 +16,11 @@ class GPUPart:
 
 
 PARTS = (
-    GPUPart("attention", 90, alone=False),
-    GPUPart("deterministic", 90, alone=False),
+    GPUPart("attention", 150, alone=False),
+    GPUPart("deterministic", 150, alone=False),
     GPUPart("fused", 60, alone=False),
-    GPUPart("models", 120, alone=False),
-    GPUPart("adapters", 90, alone=False),
+    GPUPart("models", 180, alone=False),
+    GPUPart("adapters", 120, alone=False),
     GPUPart("split", 90),
     GPUPart("limits", 30),
     GPUPart("decode", 60),

@@ -39,9 +39,8 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, tiny: bool
     sizes = EngineConfig(
         kv_blocks=blocks, max_running=max(streams), max_waiting=max(streams), device=str(device), dtype=dtype, threads=1
     )
-    config = WorkerConfig(
-        "ahead", "ahead", str(model), sizes, transfer=TransferConfig(("tcp",), host="127.0.0.1"), secret="of this part"
-    )
+    transfer = TransferConfig(("cuda_ipc",) if device.type == "cuda" else ("tcp",), host="127.0.0.1")
+    config = WorkerConfig("ahead", "ahead", str(model), sizes, transfer=transfer, secret="of this part")
     executor = await open_solo(config, ModelFolder("ahead", model), "ahead-1")
     figures: dict[str, object] = {}
     try:
