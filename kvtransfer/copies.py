@@ -175,7 +175,7 @@ def _cell_offsets(layout: KVLayout, heads: Ints, layers: Ints | int, cell_bytes:
 
 
 def _refuse_unlike(source: KVLayout, target: KVLayout) -> None:
-    if source.fingerprint != target.fingerprint:
+    if source.content != target.content:
         if source.model == target.model and source.state_layers and target.state_layers:
             raise PeerRefused(
                 f"the owner's blocks have {source.block_size} tokens in {source.dtype}, ours {target.block_size} in "

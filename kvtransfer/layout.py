@@ -79,15 +79,18 @@ class KVLayout:
         return heads * layers * self.cell_bytes
 
     @property
-    def fingerprint(self) -> str:
+    def content(self) -> tuple[object, ...]:
         """Equal for two ranks whose KV describes the same numbers, however sharded, cut into blocks and rounded.
 
         State belongs to a block and has its own format, so with it block size and dtype must be equal, too.
         """
         facts: tuple[object, ...] = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.order)
-        if self.state_layers:
-            facts += (self.block_size, self.dtype, self.state_layers)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return (*facts, self.block_size, self.dtype, self.state_layers) if self.state_layers else facts
+
+    @property
+    def fingerprint(self) -> str:
+        """Of `content`."""
+        return hashlib.sha256(repr(self.content).encode()).hexdigest()[:16]
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""

@@ -53,6 +53,8 @@ class Mailbox:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
             self._heartbeat.stop()
+            if not self._outputs:
+                return ()
         outputs = tuple(self._outputs)
         self._outputs.clear()
         self._latest.clear()

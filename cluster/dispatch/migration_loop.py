@@ -47,6 +47,7 @@ class MigrationLoop:
         self._under_way: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._round_due = asyncio.Event()
+        self._may_move = True  # as far as known
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def counts(self) -> tuple[tuple[str, str, int], ...]:
@@ -65,14 +66,17 @@ class MigrationLoop:
             await asyncio.wait(tasks)
 
     async def _step(self) -> None:
-        """Start a round after a change of the membership, after the last running migration, or after `PERIOD_S`."""
+        """Start a round after a change of the membership, after the last running migration, or, while any can follow
+        without these, after `PERIOD_S`.
+        """
         self._round_due.clear()
         either: set[asyncio.Future[object]] = {
             asyncio.ensure_future(self._round_due.wait()),
             asyncio.ensure_future(self._change()),
         }
         try:
-            await asyncio.wait(either, timeout=PERIOD_S, return_when=asyncio.FIRST_COMPLETED)
+            timeout_s = PERIOD_S if self._may_move else None
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in either:
                 each.cancel()
@@ -81,6 +85,7 @@ class MigrationLoop:
     def round(self) -> None:
         """Start the migrations and requeues that the policies plan now."""
         picture, now_s = self._picture(), asyncio.get_running_loop().time()
+        self._may_move = self._planner.may_move(picture) or self._requeue.is_on
         for move in self._planner.plan(picture, self._contexts, now_s):
             task = asyncio.ensure_future(self._migrate(move))
             self._under_way.add(task)

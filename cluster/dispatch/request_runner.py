@@ -135,6 +135,8 @@ class RequestRunner:
         )
 
     async def _run_until(self, state: RequestState, deadline_s: float | None) -> FinishReason:
+        if deadline_s is None:
+            return await self._run_attempts(state)
         bound = asyncio.timeout(deadline_s)
         try:
             async with bound:

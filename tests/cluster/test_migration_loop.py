@@ -27,6 +27,9 @@ class Plans:
         key = f"r{self.asked}/0"
         return [Move(key, "a", "b", "there is room", "relief")] if self.asked <= 2 else []
 
+    def may_move(self, view: ClusterView) -> bool:
+        return True
+
     def ended(self, move: Move, now_s: float, *, moved: bool) -> None:
         self.told.append((move.key, moved))
 
@@ -43,7 +46,7 @@ def test_a_migration_that_raises_is_logged_and_the_next_round_runs(caplog: pytes
         await asyncio.Event().wait()
 
     async def scene() -> tuple[tuple[str, str, int], ...]:
-        requeue = SimpleNamespace(candidates=lambda view, now_s: [])
+        requeue = SimpleNamespace(candidates=lambda view, now_s: [], is_on=False)
         subject = MigrationLoop(plans, requeue, lambda: VIEW, changed, lambda: {"r": 1}, move, lambda key: False)  # type: ignore[arg-type]
         subject.start(Failures())
         subject.round()

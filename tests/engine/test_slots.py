@@ -12,6 +12,7 @@ from tests.engine.driving import engine, request, step
 from workers.config import EngineConfig
 from workers.costs import LinearCost
 from workers.engine.engine import Engine
+from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence, State
 from workers.engine.slo import next_prompt, slot_refusal
 from workers.errors import Overloaded
@@ -69,8 +70,8 @@ def test_a_prompt_held_for_a_reader_takes_no_slot() -> None:
 
 def test_each_step_in_flight_has_an_equal_part_of_the_decodes() -> None:
     decoding = [Sequence(enforced(name, 0.02), 0.0) for name in "abc"]
-    assert slot_refusal(COST, decoding, enforced("d", 0.02))
-    assert not slot_refusal(COST, decoding, enforced("d", 0.02), depth=2)
+    assert slot_refusal(StepEstimate(COST), decoding, enforced("d", 0.02))
+    assert not slot_refusal(StepEstimate(COST), decoding, enforced("d", 0.02), depth=2)
 
 
 def decoding_in(subject: Engine) -> list[Sequence]:

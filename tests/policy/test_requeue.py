@@ -71,7 +71,7 @@ def test_no_prompt_moves_without_an_slo_or_without_rebalancing() -> None:
     for routing in (Queue(), Queue(is_on=False)):
         for n in range(8):
             routing.send(f"r{n}", first=1000 * n)
-        assert bool(routing.late()) is routing.requeue._is_on
+        assert bool(routing.late()) is routing.requeue.is_on
     policy = queue.story.policy
     queue.requeue = Requeue(policy._latency, policy.active, policy.index, is_on=True, ttft_s=None)
     sent = [queue.send(f"r{n}", first=1000 * n, slo=SLO()) for n in range(8)]

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 
 _OUT = -1
+_OUT_BYTES = array("i", [_OUT]).tobytes()
 _IDS: list[int] = []
 
 
@@ -27,7 +28,7 @@ class BlockList:
     def grow(self, count: int) -> None:
         """So many more ids."""
         for links in (self._next, self._previous):
-            links.extend([_OUT] * count)
+            links.frombytes(_OUT_BYTES * count)
 
     def __len__(self) -> int:
         return self._length

@@ -219,7 +219,7 @@ class Engine:
         if len(queues.running) + len(reserved) + len(earlier) >= self._config.max_running:
             return f"all {self._config.max_running} decode slots are taken or waited for"
         decoding = reserved + [each for each in queues.running if not each.hold]
-        if refusal := slot_refusal(self._estimate.cost, decoding, request, self._depth):
+        if refusal := slot_refusal(self._estimate, decoding, request, self._depth):
             return refusal
         if request.fresh:
             self._pool.forget(sequence.hashes)

@@ -72,20 +72,22 @@ class StepEstimate:
             self._prompts_took_s = _FADE * self._prompts_took_s + seconds
             self._prompts_alone_s = _FADE * self._prompts_alone_s + alone_s
         seconds -= self._given.swap_seconds((len(plan.swap_out) + len(plan.swap_in)) * self._block_bytes) / 2
-        self._correct(expected, seconds)
+        self._correct((expected,), (seconds,))
 
     def learn_decodes(self, batch: int, context_tokens: int, seconds: Sequence[float]) -> None:
         """As `learn`, of steps in a row of the same decodes alone, without swaps. `context_tokens`: of the first."""
-        expected = self._given.steps_seconds(batch, context_tokens, len(seconds))
-        for one, took_s in zip(expected, seconds, strict=True):
-            self._correct(one, took_s)
+        self._correct(self._given.steps_seconds(batch, context_tokens, len(seconds)), seconds)
 
-    def _correct(self, expected: float, seconds: float) -> None:
-        if expected <= 0.0 or seconds <= 0.0:
-            return
-        ratio = min(max(seconds / expected, 1 / _BOUND), _BOUND)
-        self._ratio = ratio if not self._seen else self._ratio + _MEMORY * (ratio - self._ratio)
-        self._seen = True
+    def _correct(self, expected: Sequence[float], seconds: Sequence[float]) -> None:
+        ratio = self._ratio
+        for one, took_s in zip(expected, seconds, strict=True):
+            if one > 0.0 and took_s > 0.0:
+                newest = took_s / one
+                if not 1 / _BOUND <= newest <= _BOUND:
+                    newest = min(max(newest, 1 / _BOUND), _BOUND)
+                ratio = ratio + _MEMORY * (newest - ratio) if self._seen else newest
+                self._seen = True
+        self._ratio = ratio
 
     def prompt_seconds(self, num_tokens: int, num_cached: int) -> float:
         """Predicted seconds of a prompt in steps shared with other sequences, as recent prompts were."""

@@ -260,8 +260,7 @@ class KVCacheManager:
             if len(sequence.chain) < full * size // GRAIN:
                 sequence.chain = chain(tokens, known=sequence.chain, salt=salt, end=full * size)
             for index in range(sequence.num_named, full):
-                has_name = not ((index + 1) * size % GRAIN or sequence.kv_dtype)
-                prefix = name_of_block(sequence.chain, index, size) if has_name else None
+                prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, size)
                 self._pool.name(sequence.blocks[index], sequence.hashes[index], prefix)
             sequence.num_named = full
         if self._pool.has_state:

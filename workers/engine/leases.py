@@ -159,7 +159,10 @@ class LeaseBook:
         return sum(lease.num_restored for lease in self)
 
     def _advance(self, lease: Lease, computed: int, digests: Digests) -> None:
-        for index in range(len(lease.digests), self._ready(lease, computed)):
+        ready = self._ready(lease, computed)
+        if not self._digest and not lease.restores:
+            lease.digests += [()] * (ready - len(lease.digests))
+        for index in range(len(lease.digests), ready):
             block = lease.blocks[index]
             known = digests.get((block, self._slots(lease, index)), ())
             if block in lease.restores or (self._digest and not known):

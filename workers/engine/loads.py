@@ -160,6 +160,10 @@ class Loads:
         if self._loadings.pop(sequence, None) is not None:
             sequence.from_stores.clear()
 
+    def __bool__(self) -> bool:
+        """Whether anything is read or fetched."""
+        return bool(self._loadings or self._fetches)
+
     def has(self, sequence: Sequence) -> bool:
         """Whether some of its prefix may still be read."""
         return sequence in self._loadings

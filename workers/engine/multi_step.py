@@ -95,16 +95,25 @@ class MultiStep:
         return self._num_ended(self._steps) - self._told
 
     def catch_up(self, with_tokens: bool) -> None:
-        """Commit and tell what has ended by now, but for the last step."""
-        if self._steps is None or self._is_catching_up:
+        """Count and tell what has ended by now, but for the last step."""
+        self._catch_up(commits=with_tokens, tells=with_tokens)
+
+    def _catch_up(self, *, commits: bool, tells: bool) -> None:
+        steps = self._steps
+        if steps is None or self._is_catching_up:
             return
         self._is_catching_up = True
         try:
-            self._catch_up(self._steps, with_tokens)
+            self._count(steps)
+            if commits and self._committed < self._ended:
+                self._commit(steps, self._ended)
+            if tells and self._told < self._ended:
+                self._tell_tokens(steps)
         finally:
             self._is_catching_up = False
 
-    def _catch_up(self, steps: RunningDecodes, with_tokens: bool) -> None:
+    def _count(self, steps: RunningDecodes) -> None:
+        """The steps that have ended by now, and tell the statistics."""
         if (ended := self._num_ended(steps)) > self._ended:
             self._engine.count_decodes(steps.seconds[self._ended : ended])
             self._ended = ended
@@ -113,10 +122,6 @@ class MultiStep:
             stats = self._stats()
             for reader in self._readers:
                 reader.on_late_stats(stats, steps.ends_s[ended - 1])
-        if with_tokens and self._told < self._ended:
-            if self._committed < self._ended:
-                self._commit(steps, self._ended)
-            self._tell_tokens(steps)
 
     def _commit(self, steps: RunningDecodes, stop: int) -> None:
         """The steps up to this one."""
@@ -134,7 +139,7 @@ class MultiStep:
 
     def _on_use(self, is_change: bool) -> None:
         """The engine is about to be read or changed."""
-        self.catch_up(is_change)
+        self._catch_up(commits=is_change, tells=False)
         if is_change and self._is_checked:
             self._is_checked = False
             asyncio.get_running_loop().call_soon(self._check)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
-from workers.costs import CostModel
+from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence
 from workers.request import Request
 
 
-def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, depth: int = 1) -> str:
+def slot_refusal(estimate: StepEstimate, decoding: Items[Sequence], newcomer: Request, depth: int = 1) -> str:
     """Why no decode slot is free beside the `decoding` sequences; empty: one is free.
 
     With the newcomer, a step must stay within the TPOT SLO of every request. An SLO that its request would miss even
@@ -18,12 +18,15 @@ def slot_refusal(cost: CostModel, decoding: Items[Sequence], newcomer: Request, 
     """
     if newcomer.generated and not newcomer.num_moves:
         return ""
-    batch = -(-(len(decoding) + 1) // depth)
+    requests = [newcomer, *[each.request for each in decoding]]
+    bounds = [(each, each.slo.tpot_s) for each in requests if each.slo.is_enforced and each.slo.tpot_s is not None]
+    if not bounds:
+        return ""
+    batch, cost = -(-len(requests) // depth), estimate.cost
     context_tokens = sum(len(each.tokens) for each in decoding) + newcomer.num_tokens
     step_s = cost.decode_seconds(batch, context_tokens // depth)
-    for request in (newcomer, *(each.request for each in decoding)):
-        tpot_s = request.slo.tpot_s
-        if tpot_s is None or not request.slo.is_enforced or step_s <= tpot_s:
+    for request, tpot_s in bounds:
+        if step_s <= tpot_s:
             continue
         if cost.decode_seconds(1, request.num_tokens) <= tpot_s:
             why = f"a step for {len(decoding) + 1} would take {step_s:.3g} s"

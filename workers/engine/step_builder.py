@@ -102,7 +102,8 @@ class StepBuilder:
         if self._may_take(sequence) and self._loads.has(sequence):
             self._kv.restore(sequence, self.moves)
         missing = len(sequence.tokens) - sequence.num_scheduled
-        missing = min(missing, self._loads.tokens_now(sequence, self._times()))
+        if self._loads:
+            missing = min(missing, self._loads.tokens_now(sequence, self._times()))
         count = self._take(sequence, missing if most is None else min(missing, most))
         self.share -= count
         return count
@@ -137,7 +138,8 @@ class StepBuilder:
             if sequence is None or (fits is not None and not fits(len(sequence.tokens) - sequence.num_computed)):
                 return None
             self.at_hand = sequence
-            until_s = self._loads.waits_until_s(sequence, self._times()) if sequence.state is State.WAITING else None
+            may_wait = self._loads and sequence.state is State.WAITING
+            until_s = self._loads.waits_until_s(sequence, self._times()) if may_wait else None
             if until_s is None and (not self._reading or self._may_pass(sequence)):
                 give_blocks = self._kv.swap_in if sequence.state is State.SWAPPED else self._kv.place
                 if not give_blocks(sequence, self.moves):

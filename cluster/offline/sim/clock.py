@@ -9,14 +9,13 @@ Source of the idea: loops whose clock jumps, as in trio's and FoundationDB's tes
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextvars import Context, copy_context
-from typing import Any, NoReturn, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, TypeVar
 
 from cluster.offline.sim.network import Network
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 MIN_SWEPT = 100
 MAX_NAMED = 12
@@ -26,38 +25,20 @@ class Deadlock(RuntimeError):
     """Nothing can run any more, but tasks still wait; the message names them."""
 
 
-class _Handle(asyncio.Handle):
-    """Without what asyncio records for its debug mode."""
+class _Handle(list[Any]):
+    """When, a number that keeps equals in order, the context, and the call; None once it ran or was cancelled.
 
-    __slots__ = ()
+    A list, since a heap compares lists without calling Python.
+    """
 
-    def __init__(
-        self, callback: Callable[..., object], args: tuple[Any, ...], loop: "VirtualLoop", context: Context | None
-    ) -> None:
-        handle: Any = self  # its attributes are private
-        handle._callback, handle._args, handle._loop = callback, args, loop
-        handle._context = copy_context() if context is None else context
-        handle._cancelled, handle._repr, handle._source_traceback = False, None, None
+    __slots__ = ("_loop",)
+    _loop: "VirtualLoop"
 
-
-class _TimerHandle(asyncio.TimerHandle):
-    """The same. `_scheduled`: or its cancellation would not be reported."""
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        loop: "VirtualLoop",
-        context: Context | None,
-    ) -> None:
-        handle: Any = self
-        handle._callback, handle._args, handle._loop = callback, args, loop
-        handle._context = copy_context() if context is None else context
-        handle._cancelled, handle._repr, handle._source_traceback = False, None, None
-        handle._when, handle._scheduled = when, True
+    def cancel(self) -> None:
+        if self[3] is not None:
+            self[3] = None
+            if self[1]:
+                self._loop._timer_cancelled()
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -68,7 +49,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap; the number keeps equals in order
+        self._timers: list[_Handle] = []  # a heap
         self._number = 0
         self._num_cancelled = 0
         self._network = Network(self)
@@ -76,38 +57,33 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    def call_soon(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
+    def call_soon(self, *call: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        handle = _Handle((0.0, 0, context or copy_context(), call))
         self._ready.append(handle)
         return handle
 
-    def call_later(
-        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+    def call_later(self, delay: float, *call: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        return self.call_at(self._now_s + delay, *call, context=context)
 
-    def call_at(
-        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        handle = _TimerHandle(when, callback, args, self, context)
+    def call_at(self, when: float, *call: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         self._number += 1
-        heapq.heappush(self._timers, (when, self._number, handle))
+        handle = _Handle((when, self._number, context or copy_context(), call))
+        handle._loop = self
+        heapq.heappush(self._timers, handle)
         return handle
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+    def _timer_cancelled(self) -> None:
         """Sweep cancelled timers once they are half of all: most timers are deadlines that were met."""
         self._num_cancelled += 1
         if self._num_cancelled > MIN_SWEPT and 2 * self._num_cancelled > len(self._timers):
-            self._timers = [each for each in self._timers if not each[2]._cancelled]
+            self._timers = [each for each in self._timers if each[3] is not None]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
     def _run_once(self) -> None:
         """Run what is ready; if nothing is, jump to the next timer first."""
         ready, timers = self._ready, self._timers
-        while timers and timers[0][2]._cancelled:
+        while timers and timers[0][3] is None:
             heapq.heappop(timers)
             self._num_cancelled -= 1
         if not ready:
@@ -116,21 +92,22 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._now_s = max(self._now_s, timers[0][0])
         now_s = self._now_s
         while timers and timers[0][0] <= now_s:
-            handle: Any = heapq.heappop(timers)[2]
-            handle._scheduled = False
-            if handle._cancelled:
+            handle = heapq.heappop(timers)
+            if handle[3] is None:
                 self._num_cancelled -= 1
             else:
+                handle[1] = 0  # its cancellation no longer counts
                 ready.append(handle)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:
+            if (call := handle[3]) is not None:
+                handle[3] = None
                 try:
-                    handle._context.run(handle._callback, *handle._args)
+                    handle[2].run(*call)
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:
-                    self.call_exception_handler({"message": f"in {handle}", "exception": error, "handle": handle})
+                    self.call_exception_handler({"message": f"in {call[0]}", "exception": error})
 
     # ---- no world outside ----------------------------------------------------------------------------------------
 
@@ -140,10 +117,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
         return self._network.connect(protocol_factory, port)
 
-    def call_soon_threadsafe(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)  # there are no other threads
+    def call_soon_threadsafe(self, *call: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        return self.call_soon(*call, context=context)  # there are no other threads
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         raise RuntimeError("virtual time has no threads, whose work would take real time")

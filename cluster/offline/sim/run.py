@@ -31,7 +31,7 @@ from workers.stats import WorkerStats
 
 STALLED_S = 3600.0  # virtual seconds without a token anywhere that mean a lost request
 DUE = 1.0 + 1e-9  # a token at the very deadline is in time
-GARBAGE = 50_000  # new objects between two looks for cycles
+GARBAGE = 1_000_000  # new objects between two looks for cycles
 SETTLE_S = 60.0  # virtual seconds in which workers must release every block
 
 

@@ -110,12 +110,16 @@ class MigrationPlanner:
         self._rests_until_s: dict[str, float] = {}  # key -> no relief before
         self._closed_until_s: dict[tuple[str, str], float] = {}  # (source, target) -> no such migration before
 
+    def may_move(self, view: ClusterView) -> bool:
+        """Whether `plan` may find migrations while the membership stays as it is."""
+        return self._rebalances or bool(_draining(view))
+
     def plan(self, view: ClusterView, contexts: Callable[[], Mapping[str, int]], now_s: float) -> tuple[Move, ...]:
         """The migrations to start now. `contexts`: tokens so far of each attempt that may migrate; called if needed."""
         _expire(self._failed_until_s, now_s)
         _expire(self._rests_until_s, now_s)
         _expire(self._closed_until_s, now_s)
-        draining = [worker.name for worker in view.workers if worker.state is WorkerState.DRAINING]
+        draining = _draining(view)
         if not ((draining or self._rebalances) and (known := contexts())):
             return ()
         loads = self._loads(view, known)
@@ -352,6 +356,10 @@ def _longest_first(decodes: Iterable[_Decode]) -> list[_Decode]:
 
 def _tightest(slos: Iterable[float | None]) -> float | None:
     return min((each for each in slos if each is not None), default=None)
+
+
+def _draining(view: ClusterView) -> list[str]:
+    return [worker.name for worker in view.workers if worker.state is WorkerState.DRAINING]
 
 
 def _expire(resting: dict[Key, float], now_s: float) -> None:

@@ -33,12 +33,12 @@ class Requeue:
         self._latency = latency
         self._active = active
         self._index = index
-        self._is_on = is_on
+        self.is_on = is_on
         self._ttft_s = ttft_s
 
     def candidates(self, view: ClusterView, now_s: float) -> list[list[str]]:
         """Attempts that may gain elsewhere, by queue: the longest queue first, and its last attempt first."""
-        if not self._is_on or not self._active:
+        if not self.is_on or not self._active:
             return []
         ready = [each for each in view.workers if each.state is WorkerState.READY]
         if len(ready) < 2:

@@ -67,7 +67,6 @@ def test_no_production_module_branches_on_being_simulated() -> None:
 LEAVES = {
     "cluster.offline.sim.clock.VirtualLoop",
     "cluster.offline.sim.clock._Handle",
-    "cluster.offline.sim.clock._TimerHandle",
     "cluster.offline.sim.network.Network",
     "cluster.offline.sim.network.VirtualListener",
     "cluster.offline.sim.network.Pipe",
