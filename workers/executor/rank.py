@@ -39,7 +39,7 @@ from workers.model.decoder import Decoder
 from workers.model.grammar import INSTALL
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.collective import StageLink, TensorGroup
-from workers.ops.completion import wait
+from workers.ops.completion import Event, wait
 from workers.ops.lora import StepAdapters
 from workers.ops.staging import to_device, to_host
 from workers.request import Adapter, Grammar, TokenLogprobs
@@ -263,9 +263,8 @@ def compute(
     for index in lost:
         outputs.tokens[index] = outputs.logprobs[index] = None
     part.model.ticks += 1
-    written = pool.mark()
     digests = _digests(pool, plan.digest_blocks)
-    wait(written)
+    wait(outputs.written or pool.mark())
     return RankStep(
         tokens=tuple(outputs.tokens),
         logprobs=tuple(outputs.logprobs),
@@ -291,6 +290,7 @@ class _StepOutputs:
         self.stuck: tuple[tuple[int, str], ...] = ()
         self.forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self.pooled: tuple[tuple[bytes, ...], ...] = ()
+        self.written: Event | None = None  # after all KV, if tokens were sampled
 
 
 def _forward(
@@ -326,6 +326,7 @@ def _forward(
         if pools:
             outputs.pooled = _pooled(hidden, len(draws), plan)
     if logits is not None:
+        outputs.written = pool.mark()  # has passed when the tokens are here; to wait for an event means to sleep
         chunks = [index for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
         found = masks.result(MASKS_TIMEOUT_S) if masks is not None else NO_MASKS
         allowed = {row: found.masks[chunk] for row, chunk in enumerate(chunks) if chunk in found.masks}
