@@ -75,7 +75,7 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(lora, "library", lambda: None)
     elif request.param == "triton":  # in its interpreter
         pytest.importorskip("workers.ops.triton_lora")
-        monkeypatch.setattr(lora, "_method", lambda device: lora._ByTriton)
+        monkeypatch.setattr(lora, "_method", lora._ByTriton)
     elif library() is None:
         pytest.skip("no compiler")
     return str(request.param)

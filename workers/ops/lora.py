@@ -85,7 +85,7 @@ class StepAdapters:
         self._make = partial(StepAdapters, sampled=sampled, device=device, deterministic=deterministic)
         self._adapters, self._numbers, self._sampled = adapters, numbers, sampled
         rows = np.argsort(numbers, kind="stable")[np.count_nonzero(numbers < 0) :].astype(np.int32)
-        self._add = _method(device)(adapters, rows, numbers[rows], device, deterministic)
+        self._add = _method(_Rows(adapters, rows, numbers[rows], device, deterministic))
 
     def of_layer(self, layer: int) -> Change:
         return partial(self._add, layer)
@@ -96,44 +96,34 @@ class StepAdapters:
         return self._make(last, self._numbers[self._sampled]).of_layer(0)
 
 
-class _ByKernel:
-    """`rows`: those with an adapter, sorted by it; `numbers`: the adapter of each of these."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows with an adapter, sorted by it; `numbers`: the adapter of each of these."""
 
-    def __init__(
-        self,
-        adapters: Sequence[Sequence[LayerChanges]],
-        rows: NDArray[np.int32],
-        numbers: NDArray[np.int32],
-        device: torch.device,
-        deterministic: bool,
-    ) -> None:
-        self._adapters = adapters
-        self._rows = rows
-        self._of_rows = numbers
+    adapters: Sequence[Sequence[LayerChanges]]
+    rows: NDArray[np.int32]
+    numbers: NDArray[np.int32]
+    device: torch.device
+    deterministic: bool
 
-    def __call__(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        assert y.is_contiguous() and x.dtype == y.dtype == torch.float32
-        changes, x = [adapter[layer].get(name, NO_CHANGE) for adapter in self._adapters], x.contiguous()
-        starts = np.cumsum([0, *(len(each.parts) for each in changes)], dtype=np.int32)
-        kernel("lora")(
-            pointer(x), x.shape[1], pointer(y), y.shape[1], self._rows.ctypes.data, self._of_rows.ctypes.data,
-            len(self._rows), starts.ctypes.data, b"".join([each.entries for each in changes]), torch.get_num_threads(),
-        )  # fmt: skip
+
+def _by_kernel(given: _Rows, layer: int, name: str, x: Tensor, y: Tensor) -> None:
+    assert y.is_contiguous() and x.dtype == y.dtype == torch.float32
+    changes, x = [adapter[layer].get(name, NO_CHANGE) for adapter in given.adapters], x.contiguous()
+    starts = np.cumsum([0, *(len(each.parts) for each in changes)], dtype=np.int32)
+    kernel("lora")(
+        pointer(x), x.shape[1], pointer(y), y.shape[1], given.rows.ctypes.data, given.numbers.ctypes.data,
+        len(given.rows), starts.ctypes.data, b"".join([each.entries for each in changes]), torch.get_num_threads(),
+    )  # fmt: skip
 
 
 class _ByTriton:
     """The same. Tiles, rows and the entries of all layers reach the device in one copy."""
 
-    def __init__(
-        self,
-        adapters: Sequence[Sequence[LayerChanges]],
-        rows: NDArray[np.int32],
-        numbers: NDArray[np.int32],
-        device: torch.device,
-        deterministic: bool,
-    ) -> None:
+    def __init__(self, given: _Rows) -> None:
         from workers.ops.triton_lora import ROWS  # only where Triton is installed: torch for CUDA brings it
 
+        rows, numbers = given.rows, given.numbers
         starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
         tiles = [
             (numbers[first], first, min(ROWS, end - first))
@@ -142,11 +132,11 @@ class _ByTriton:
         ]
         self._places: dict[tuple[int, str], int] = {}
         tables: list[NDArray[Any]] = [np.array(tiles, np.int32).reshape(-1, 3), rows]
-        for layer, of_layer in enumerate(zip(*adapters, strict=True)):
+        for layer, of_layer in enumerate(zip(*given.adapters, strict=True)):
             for name in dict.fromkeys(name for each in of_layer for name in each):
                 self._places[layer, name] = len(tables)
                 tables.append(_table([each.get(name, NO_CHANGE) for each in of_layer]))
-        self._on_host, self._on_device = tables, to_device(tables, device)
+        self._on_host, self._on_device = tables, to_device(tables, given.device)
 
     def __call__(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
         from workers.ops import triton_lora
@@ -168,18 +158,11 @@ def _table(changes: Sequence[LinearChange]) -> NDArray[np.int64]:
 class _ByTorch:
     """The same, one adapter after another, where there is no kernel."""
 
-    def __init__(
-        self,
-        adapters: Sequence[Sequence[LayerChanges]],
-        rows: NDArray[np.int32],
-        numbers: NDArray[np.int32],
-        device: torch.device,
-        deterministic: bool,
-    ) -> None:
-        self._adapters = adapters
-        self._product = (lambda x, w: alike(w, None, x)) if deterministic else F.linear
-        ends = np.searchsorted(numbers, np.arange(1, len(adapters)))
-        self._segments = torch.from_numpy(rows).to(device).tensor_split(ends.tolist())
+    def __init__(self, given: _Rows) -> None:
+        self._adapters = given.adapters
+        self._product = (lambda x, w: alike(w, None, x)) if given.deterministic else F.linear
+        ends = np.searchsorted(given.numbers, np.arange(1, len(given.adapters)))
+        self._segments = torch.from_numpy(given.rows).to(given.device).tensor_split(ends.tolist())
 
     def __call__(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
         for rows, adapter in zip(self._segments, self._adapters, strict=True):
@@ -189,7 +172,8 @@ class _ByTorch:
                 y[rows, columns] += self._product(inner, part.b.t())
 
 
-def _method(device: torch.device) -> type[_ByKernel | _ByTriton | _ByTorch]:
-    if device.type == "cuda":
-        return _ByTriton
-    return _ByKernel if library() is not None else _ByTorch
+def _method(given: _Rows) -> Callable[[int, str, Tensor, Tensor], None]:
+    """(layer, linear layer, x, y): adds each row's change to y."""
+    if given.device.type == "cuda":
+        return _ByTriton(given)
+    return partial(_by_kernel, given) if library() is not None else _ByTorch(given)

@@ -10,12 +10,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
-from cluster.frontend.http.bodies import NOTHING, ChatBody, FirstError
+from cluster.frontend.http.bodies import NOTHING, FirstError
+from cluster.frontend.http.chat_body import ChatBody
 from cluster.frontend.http.chat_like import ChatLike, part_text
 from cluster.frontend.http.unsupported import refuse_others
-from cluster.frontend.text import RawPrompt
 from workers.errors import InvalidRequest
-from workers.request import SamplingParams
 
 IGNORED = {"cache_control", "citations", "caller"}  # of a block: they do not influence the answer
 CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
@@ -30,8 +29,8 @@ class MessagesBody(ChatLike):
         r"\.tool_call_id$": ".tool_use_id",
         r"^response_format(\.json_schema)?": "output_config.format",
     }
+    renamed: ClassVar[Mapping[str, str]] = {"sampling.stop": "stop_sequences"}
     passing: ClassVar[Collection[str]] = ("metadata", "service_tier", "inference_geo", "cache_control")
-
     needs_max_tokens: ClassVar[bool] = True
 
     messages: Annotated[list[dict[str, Any]], FirstError()]
@@ -46,11 +45,12 @@ class MessagesBody(ChatLike):
     @cached_property
     def chat(self) -> ChatBody:
         """The same request as a chat. Raises `InvalidRequest`."""
+        if self.max_tokens is None and self.needs_max_tokens:
+            raise InvalidRequest("max_tokens", "is missing; give the most tokens that an answer may have")
         messages = [("system", each) for each in _system(self.system)]
         messages += _messages(self.messages)
         choice, parallel = _choice(self.tool_choice)
         return self.as_chat(
-            ChatBody,
             messages,
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
@@ -61,23 +61,6 @@ class MessagesBody(ChatLike):
             response_format=_format(self.output_config),
             **_thinking(self.thinking),
         )
-
-    @property
-    def client_names(self) -> Mapping[str, str]:
-        renamed = {ours: self.client_path(theirs) for ours, theirs in self.chat.client_names.items()}
-        return {**renamed, "sampling.stop": "stop_sequences"}
-
-    def _client_name(self, field: str) -> str:
-        return self.client_path(super()._client_name(field))
-
-    def prompts(self) -> list[RawPrompt]:
-        return self.chat.prompts()
-
-    def sampling(self, defaults: Mapping[str, Any] = NOTHING) -> SamplingParams:
-        if self.max_tokens is None and self.needs_max_tokens:
-            raise InvalidRequest("max_tokens", "is missing; give the most tokens that an answer may have")
-        with self.client_errors():
-            return self.chat.sampling(defaults)
 
 
 class CountTokensBody(MessagesBody):

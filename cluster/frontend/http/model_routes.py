@@ -16,7 +16,8 @@ from starlette.responses import Response
 from cluster.frontend.context import GatewayContext
 from cluster.frontend.embedding import PromptEmbedding
 from cluster.frontend.gateway import Gateway
-from cluster.frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Generation, TokenizeBody
+from cluster.frontend.http.bodies import CompletionBody, DetokenizeBody, Generation
+from cluster.frontend.http.chat_body import ChatBody, TokenizeBody
 from cluster.frontend.http.chat_like import Item
 from cluster.frontend.http.embeddings import EmbeddingsBody, embeddings_json
 from cluster.frontend.http.failures import JSON
@@ -88,14 +89,14 @@ class ModelRoutes:
         return Echo(text_from(self.gateway.tokenizer, tokens), tokens)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        prompts, plan = await self._planned(body, body, request)
+        prompts, plan = await self._planned(body, request)
         form = ChatFormat(self.gateway.tokenizer, bool(body.logprobs), plan.make_parser)
         return self._reply(body, prompts, plan, request, self._openai(body, request, form))
 
     async def messages(self, body: MessagesBody, request: Request) -> Response:
-        prompts, plan = await self._planned(body.chat, body, request)
+        prompts, plan = await self._planned(body.chat, request)
         wire = MessagesWire(request.scope[NAME].unique, self.gateway.name_of(body.model), plan.make_parser or CONTENT)
-        return self._reply(body, prompts, plan, request, wire)
+        return self._reply(body.chat, prompts, plan, request, wire)
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         tenant = parse_headers(request.headers, request.scope[NAME]).tenant
@@ -104,7 +105,7 @@ class ModelRoutes:
             await self._read_response(request, body.model_dump_json(exclude_unset=True).encode(), history)
         items: bytes | None = getattr(request.state, "items", None)
         chat = body.chat_after(items_of(history) if items is None else ())  # the prompt is encoded, if there are items
-        prompts, plan = await self._planned(chat, chat, request)
+        prompts, plan = await self._planned(chat, request)
         name = f"resp_{request.scope[NAME].unique}"
 
         def keep(output: list[Item]) -> None:
@@ -125,17 +126,15 @@ class ModelRoutes:
         return read.fields
 
     async def count_tokens(self, body: CountTokensBody, request: Request) -> Response:
-        (prompt,), _ = await self._planned(body.chat, body, request)
+        (prompt,), _ = await self._planned(body.chat, request)
         tokens = prompt.tokens if isinstance(prompt, TokenPrompt) else await self.gateway.encode(prompt)
         return Response(json.dumps({"input_tokens": len(tokens)}), media_type=JSON)
 
-    async def _planned(
-        self, body: ChatBody, given: ChatBody | MessagesBody, request: Request
-    ) -> tuple[Sequence[PromptInput], AnswerPlan]:
-        """The prompt, and how its answers are read. `given`: the body that the client sent."""
-        tools, wanted, prompts = body.tool_request, body.wanted_grammar, _prompts(given, request)
+    async def _planned(self, body: ChatBody, request: Request) -> tuple[Sequence[PromptInput], AnswerPlan]:
+        """The prompt, and how its answers are read."""
+        tools, wanted, prompts = body.tool_request, body.wanted_grammar, _prompts(body, request)
         tokens: tuple[int, ...] = ()
-        with given.client_errors():
+        with body.client_errors():
             if self._planner.needs_prompt:
                 (tokens,) = [await self.gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
                 prompts = [TokenPrompt(tokens)]
@@ -158,7 +157,7 @@ class ModelRoutes:
 
     def _reply(
         self,
-        body: Generation | MessagesBody,
+        body: Generation,
         prompts: Sequence[PromptInput],
         plan: AnswerPlan,
         request: Request,
@@ -252,7 +251,7 @@ class ModelRoutes:
         }
 
 
-def _prompts(body: Generation | MessagesBody | EmbeddingsBody, request: Request) -> Sequence[PromptInput]:
+def _prompts(body: Generation | EmbeddingsBody, request: Request) -> Sequence[PromptInput]:
     """The prompts; those of a large body are already encoded."""
     encoded: Sequence[PromptInput] | None = getattr(request.state, "prompts", None)
     return body.prompts() if encoded is None else encoded

@@ -16,8 +16,8 @@ from cluster.frontend.http.bodies import (
     DetokenizeBody,
     Generation,
     MalformedBody,
-    TokenizeBody,
 )
+from cluster.frontend.http.chat_body import TokenizeBody
 from cluster.frontend.http.chat_like import Item
 from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
@@ -72,10 +72,11 @@ def read_generation(
 ) -> PreprocessedBody:
     """Raises the gateway's errors for prompts, and `MalformedBody`."""
     body = _parse(kind, raw)
-    prompts = body.prompts()
-    body.sampling(defaults)  # refuses lists that are too long before they are sent on
-    echo = isinstance(body, CompletionBody) and bool(body.echo)
-    with body.client_errors():
+    asked = body.chat if isinstance(body, MessagesBody) else body
+    prompts = asked.prompts()
+    asked.sampling(defaults)  # refuses lists that are too long before they are sent on
+    echo = isinstance(asked, CompletionBody) and bool(asked.echo)
+    with asked.client_errors():
         encoded = tuple(_encode(tokenizer, prompt, bounds, echo) for prompt in prompts)
     left_out = {"prompt", "input", "messages", "system", "chat_template_kwargs"}
     emptied: dict[str, Any] = {name: [] for name in REQUIRED & kind.model_fields.keys()}

@@ -10,7 +10,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from cluster.frontend.http.bodies import ChatBody, FirstError
+from cluster.frontend.http.bodies import FirstError
+from cluster.frontend.http.chat_body import ChatBody
 from cluster.frontend.http.chat_like import ChatLike, Item, part_text
 from cluster.frontend.http.unsupported import refuse_others
 from cluster.frontend.tools.readers import SURROGATE
@@ -31,6 +32,7 @@ class ResponsesBody(ChatLike):
         r"^response_format(\.json_schema)?": "text.format",
         "^reasoning_effort$": "reasoning.effort",
     }
+    renamed: ClassVar[Mapping[str, str]] = {"prompt": "input", "sampling.max_tokens": "max_output_tokens"}
     passing: ClassVar[Collection[str]] = ("user", "prompt_cache_retention", "service_tier", "include", "stream_options")
     limited: ClassVar[Mapping[str, Any]] = {"truncation": "disabled", "background": False, "top_logprobs": 0}
 
@@ -79,7 +81,7 @@ class ResponsesBody(ChatLike):
                 raise InvalidRequest(name, "has half a surrogate pair, which a response cannot repeat; leave it out")
         return found
 
-    def chat_after(self, history: Sequence[Item]) -> "ResponsesChat":
+    def chat_after(self, history: Sequence[Item]) -> ChatBody:
         """This request as a chat, behind these items of the conversation. Raises `InvalidRequest`."""
         for name, value in self.limited.items():
             if getattr(self, name) not in (None, value):
@@ -88,7 +90,6 @@ class ResponsesBody(ChatLike):
         messages += _messages([*((f"previous_response_id: item {at}", each) for at, each in enumerate(history)),
                                *((f"input[{at}]", each) for at, each in enumerate(self.items))])  # fmt: skip
         return self.as_chat(
-            ResponsesChat,
             messages,
             max_tokens=self.max_output_tokens,
             tools=None if self.tools is None else [_tool(*each) for each in enumerate(self.tools)],
@@ -97,15 +98,6 @@ class ResponsesBody(ChatLike):
             response_format=_format(self.text),
             reasoning_effort=_effort(self.reasoning),
         )
-
-
-class ResponsesChat(ChatBody):
-    """A chat whose errors name the fields of a response's request."""
-
-    @property
-    def client_names(self) -> Mapping[str, str]:
-        renamed = {ours: ResponsesBody.client_path(theirs) for ours, theirs in super().client_names.items()}
-        return {**renamed, "prompt": "input", "sampling.max_tokens": "max_output_tokens"}
 
 
 def _messages(items: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Item]]:

@@ -9,12 +9,11 @@ from pydantic import ValidationError
 
 from cluster.frontend.http.bodies import (
     Body,
-    ChatBody,
     CompletionBody,
     DetokenizeBody,
     Generation,
-    TokenizeBody,
 )
+from cluster.frontend.http.chat_body import ChatBody, TokenizeBody
 from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.http.responses_body import ResponsesBody
@@ -40,8 +39,10 @@ def refusal(kind: type[Body], **given: Any) -> str:
     """Of a valid body with this field; empty: it is accepted."""
     try:
         body = kind.model_validate(VALID[kind] | given)
-        if isinstance(body, Generation | MessagesBody):
+        if isinstance(body, Generation):
             body.sampling()
+        if isinstance(body, MessagesBody):
+            body.chat.sampling()
         if isinstance(body, ResponsesBody):
             body.chat_after(()).sampling()
     except InvalidRequest as error:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from cluster.frontend.http.bodies import SCALARS, ChatBody, CompletionBody
+from cluster.frontend.http.bodies import SCALARS, CompletionBody
+from cluster.frontend.http.chat_body import ChatBody
 from cluster.frontend.http.structured import ANY_OBJECT
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients
