@@ -236,6 +236,7 @@ def test_views_of_a_fused_projection_are_read_by_their_strides(backend: Attentio
 
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_scores_of_any_size_give_numbers(backend: Attention) -> None:
+    torch.manual_seed(0)  # some draws have two keys whose scores, of up to 80,000, are equal up to float32's rounding
     pool = torch.randn(4, 1, 1, 2, 4, 8, device=DEVICE) * 100
     meta = on_device(ragged([[1, 2]], [5], [7], 4))
     query = torch.randn(5, 2, 8, device=DEVICE) * 100
