@@ -13,7 +13,7 @@ from msgspec import structs
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from cluster.policy.policy import open_policy
 from cluster.policy.routing.prefix_index import GRAIN, chain
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from workers.config import EngineConfig
@@ -89,7 +89,7 @@ class _Town:
             prompt = draw.choice(self._documents) + self._tokens(draw.choice((0, 100, 900)))
             sampling = SamplingParams(seed=1, max_tokens=draw.choice((1, 50, 400)))
             request = Request(f"r{self._number}", prompt, sampling, SLO())
-            ask = Ask(ClusterView(1, "c", None, tuple(self._workers)), request, now_s=self._now_s)
+            ask = PlacementRequest(ClusterView(1, "c", None, tuple(self._workers)), request, now_s=self._now_s)
             begun_s = time.thread_time()
             placement = policy.choose(ask)
             yield time.thread_time() - begun_s

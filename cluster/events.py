@@ -5,8 +5,8 @@ A request for several answers is several requests to the dispatcher; the gateway
 ClusterError
 ├── Rejected        admission refused, or no worker in time (retry_after_s)
 ├── Unservable      the request can never work here: too long for the context or the pools
-├── DeadlinePassed  the caller's deadline passed, in `phase`
-├── AttemptsSpent   every attempt failed; the message has the last reason
+├── DeadlineExceeded  the caller's deadline passed, in `phase`
+├── AttemptsExhausted   every attempt failed; the message has the last reason
 └── NotComputable   the model's logits were not finite; another attempt would fail the same way
 """
 
@@ -48,7 +48,7 @@ class Unservable(ClusterError):
         return self.message
 
 
-class DeadlinePassed(ClusterError):
+class DeadlineExceeded(ClusterError):
     """The caller's deadline passed before the request finished."""
 
     def __init__(self, phase: str) -> None:
@@ -59,7 +59,7 @@ class DeadlinePassed(ClusterError):
         return f"the deadline passed during {self.phase}"
 
 
-class AttemptsSpent(ClusterError):
+class AttemptsExhausted(ClusterError):
     """Every attempt failed."""
 
 

@@ -21,7 +21,7 @@ from cluster.control.gateway_manager import GatewayManager, GatewayPorts
 from cluster.control.keep_alive import ORPHAN_AFTER_S, KeepAlive
 from cluster.control.membership import Membership
 from cluster.control.pools import first_orders
-from cluster.control.scaling_loop import Decider
+from cluster.control.scaling_loop import ScalingPolicy
 from cluster.control.supervised import Failures, supervised
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import ClusterQueries, GatewayContext, Server, ServerFactory
@@ -130,7 +130,7 @@ class GatewayService:
     @staticmethod
     async def _sample(dispatcher: "Dispatcher") -> None:
         """Record the workers' load, for traces."""
-        dispatcher.history.sample(dispatcher.discovery.picture())
+        dispatcher.history.sample(dispatcher.discovery.routing_view())
         await asyncio.sleep(SAMPLE_S)
 
     async def http_url(self) -> str:
@@ -180,13 +180,13 @@ class Serving:
         self,
         spec: ClusterSpec,
         runtime: Runtime,
-        decider: Decider | None = None,
+        scaling_policy: ScalingPolicy | None = None,
         *,
         gateways: bool = True,
     ) -> None:
         self.spec = spec
         self.runtime = runtime
-        self._decider = decider
+        self._scaling_policy = scaling_policy
         self._num_gateways = spec.gateway.replicas if gateways else 0
         self.endpoints: list[str] = []
         self.http_urls: list[str] = []
@@ -224,7 +224,7 @@ class Serving:
         await self._prestart(orders)
         orphan_after_s = ORPHAN_AFTER_S if self.runtime.name == "ray" else None
         self._controller = await self.runtime.start_service(
-            "controller", make_controller, spec, self.runtime, secret, orphan_after_s, self._decider
+            "controller", make_controller, spec, self.runtime, secret, orphan_after_s, self._scaling_policy
         )
         for index in range(self._num_gateways):
             name = f"gateway-{index}"
@@ -347,13 +347,13 @@ def make_controller(
     runtime: Runtime,
     secret: str,
     orphan_after_s: float | None,
-    decider: Decider | None = None,
+    scaling_policy: ScalingPolicy | None = None,
 ) -> "Controller":
     from cluster.control.controller import Controller
     from cluster.policy.scaling.elastic import elastic_policy
 
     elastic = elastic_policy(spec) if spec.elastic.mode != "off" else None
-    return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s, decider=decider or elastic)
+    return Controller(spec, runtime, secret, orphan_after_s=orphan_after_s, scaling_policy=scaling_policy or elastic)
 
 
 async def serve(
@@ -362,15 +362,15 @@ async def serve(
     make_server: ServerFactory,
     runtime: str | Runtime = "ray",
     progress: Progress = lambda line: None,
-    decider: Decider | None = None,
+    scaling_policy: ScalingPolicy | None = None,
     gateways: bool = True,
 ) -> Serving:
     """Start a cluster. On an error, stop everything that was started.
 
-    `decider`: scaling policy if `elastic` is on; None: `cluster.policy.scaling.elastic`. Without `gateways`, they join
+    `scaling_policy`: used if `elastic` is on; None: `cluster.policy.scaling.elastic`. Without `gateways`, they join
     later (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
-    serving = Serving(spec, await open_runtime(spec, runtime, progress), decider, gateways=gateways)
+    serving = Serving(spec, await open_runtime(spec, runtime, progress), scaling_policy, gateways=gateways)
     try:
         await serving.open(make_server, progress)
     except BaseException:

@@ -35,16 +35,16 @@ MAX_FRAME_BYTES = 256 << 20  # a prompt takes five bytes a token, a whole cache'
 CONNECT_S = 5.0
 RESUME_S = 1.0  # to connect again, before the worker counts as lost
 
-DEFAULTS = {"cut_tokens": 0, "goes_on": False, "lenders": ()}  # of parameters
+DEFAULTS = {"cut_tokens": 0, "starts_decoding": False, "lenders": ()}  # of parameters
 METHODS: dict[str, tuple[dict[str, Any], Any]] = {  # parameters and result, as in `Worker`
     "connect": ({"peer": PeerAddress}, LinkReport),
     "address": ({}, PeerAddress),
     "reserve": ({"request": Request, "timeout_s": float}, Reservation),
     "prefill": ({"request": Request, "cut_tokens": int}, None),
     "generate": ({"request": Request, "lenders": tuple[PeerAddress, ...]}, None),
-    "fetch": ({"key": str, "ticket": TransferTicket | None, "goes_on": bool}, None),
+    "fetch": ({"key": str, "ticket": TransferTicket | None, "starts_decoding": bool}, None),
     "decode": ({"key": str, "tokens": tuple[int, ...]}, None),
-    "hand_over": ({"key": str, "most_tokens": int}, TransferTicket | None),
+    "offer_migration": ({"key": str, "most_tokens": int}, TransferTicket | None),
     "hold_prefix": ({"request": Request}, TransferTicket | None),
     "fetch_prefix": ({"request": Request, "ticket": TransferTicket, "timeout_s": float}, int),
     "warm": ({"request": Request, "ttl_s": float, "timeout_s": float}, int),

@@ -6,7 +6,7 @@ leases, and keeps a mailbox for each subscriber. It has no role: prefill, decode
     prefill                       compute a prompt, hold its KV for a reader
     reserve -> fetch -> decode    fetch that KV, and decode
     generate                      both, on one worker
-    hand_over                     offer the KV of a running decode to another worker (migration)
+    offer_migration                     offer the KV of a running decode to another worker (migration)
     cancel                        end any of them, at any time, idempotent
 """
 
@@ -28,9 +28,9 @@ from workers.config import WorkerConfig
 from workers.engine.adapter_cache import AdapterCache
 from workers.engine.cache_log import Tier
 from workers.engine.engine import Engine, EngineOutput
+from workers.engine.engine_loop import EngineLoop
 from workers.engine.executor import Executor
 from workers.engine.multi_step import MultiStep
-from workers.engine.pump import Pump
 from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
@@ -105,16 +105,22 @@ class Worker:
         now_s = asyncio.get_running_loop().time
         self._late_readers: dict[str, LateReader] = {}  # by subscriber
         self._multi_step = MultiStep(self.engine, executor, self._late_reader, self._stats, now_s, heartbeat_s)
-        self._pump = Pump(self.engine, executor, self._deliver, now_s, self._multi_step)
+        self._engine_loop = EngineLoop(self.engine, executor, self._deliver, now_s, self._multi_step)
         self._lender = KVLender(config, self.engine, executor, self._kv_fetcher, self._ticket, self._changed)
         self._borrower = KVBorrower(
             config, self.engine, executor, self._peer_links, self._kv_fetcher, self._ticket, self._changed
         )
         self._leases = LeaseServer(
-            config, lambda: self.engine.leases, executor, self._peer_now, self._changed, self._pump.wake, self._lender
+            config,
+            lambda: self.engine.leases,
+            executor,
+            self._peer_now,
+            self._changed,
+            self._engine_loop.wake,
+            self._lender,
         )
-        self._pumping = asyncio.ensure_future(self._pump.run())
-        self._pumping.add_done_callback(self._pump_ended)
+        self._running_loop = asyncio.ensure_future(self._engine_loop.run())
+        self._running_loop.add_done_callback(self._loop_ended)
         self._watching = asyncio.ensure_future(self._watch())
 
     @classmethod
@@ -166,7 +172,7 @@ class Worker:
             remote_store="" if remote is None else remote.shared_as,
         )
 
-    def _pump_ended(self, task: "asyncio.Task[None]") -> None:
+    def _loop_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._unfit(error)
 
@@ -190,8 +196,8 @@ class Worker:
             self._forget(key)
         for task in self._fetches.values():
             task.cancel()
-        self._pump.stop()
-        await asyncio.wait([self._pumping, *self._fetches.values(), *self._measurements])
+        self._engine_loop.stop()
+        await asyncio.wait([self._running_loop, *self._fetches.values(), *self._measurements])
         await self._kv_fetcher.close()
         await self._borrower.close()
         self._watching.cancel()
@@ -240,20 +246,20 @@ class Worker:
         self._log(request.key, "room for %d tokens is reserved", request.num_tokens)
         return reservation
 
-    async def fetch(self, key: str, ticket: TransferTicket | None, goes_on: bool = False) -> None:
+    async def fetch(self, key: str, ticket: TransferTicket | None, starts_decoding: bool = False) -> None:
         """Pull the ticket's KV into the reserved blocks, behind its watermark. Outputs: FetchedOut or FailedOut.
 
-        Without a ticket there is nothing to fetch and no such output. `goes_on`: then compute the rest of the prompt
-        and sample, without waiting for `decode`. Outputs: TokensOut too.
+        Without a ticket there is nothing to fetch and no such output. `starts_decoding`: then compute the rest of the
+        prompt and sample, without waiting for `decode`. Outputs: TokensOut too.
         """
         self._require_open()
         self.engine.begin_fetch(key)
         if ticket is None:
-            self.engine.fetched(key, self._now_s(), num_tokens=0, goes_on=goes_on)
+            self.engine.fetched(key, self._now_s(), num_tokens=0, starts_decoding=starts_decoding)
             return self._changed()
         if key in self._fetches:
             raise WorkerError(f"{key} is being fetched already")
-        task = asyncio.ensure_future(self._fetch(key, ticket, goes_on))
+        task = asyncio.ensure_future(self._fetch(key, ticket, starts_decoding))
         self._fetches[key] = task
         task.add_done_callback(lambda _: self._fetches.pop(key, None))
 
@@ -264,13 +270,13 @@ class Worker:
         self._changed()
         self._log(key, "decode after %d tokens computed elsewhere", len(tokens))
 
-    async def hand_over(self, key: str, most_tokens: int) -> TransferTicket | None:
+    async def offer_migration(self, key: str, most_tokens: int) -> TransferTicket | None:
         """Hold the KV of at most the first `most_tokens` tokens of a running sequence for another worker.
 
         It continues here until it is cancelled. None: it was preempted or has no full block. Raises `UnknownSequence`.
         """
         self._require_open()
-        lease = self.engine.hand_over(key, most_tokens, self._now_s())
+        lease = self.engine.offer_migration(key, most_tokens, self._now_s())
         self._arm()
         return None if lease is None else self._ticket(lease)
 
@@ -480,10 +486,10 @@ class Worker:
         self._changed()
 
     def _changed(self) -> None:
-        """The engine's state changed: reservations may fit now, the pump may have work."""
+        """The engine's state changed: reservations may fit now, the engine loop may have work."""
         self._reservations.grant()
         self._deliver(self.engine.drain())
-        self._pump.wake()
+        self._engine_loop.wake()
 
     def _granted(self, request: Request) -> None:
         self._routes[request.key] = request.reply_to
@@ -520,8 +526,8 @@ class Worker:
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
-    async def _fetch(self, key: str, ticket: TransferTicket, goes_on: bool) -> None:
-        fetched = await self._kv_fetcher.reserved(key, ticket, goes_on=goes_on)
+    async def _fetch(self, key: str, ticket: TransferTicket, starts_decoding: bool) -> None:
+        fetched = await self._kv_fetcher.reserved(key, ticket, starts_decoding=starts_decoding)
         if fetched is not None:
             self._post(fetched)
             report = fetched.report

@@ -23,7 +23,7 @@ from cluster.control.controller import Controller
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.join import spec_and_models
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.router import Ask
+from cluster.policy.routing.router import PlacementRequest
 from cluster.spec import ClusterSpec
 from cluster.spec_file import parse_spec
 from diptych.view import WorkerState
@@ -56,7 +56,7 @@ class MeasuredGateway:
         """How many workers it sees as ready."""
         if self._dispatcher is None:
             return 0
-        return sum(each.state is WorkerState.READY for each in self._dispatcher.discovery.picture().workers)
+        return sum(each.state is WorkerState.READY for each in self._dispatcher.discovery.routing_view().workers)
 
     async def decide(self, rounds: int, fresh: float) -> tuple[list[float], list[float]]:
         """CPU seconds of pictures, and of decisions with them, while a share of the workers has new statistics."""
@@ -72,9 +72,9 @@ class MeasuredGateway:
             prompt = tuple(source.choices(range(1, 1000), k=PROMPT_TOKENS))
             request = Request(f"r{number}", prompt, SamplingParams(max_tokens=64), SLO(ttft_s=2.0, tpot_s=0.1))
             begun_s = time.thread_time()
-            view = discovery.picture()
+            view = discovery.routing_view()
             seen_s = time.thread_time()
-            placed = policy.choose(Ask(view, request, discovery.sent(), now_s=clock()))
+            placed = policy.choose(PlacementRequest(view, request, discovery.sent(), now_s=clock()))
             decisions.append(time.thread_time() - begun_s)
             pictures.append(seen_s - begun_s)
             assert placed is not None, "workers are ready"

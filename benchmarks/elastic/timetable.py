@@ -77,7 +77,7 @@ class TimetableProbe:
         workload = scenario.draw(rate / scenario.rate, seed)
         missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
         entries = tuple((phase.begin_s - self.ahead_s, self.prefills[phase.name]) for phase in scenario.phases)
-        environment = Environment(decider=Timetable(entries))
+        environment = Environment(scaling_policy=Timetable(entries))
         spec = replace(case.spec, elastic=ElasticSpec(mode="act", period_s=PERIOD_S))
         until_s = last_deadline_s(workload, scenario.slo)
         options = RunOptions(seed, scenario.slo, until_s=until_s, max_missed=missed, environment=environment)

@@ -15,9 +15,9 @@ from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel
 from workers.engine.engine import Engine, EngineOutput
+from workers.engine.engine_loop import EngineLoop
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import Executor, ModelFacts
-from workers.engine.pump import Pump
 from workers.engine.step import StepPlan, StepResult
 from workers.request import TokensOut
 
@@ -107,17 +107,17 @@ async def _serve(engine: Engine, executor: Executor, requests: Sequence[StudyReq
         if not unfinished:
             done.set()
 
-    pump = Pump(engine, executor, deliver, now_s)
-    pumping = asyncio.ensure_future(pump.run())
+    engine_loop = EngineLoop(engine, executor, deliver, now_s)
+    pumping = asyncio.ensure_future(engine_loop.run())
     for at_s, request in prepared:
         if at_s > now_s():
             await asyncio.sleep(at_s - now_s())
         engine.add(request, at_s, hold=False)
-        pump.wake()
+        engine_loop.wake()
     waiting = asyncio.ensure_future(done.wait())
     await asyncio.wait({pumping, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    pump.stop()
+    engine_loop.stop()
     await pumping
     return token_s
 

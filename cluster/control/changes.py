@@ -4,7 +4,7 @@ ChangeError         the cluster is unchanged
 ├── StaleRevision   the caller has seen an older revision
 ├── UnknownMember   no such worker, pool or adapter; the message lists those that exist
 ├── ChangeRefused   it would break a floor or a bound, or no KV could move; the message has the reason
-└── ControllerAway  the controller does not answer; it may be restarting
+└── ControllerUnavailable  the controller does not answer; it may be restarting
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class UnknownMember(ChangeError): ...
 class ChangeRefused(ChangeError): ...
 
 
-class ControllerAway(ChangeError): ...
+class ControllerUnavailable(ChangeError): ...
 
 
 @dataclass(frozen=True, slots=True)

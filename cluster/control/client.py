@@ -6,7 +6,7 @@ While the controller is away the gateway continues; only changes are refused.
 from contextlib import suppress
 from typing import Any
 
-from cluster.control.changes import ControllerAway
+from cluster.control.changes import ControllerUnavailable
 from cluster.control.membership import Membership
 from cluster.policy.scaling.load_report import LoadReport
 from cluster.runtime.interface import ServiceHandle
@@ -89,7 +89,7 @@ class ControllerCalls:
         try:
             revision: int = await self._controller.call(verb, *args, timeout_s=self._change_s)
         except WorkerGone as error:
-            raise ControllerAway(
+            raise ControllerUnavailable(
                 f"the controller does not answer ({error}) and may have made the change: check, and try again"
             ) from None
         return revision

@@ -31,7 +31,7 @@ from cluster.control.pools import (
 )
 from cluster.control.preflight import Preflight
 from cluster.control.replicas import ReplicaContext, ReplicaManager, order_of
-from cluster.control.scaling_loop import Decider, ScalingLoop
+from cluster.control.scaling_loop import ScalingLoop, ScalingPolicy
 from cluster.control.supervised import Failures, supervised
 from cluster.policy.policy import open_policy
 from cluster.policy.scaling.load_report import LoadReport
@@ -53,7 +53,7 @@ NOTHING_REPORTED = ServerReport()
 
 
 class Controller:
-    """One per cluster. Owns the replica managers. `decider`: the elastic policy, if there is one."""
+    """One per cluster. Owns the replica managers. `scaling_policy`: the elastic policy, if there is one."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Controller:
         secret: str,
         *,
         orphan_after_s: float | None = None,
-        decider: Decider | None = None,
+        scaling_policy: ScalingPolicy | None = None,
     ) -> None:
         self._spec = spec
         self._runtime = runtime
@@ -87,10 +87,10 @@ class Controller:
         self._server = ServerReport()
         self._stopping: asyncio.Task[None] | None = None
         self._scaling_loop: ScalingLoop | None = None
-        if decider is not None:
+        if scaling_policy is not None:
             limit_s = spec.health.place_timeout_s + spec.health.start_timeout_s + spec.health.drain_s
             acts = spec.elastic.mode == "act"
-            self._scaling_loop = ScalingLoop(decider, self, spec.elastic.period_s, limit_s, acts=acts)
+            self._scaling_loop = ScalingLoop(scaling_policy, self, spec.elastic.period_s, limit_s, acts=acts)
 
     # ---- start and stop --------------------------------------------------------------------------------------
 

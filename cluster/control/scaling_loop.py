@@ -1,4 +1,4 @@
-"""The scaling loop: passes load reports to the decider, asks it every period, and applies its decision.
+"""The scaling loop: passes load reports to the scaling policy, asks it every period, and applies its decision.
 
 One change at a time, but a worker that waits for a node does not block others. If a new worker does not start, its pool
 returns to its old size and does not grow for a while, twice as long each time. Knows no scaling rule.
@@ -25,14 +25,14 @@ GROW_AGAIN_S, MAX_GROW_AGAIN_S = 30.0, 600.0
 ADVISED, UNDER_WAY, DONE = "advised", "under way", "done"
 
 
-class Decider(Protocol):
+class ScalingPolicy(Protocol):
     """Pure: time is an argument."""
 
     def on_report(self, report: LoadReport, now_s: float) -> None: ...
     def decide(self, view: ClusterView, now_s: float) -> Decision | None: ...
 
 
-class Changer(Protocol):
+class ClusterOperator(Protocol):
     """Changes the cluster. Errors: `ChangeError`."""
 
     def view(self) -> ClusterView: ...
@@ -50,25 +50,27 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pause:
-    """A pool that could not grow does not try again for `pause_s`, until `until_s`."""
+class _Backoff:
+    """A pool that could not grow does not try again for `backoff_s`, until `until_s`."""
 
-    pause_s: float
+    backoff_s: float
     until_s: float
 
 
 class ScalingLoop:
     """Owned by the Controller. `acts`: apply decisions rather than only log them. `limit_s`: time limit of a change."""
 
-    def __init__(self, decider: Decider, changer: Changer, period_s: float, limit_s: float, *, acts: bool) -> None:
-        self._decider = decider
-        self._changer = changer
+    def __init__(
+        self, scaling_policy: ScalingPolicy, operator: ClusterOperator, period_s: float, limit_s: float, *, acts: bool
+    ) -> None:
+        self._scaling_policy = scaling_policy
+        self._operator = operator
         self._period_s = period_s
         self._limit_s = limit_s
         self._acts = acts
         self._entries: deque[_Entry] = deque(maxlen=MAX_ENTRIES)
         self._under_way: list[_Entry] = []
-        self._pauses: dict[str, _Pause] = {}  # by pool
+        self._backoffs: dict[str, _Backoff] = {}  # by pool
         self._counts: Counter[tuple[str, str]] = Counter()
         self._task: asyncio.Task[None] | None = None
 
@@ -85,7 +87,7 @@ class ScalingLoop:
 
     def on_report(self, report: LoadReport) -> None:
         """Take a gateway's load report."""
-        self._decider.on_report(report, asyncio.get_running_loop().time())
+        self._scaling_policy.on_report(report, asyncio.get_running_loop().time())
 
     def decisions(self) -> tuple[DecisionRecord, ...]:
         """The latest decisions, oldest first."""
@@ -98,13 +100,13 @@ class ScalingLoop:
 
     async def _step(self, now_s: float) -> None:
         last = self._entries[-1] if self._entries else None
-        view = self._changer.view()
+        view = self._operator.view()
         under_way = list(self._under_way)
         for each in under_way:
             await self._follow(each, view, now_s)
         if not all(_waits_for_a_node(each, view) for each in under_way) or under_way != self._under_way:
             return
-        decision = self._decider.decide(self._limited(view, now_s), now_s)
+        decision = self._scaling_policy.decide(self._limited(view, now_s), now_s)
         if decision is None:
             return
         if not self._acts:
@@ -129,20 +131,20 @@ class ScalingLoop:
         decision = entry.decision
         if decision.kind == "flip":
             assert decision.role is not None, "a flip names a role"
-            await self._changer.flip(decision.worker, decision.role, view.revision)
+            await self._operator.flip(decision.worker, decision.role, view.revision)
             self._close(entry, DONE)
         elif decision.kind == "shrink":
-            await self._changer.drain(decision.worker, view.revision)
+            await self._operator.drain(decision.worker, view.revision)
         else:
             wanted = next((pool.wanted for pool in view.pools if pool.name == decision.pool), 0)
-            await self._changer.scale(decision.pool, wanted + 1, view.revision)
+            await self._operator.scale(decision.pool, wanted + 1, view.revision)
             before = {worker.name for worker in view.workers}
-            entry.new_workers = frozenset(worker.name for worker in self._changer.view().workers) - before
+            entry.new_workers = frozenset(worker.name for worker in self._operator.view().workers) - before
 
     def _limited(self, view: ClusterView, now_s: float) -> ClusterView:
         """The view, in which pools that wait for a node, or recently failed to grow, are at their maximum."""
         full = {entry.decision.pool for entry in self._under_way}
-        full |= {pool for pool, pause in self._pauses.items() if now_s < pause.until_s}
+        full |= {pool for pool, backoff in self._backoffs.items() if now_s < backoff.until_s}
         pools = (replace(pool, max_replicas=pool.wanted) if pool.name in full else pool for pool in view.pools)
         return replace(view, pools=tuple(pools)) if full else view
 
@@ -161,25 +163,25 @@ class ScalingLoop:
         if not outcome and now_s - entry.at_s > self._limit_s:
             outcome = f"failed: it was not over after {self._limit_s:.0f} s"
         if outcome == DONE:
-            self._pauses.pop(entry.decision.pool, None)
+            self._backoffs.pop(entry.decision.pool, None)
             self._close(entry, outcome)
         elif outcome and entry.decision.kind == "grow":
-            pause_s = self._pause(entry.decision.pool, now_s)
-            self._close(entry, f"{outcome}; the pool does not grow by itself for {pause_s:.0f} s")
+            backoff_s = self._back_off(entry.decision.pool, now_s)
+            self._close(entry, f"{outcome}; the pool does not grow by itself for {backoff_s:.0f} s")
             await self._remove(entry.new_workers & workers.keys())
         elif outcome:
             self._close(entry, outcome)
 
-    def _pause(self, pool: str, now_s: float) -> float:
-        before = self._pauses.get(pool)
-        pause_s = GROW_AGAIN_S if before is None else min(2 * before.pause_s, MAX_GROW_AGAIN_S)
-        self._pauses[pool] = _Pause(pause_s, now_s + pause_s)
-        return pause_s
+    def _back_off(self, pool: str, now_s: float) -> float:
+        before = self._backoffs.get(pool)
+        backoff_s = GROW_AGAIN_S if before is None else min(2 * before.backoff_s, MAX_GROW_AGAIN_S)
+        self._backoffs[pool] = _Backoff(backoff_s, now_s + backoff_s)
+        return backoff_s
 
     async def _remove(self, new_workers: Collection[str]) -> None:
         for name in sorted(new_workers):
             try:
-                await self._changer.drain(name)
+                await self._operator.drain(name)
             except ChangeError as error:
                 logger.warning("%s could not be removed: %s", name, error)
 

@@ -1,7 +1,7 @@
 """The admission queue of one gateway: requests wait until the policy admits them. The async shell of `RequestQueue`.
 
     admit ── policy.choose ──> Placement, Refusal or None: returns at once
-                    └ Later ──> enters the queue, `Queued` to the client ──> asks the policy again, in order, on changes
+            └ Enqueue ──> enters the queue, `Queued` to the client ──> asks the policy again, in order, on changes
 
 A change is the end of a request, a computed prompt, a new membership, or the earliest predicted start. An admitted
 request is sent to its workers before the policy is asked about the next one.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from cluster.events import Event, Queued, Rejected
 from cluster.policy.admission.queue import QueuedRequest, RequestQueue
 from cluster.policy.policy import Policy
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
 from cluster.spec import GatewaySpec, Role
 from diptych.view import ClusterView
 from workers.request import Request
@@ -31,7 +31,7 @@ class _Waiting:
     """A queued request. `ask` returns the current question to the policy; `answer` is awaited by its coroutine."""
 
     entry: QueuedRequest
-    ask: Callable[[], Ask]
+    ask: Callable[[], PlacementRequest]
     answer: asyncio.Future[Answer]
     was_overdue: bool = False  # admitted because it had waited for too long
 
@@ -60,7 +60,9 @@ class AdmissionQueue:
             self._watching.cancel()
             await asyncio.wait([self._watching])
 
-    async def admit(self, request: Request, ask: Callable[[], Ask], emit: Callable[[Event], None]) -> Answer:
+    async def admit(
+        self, request: Request, ask: Callable[[], PlacementRequest], emit: Callable[[Event], None]
+    ) -> Answer:
         """Wait for the policy's answer. A placement is recorded with the policy. None: no worker is ready.
 
         Raises `Rejected` if the queue is full. Cancellation removes the request from the queue.
@@ -93,7 +95,13 @@ class AdmissionQueue:
 
     # ---- entries -----------------------------------------------------------------------------------------------
 
-    def _enter(self, request: Request, asked: Ask, answer: Placement | Later, ask: Callable[[], Ask]) -> _Waiting:
+    def _enter(
+        self,
+        request: Request,
+        asked: PlacementRequest,
+        answer: Placement | Enqueue,
+        ask: Callable[[], PlacementRequest],
+    ) -> _Waiting:
         if reason := self.queue.full(request):
             retry_after_s = max(RECHECK_S, _start_s(answer, self.queue.in_order(asked.now_s), asked.view))
             raise Rejected(f"{reason}; try again", retry_after_s, "queue-full")
@@ -103,7 +111,7 @@ class AdmissionQueue:
             self._watching = asyncio.ensure_future(self._watch())
         return waiting
 
-    def _queued(self, entry: QueuedRequest, asked: Ask, answer: Placement | Later) -> Queued:
+    def _queued(self, entry: QueuedRequest, asked: PlacementRequest, answer: Placement | Enqueue) -> Queued:
         entries = self.queue.in_order(asked.now_s)
         position = entries.index(entry)
         start_s = _start_s(answer, entries[:position], asked.view)
@@ -112,7 +120,7 @@ class AdmissionQueue:
             position=position,
             predicted_start_s=start_s,
             predicted_ttft_s=asked.waited_s + start_s + entry.need_s,
-            reason=answer.reason if isinstance(answer, Later) else "other requests are ahead",
+            reason=answer.reason if isinstance(answer, Enqueue) else "other requests are ahead",
         )
 
     def _cancel(self, waiting: _Waiting, request: Request) -> None:
@@ -143,7 +151,7 @@ class AdmissionQueue:
     # ---- rounds ------------------------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        """Ask the policy about the next requests. Admits at most one; `_left` starts the next round."""
+        """PlacementRequest the policy about the next requests. Admits at most one; `_left` starts the next round."""
         now_s = asyncio.get_running_loop().time()
         self._round_due = None
         for entry in self.queue.hopeless(now_s):
@@ -155,12 +163,12 @@ class AdmissionQueue:
             if isinstance(answer, Placement):
                 waiting.was_overdue = entry.claim_s <= now_s
                 return
-            if isinstance(answer, Later):
+            if isinstance(answer, Enqueue):
                 wake_s = min(wake_s, answer.start_s)
         if self._waiting:
             self._wake_in(wake_s)
 
-    def _ask(self, waiting: _Waiting, *, only_refusals: bool = False) -> Placement | Refusal | Later | None:
+    def _ask(self, waiting: _Waiting, *, only_refusals: bool = False) -> Placement | Refusal | Enqueue | None:
         """The policy's answer. A placement, which is recorded with the policy, or a refusal removes the entry."""
         if waiting.answer.done():
             return None  # cancelled; its coroutine removes the entry
@@ -182,7 +190,7 @@ class AdmissionQueue:
         (self.queue.take if served else self.queue.leave)(waiting.entry)
         return waiting.answer
 
-    def _begin(self, asked: Ask, placement: Placement) -> Placement:
+    def _begin(self, asked: PlacementRequest, placement: Placement) -> Placement:
         """Record the placement. Returns it with predictions from the request's arrival, for the client."""
         self._policy.began(asked, placement)
         return self._policy.for_client(asked, placement)
@@ -198,8 +206,8 @@ class AdmissionQueue:
             self.changed()
 
 
-def _need_s(answer: Placement | Later) -> float:
-    if isinstance(answer, Later):
+def _need_s(answer: Placement | Enqueue) -> float:
+    if isinstance(answer, Enqueue):
         return answer.need_s
     return answer.predicted_ttft_s or 0.0 if answer.prefill_s is None else answer.prefill_s
 
@@ -213,9 +221,9 @@ def _predicted_miss(request: Request, entry: QueuedRequest, queued: Queued) -> R
     return Refusal(f"{reason}, the SLO is {slo_s:.3g} s ({queued.reason})", ttft_s - slo_s)
 
 
-def _start_s(answer: Placement | Later, ahead: list[QueuedRequest], view: ClusterView) -> float:
+def _start_s(answer: Placement | Enqueue, ahead: list[QueuedRequest], view: ClusterView) -> float:
     """Predicted wait: the policy's for this request, plus the work of those ahead, divided by the workers."""
     prefills = len(view.ready(Role.PREFILL, Role.MIXED)) or len(view.ready(Role.DECODE))
     decodes = len(view.ready(Role.DECODE, Role.MIXED)) or prefills
-    start_s, apart_s = (answer.start_s, answer.apart_s) if isinstance(answer, Later) else (0.0, 0.0)
+    start_s, apart_s = (answer.start_s, answer.apart_s) if isinstance(answer, Enqueue) else (0.0, 0.0)
     return start_s + sum(max(entry.need_s / max(1, prefills), apart_s / max(1, decodes)) for entry in ahead)

@@ -25,7 +25,7 @@ from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
 from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.prefix_index import PrefixIndex
-from cluster.policy.routing.router import Sent
+from cluster.policy.routing.router import SentWork
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec, Role
 from diptych.view import Adapter, ClusterView, ModelView, TaskFailures, WorkerState, WorkerView
@@ -58,15 +58,15 @@ class WorkerDiscovery:
         self._name = name
         self._caches = caches
         self._history = history
-        self.failures = Failures(self._forget_picture)
+        self.failures = Failures(self._forget_routing_view)
         self._membership = Membership(0)
         self._members: dict[str, Member] = {}  # of the membership
         self.adapters: dict[str, Adapter] = {}  # of the membership, by name
-        self._seen: dict[str, WorkerView] = {}  # the picture's workers
-        self._sent: dict[str, Sent] = {}
+        self._seen: dict[str, WorkerView] = {}  # the routing view's workers
+        self._sent: dict[str, SentWork] = {}
         self._late: dict[str, WorkerClient] = {}  # by name, those that `catch_up` asks
-        self._stale: set[str] = set()  # workers that changed since the last picture
-        self._picture: ClusterView | None = None  # None: other parts changed
+        self._stale: set[str] = set()  # workers that changed since the last routing view
+        self._routing_view: ClusterView | None = None  # None: other parts changed
         self._lending = Lending(spec)
         self._capacity: ServingCapacity | None = None  # of the membership; None: not computed yet
         self._changed = asyncio.Event()
@@ -102,30 +102,32 @@ class WorkerDiscovery:
 
     # ---- the view --------------------------------------------------------------------------------------------
 
-    def picture(self) -> ClusterView:
+    def routing_view(self) -> ClusterView:
         """The membership with the latest statistics, without ages. Unchanged parts are the same objects."""
         self.catch_up()
-        if self._picture is None or self._stale:  # called for each request
+        if self._routing_view is None or self._stale:  # called for each request
             for name in self._stale & self._seen.keys():
                 client, view = self.clients.get(name), self._members[name].view
                 self._seen[name] = view if client is None else client.seen(view)
             self._stale.clear()
             known, workers = self._membership, tuple(self._seen.values())
             more = known.links, known.unlinked, known.pools, known.gateways, known.served_gateways, self._all_failures()
-            self._picture = ClusterView(known.revision, self._spec.name, self._model, workers, *more, known.adapters)
-        return self._picture
+            self._routing_view = ClusterView(
+                known.revision, self._spec.name, self._model, workers, *more, known.adapters
+            )
+        return self._routing_view
 
-    def _forget_picture(self) -> None:
-        self._picture = None
+    def _forget_routing_view(self) -> None:
+        self._routing_view = None
 
     def _all_failures(self) -> tuple[TaskFailures, ...]:
         own = self.failures.counts()
         return (*self._membership.failures, *(TaskFailures(self._name, task, count) for task, count in own))
 
     def view(self) -> ClusterView:
-        """The picture with ages. A lost worker is shown as dead."""
-        picture, now_s = self.picture(), asyncio.get_running_loop().time()
-        return replace(picture, workers=tuple(self._aged(worker, now_s) for worker in picture.workers))
+        """The routing view with ages. A lost worker is shown as dead."""
+        routing_view, now_s = self.routing_view(), asyncio.get_running_loop().time()
+        return replace(routing_view, workers=tuple(self._aged(worker, now_s) for worker in routing_view.workers))
 
     def _aged(self, worker: WorkerView, now_s: float) -> WorkerView:
         client = self.clients.get(worker.name)
@@ -154,8 +156,8 @@ class WorkerDiscovery:
             for member in self._members.values()
         )
 
-    def sent(self) -> dict[str, Sent]:
-        """The work sent to each worker since the statistics in the latest picture."""
+    def sent(self) -> dict[str, SentWork]:
+        """The work sent to each worker since the statistics in the latest routing view."""
         return self._sent.copy()
 
     def catch_up(self, *, with_tokens: bool = False) -> None:
@@ -218,7 +220,7 @@ class WorkerDiscovery:
                 self.clients[name] = self._connect(member)
         self._seen = {name: self._seen.get(name, member.view) for name, member in members.items()}
         self._stale.update(member.view.name for member in changed)
-        self._picture = None
+        self._routing_view = None
         self._pulse()
 
     def _record_changes(self, before: dict[str, Member], changed: list[Member]) -> None:

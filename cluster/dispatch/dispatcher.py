@@ -76,7 +76,7 @@ class Dispatcher:
         self._migrations = MigrationLoop(
             self._policy.migrations,
             self._policy.requeue,
-            picture=self.discovery.picture,
+            routing_view=self.discovery.routing_view,
             change=self.discovery.change,
             contexts=self._runner.decode_contexts,
             move=self._runner.move_attempt,

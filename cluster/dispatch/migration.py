@@ -1,6 +1,6 @@
 """Migrates a running decode from worker D to worker E. D keeps decoding until the last step:
 
-    reserve(E) ─> hand_over(D) ─ ticket ─> fetch(E) ─> decode(E, what D generated meanwhile) ─ tokens ─>
+    reserve(E) ─> offer_migration(D) ─ ticket ─> fetch(E) ─> decode(E, what D generated meanwhile) ─ tokens ─>
 
 If a migration fails, the request stays where it is.
 """
@@ -79,7 +79,7 @@ class _Migration:
         owner, target = self._owner, self._target
         target.hold(self._on_message, prompt_tokens=0)
         await target.take(target.handle.reserve(target.request, min(timeout_s, MOVE_RESERVE_S)))
-        ticket = await owner.call(owner.handle.hand_over(owner.key, target.request.num_tokens))
+        ticket = await owner.call(owner.handle.offer_migration(owner.key, target.request.num_tokens))
         await target.call(target.handle.fetch(target.key, ticket))
         if ticket is not None:  # None: the target has cached all of it
             self._attempt.on_fetched(target, await self._arrived)

@@ -31,7 +31,7 @@ class MigrationLoop:
         self,
         planner: MigrationPlanner,
         requeue: Requeue,
-        picture: Callable[[], ClusterView],
+        routing_view: Callable[[], ClusterView],
         change: Callable[[], Awaitable[object]],
         contexts: Callable[[], Mapping[str, int]],
         move: Callable[[str, str], Awaitable[bool]],
@@ -39,7 +39,7 @@ class MigrationLoop:
     ) -> None:
         self._planner = planner
         self._requeue = requeue
-        self._picture = picture
+        self._routing_view = routing_view
         self._change = change
         self._contexts = contexts
         self._move = move
@@ -84,14 +84,14 @@ class MigrationLoop:
 
     def round(self) -> None:
         """Start the migrations and requeues that the policies plan now."""
-        picture, now_s = self._picture(), asyncio.get_running_loop().time()
-        self._may_move = self._planner.may_move(picture) or self._requeue.is_on
-        for move in self._planner.plan(picture, self._contexts, now_s):
+        routing_view, now_s = self._routing_view(), asyncio.get_running_loop().time()
+        self._may_move = self._planner.may_move(routing_view) or self._requeue.is_on
+        for move in self._planner.plan(routing_view, self._contexts, now_s):
             task = asyncio.ensure_future(self._migrate(move))
             self._under_way.add(task)
             task.add_done_callback(self._ended)
         left = MAX_REPLACED
-        for keys in self._requeue.candidates(picture, now_s):
+        for keys in self._requeue.candidates(routing_view, now_s):
             for key in keys[:left]:
                 left -= 1
                 if not self._replace(key):

@@ -13,7 +13,7 @@ from cluster.dispatch.discovery import WorkerDiscovery
 from cluster.events import Event, Rejected, Unservable
 from cluster.policy.admission.classes import Classes
 from cluster.policy.policy import Policy
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
 from cluster.spec import ClusterSpec, Role
 from workers.request import Request
 
@@ -101,7 +101,7 @@ class Placer:
         if self._waits_in_queue(query.request):
             return await self._admission_queue.admit(query.request, lambda: self.ask(query), emit)
         answer = self._policy.choose(ask := self.ask(query))
-        assert not isinstance(answer, Later), "only first attempts wait, and in the admission queue"
+        assert not isinstance(answer, Enqueue), "only first attempts wait, and in the admission queue"
         if isinstance(answer, Placement):
             self._policy.began(ask, answer)
             return self._policy.for_client(ask, answer)
@@ -126,10 +126,10 @@ class Placer:
             for role in self.uncovered:
                 self.uncovered[role] += not self._discovery.has_ready(role, Role.MIXED)
 
-    def ask(self, query: PlacementQuery, *, alone: bool = True) -> Ask:
+    def ask(self, query: PlacementQuery, *, alone: bool = True) -> PlacementRequest:
         request, now_s = query.request, asyncio.get_running_loop().time()
-        return Ask(
-            view=self._discovery.picture(),
+        return PlacementRequest(
+            view=self._discovery.routing_view(),
             request=request,
             sent=self._discovery.sent(),
             avoid=query.avoid,

@@ -18,7 +18,7 @@ from cluster.dispatch.migration import migrate
 from cluster.dispatch.placement import Placer
 from cluster.dispatch.request_state import Replacement, RequestState
 from cluster.dispatch.worker_call import AttemptFailed
-from cluster.events import Accepted, AttemptsSpent, Completed, DeadlinePassed, Delta, Event, Rejected, Unservable
+from cluster.events import Accepted, AttemptsExhausted, Completed, DeadlineExceeded, Delta, Event, Rejected, Unservable
 from cluster.observe.history import RequestTrace
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.observe.request_observer import RequestEnd, RequestObserver
@@ -143,7 +143,7 @@ class RequestRunner:
                 return await self._run_attempts(state)
         except TimeoutError:
             if bound.expired():
-                raise DeadlinePassed(state.phase.value) from None
+                raise DeadlineExceeded(state.phase.value) from None
             raise
 
     # ---- attempts ----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class RequestRunner:
             self._continue_elsewhere(state)
 
     async def _recover(self, state: RequestState, failure: AttemptFailed) -> None:
-        """Prepare the next attempt. Raises `Rejected` or `AttemptsSpent` where there is none."""
+        """Prepare the next attempt. Raises `Rejected` or `AttemptsExhausted` where there is none."""
         spent, request = state.num_attempts, state.request
         extra = log_fields(self._name, request.id, attempt=spent, worker=failure.worker)
         logger.warning("request %s, attempt %d failed at %s", request.id, spent, failure, extra=extra)
@@ -176,7 +176,7 @@ class RequestRunner:
         if failure.refused_s is not None and no_other_worker:
             raise Rejected(str(failure), failure.refused_s, "no-room") from None
         if spent >= self._spec.gateway.max_attempts:
-            raise AttemptsSpent(f"{spent} attempts failed, the last at {failure}") from None
+            raise AttemptsExhausted(f"{spent} attempts failed, the last at {failure}") from None
         if no_other_worker:
             state.avoid = frozenset()
         state.retry(fresh=failure.corrupt)

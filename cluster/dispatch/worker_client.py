@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from cluster.dispatch.cache_reader import CacheReader
-from cluster.policy.routing.router import NOTHING_SENT, Sent
+from cluster.policy.routing.router import NOTHING_SENT, SentWork
 from cluster.runtime.interface import WorkerStub
 from cluster.runtime.runtime_errors import WorkerGone
 from diptych.view import WorkerState, WorkerView
@@ -52,7 +52,7 @@ class WorkerClient:
         *,
         subscriber: str,
         silence_s: float,
-        sent: dict[str, Sent],
+        sent: dict[str, SentWork],
         late: "dict[str, WorkerClient]",
         touched: Callable[[], None],
         changed: Callable[[], None],
@@ -102,7 +102,7 @@ class WorkerClient:
         self.catch_up(with_tokens=False)
         self._handlers[key] = on_message
         sent = self._sent.get(self.name, NOTHING_SENT)
-        self._sent[self.name] = Sent(sent.prompt_tokens + prompt_tokens, sent.sequences + 1)
+        self._sent[self.name] = SentWork(sent.prompt_tokens + prompt_tokens, sent.sequences + 1)
         if self.lost is not None:
             on_message(WorkerLost(self.lost))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.events import DeadlinePassed, Rejected, Unservable
+from cluster.events import DeadlineExceeded, Rejected, Unservable
 from cluster.policy.routing.router import Placement
 from cluster.policy.slo_attainment import Ended
 from workers.errors import InvalidRequest
@@ -81,11 +81,11 @@ def _outcome(error: BaseException | None) -> str:
             return "completed"
         case Rejected():
             return "refused"
-        case DeadlinePassed():
+        case DeadlineExceeded():
             return "deadline"
         case Unservable() | InvalidRequest():
             return "invalid"
-        case Exception():  # AttemptsSpent, and unexpected errors
+        case Exception():  # AttemptsExhausted, and unexpected errors
             return "failed"
         case _:
             return "cancelled"

@@ -2,7 +2,7 @@
 
     choose ──> Placement ──> began ──> prefilled ──> ended
        ├─────> Refusal
-       └─────> Later (admission "slo" only): call it again when a request has ended
+       └─────> Enqueue (admission "slo" only): call it again when a request has ended
 
 Pure. The only module that knows routers by name.
 """
@@ -30,9 +30,9 @@ from cluster.policy.routing.baselines.load_based import (
 from cluster.policy.routing.baselines.splitwise import Splitwise
 from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
 from cluster.policy.routing.lending import Lending
-from cluster.policy.routing.picking import Finder
+from cluster.policy.routing.picking import WorkerLookup
 from cluster.policy.routing.prefix_index import EXPECT_S, PrefixIndex
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Router
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal, Router
 from cluster.policy.routing.slo.router import SLORouter
 from cluster.policy.scaling.migrations import MigrationPlanner
 from cluster.policy.scaling.requeue import Requeue
@@ -42,7 +42,7 @@ from workers.request import SLO, FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RouterContext:
     """What a router is built from."""
 
     active: ActiveRequests
@@ -53,7 +53,7 @@ class Parts:
     slo: SLO
 
 
-_ROUTERS: dict[str, Callable[[Parts], Router]] = {
+_ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
     "least-loaded": lambda parts: LeastLoaded(),
     "random": lambda parts: Random(parts.random_source),
     "round-robin": lambda parts: RoundRobin(),
@@ -90,7 +90,7 @@ class Policy:
         self.migrations = migrations
         self.requeue = requeue
         self.lending = lending
-        self._find = Finder()
+        self._find = WorkerLookup()
         self._reservation_wait = ReservationWait(latency, active)
         self._router = router
         self._admission = admission
@@ -108,10 +108,10 @@ class Policy:
 
     @property
     def queues(self) -> bool:
-        """Whether `choose` may answer `Later`."""
+        """Whether `choose` may answer `Enqueue`."""
         return self._admission.queues
 
-    def choose(self, ask: Ask) -> Placement | Refusal | Later | None:
+    def choose(self, ask: PlacementRequest) -> Placement | Refusal | Enqueue | None:
         """A placement for the request; None: no worker is ready for it. Changes nothing.
 
         Only first attempts are refused or queued, and no parallel sample if another one of its prompt is running.
@@ -127,7 +127,7 @@ class Policy:
         judged = predicted if self._admission.queues else placement  # Mooncake's admission has no reservations
         return self._admission.at_arrival(ask, judged, self._worker(ask, placement.decode)) or predicted
 
-    def _predicted(self, ask: Ask, placement: Placement) -> Placement:
+    def _predicted(self, ask: PlacementRequest, placement: Placement) -> Placement:
         """Add predictions, where costs are known or the admission policy needs them."""
         prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
         if not (self._latency.knows(prefill, decode) or self._admission.needs_predictions):
@@ -138,7 +138,7 @@ class Policy:
             predicted_tpot_s=self._latency.tpot_seconds(ask, decode),
         )
 
-    def _reserved(self, ask: Ask, placement: Placement) -> Placement:
+    def _reserved(self, ask: PlacementRequest, placement: Placement) -> Placement:
         """Add the wait for the decode worker's reservation, as far as it exceeds the wait in the prefill queue."""
         if placement.colocated or placement.predicted_ttft_s is None:
             return placement
@@ -149,7 +149,7 @@ class Policy:
         predicted_s = placement.predicted_ttft_s + additional_s
         return structs.replace(placement, predicted_ttft_s=predicted_s, reserve_s=wait_s)
 
-    def began(self, ask: Ask, placement: Placement) -> None:
+    def began(self, ask: PlacementRequest, placement: Placement) -> None:
         """The attempt was sent to the chosen workers."""
         request = ask.request
         prefill, decode = self._worker(ask, placement.prefill), self._worker(ask, placement.decode)
@@ -180,12 +180,12 @@ class Policy:
         self._router.began(ask, placement)
         self.active.began(work)
 
-    def _worker(self, ask: Ask, name: str) -> WorkerView:
+    def _worker(self, ask: PlacementRequest, name: str) -> WorkerView:
         worker = self._find(ask.view, name)
         assert worker is not None, f"{name} was chosen from this view"
         return worker
 
-    def for_client(self, ask: Ask, placement: Placement) -> Placement:
+    def for_client(self, ask: PlacementRequest, placement: Placement) -> Placement:
         """Predictions as the client sees them: counted from the request's arrival; none where costs are guesses."""
         if self._latency.knows(self._worker(ask, placement.prefill), self._worker(ask, placement.decode)):
             return placement.after(ask.waited_s)
@@ -213,11 +213,11 @@ class Policy:
         """The attempt now decodes on another worker. Unknown keys are ignored."""
         self.active.moved(key, worker)
 
-    def better_placement(self, ask: Ask, key: str) -> Placement | None:
+    def better_placement(self, ask: PlacementRequest, key: str) -> Placement | None:
         """A better placement for the attempt `key`, which has not started; None: it stays."""
         return self.requeue.better_placement(ask, key, self.choose)
 
-    def replace(self, ask: Ask, key: str, placement: Placement) -> Placement:
+    def replace(self, ask: PlacementRequest, key: str, placement: Placement) -> Placement:
         """Replace the attempt `key`, which has not started, by one with this placement. Returns `for_client`."""
         self.index.withdraw(key)
         self.active.ended(key, ask.now_s)
@@ -254,7 +254,7 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
     latency = LatencyPredictor(spec, active)
     lengths = lengths or LearnedLengths()
     index = PrefixIndex(expect_s=EXPECT_S + spec.gateway.cache_news_s)
-    parts = Parts(active, latency, SplitMix64(seed), lengths, index, spec.gateway.slo)
+    parts = RouterContext(active, latency, SplitMix64(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,
         "predictive": lambda: Predictive(spec.gateway.slo, latency, active),
@@ -277,6 +277,6 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
     )
 
 
-def _cached_tokens(ask: Ask, placement: Placement) -> int:
+def _cached_tokens(ask: PlacementRequest, placement: Placement) -> int:
     """Prompt tokens that will be cached when it starts: all but one if the worker computes the same prompt already."""
     return ask.request.num_tokens - 1 if ask.beside == placement.prefill else placement.cached_tokens

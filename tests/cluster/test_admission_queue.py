@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.dispatch.dispatcher import Dispatcher
-from cluster.events import Accepted, Completed, DeadlinePassed, Delta, Event, Queued, Rejected
+from cluster.events import Accepted, Completed, DeadlineExceeded, Delta, Event, Queued, Rejected
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import SimCluster, open_cluster
-from cluster.policy.routing.router import Ask, Later, Placement
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest
 from cluster.spec import ClassSpec, ClusterSpec
 from tests.offline.sim.cases import ENGINE, colocated, models, split
 from workers.costs import LinearCost
@@ -181,7 +181,7 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_wait() -> None:
             (dispatcher,) = cluster.dispatchers
             first = Seen(dispatcher, request("long", "batch", 3000))
             await asyncio.sleep(0.1)
-            with pytest.raises(DeadlinePassed, match="queueing"):
+            with pytest.raises(DeadlineExceeded, match="queueing"):
                 await dispatcher.run(request("b", "batch"), lambda _: None, deadline_s=0.5)
             await first.task
 
@@ -294,7 +294,7 @@ def test_the_wait_in_the_queue_has_a_limit() -> None:
     async def scene() -> None:
         async with opened(promising(colocated())) as cluster:
             (dispatcher,) = cluster.dispatchers
-            dispatcher._policy.choose = lambda ask: Later("never", 1.0, 1.0)
+            dispatcher._policy.choose = lambda ask: Enqueue("never", 1.0, 1.0)
             begin_s = asyncio.get_running_loop().time()
             with pytest.raises(Rejected, match="no turn came within 90 s"):
                 await dispatcher.run(request("b", "batch"), lambda _: None)
@@ -366,7 +366,7 @@ def test_a_request_cancelled_at_admission_returns_its_placement() -> None:
             waiting = [each for each in seen if each.first(Queued) is not None]
             begun, began = [], dispatcher._policy.began
 
-            def leave(ask: Ask, placement: Placement) -> None:
+            def leave(ask: PlacementRequest, placement: Placement) -> None:
                 began(ask, placement)
                 begun.append(ask.request.id)
                 if len(begun) == 1:

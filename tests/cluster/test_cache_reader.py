@@ -207,7 +207,7 @@ async def test_the_cache_of_a_restarted_worker_is_read_from_the_start() -> None:
         await index_of(subject, {"prefill-0": 256, "decode-0": 256}, wanted.prompt)
         await subject.workers["prefill-0"].close()
         await index_of(subject, {"decode-0": 256}, wanted.prompt)
-        while len(subject.dispatcher.discovery.picture().ready(Role.PREFILL, Role.DECODE)) < 2:
+        while len(subject.dispatcher.discovery.routing_view().ready(Role.PREFILL, Role.DECODE)) < 2:
             await subject.dispatcher.discovery.change()
         await subject.run(request("again", 300, max_tokens=2))
         await index_of(subject, {"prefill-0": 256, "decode-0": 256}, wanted.prompt)

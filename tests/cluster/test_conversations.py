@@ -11,7 +11,7 @@ from msgspec import structs
 
 from cluster.observe.ledger import now_ns
 from cluster.policy.routing.prefix_index import chain
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ClusterSpec
 from kvtransfer.ticket import TransferTicket
 from tests.cluster.local import Cluster, cluster, completed, mixed_spec, split_spec, tokens_of
@@ -211,7 +211,7 @@ async def test_a_turn_is_computed_if_the_decode_worker_cannot_lend_it(
         first, policy = "", subject.dispatcher._policy
         choose = policy.choose
 
-        def chosen(ask: Ask) -> Placement:
+        def chosen(ask: PlacementRequest) -> Placement:
             nonlocal first
             placement = choose(ask)
             assert isinstance(placement, Placement)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Delta, Rejected, Unservable
+from cluster.events import Accepted, AttemptsExhausted, DeadlineExceeded, Delta, Rejected, Unservable
 from cluster.runtime.interface import WorkerOrder
 from cluster.spec import Role
 from diptych.view import WorkerState
@@ -148,7 +148,7 @@ async def test_a_passed_deadline_names_the_phase_and_frees_both_workers(
         if phase == "queueing":
             blocker = generate(subject.dispatcher, request("blocker", 400, max_tokens=100))
             await anext(blocker)
-        with pytest.raises(DeadlinePassed) as caught:
+        with pytest.raises(DeadlineExceeded) as caught:
             await subject.run(request("a", length, max_tokens=500, first=400), deadline_s=deadline_s)
         assert caught.value.phase == phase
         if blocker is not None:
@@ -251,7 +251,7 @@ async def test_attempts_are_bounded() -> None:
         workers: list[Any] = list(subject.workers.values())
         for worker in workers:
             worker.prefill = worker.generate = worker.reserve = broken
-        with pytest.raises(AttemptsSpent, match=r"6 attempts failed.*broken"):
+        with pytest.raises(AttemptsExhausted, match=r"6 attempts failed.*broken"):
             await subject.run(request("a", 40))
         await subject.settle()
 
@@ -281,7 +281,7 @@ async def test_a_deadline_during_the_transfer_names_the_phase_and_frees_both_wor
             return read
 
         executor.pull = stuck
-        with pytest.raises(DeadlinePassed) as caught:
+        with pytest.raises(DeadlineExceeded) as caught:
             await subject.run(request("a", 40), deadline_s=0.5)
         assert caught.value.phase == "transfer"
         await asyncio.sleep(0.1)
@@ -348,7 +348,7 @@ async def test_a_deadline_in_recovery_names_the_phase_and_leaves_nothing() -> No
             while not subject.workers["mixed-0"].engine.stats().running:
                 await asyncio.sleep(0.01)
         await subject.workers["mixed-0"].close()
-        with pytest.raises(DeadlinePassed) as caught:
+        with pytest.raises(DeadlineExceeded) as caught:
             await stream
         assert caught.value.phase == "recovery" and len(started) > 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.events import Accepted, Event
 from cluster.offline.sim import clock
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, completed, request, split_spec, tokens_of
 from workers.config import EngineConfig
@@ -17,7 +17,7 @@ from workers.executor.modelled import modelled_token
 from workers.request import FinishReason, Request
 
 SMALL = EngineConfig(kv_blocks=22, block_size=16, max_batch_tokens=64, max_running=16)  # holds 320 tokens
-Choose = Callable[[Ask], Placement | None]
+Choose = Callable[[PlacementRequest], Placement | None]
 
 
 @asynccontextmanager

@@ -182,16 +182,16 @@ def test_a_membership_follows_from_the_one_before() -> None:
 async def test_a_picture_changes_only_where_something_changed() -> None:
     async with cluster(split_spec(2, 2)) as subject:
         discovery = subject.dispatcher.discovery
-        before = discovery.picture()
-        assert discovery.picture() is before
+        before = discovery.routing_view()
+        assert discovery.routing_view() is before
         client = discovery.clients["decode-1"]
         client.stats = structs.replace(client.stats, queued_tokens=77)
         client.touched()
-        after = discovery.picture()
+        after = discovery.routing_view()
         assert [one is other for one, other in zip(before.workers, after.workers, strict=True)] == [1, 1, 1, 0]
         assert after.workers[3].stats.queued_tokens == 77
         client.give_up("for the test")
-        assert discovery.picture().workers[3].state is WorkerState.DEAD
+        assert discovery.routing_view().workers[3].state is WorkerState.DEAD
 
 
 def test_a_link_that_is_not_measured_is_estimated_by_those_of_its_pools() -> None:

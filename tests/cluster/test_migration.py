@@ -13,7 +13,7 @@ from msgspec import structs
 
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.offline.sim import clock
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ClusterSpec, PoolSpec, Role
 from tests.cluster.local import Cluster, cluster, completed, generate, request, split_spec, tokens_of
 from workers.costs import LinearCost
@@ -35,7 +35,7 @@ def cuts(subject: Cluster, cut_tokens: int) -> None:
     policy = subject.dispatcher._policy
     honest = policy.choose
 
-    def choose(ask: Ask) -> Any:
+    def choose(ask: PlacementRequest) -> Any:
         placement = honest(ask)
         return structs.replace(placement, cut_tokens=cut_tokens) if isinstance(placement, Placement) else placement
 
@@ -358,7 +358,7 @@ async def hanging(*_: object) -> None:
 def spoil(subject: Cluster, failure: str, owner: str, taker: str) -> None:
     """Let the next move from one worker to the other fail in this way."""
     verb, how = failure.split()
-    worker = subject.workers[owner if verb == "hand_over" else taker]
+    worker = subject.workers[owner if verb == "offer_migration" else taker]
     verbs = {"refused": refusing, "unknown": unknown, "hangs": hanging}
     if how == "dies":
         setattr(worker, verb, lambda *_: worker.close())
@@ -370,7 +370,7 @@ def spoil(subject: Cluster, failure: str, owner: str, taker: str) -> None:
     "failure",
     [
         *("reserve refused", "reserve hangs", "reserve dies"),
-        *("hand_over unknown", "hand_over hangs"),
+        *("offer_migration unknown", "offer_migration hangs"),
         *("fetch unknown", "fetch hangs", "fetch dies"),
         *("decode unknown", "decode refused", "decode dies"),
     ],

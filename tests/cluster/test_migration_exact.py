@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.events import Delta, Event
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.runtime.interface import WorkerOrder
 from cluster.spec import ClusterSpec, GatewaySpec, HealthSpec, PoolSpec, Role
 from kvtransfer.open import SharedMemory
@@ -52,7 +52,7 @@ class Gangs:
         subject.dispatcher._policy.choose = self._choose
         self._count = 0
 
-    def _choose(self, ask: Ask) -> Placement:
+    def _choose(self, ask: PlacementRequest) -> Placement:
         return self._placement
 
     def ask(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cluster.control.scaling_loop import MAX_ENTRIES, Changer, ScalingLoop
+from cluster.control.scaling_loop import MAX_ENTRIES, ClusterOperator, ScalingLoop
 from cluster.control.supervised import Failures
 from cluster.offline.sim.clock import run
 from cluster.policy.scaling.load_report import LoadReport
@@ -47,8 +47,10 @@ class Scripted:
 
 
 @asynccontextmanager
-async def running(decider: Scripted, changer: Changer, *, acts: bool = True) -> "AsyncIterator[ScalingLoop]":
-    scaling_loop = ScalingLoop(decider, changer, PERIOD_S, 10.0, acts=acts)
+async def running(
+    scaling_policy: Scripted, operator: ClusterOperator, *, acts: bool = True
+) -> "AsyncIterator[ScalingLoop]":
+    scaling_loop = ScalingLoop(scaling_policy, operator, PERIOD_S, 10.0, acts=acts)
     scaling_loop.begin(Failures())
     try:
         yield scaling_loop
@@ -121,8 +123,8 @@ def shrink(worker: str) -> Decision:
 
 async def test_decisions_are_applied_one_after_another(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster")
-    decider = Scripted(FLIP, GROW, shrink("decode-0"))
-    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as scaling_loop:
+    scaling_policy = Scripted(FLIP, GROW, shrink("decode-0"))
+    async with cluster(split_spec(1, 2)) as subject, running(scaling_policy, subject.controller) as scaling_loop:
         assert await until(scaling_loop, over(3)) == ["done"] * 3
         view = subject.controller.view()
         assert {each.name: (each.role, each.state) for each in view.workers} == {
@@ -130,7 +132,7 @@ async def test_decisions_are_applied_one_after_another(caplog: pytest.LogCapture
             "decode-1": (Role.PREFILL, WorkerState.READY),
             "decode-2": (Role.DECODE, WorkerState.READY),
         }
-        asked_at_grow, asked_at_shrink = decider.views[1], decider.views[2]
+        asked_at_grow, asked_at_shrink = scaling_policy.views[1], scaling_policy.views[2]
         assert next(each.role for each in asked_at_grow.workers if each.name == "decode-1") is Role.PREFILL
         newcomer = next(each for each in asked_at_shrink.workers if each.name == "decode-2")
         assert newcomer.state is WorkerState.READY, "nothing else is decided while a worker starts"
@@ -142,11 +144,11 @@ async def test_decisions_are_applied_one_after_another(caplog: pytest.LogCapture
 
 
 async def test_advice_changes_nothing_and_is_logged_once() -> None:
-    decider = Scripted(FLIP, FLIP, None, FLIP, GROW)
+    scaling_policy = Scripted(FLIP, FLIP, None, FLIP, GROW)
     async with cluster(split_spec(1, 2)) as subject:
         revision = subject.controller.view().revision
-        async with running(decider, subject.controller, acts=False) as scaling_loop:
-            await until(scaling_loop, lambda taken: len(decider.views) >= 6)
+        async with running(scaling_policy, subject.controller, acts=False) as scaling_loop:
+            await until(scaling_loop, lambda taken: len(scaling_policy.views) >= 6)
             assert [(each.decision, each.outcome) for each in scaling_loop.decisions()] == [
                 (FLIP, "advised"),
                 (GROW, "advised"),
@@ -161,8 +163,8 @@ async def test_a_failed_decision_is_recorded_and_the_next_one_is_made() -> None:
     def broken(view: ClusterView) -> None:
         raise ZeroDivisionError("no load at all")
 
-    decider = Scripted(unknown, broken, floored, FLIP)
-    async with cluster(split_spec(1, 2)) as subject, running(decider, subject.controller) as scaling_loop:
+    scaling_policy = Scripted(unknown, broken, floored, FLIP)
+    async with cluster(split_spec(1, 2)) as subject, running(scaling_policy, subject.controller) as scaling_loop:
         outcomes = await until(scaling_loop, over(3))
         assert outcomes[0].startswith("failed: no worker 'decode-9'")
         assert "elastic.floors.prefill" in outcomes[1]
@@ -196,24 +198,26 @@ async def test_a_worker_that_finds_no_room_ends_the_wait(monkeypatch: pytest.Mon
             raise RuntimeUnavailable(f"no room for {order.config.name}")
 
         monkeypatch.setattr(subject.runtime, "start_worker", no_room)
-        decider = Scripted(GROW)
-        async with running(decider, subject.controller) as scaling_loop:
+        scaling_policy = Scripted(GROW)
+        async with running(scaling_policy, subject.controller) as scaling_loop:
             (outcome,) = await until(scaling_loop, over(1))
             assert outcome == "failed: no room for decode-1; the pool does not grow by itself for 30 s"
             await subject.until(lambda view: [each.name for each in view.workers] == ["prefill-0", "decode-0"])
-            seen = len(decider.views)
+            seen = len(scaling_policy.views)
             async with asyncio.timeout(20):
-                while len(decider.views) == seen:
+                while len(scaling_policy.views) == seen:
                     await asyncio.sleep(PERIOD_S)
-            assert room(decider.views[0]) == 3 and room(decider.views[-1]) == 0, "it is left alone for a while"
+            assert room(scaling_policy.views[0]) == 3 and room(scaling_policy.views[-1]) == 0, (
+                "it is left alone for a while"
+            )
 
 
 def test_a_pool_that_fails_to_grow_pauses_twice_as_long_each_time() -> None:
     """In virtual time: a pause, and a second until it is seen that nobody comes."""
-    changer = Refusing()
+    operator = Refusing()
 
     async def asked() -> list[float]:
-        scaling_loop = ScalingLoop(Growing(), changer, 1.0, 100.0, acts=True)
+        scaling_loop = ScalingLoop(Growing(), operator, 1.0, 100.0, acts=True)
         scaling_loop.begin(Failures())
         await asyncio.sleep(2500.0)
         scaling_loop.close()
@@ -222,7 +226,7 @@ def test_a_pool_that_fails_to_grow_pauses_twice_as_long_each_time() -> None:
     times = run(asked())
     pauses = [round(later - sooner) for sooner, later in pairwise(times)]
     assert pauses[:5] == [31, 61, 121, 241, 481] and set(pauses[5:]) == {601}
-    assert changer.taken_back == len(times)
+    assert operator.taken_back == len(times)
 
 
 async def test_roles_change_while_a_new_worker_waits_for_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,26 +238,26 @@ async def test_roles_change_while_a_new_worker_waits_for_a_node(monkeypatch: pyt
             return await start(order)
 
         monkeypatch.setattr(subject.runtime, "start_worker", start_when_up)
-        decider = Scripted(GROW, FLIP)
-        async with running(decider, subject.controller) as scaling_loop:
+        scaling_policy = Scripted(GROW, FLIP)
+        async with running(scaling_policy, subject.controller) as scaling_loop:
             assert (await until(scaling_loop, lambda taken: len(taken) == 2 and taken[1].outcome == "done"))[
                 0
             ] == "under way"
             view = subject.controller.view()
             assert {each.name: each.waits_for for each in view.workers if each.waits_for} == {"decode-2": "{CPU: 1}"}
-            assert room(decider.views[1]) == 0, "one node at a time"
+            assert room(scaling_policy.views[1]) == 0, "one node at a time"
             node_is_up.set()
             await until(scaling_loop, over(2))
             assert [each.outcome for each in scaling_loop.decisions()] == ["done", "done"]
 
 
 async def test_reports_reach_the_decider_and_old_decisions_are_dropped() -> None:
-    decider = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(MAX_ENTRIES + 3)))
-    async with cluster(split_spec(1, 1)) as subject, running(decider, subject.controller) as scaling_loop:
+    scaling_policy = Scripted(*(Decision("flip", "a", f"w-{index}", Role.MIXED) for index in range(MAX_ENTRIES + 3)))
+    async with cluster(split_spec(1, 1)) as subject, running(scaling_policy, subject.controller) as scaling_loop:
         scaling_loop.on_report(REPORT)
-        assert decider.heard == [REPORT]
+        assert scaling_policy.heard == [REPORT]
         async with asyncio.timeout(20):
-            while decider.script:
+            while scaling_policy.script:
                 await asyncio.sleep(PERIOD_S)
         assert len(scaling_loop.decisions()) <= MAX_ENTRIES
         assert scaling_loop.decisions()[-1].decision.worker.startswith("w-")

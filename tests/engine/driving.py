@@ -151,7 +151,7 @@ class Pipeline:
         return plan
 
     def fill(self, now_s: float = 0.0) -> list[StepPlan]:
-        """All plans that can begin now, as the pump begins them."""
+        """All plans that can begin now, as the engine loop begins them."""
         return list(iter(lambda: self.begin(now_s), None))
 
     def compute(self) -> None:

@@ -10,7 +10,7 @@ from tests.engine.driving import Device, engine, next_token, request, result, ru
 from workers.costs import LinearCost
 from workers.engine.blocks import prefix_hashes
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.pump import MOST_FAILURES, Pump
+from workers.engine.engine_loop import MOST_FAILURES, EngineLoop
 from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Sequence
 from workers.engine.step import StepPlan, StepResult
@@ -48,12 +48,12 @@ class Computes:
 async def pumped(subject: Engine, executor: Computes) -> list[EngineOutput]:
     """Run until nothing is left to do."""
     emitted: list[EngineOutput] = []
-    pump = Pump(subject, executor, emitted.extend, lambda: 0.0)  # type: ignore[arg-type]
-    pumping = asyncio.ensure_future(pump.run())
+    engine_loop = EngineLoop(subject, executor, emitted.extend, lambda: 0.0)  # type: ignore[arg-type]
+    pumping = asyncio.ensure_future(engine_loop.run())
     async with asyncio.timeout(20.0):
         while subject.has_work and not pumping.done():
             await asyncio.sleep(0)
-        pump.stop()
+        engine_loop.stop()
         await pumping
     subject.check()
     return emitted

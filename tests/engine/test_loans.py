@@ -253,7 +253,7 @@ def test_a_migration_does_not_take_a_sequence_with_blocks_elsewhere() -> None:
     town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
     while not any(each.remote for each in town.borrower._sequences.values()):
         town.step()
-    assert town.borrower.hand_over("long/0", 1000, 0.0) is None
+    assert town.borrower.offer_migration("long/0", 1000, 0.0) is None
 
 
 def borrowing(town: Town, least: int = 1) -> Sequence:

@@ -334,8 +334,8 @@ class EngineMachine(RuleBasedStateMachine):
             pass
 
     @precondition(lambda self: self.alive)
-    @rule(data=st.data(), settle=st.booleans(), goes_on=st.booleans())
-    def fetch(self, data: st.DataObject, settle: bool, goes_on: bool) -> None:
+    @rule(data=st.data(), settle=st.booleans(), starts_decoding=st.booleans())
+    def fetch(self, data: st.DataObject, settle: bool, starts_decoding: bool) -> None:
         """Part of the prompt's KV arrives, with tokens sampled elsewhere; or with none, and it samples by itself."""
         key = data.draw(st.sampled_from(sorted(self.alive)))
         try:
@@ -348,8 +348,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.pool.begin_transfer(blocks)
             self.reading.append(blocks)
             self.device.fill(tuple(sequence.blocks), sequence.request.prompt[: max(arrived, sequence.cached_tokens)])
-            self.engine.fetched(key, self.now_s, num_tokens=arrived, goes_on=goes_on)
-            if not goes_on:
+            self.engine.fetched(key, self.now_s, num_tokens=arrived, starts_decoding=starts_decoding)
+            if not starts_decoding:
                 drawn = data.draw(st.integers(0, most - 1))
                 self.engine.decode(key, [next_token(key, length + n) for n in range(drawn)], self.now_s)
             if settle:
@@ -389,10 +389,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), most=st.integers(1, 30))
-    def hand_over(self, data: st.DataObject, most: int) -> None:
+    def offer_migration(self, data: st.DataObject, most: int) -> None:
         key = data.draw(st.sampled_from(sorted(self.alive)))
         with contextlib.suppress(UnknownSequence):
-            lease = self.engine.hand_over(key, most, self.now_s)
+            lease = self.engine.offer_migration(key, most, self.now_s)
             if lease is not None:
                 self.emitted.append(lease)
 

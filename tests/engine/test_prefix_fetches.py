@@ -24,7 +24,7 @@ from workers.costs import LinearCost
 from workers.engine.blocks import BlockPool, OutOfBlocks, prefix_hashes
 from workers.engine.engine import Engine
 from workers.engine.estimate import StepEstimate
-from workers.engine.host_tier import BlockMoves
+from workers.engine.host_tier import StepCopies
 from workers.engine.leases import LeaseBook
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.sequence import Lease
@@ -58,7 +58,7 @@ class Side:
         self.pool.free(blocks)
 
     def offered(self, step: int, most: int) -> list[tuple[int, int]]:
-        return self.leases.offered(step, most, BlockMoves())
+        return self.leases.offered(step, most, StepCopies())
 
     def cached(self, tokens: range) -> int:
         found = self.pool.match(prefix_hashes(tokens, BLOCK))

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.offline.sim import clock
 from tests.engine.driving import engine, request, result
-from workers.engine.pump import BEAT_S, FIRST_STEPS, STALLED_S, STEP_TIMEOUT_S, Pump
+from workers.engine.engine_loop import BEAT_S, FIRST_STEPS, STALLED_S, STEP_TIMEOUT_S, EngineLoop
 from workers.engine.step import StepPlan, StepResult
 
 
@@ -31,18 +31,18 @@ class Computes:
 
 
 def pumped(executor: Computes) -> float:
-    """Seconds that an answer took. Raises the error that ends the pump."""
+    """Seconds that an answer took. Raises the error that ends the engine loop."""
 
     async def scene() -> float:
         subject, loop = engine(), asyncio.get_running_loop()
         subject.add(request("a", (1, 2), max_tokens=20), 0.0, hold=False)
         begun_s = loop.time()
-        pump = Pump(subject, executor, lambda emitted: None, loop.time)  # type: ignore[arg-type]
-        pumping = asyncio.ensure_future(pump.run())
+        engine_loop = EngineLoop(subject, executor, lambda emitted: None, loop.time)  # type: ignore[arg-type]
+        pumping = asyncio.ensure_future(engine_loop.run())
         while subject.has_work and not pumping.done():
             await asyncio.sleep(0.01)
         took_s = loop.time() - begun_s
-        pump.stop()
+        engine_loop.stop()
         try:
             await pumping
         except RuntimeError as error:

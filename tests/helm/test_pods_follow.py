@@ -246,21 +246,21 @@ async def test_what_the_api_server_does_wrong_is_one_line_and_over_when_it_is_ov
 
 async def test_tries_come_later_each_time(kubernetes: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    goes_on = asyncio.sleep
+    starts_decoding = asyncio.sleep
 
     async def sleep(delay_s: float) -> None:
         slept.append(delay_s)
         kubernetes.handler.fault = ("GET", 503) if len(slept) < 16 else None
         if len(slept) > 17:
-            await goes_on(WAIT_S)
-        await goes_on(0)
+            await starts_decoding(WAIT_S)
+        await starts_decoding(0)
 
     kubernetes.handler.fault = "GET", 503
     subject = autoscaler(kubernetes)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     running = asyncio.ensure_future(subject.run())
     while len(slept) < 18:
-        await goes_on(0.01)
+        await starts_decoding(0.01)
     running.cancel()
     assert slept[:4] == [0.02, 0.04, 0.08, 0.16] and max(slept) == pytest.approx(0.01 * 2**10)
     assert slept[16:] == [0.01, 0.01], "all is well again"

@@ -14,9 +14,9 @@ from kvtransfer.transport import PullOrder
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import CostModel, LinearCost
 from workers.engine.engine import Engine, EngineOutput
+from workers.engine.engine_loop import EngineLoop
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import RemoteAttend, SpanQuery
-from workers.engine.pump import Pump
 from workers.engine.step import ELSEWHERE, Chunk, Draw, RemoteKV, StepPlan, StepResult
 from workers.executor.modelled import ModelledExecutor, modelled_facts, modelled_token, open_modelled
 from workers.executor.modelled_lending import SMOLLM2_CALLS
@@ -229,7 +229,7 @@ def serve(stages: int, count: int, cost: CostModel) -> tuple[float, float]:
         for index in range(count):
             sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=32)
             engine.add(Request(f"r{index}", tuple(range(index, index + 40)), sampling, reply_to="t"), 0.0, hold=False)
-        pump = Pump(engine, executor, deliver, loop.time)
+        pump = EngineLoop(engine, executor, deliver, loop.time)
         pumping = asyncio.ensure_future(pump.run())
         await ended.wait()
         pump.stop()

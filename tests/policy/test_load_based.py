@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from cluster.policy.routing.baselines.load_based import SplitMix64
-from cluster.policy.routing.router import Placement, Sent
+from cluster.policy.routing.router import Placement, SentWork
 from diptych.view import ClusterView
 from tests.policy.views import BLOCKS, Story, only_linked, request, view, worker
 
@@ -17,7 +17,7 @@ def test_the_prefill_worker_with_the_fewest_queued_tokens_is_taken() -> None:
 
 
 def test_what_was_sent_since_the_last_statistics_counts() -> None:
-    sent = {"p1": Sent(prompt_tokens=100), "d0": Sent(sequences=1)}
+    sent = {"p1": SentWork(prompt_tokens=100), "d0": SentWork(sequences=1)}
     assert Story("least-loaded").names(SPLIT, sent=sent) == ("p0", "d1")
 
 
@@ -99,7 +99,7 @@ def test_power_of_two_bounds_the_fullest_far_better_than_random() -> None:
     def fullest(routing: str) -> int:
         story, loads = Story(routing), Counter[str]()
         for n in range(200):
-            sent = {name: Sent(prompt_tokens=count, sequences=count) for name, count in loads.items()}
+            sent = {name: SentWork(prompt_tokens=count, sequences=count) for name, count in loads.items()}
             placement = story.send(EMPTY, request(f"r{n}"), sent=sent)
             loads[placement.prefill] += 1
         return max(loads.values())

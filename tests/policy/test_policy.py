@@ -9,7 +9,7 @@ from msgspec import structs
 
 from cluster.policy import policy as policy_module
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Sent
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal, SentWork
 from cluster.spec import ADMISSION, ROUTING, SpecError
 from cluster.spec_file import parse_spec
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -81,7 +81,7 @@ def test_a_placement_can_always_be_carried_out(routing: str, cases: list[tuple],
     under_way: list[Request] = []
     for number, (picture, like, avoid, alone, beside, seconds, ends) in enumerate(cases):
         wanted = replace(like, id=f"r{number}")
-        ask = Ask(picture, wanted, {"p0": Sent(50, 1)}, avoid, alone, beside, story.now_s)
+        ask = PlacementRequest(picture, wanted, {"p0": SentWork(50, 1)}, avoid, alone, beside, story.now_s)
         placement = story.policy.choose(ask)
         possible(picture, ask, placement)
         if isinstance(placement, Placement):
@@ -98,12 +98,12 @@ def test_a_placement_can_always_be_carried_out(routing: str, cases: list[tuple],
     assert len(story.policy.active) == 0
 
 
-def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | Later | None) -> None:
+def possible(picture: ClusterView, ask: PlacementRequest, placement: Placement | Refusal | Enqueue | None) -> None:
     ready = {w.name: w for w in picture.workers if w.state is WorkerState.READY and w.name not in ask.avoid}
     fit = {name for name, each in ready.items() if ask.request.num_tokens < each.capacity_tokens}
     if isinstance(placement, Refusal):
         assert placement.reason and placement.retry_after_s > 0
-    elif isinstance(placement, Later):
+    elif isinstance(placement, Enqueue):
         assert placement.reason and placement.start_s > 0 and placement.need_s >= 0
     elif placement is None:
         assert not (fit if ask.alone else [name for name in fit if name[0] == "m"]), "any worker serves alone"
@@ -122,10 +122,10 @@ def possible(picture: ClusterView, ask: Ask, placement: Placement | Refusal | La
 @settings(max_examples=8, deadline=None)
 @given(steps)
 def test_the_same_seed_and_events_give_the_same_placements(routing: str, cases: list[tuple]) -> None:
-    def told_once() -> list[Placement | Refusal | Later | None]:
+    def told_once() -> list[Placement | Refusal | Enqueue | None]:
         story, answers = Story(routing, seed=5), []
         for number, (picture, like, avoid, alone, beside, seconds, _) in enumerate(cases):
-            ask = Ask(picture, replace(like, id=f"r{number}"), {}, avoid, alone, beside, story.now_s)
+            ask = PlacementRequest(picture, replace(like, id=f"r{number}"), {}, avoid, alone, beside, story.now_s)
             answers.append(story.policy.choose(ask))
             if isinstance(answers[-1], Placement):
                 story.policy.began(ask, answers[-1])
@@ -153,5 +153,5 @@ def test_costs_of_a_pool_come_from_its_specification() -> None:
     given = spec("least-loaded")
     known = replace(given, pools=tuple(replace(pool, cost=SIMPLE) for pool in given.pools))
     for cluster, known_s in ((known, 0.1), (given, None)):
-        placement = open_policy(cluster, 1).choose(Ask(view(worker("m0")), request(length=100)))
+        placement = open_policy(cluster, 1).choose(PlacementRequest(view(worker("m0")), request(length=100)))
         assert isinstance(placement, Placement) and placement.predicted_ttft_s == known_s

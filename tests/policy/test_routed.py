@@ -93,12 +93,12 @@ async def occupied(owner: str) -> AsyncIterator[Cluster]:
         async with asyncio.timeout(10.0):
             while set(cached(subject, first)) != {owner}:
                 await asyncio.sleep(0.01)
-        accepted, goes_on = asyncio.Event(), asyncio.Event()
+        accepted, starts_decoding = asyncio.Event(), asyncio.Event()
         executor = subject.workers["prefill-0"]._executor
         execute = executor.execute
 
         async def held_up(plan: StepPlan) -> StepResult:
-            await goes_on.wait()
+            await starts_decoding.wait()
             return await execute(plan)
 
         executor.execute = held_up
@@ -108,7 +108,7 @@ async def occupied(owner: str) -> AsyncIterator[Cluster]:
         try:
             yield subject
         finally:
-            goes_on.set()
+            starts_decoding.set()
         await busy
         await subject.settle()
         assert books_are_empty(subject.dispatcher)

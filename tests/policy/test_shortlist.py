@@ -18,7 +18,7 @@ from cluster.policy.estimate.lengths import LearnedLengths, expected_tokens
 from cluster.policy.policy import Policy
 from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.prefix_index import Match, PrefixIndex, chain
-from cluster.policy.routing.router import Ask, Placement, Sent
+from cluster.policy.routing.router import Placement, PlacementRequest, SentWork
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.router import MAX_EXHAUSTIVE, SLORouter
 from cluster.policy.routing.slo.shortlist import Shortlist
@@ -60,7 +60,7 @@ def test_few_workers_are_all_evaluated(
     with_it, without = opened(MAX_EXHAUSTIVE), opened(EVERYBODY)
     for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(cases):
         asked = replace(wanted, id=f"r{number}")
-        ask = Ask(picture, asked, {"d0": Sent(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
+        ask = PlacementRequest(picture, asked, {"d0": SentWork(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
         placed = with_it.choose(ask)
         assert placed == without.choose(ask)
         follow((with_it, without), ask, placed, fate)
@@ -75,7 +75,7 @@ def test_a_shortlist_finds_every_worker_that_can_serve(
     short, whole = opened(0), opened(EVERYBODY)
     for number, (picture, wanted, avoid, alone, beside, wait_s, fate) in enumerate(cases):
         asked = replace(wanted, id=f"r{number}")
-        ask = Ask(picture, asked, {"d0": Sent(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
+        ask = PlacementRequest(picture, asked, {"d0": SentWork(50, 2)}, avoid, alone, beside, now_s=number * wait_s)
         placed, exact = short.choose(ask), whole.choose(ask)
         assert (placed is None) == (exact is None)
         if isinstance(placed, Placement):
@@ -92,7 +92,7 @@ def test_a_shortlist_finds_every_worker_that_can_serve(
         follow((short, whole), ask, placed, fate)
 
 
-def follow(policies: tuple[Policy, ...], ask: Ask, placed: object, fate: int) -> None:
+def follow(policies: tuple[Policy, ...], ask: PlacementRequest, placed: object, fate: int) -> None:
     """The request is served as far as its fate has it: sent, prefilled, ended."""
     if not isinstance(placed, Placement):
         return
@@ -145,7 +145,7 @@ def test_a_shortlist_and_an_exhaustive_search_find_the_same_prefix_owner(
         changes = {tier: NameChanges(tuple(there)) for tier, there in tiers.items()}
         index.take(name, "1", KVEvents(0, 1, 1, 128, whole=True, **changes), "st"[len(device) % 2])
         cached[name] = min(499, 128 * len(device) + min(128 * len(on_host), (BLOCKS - used) * BLOCK // 2))
-    ask = Ask(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
+    ask = PlacementRequest(ClusterView(1, "c", None, workers, unlinked=pairs), wanted, now_s=1000.0)
     table = Shortlist(latency, active, index, TARGET.tpot_s, 0)
     short = table.candidates(ask, lambda: index.depths(chain(wanted.prompt), 1000.0), 9)
     assert short is not None
@@ -207,7 +207,7 @@ class Town:
         self.picture = replace(self.picture, workers=tuple(workers))
         first, length = 10_000 * draw.randrange(12), draw.choice((100, 700, 1500, 4000))
         wanted = request(f"r{number}", length, max_tokens=draw.choice((1, 50, 400)), first=first)
-        ask = Ask(self.picture, wanted, now_s=self.now_s)
+        ask = PlacementRequest(self.picture, wanted, now_s=self.now_s)
         short, whole = self.short.choose(ask), self.whole.choose(ask)
         assert isinstance(short, Placement) and isinstance(whole, Placement)
         follow((self.short, self.whole), ask, whole, 0)
@@ -267,8 +267,8 @@ def test_a_shortlist_that_follows_changes_decides_as_one_that_is_made_anew(
             workers[row] = town.changed(workers[row])
         town.picture = replace(town.picture, workers=tuple(workers))
         wanted = request(f"r{number}", town.draw.choice((100, 1500)), max_tokens=town.draw.choice((1, 50, 400)))
-        sent = {town.draw.choice(workers).name: Sent(50, 2) for _ in range(count % 4)}
-        ask = Ask(town.picture, wanted, sent, now_s=town.now_s)
+        sent = {town.draw.choice(workers).name: SentWork(50, 2) for _ in range(count % 4)}
+        ask = PlacementRequest(town.picture, wanted, sent, now_s=town.now_s)
         latency, active, index = anew._latency, anew.active, anew.index
         anew._router._shortlist = Shortlist(latency, active, index, TARGET.tpot_s, 0)  # type: ignore[attr-defined]
         placed = followed.choose(ask)
@@ -306,11 +306,11 @@ def test_rows_are_the_same_whether_few_or_many_are_written(
     )
     empty = tuple(structs.replace(each, stats=structs.replace(each.stats, running=99)) for each in workers)
     at_once, one_by_one = short
-    at_once.candidates(Ask(ClusterView(1, "c", None, workers), request(), now_s=1000.0), tuple, 9)
-    one_by_one.candidates(Ask(ClusterView(1, "c", None, empty), request(), now_s=1000.0), tuple, 9)
+    at_once.candidates(PlacementRequest(ClusterView(1, "c", None, workers), request(), now_s=1000.0), tuple, 9)
+    one_by_one.candidates(PlacementRequest(ClusterView(1, "c", None, empty), request(), now_s=1000.0), tuple, 9)
     for row in range(30):
         seen = (*workers[: row + 1], *empty[row + 1 :])
-        one_by_one.candidates(Ask(ClusterView(1, "c", None, seen), request(), now_s=1000.0), tuple, 9)
+        one_by_one.candidates(PlacementRequest(ClusterView(1, "c", None, seen), request(), now_s=1000.0), tuple, 9)
     assert one_by_one.columns.tobytes() == at_once.columns.tobytes()
 
 
@@ -321,7 +321,7 @@ def test_a_worker_that_changes_its_pool_is_derived_again() -> None:
     made = replace(made, pools=tuple(replace(each, cost=cost) for each, cost in zip(made.pools, costs, strict=True)))
     workers = tuple(worker(f"d{row}", running=3, queued_tokens=500, used=40) for row in range(20))
     moved = tuple(structs.replace(each, pool="mixed") if row % 9 == 1 else each for row, each in enumerate(workers))
-    asks = [Ask(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
+    asks = [PlacementRequest(ClusterView(1, "c", None, each), request(), now_s=1000.0) for each in (workers, moved)]
     active = ActiveRequests()
     followed, fresh = (
         Shortlist(LatencyPredictor(made, active), active, PrefixIndex(), TARGET.tpot_s, 0) for _ in range(2)

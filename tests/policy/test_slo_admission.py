@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.policy.policy import Policy, open_policy
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
 from cluster.spec import ClassSpec
 from diptych.view import ClusterView
 from tests.policy.views import SIMPLE, changed, spec, view, worker
@@ -39,18 +39,18 @@ class Gate:
         waited_s: float = 0.0,
         name: str = "r",
         **options: int,
-    ) -> Placement | Refusal | Later | None:
+    ) -> Placement | Refusal | Enqueue | None:
         return self.policy.choose(self.ask(picture, of, length, waited_s=waited_s, name=name, **options))
 
     def ask(
         self, picture: ClusterView, of: str, length: int, *, waited_s: float = 0.0, name: str = "r", **options: int
-    ) -> Ask:
+    ) -> PlacementRequest:
         known = CLASSES[of]
         sampling = SamplingParams(seed=1, max_tokens=options.pop("max_tokens", 9))
         is_queued = bool(options.pop("is_queued", False))
         slo = SLO(known.ttft_s, known.tpot_s, of, known.priority, True)
         asked = Request(name, tuple(range(length)), sampling, slo, **options)  # type: ignore[arg-type]
-        return Ask(picture, asked, now_s=self.now_s, waited_s=waited_s, is_queued=is_queued)
+        return PlacementRequest(picture, asked, now_s=self.now_s, waited_s=waited_s, is_queued=is_queued)
 
     def send(self, picture: ClusterView, of: str, length: int, name: str) -> None:
         ask = self.ask(picture, of, length, name=name)
@@ -83,26 +83,26 @@ def test_a_first_token_that_comes_too_late_is_refused_with_the_time_to_wait() ->
 def test_a_request_waits_for_a_full_step_if_its_first_token_comes_in_time() -> None:
     gate, full = Gate(), changed(CALM, worker("d0", running=5))
     answer = gate.choose(full, "interactive")
-    assert isinstance(answer, Later)
+    assert isinstance(answer, Enqueue)
     assert answer.reason == "each token on d0 would take 0.06 s, the SLO is 0.05 s"
     assert answer.need_s == pytest.approx(0.1)
     assert answer.start_s == pytest.approx(9 * 0.05 / 5), "one of five answers of nine tokens ends"
-    assert isinstance(gate.choose(full, "interactive", 500, max_tokens=40), Later)
+    assert isinstance(gate.choose(full, "interactive", 500, max_tokens=40), Enqueue)
     assert isinstance(gate.choose(full, "interactive", 700, max_tokens=40), Refusal), "it cannot wait for so long"
-    assert isinstance(gate.choose(full, "interactive", 700, max_tokens=40, is_queued=True), Later), "a queued one may"
+    assert isinstance(gate.choose(full, "interactive", 700, max_tokens=40, is_queued=True), Enqueue), "a queued one may"
     assert isinstance(gate.choose(full, "interactive", 100, max_tokens=1), Placement), "one token needs no decode"
 
 
 def test_a_request_waits_for_a_worker_without_free_slots() -> None:
     answer = Gate(max_running=3).choose(changed(CALM, worker("d0", running=2, reserved=1)), "interactive")
-    assert isinstance(answer, Later) and answer.reason == "all 3 decode slots of d0 are taken"
+    assert isinstance(answer, Enqueue) and answer.reason == "all 3 decode slots of d0 are taken"
 
 
 def test_no_request_is_admitted_that_would_make_another_miss_its_slo() -> None:
     gate = Gate()
     for number in range(5):
         gate.send(CALM, "interactive", 10, f"r{number}")
-    assert isinstance(gate.choose(CALM, "interactive", 10), Later), "records show them, statistics not yet"
+    assert isinstance(gate.choose(CALM, "interactive", 10), Enqueue), "records show them, statistics not yet"
     gate.policy.ended("r0/0", gate.now_s)
     assert isinstance(gate.choose(CALM, "interactive", 10), Placement)
 
@@ -111,7 +111,7 @@ def test_decodes_without_an_slo_leave_slots_for_those_with_one() -> None:
     gate = Gate()
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=2)), "batch", 10), Placement)
     answer = gate.choose(changed(CALM, worker("d0", running=3)), "batch", 10)
-    assert isinstance(answer, Later)
+    assert isinstance(answer, Enqueue)
     assert answer.reason == "each token on d0 would take 0.04 s, the limit for requests without an SLO is 0.0375 s"
     assert isinstance(gate.choose(changed(CALM, worker("d0", running=4)), "interactive", 10), Placement)
 
@@ -122,7 +122,7 @@ def test_a_prompt_without_an_slo_leaves_room_for_those_with_one() -> None:
     gate.send(CALM, "batch", 300, "a")
     assert isinstance(gate.choose(CALM, "batch", 200), Placement)
     answer = gate.choose(CALM, "batch", 300)
-    assert isinstance(answer, Later) and answer.reason == "p0 computes prompts for another 0.3 s"
+    assert isinstance(answer, Enqueue) and answer.reason == "p0 computes prompts for another 0.3 s"
     assert (answer.start_s, answer.need_s) == (pytest.approx(0.1), pytest.approx(0.3))
     assert isinstance(gate.choose(CALM, "interactive", 600), Placement)
 
@@ -130,7 +130,7 @@ def test_a_prompt_without_an_slo_leaves_room_for_those_with_one() -> None:
 def test_a_request_that_may_be_late_waits_like_one_without_an_slo() -> None:
     gate = Gate()
     gate.send(CALM, "interactive", 800, "a")
-    assert isinstance(gate.choose(CALM, "patient", 400), Later)
+    assert isinstance(gate.choose(CALM, "patient", 400), Enqueue)
     gate.now_s += 0.8
     gate.policy.prefilled("a/0", gate.now_s)
     assert isinstance(gate.choose(CALM, "patient", 400, waited_s=0.8), Placement), "late, but no prompt is ahead"
@@ -139,7 +139,7 @@ def test_a_request_that_may_be_late_waits_like_one_without_an_slo() -> None:
 def test_after_max_wait_a_request_is_admitted_whatever_the_load_unless_its_class_rejects() -> None:
     gate, full = Gate(), changed(CALM, worker("d0", running=50), worker("p0", queued_tokens=20_000, waiting=9))
     for of, length in (("batch", 100), ("patient", 100)):
-        assert isinstance(gate.choose(full, of, length, waited_s=29.9), Later)
+        assert isinstance(gate.choose(full, of, length, waited_s=29.9), Enqueue)
         assert isinstance(gate.choose(full, of, length, waited_s=30.0), Placement)
     assert isinstance(gate.choose(full, "interactive", 100, waited_s=30.0), Refusal)
 

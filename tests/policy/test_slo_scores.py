@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.dispatch import dispatcher as dispatcher_module
 from cluster.dispatch.dispatcher import Dispatcher
-from cluster.events import Accepted, AttemptsSpent, DeadlinePassed, Rejected, Unservable
+from cluster.events import Accepted, AttemptsExhausted, DeadlineExceeded, Rejected, Unservable
 from cluster.observe.request_timing import RequestTiming
 from cluster.offline.sim.run import simulate
 from cluster.offline.workload.load import load_workload
@@ -178,8 +178,8 @@ def test_a_prediction_is_compared_with_the_time_since_the_placement() -> None:
     ("error", "outcome", "refusal"),
     [
         (Rejected("no", 1.0, "no-room"), "refused", "no-room"),
-        (DeadlinePassed("prefill"), "deadline", ""),
-        (AttemptsSpent("six"), "failed", ""),
+        (DeadlineExceeded("prefill"), "deadline", ""),
+        (AttemptsExhausted("six"), "failed", ""),
         (Unservable("long"), "invalid", ""),
         (GeneratorExit(), "cancelled", ""),
         (ValueError("a bug"), "failed", ""),

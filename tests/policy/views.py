@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.policy.policy import Policy, open_policy
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal, Sent
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal, SentWork
 from cluster.spec import ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 from kvtransfer.ticket import LinkReport
@@ -80,10 +80,12 @@ class Story:
         self.policy: Policy = open_policy(spec(routing, admission, slo, cost, **engine), seed)
         self.now_s = 1000.0
 
-    def ask(self, picture: ClusterView, wanted: Request, sent: dict[str, Sent] | None = None, **options: object) -> Ask:
-        return Ask(picture, wanted, sent or {}, now_s=self.now_s, **options)  # type: ignore[arg-type]
+    def ask(
+        self, picture: ClusterView, wanted: Request, sent: dict[str, SentWork] | None = None, **options: object
+    ) -> PlacementRequest:
+        return PlacementRequest(picture, wanted, sent or {}, now_s=self.now_s, **options)  # type: ignore[arg-type]
 
-    def choose(self, picture: ClusterView, wanted: Request, **options: object) -> Placement | Refusal | Later | None:
+    def choose(self, picture: ClusterView, wanted: Request, **options: object) -> Placement | Refusal | Enqueue | None:
         return self.policy.choose(self.ask(picture, wanted, **options))  # type: ignore[arg-type]
 
     def names(self, picture: ClusterView, wanted: Request | None = None, **options: object) -> tuple[str, str]:

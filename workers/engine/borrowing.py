@@ -156,7 +156,7 @@ class Moves:
         return -(-num_tokens // self._pool.block_size) - len(sequence.blocks)
 
     def _can_move(self, sequence: Sequence) -> bool:
-        return not (sequence.num_moving or sequence.returning or sequence.doomed)
+        return not (sequence.num_moving or sequence.returning or sequence.finish_pending)
 
     # ---- and back ----------------------------------------------------------------------------------------------
 

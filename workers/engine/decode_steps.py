@@ -29,7 +29,7 @@ def num_decode_steps(sequences: Items[Sequence], pool: BlockPool, most: int, *, 
         sampling = each.request.sampling
         begun = each.first_step_s is not None
         told = each.first_token_s is not None or each.decode_called_s is not None
-        if each.doomed or each.hold or each.borrows or each.in_flight != 1 or not (begun and told):
+        if each.finish_pending or each.hold or each.borrows or each.in_flight != 1 or not (begun and told):
             return 0
         if each.num_ordered != 1 or each.num_scheduled != len(each.tokens) or len(each.tokens) <= each.num_given:
             return 0

@@ -24,7 +24,7 @@ from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.catching_up import catches_up, unaffected
 from workers.engine.decode_steps import DecodeSteps, Sample, num_decode_steps
 from workers.engine.estimate import StepEstimate
-from workers.engine.host_tier import BlockMoves
+from workers.engine.host_tier import StepCopies
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
 from workers.engine.loans import LoanBook
@@ -254,17 +254,17 @@ class Engine:
         """The KV of this reservation begins to arrive. Raises `UnknownSequence`."""
         self.reserved(key).is_arriving = True
 
-    def fetched(self, key: str, now_s: float, *, num_tokens: int | None = None, goes_on: bool = False) -> None:
+    def fetched(self, key: str, now_s: float, *, num_tokens: int | None = None, starts_decoding: bool = False) -> None:
         """The KV of the first `num_tokens` tokens (None: the whole prompt) is in the reserved blocks, verified.
 
-        `goes_on`: compute the rest and sample without waiting for `decode`, because no token was sampled elsewhere.
+        `starts_decoding`: compute the rest and sample without `decode`, because no token was sampled elsewhere.
         """
         sequence = self.reserved(key)
         arrived = sequence.request.num_tokens if num_tokens is None else num_tokens
         sequence.num_computed = max(arrived, sequence.cached_tokens)
         self._kv.name_blocks(sequence)
         sequence.fetched = True
-        sequence.goes_on = goes_on
+        sequence.starts_decoding = starts_decoding
         self._start_if_ready(sequence, now_s)
 
     def decode(self, key: str, tokens: Items[int], now_s: float) -> None:
@@ -279,18 +279,18 @@ class Engine:
         self._start_if_ready(sequence, now_s)
 
     def _start_if_ready(self, sequence: Sequence, now_s: float) -> None:
-        if sequence.fetched and (sequence.goes_on or sequence.decode_called_s is not None):
+        if sequence.fetched and (sequence.starts_decoding or sequence.decode_called_s is not None):
             sequence.begin(now_s, self._pool.block_size if self._pool.has_state else 1)
             self._scheduler.queues.running.append(sequence)
 
-    def hand_over(self, key: str, most_tokens: int, now_s: float) -> Lease | None:
+    def offer_migration(self, key: str, most_tokens: int, now_s: float) -> Lease | None:
         """Lease the full blocks of a running sequence's first `most_tokens` tokens to the target of its migration.
 
         It continues here until it is aborted, whatever happens to the lease. None: there is no full block, so the
         target must compute everything. Raises `UnknownSequence`.
         """
         sequence = self._sequences.get(key)
-        if sequence is None or sequence.doomed or sequence.hold or sequence.state is State.RESERVED:
+        if sequence is None or sequence.finish_pending or sequence.hold or sequence.state is State.RESERVED:
             raise UnknownSequence(f"{key} does not decode here; it ended or has not started")
         if sequence.state is not State.RUNNING or sequence.remote:
             return None
@@ -401,7 +401,7 @@ class Engine:
             try:
                 chunks.append(each.sequence.chunk(each.first, each.count, self._pool.block_size, self._eos, now_s))
             except Exception as error:
-                self._blame(each.sequence, error)
+                self._fail_on_error(each.sequence, error)
                 continue
             if len(self._leases):
                 digests += self._leases.undigested(each.sequence.key, each.first + each.count)
@@ -417,7 +417,7 @@ class Engine:
 
     def _without_sequences(self) -> StepPlan | None:
         """A step for readers of offered blocks and for pins; None: there is nothing to restore, digest or save."""
-        moves = BlockMoves()
+        moves = StepCopies()
         self._kv.tier.save_pinned(moves)
         digests = self._leases.offered(self._steps + 1, self._digests_a_step, moves)
         if not digests and not moves.swap_in and not moves.leaving:
@@ -477,7 +477,7 @@ class Engine:
             num_tokens = len(chunk.tokens)
             sequence.num_ordered -= num_tokens
             sequence.num_computed = chunk.first_position + num_tokens
-            if sequence.doomed:
+            if sequence.finish_pending:
                 continue
             try:
                 missing = (chunk.draw is not None and token is None) or index in result.lost
@@ -498,10 +498,10 @@ class Engine:
                     self._outputs.append(HeadOut(sequence.key, sequence.timing(now_s), *cached))
                     self._end_held(sequence)
             except Exception as error:
-                self._blame(sequence, error)
+                self._fail_on_error(sequence, error)
         self._leases.advance_offers(plan.number, digests, plan.swap_in)
         for sequence in touched:
-            if sequence.doomed and not sequence.in_flight:
+            if sequence.finish_pending and not sequence.in_flight:
                 self._end(sequence)
         self._kv.moves.settle()
 
@@ -618,7 +618,7 @@ class Engine:
         elif finish is not None:
             self._leases.drop(sequence.key)  # its reader has nothing left to fetch
             if sequence.in_flight:  # in a step that was made before its end was known
-                sequence.doomed = True
+                sequence.finish_pending = True
             else:
                 self._end(sequence)
         return finish is not None
@@ -633,10 +633,10 @@ class Engine:
         """End a sequence and the lease of its KV, without further outputs; False when there is neither."""
         leased = self._leases.drop(key)
         sequence = self._sequences.get(key)
-        if sequence is None or sequence.doomed:
+        if sequence is None or sequence.finish_pending:
             return leased
         if sequence.in_flight:
-            sequence.doomed = True
+            sequence.finish_pending = True
         else:
             self._end(sequence)
         return True
@@ -649,7 +649,7 @@ class Engine:
             self._outputs.append(FailedOut(key, reason, corrupt, final, unlinked))
         self.abort(key)
 
-    def _blame(self, sequence: Sequence, error: Exception) -> None:
+    def _fail_on_error(self, sequence: Sequence, error: Exception) -> None:
         """An error in work for one sequence ends that sequence only."""
         logger.error("%s failed with an unexpected error", sequence.key, exc_info=error)
         self.fail(sequence.key, f"unexpected {type(error).__name__}: {error}")
@@ -668,7 +668,7 @@ class Engine:
         self._pool.clear_cache()
         self._leases.steps_failed()
         for sequence in touched:
-            if sequence.doomed:
+            if sequence.finish_pending:
                 self._end(sequence)
             else:
                 self.fail(sequence.key, reason)
@@ -726,7 +726,7 @@ class Engine:
     def is_silent(self, key: str) -> bool:
         """Whether no outputs of this key will come: there is no such sequence, or it ends with its last step."""
         sequence = self._sequences.get(key)
-        return sequence is None or sequence.doomed
+        return sequence is None or sequence.finish_pending
 
     @unaffected
     def stats(

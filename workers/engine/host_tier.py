@@ -16,7 +16,7 @@ AHEAD = 4  # steps' worth of blocks that are saved before they are needed
 
 
 @dataclass(slots=True)
-class BlockMoves:
+class StepCopies:
     """The copies of one step: (block, host block) pairs out, (host block, block) pairs in, then (source, target) pairs
     within the pool.
 
@@ -75,7 +75,7 @@ class HostTier:
             dropped_blocks=self._num_dropped,
         )
 
-    def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
+    def restore(self, sequence: Sequence, moves: StepCopies) -> None:
         """Restore what follows the sequence's scheduled tokens, if that is cheaper than computing it.
 
         It already has its blocks. At least one token is left to compute, and all of them for prompt log probabilities.
@@ -105,7 +105,7 @@ class HostTier:
         cost, count = self._estimate.cost, self._step_blocks
         return cost.swap_seconds(count * self._block_bytes) < cost.prefill_seconds(count * self._pool.block_size)
 
-    def save(self, moves: BlockMoves) -> None:
+    def save(self, moves: StepCopies) -> None:
         """Save what this step evicts and, where there is room, what transfers may evict without a step; then pins."""
         host = self._pool.host
         if not host.num_blocks:
@@ -122,13 +122,13 @@ class HostTier:
         self._save(going, moves)
         self.save_pinned(moves)
 
-    def save_pinned(self, moves: BlockMoves) -> None:
+    def save_pinned(self, moves: StepCopies) -> None:
         """Save what is pinned and on the device, as many blocks as a step may fill."""
         held = self._pool.hold_unsaved(self._step_blocks)
         moves.leaving += [each.block for each in held]
         self._save(held, moves)
 
-    def _save(self, going: list[Cached], moves: BlockMoves) -> None:
+    def _save(self, going: list[Cached], moves: StepCopies) -> None:
         host, busy = self._pool.host, {block for block, _ in moves.swap_in}
         for each in going:
             if each.name in host:
@@ -141,7 +141,7 @@ class HostTier:
             moves.saved.append((each.name, target))
             self._hold([target], moves)
 
-    def _hold(self, blocks: list[int], moves: BlockMoves) -> None:
+    def _hold(self, blocks: list[int], moves: StepCopies) -> None:
         for block in blocks:
             self._pool.host.hold(block)
         moves.held += blocks
@@ -151,7 +151,7 @@ class HostTier:
         saved, self._saved = self._saved, []
         return saved
 
-    def land(self, moves: BlockMoves) -> None:
+    def land(self, moves: StepCopies) -> None:
         """The step has ended."""
         self._pool.free_oldest(moves.saving)
         for block in moves.held:

@@ -17,7 +17,7 @@ from workers.engine.borrowing import Moves
 from workers.engine.cache_hits import DEVICE, FETCHED
 from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
-from workers.engine.host_tier import BlockMoves, HostTier
+from workers.engine.host_tier import HostTier, StepCopies
 from workers.engine.sequence import Sequence, State
 from workers.kv_events import GRAIN, chain, name_of_block
 from workers.request import MIXED_KV
@@ -96,7 +96,7 @@ class KVCacheManager:
 
     # ---- a sequence comes --------------------------------------------------------------------------------------
 
-    def place(self, sequence: Sequence, moves: BlockMoves) -> bool:
+    def place(self, sequence: Sequence, moves: StepCopies) -> bool:
         """Blocks for all tokens the sequence has, known prefixes shared. False: they are not free.
 
         A shared tail is copied at once: a lease of these blocks must name the one that will be written.
@@ -127,7 +127,7 @@ class KVCacheManager:
             self._pool.free(shared)
         return False
 
-    def restore(self, sequence: Sequence, moves: BlockMoves) -> None:
+    def restore(self, sequence: Sequence, moves: StepCopies) -> None:
         """Take what the device has behind a prompt's scheduled tokens, and restore what host memory has behind that, if
         it is cheaper than computing it.
         """
@@ -140,7 +140,7 @@ class KVCacheManager:
         found = Counter(sequence.from_stores.pop(place, Tier.HOST).value for place in restored)
         self._count(sequence, {source: size * count for source, count in found.items()}, first)
 
-    def _copy_known(self, sequence: Sequence, moves: BlockMoves) -> None:
+    def _copy_known(self, sequence: Sequence, moves: StepCopies) -> None:
         """Into its own blocks, which a lease may name."""
         size, first = self._pool.block_size, sequence.num_scheduled
         if first % size or sequence.wants_prompt_rows:
@@ -200,7 +200,7 @@ class KVCacheManager:
         self._pool.hits.looked_up(len(sequence.tokens), ((DEVICE, sequence.cached_tokens),))
         return True
 
-    def swap_in(self, sequence: Sequence, moves: BlockMoves) -> bool:
+    def swap_in(self, sequence: Sequence, moves: StepCopies) -> bool:
         """Allocate blocks for a swapped sequence and plan the copies that restore it. False: not enough free."""
         num_blocks = len(sequence.host_blocks)
         grows = sequence.num_computed == num_blocks * self._pool.block_size
@@ -223,7 +223,7 @@ class KVCacheManager:
             sequence.blocks[index], owners=1 + sequence.leased
         )
 
-    def make_writable(self, sequence: Sequence, moves: BlockMoves) -> None:
+    def make_writable(self, sequence: Sequence, moves: StepCopies) -> None:
         """Give the next token a private block: a new one, or a copy of a shared one."""
         index = sequence.num_scheduled // self._pool.block_size
         blocks = self._pool.allocate(1, moves.evicted)
@@ -271,7 +271,7 @@ class KVCacheManager:
 
     # ---- a sequence goes ---------------------------------------------------------------------------------------
 
-    def swap_out(self, sequence: Sequence, moves: BlockMoves) -> int:
+    def swap_out(self, sequence: Sequence, moves: StepCopies) -> int:
         """Save a preempted sequence on the host or drop its KV, whichever is cheaper.
 
         Returns how many blocks come free when the step that saves them ends; 0: the KV was dropped, all are free now.
@@ -303,7 +303,7 @@ class KVCacheManager:
         self.host.free(sequence.host_blocks)
         sequence.blocks, sequence.host_blocks = [], []
 
-    def land(self, moves: BlockMoves) -> None:
+    def land(self, moves: StepCopies) -> None:
         """The step that made these moves has ended."""
         self._pool.free(moves.leaving)
         self.tier.land(moves)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from kvtransfer.errors import LeaseLost
 from workers.engine.blocks import BlockPool, Cached
 from workers.engine.cache_hits import DEVICE, HOST
-from workers.engine.host_tier import BlockMoves
+from workers.engine.host_tier import StepCopies
 from workers.engine.sequence import Lease, Sequence
 
 Digests: TypeAlias = Mapping[tuple[int, int], tuple[bytes, ...]]  # (block, slots) -> of its cells, on each rank
@@ -100,7 +100,7 @@ class LeaseBook:
         lease.num_asked = max(first, self._ready(lease, computed))
         return [(lease.blocks[index], self._slots(lease, index)) for index in range(first, lease.num_asked)]
 
-    def offered(self, step: int, most: int, moves: BlockMoves) -> list[tuple[int, int]]:
+    def offered(self, step: int, most: int, moves: StepCopies) -> list[tuple[int, int]]:
         """(block, slots) of up to `most` offered blocks for this step to digest; each is returned once.
 
         Those that must be restored before are added to its `moves`, also with digests off.

@@ -20,7 +20,7 @@ MOST_STEPS = 128
 
 
 class MultiStep:
-    """Owned by a Worker, used by its Pump. `reader_of`: who gets the outputs of a sequence; None: not late.
+    """Owned by a Worker, used by its EngineLoop. `reader_of`: who gets the outputs of a sequence; None: not late.
 
     No step may take `longest_s`, after which a reader expects a sign of life. It is the `LateSource` of the readers.
     """

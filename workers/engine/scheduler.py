@@ -14,7 +14,7 @@ from workers.config import EngineConfig
 from workers.engine.batching import batching
 from workers.engine.blocks import BlockPool
 from workers.engine.estimate import StepEstimate, prompt_share
-from workers.engine.host_tier import BlockMoves
+from workers.engine.host_tier import StepCopies
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
@@ -28,7 +28,7 @@ class _Flight:
     """A step in flight: the sequences whose blocks it uses, and its block copies."""
 
     sequences: tuple[Sequence, ...]
-    moves: BlockMoves
+    moves: StepCopies
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
     @property
     def runs_ahead(self) -> bool:
         """Whether a step can be made behind the one in flight: of decodes alone, which need nothing but its tokens."""
-        going = [each for each in self.queues.running if not each.doomed]
+        going = [each for each in self.queues.running if not each.finish_pending]
         return not self.queues.waiting and all(
             each.can_run_ahead and each.num_scheduled == len(each.tokens) >= each.num_given for each in going
         )
@@ -122,7 +122,7 @@ class Scheduler:
         unfinished: list[Sequence] = []
         ordered: list[Sequence] = []
         for each in self.queues.running:
-            if each.doomed:
+            if each.finish_pending:
                 continue
             num_tokens = len(each.tokens)
             num_missing = num_tokens - each.num_computed - each.num_ordered
@@ -164,7 +164,7 @@ class Scheduler:
             sequence.last_step = self._steps
         self._flights.append(_Flight(touched, step.moves))
 
-    def launch(self, moves: BlockMoves) -> None:
+    def launch(self, moves: StepCopies) -> None:
         """A step without sequences is in flight."""
         self._flights.append(_Flight((), moves))
 

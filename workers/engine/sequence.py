@@ -99,12 +99,12 @@ class Sequence:
     num_named: int = 0  # leading blocks already offered to the prefix index
     in_flight: int = 0  # number of steps in flight that use its blocks
     last_step: int = 0  # the newest step that computes some of it
-    doomed: bool = False  # aborted while in flight: ends when its last step does
+    finish_pending: bool = False  # aborted while in flight: ends when its last step does
     cached_tokens: int = 0
     cached_from: tuple[tuple[str, int], ...] = ()  # (source, tokens); see `CacheHits`
     is_arriving: bool = False  # reserved: its KV is being fetched
     fetched: bool = False
-    goes_on: bool = False  # starts when its KV has arrived, without a `decode` call
+    starts_decoding: bool = False  # starts when its KV has arrived, without a `decode` call
     decode_called_s: float | None = None
     ready_s: float | None = None  # when KV and first token had both arrived
     first_step_s: float | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from workers.costs import CostModel
 from workers.engine.estimate import StepEstimate
-from workers.engine.host_tier import BlockMoves
+from workers.engine.host_tier import StepCopies
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
@@ -60,7 +60,7 @@ class StepBuilder:
         self.share = share
         self.slices: list[Slice] = []
         self.admitted: list[Sequence] = []
-        self.moves = BlockMoves()
+        self.moves = StepCopies()
         self.at_hand: Sequence | None = None  # the sequence being worked on
         self.error: Exception | None = None  # that ended the construction
         self._queues = queues

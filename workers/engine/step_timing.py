@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from diptych.shapes import Shape, Timings
 from workers.config import EngineConfig
 from workers.engine.engine import Engine
+from workers.engine.engine_loop import STEP_TIMEOUT_S
 from workers.engine.executor import Executor
-from workers.engine.pump import STEP_TIMEOUT_S
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import Overloaded
 from workers.request import SamplingParams, check_shape, refuse_outside

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 80  # enough rows to use the linears' kernels for large batches
 MEET_TIMEOUT_S = 60.0  # for all ranks of a gang to meet
 LOAD_TIMEOUT_S = 600.0  # for all ranks to load their parts
-COLLECTIVE_TIMEOUT_S = 100.0  # for the other ranks to reach the same point of a step; below the pump's step timeout
+COLLECTIVE_TIMEOUT_S = 100.0  # for the other ranks to reach the same point of a step; below `STEP_TIMEOUT_S`
 
 
 async def open_rank(

@@ -35,7 +35,7 @@ from workers.ops.span import SPAN, KeySpan, first_key
 logger = logging.getLogger(__name__)
 
 REMOTE_TIMEOUT_S = 5.0  # for the states of one layer
-STEP_WAIT_S = 60.0  # for those of all layers, in all stages; below the pump's limit for a step
+STEP_WAIT_S = 60.0  # for those of all layers, in all stages; below the engine loop's limit for a step
 MAX_QUERY_BYTES = 4 << 20  # of one call; longer queries take several
 MOST_AT_ONCE = 1 << 22  # numbers of a query times keys: at most some 2 ms on a CPU
 

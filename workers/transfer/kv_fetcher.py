@@ -66,10 +66,10 @@ class KVFetcher:
         self._prefix_fetches: dict[str, asyncio.Task[None]] = {}  # by the key of the request that asked
         self.pulls = NO_PULLS
 
-    async def reserved(self, key: str, ticket: TransferTicket, *, goes_on: bool) -> FetchedOut | None:
+    async def reserved(self, key: str, ticket: TransferTicket, *, starts_decoding: bool) -> FetchedOut | None:
         """Pull a ticket's KV into the blocks of a reservation; None: it failed, and so did the sequence.
 
-        See `Engine.fetched` for `goes_on`.
+        See `Engine.fetched` for `starts_decoding`.
         """
         try:
             sequence, num_tokens, size = self._engine.reserved(key), ticket.num_tokens, self._config.engine.block_size
@@ -81,7 +81,7 @@ class KVFetcher:
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
             report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)
             now_s = asyncio.get_running_loop().time()
-            self._engine.fetched(key, now_s, num_tokens=num_tokens, goes_on=goes_on)
+            self._engine.fetched(key, now_s, num_tokens=num_tokens, starts_decoding=starts_decoding)
             return FetchedOut(key, report)
         except (TransferError, UnknownSequence) as error:
             kinds = {"corrupt": isinstance(error, DigestMismatch), "unlinked": isinstance(error, Unlinked)}

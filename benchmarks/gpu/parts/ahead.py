@@ -16,7 +16,7 @@ from benchmarks.gpu.served import ANSWER_S, SHARED_MEMORY
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.pump import Pump
+from workers.engine.engine_loop import EngineLoop
 from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams, TokensOut
@@ -96,11 +96,11 @@ async def _decodes(
         sampling = SamplingParams(temperature=0.8, seed=index, max_tokens=answer, ignore_eos=True)
         prompt = tuple((7 * index + each) % (facts.vocab_size - 3) + 3 for each in range(PROMPT))
         engine.add(Request(f"stream-{index}", prompt, sampling, reply_to="ahead"), clock(), hold=False)
-    pump = Pump(engine, executor, deliver, clock)
-    running = asyncio.ensure_future(pump.run())
+    engine_loop = EngineLoop(engine, executor, deliver, clock)
+    running = asyncio.ensure_future(engine_loop.run())
     async with asyncio.timeout(ANSWER_S):
         await asyncio.wait([running, asyncio.ensure_future(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
-        pump.stop()
+        engine_loop.stop()
         await running
     steps_s = [later - earlier for earlier, later in itertools.pairwise(arrived_s[answer // 4 :])]
     return dict(tokens), statistics.median(steps_s)

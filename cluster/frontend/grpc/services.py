@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from cluster.control.changes import MAX_DRAIN_S, ControllerAway
+from cluster.control.changes import MAX_DRAIN_S, ControllerUnavailable
 from cluster.events import Completed
 from cluster.frontend.auth import Guard
 from cluster.frontend.context import Operator
@@ -270,7 +270,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _operator(self) -> Operator:
         if self._models.context.operator is None:
-            raise ControllerAway("this gateway has no controller; ask another one")
+            raise ControllerUnavailable("this gateway has no controller; ask another one")
         return self._models.context.operator
 
 

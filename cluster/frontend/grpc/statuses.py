@@ -12,8 +12,8 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from cluster.control.changes import ChangeRefused, ControllerAway, StaleRevision, UnknownMember
-from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
+from cluster.control.changes import ChangeRefused, ControllerUnavailable, StaleRevision, UnknownMember
+from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import KeyRefused, TenantRefused
 from cluster.frontend.gateway import DuplicateRequest, GatewayClosed, RequestCancelled
 from cluster.frontend.grpc.sender import OutputNotTaken
@@ -47,11 +47,11 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
             return _status(code.RESOURCE_EXHAUSTED, "NO_ROOM", error, retry_s=error.retry_after_s)
         case Rejected():
             return _status(code.UNAVAILABLE, "NO_WORKERS", error, retry_s=error.retry_after_s)
-        case DeadlinePassed():
+        case DeadlineExceeded():
             return _status(code.DEADLINE_EXCEEDED, "DEADLINE", error, phase=error.phase)
         case OutputNotTaken():
             return _status(code.DEADLINE_EXCEEDED, "OUTPUT_NOT_TAKEN", error)
-        case AttemptsSpent():
+        case AttemptsExhausted():
             return _status(code.UNAVAILABLE, "ATTEMPTS_SPENT", error, retry_s=ATTEMPTS_RETRY_S)
         case NotComputable():
             logger.error("%s", error, extra=log_fields(key=request_id))
@@ -74,7 +74,7 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
             return _status(code.NOT_FOUND, "UNKNOWN_MEMBER", error)
         case ChangeRefused():
             return _status(code.FAILED_PRECONDITION, "CHANGE_REFUSED", error)
-        case ControllerAway():
+        case ControllerUnavailable():
             return _status(code.UNAVAILABLE, "NO_CONTROLLER", error, retry_s=CONTROLLER_RETRY_S)
     error_id = secrets.token_hex(4)
     logger.error("internal error %s", error_id, exc_info=error, extra=log_fields(key=request_id))

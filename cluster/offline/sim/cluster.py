@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-from cluster.control.scaling_loop import Decider
+from cluster.control.scaling_loop import ScalingPolicy
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.offline.scoring.records import StepRecord, WorkerRecord
@@ -27,14 +27,14 @@ class Environment:
     """What surrounds the workers. `slowdown`: they share one machine; without it each has its own.
 
     `frontend_s`: spent in the gateway before a request is dispatched. `stale_s`: age of the worker statistics that
-    gateways see; tokens are not delayed. `decider`: decides about roles instead of the elastic rule. `multi_step`:
+    gateways see; tokens are not delayed. `scaling_policy`: instead of the elastic rule. `multi_step`:
     steps that decode the same sequences run as one, which changes nothing but the time that a simulation takes.
     """
 
     slowdown: Slowdown | None = None
     frontend_s: float = 0.0
     stale_s: float = 0.0
-    decider: Decider | None = None
+    scaling_policy: ScalingPolicy | None = None
     multi_step: bool = True
 
 
@@ -207,7 +207,7 @@ async def open_cluster(
         virtual(spec, models),
         runtime=runtime,
         make_server=lambda context: _NoServer(context, dispatchers),
-        decider=environment.decider,
+        scaling_policy=environment.scaling_policy,
     )
     try:
         yield SimCluster(spec, runtime, dispatchers)

@@ -6,7 +6,7 @@ SLO. Requests without an SLO, where the gateway has none either, are never refus
 
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
 from cluster.spec import Role
 from diptych.view import WorkerView
 from workers.request import SLO
@@ -18,9 +18,9 @@ class Admission:
     """Accepts every request; the base of the others."""
 
     needs_predictions = False
-    queues = False  # whether it may answer `Later`
+    queues = False  # whether it may answer `Enqueue`
 
-    def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | Later | None:
+    def at_arrival(self, ask: PlacementRequest, placement: Placement, decode: WorkerView) -> Refusal | Enqueue | None:
         """Judge a request with its proposed placement and predictions; `decode` decodes it. None: admitted."""
         return None
 
@@ -39,7 +39,7 @@ class Predictive(Admission):
         self._latency = latency
         self._active = active
 
-    def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | None:
+    def at_arrival(self, ask: PlacementRequest, placement: Placement, decode: WorkerView) -> Refusal | None:
         assert placement.predicted_ttft_s is not None, "this admission has predictions"
         ttft_s, slo = placement.predicted_ttft_s, ask.request.slo
         ttft_slo_s = slo.ttft_s or self._default.ttft_s
@@ -55,7 +55,7 @@ class Predictive(Admission):
         reason = f"each token would take {tpot_s:.3g} s, the SLO is {tpot_slo_s:.3g} s"
         return Refusal(reason, retry_after_s=DECODE_RETRY_S)
 
-    def _tpot_seconds(self, ask: Ask, ttft_s: float, decode: WorkerView) -> float:
+    def _tpot_seconds(self, ask: PlacementRequest, ttft_s: float, decode: WorkerView) -> float:
         now_s, then_s = ask.now_s, ask.now_s + ttft_s
         decode_s = self._active.decode_seconds(now_s)
         batch, context_tokens, ours = 1, ask.request.num_tokens, 0

@@ -23,7 +23,7 @@ from cluster.policy.admission.early_rejection import DECODE_RETRY_S, Admission
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import longest_answer
 from cluster.policy.routing.picking import num_sequences
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
 from cluster.spec import ClassSpec, GatewaySpec
 from diptych.view import WorkerView
 from workers.request import Request
@@ -59,7 +59,7 @@ class SLOAdmission(Admission):
         self._room_s = TTFT_SHARE * tightest_s
         self._step_room_s = TPOT_SHARE * min((x.tpot_s for x in classes if x.tpot_s is not None), default=math.inf)
 
-    def at_arrival(self, ask: Ask, placement: Placement, decode: WorkerView) -> Refusal | Later | None:
+    def at_arrival(self, ask: PlacementRequest, placement: Placement, decode: WorkerView) -> Refusal | Enqueue | None:
         assert placement.predicted_ttft_s is not None, "this policy needs predictions"
         known, slo = self._classes.of(ask.request), ask.request.slo
         ttft_s, need_s = placement.predicted_ttft_s, self._need_s(ask, placement)
@@ -80,26 +80,26 @@ class SLOAdmission(Admission):
             first_s = ask.waited_s + max(ttft_s, start_s + need_s)
             if rejects and not ask.is_queued and slo.ttft_s is not None and first_s > slo.ttft_s:
                 return Refusal(reason, retry_after_s=start_s)  # a queued request loses nothing by waiting longer
-            return Later(reason, start_s, need_s, apart_s)
+            return Enqueue(reason, start_s, need_s, apart_s)
         if is_best_effort:
             return self._behind_others(ask, placement, need_s)
         return None
 
     @staticmethod
-    def _too_late(ask: Ask, ttft_s: float, need_s: float) -> str:
+    def _too_late(ask: PlacementRequest, ttft_s: float, need_s: float) -> str:
         took = f"after {ask.waited_s:.3g} s of waiting " if ask.waited_s >= MIN_WAIT_S else ""
         alone = ", even without prompts ahead" if need_s >= ttft_s else ""
         reason = f"{took}the first token would take {ttft_s:.3g} to {MARGIN * ttft_s:.3g} s{alone}"
         return f"{reason}, the SLO is {ask.request.slo.ttft_s:.3g} s"
 
-    def _need_s(self, ask: Ask, placement: Placement) -> float:
+    def _need_s(self, ask: PlacementRequest, placement: Placement) -> float:
         """Seconds from the start of the prompt to the first token."""
         if placement.prefill_s is not None:
             return placement.prefill_s
         new_tokens = max(1, ask.request.num_tokens - placement.cached_tokens)
         return self._latency.prefill_seconds(_worker(ask, placement.prefill), new_tokens, placement.cached_tokens)
 
-    def _is_trial(self, ask: Ask, placement: Placement) -> bool:
+    def _is_trial(self, ask: PlacementRequest, placement: Placement) -> bool:
         """Whether the worker is idle and its costs are guesses: only a request can improve them."""
         worker = _worker(ask, placement.prefill)
         stats, sent = worker.stats, ask.sent_to(worker.name)
@@ -107,7 +107,7 @@ class SLOAdmission(Admission):
         return idle and not self._latency.is_sure(worker) and not self._active.prefilling(worker.name)
 
     def _no_slot(
-        self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float, more: int = 0
+        self, ask: PlacementRequest, placement: Placement, decode: WorkerView, most_s: float, more: int = 0
     ) -> tuple[str, float, float] | None:
         """None if the worker can decode one more now. Else: why not, seconds until it can, and between further ends.
 
@@ -135,7 +135,7 @@ class SLOAdmission(Admission):
         return reason, *self._ends_s(ask, decode, batch, min(batch, max(1, too_many)))
 
     def _others_turn(
-        self, ask: Ask, placement: Placement, decode: WorkerView, most_s: float
+        self, ask: PlacementRequest, placement: Placement, decode: WorkerView, most_s: float
     ) -> tuple[str, float, float] | None:
         """As `_no_slot`, for the last free slot: a gateway with more than its share there leaves it to the others for a
         moment after a decode of its own has ended, because they see it in their next statistics.
@@ -148,7 +148,7 @@ class SLOAdmission(Admission):
             return None
         return f"the last decode slot of {decode.name} is left to the other gateways", left_s, left_s
 
-    def _impossible(self, ask: Ask, decode: WorkerView) -> str:
+    def _impossible(self, ask: PlacementRequest, decode: WorkerView) -> str:
         """Why waiting does not help: even an empty worker would miss the TPOT SLO. Empty: it helps."""
         slo_s = ask.request.slo.tpot_s
         if slo_s is None or ask.tokens_left == 1 or not self._latency.is_sure(decode):
@@ -158,7 +158,7 @@ class SLOAdmission(Admission):
             return ""
         return f"each token would take {alone_s:.3g} s, even on an empty worker, the SLO is {slo_s:.3g} s"
 
-    def _tpot_s(self, ask: Ask, placement: Placement, decode: WorkerView, batch: int) -> float:
+    def _tpot_s(self, ask: PlacementRequest, placement: Placement, decode: WorkerView, batch: int) -> float:
         """Seconds of a decode step with this request. Statistics lack the requests that were sent a moment ago."""
         predicted_s = placement.predicted_tpot_s or 0.0
         if batch <= num_sequences(ask, decode):
@@ -166,7 +166,7 @@ class SLOAdmission(Admission):
         context = sum(work.num_tokens for work in self._active.decoding(decode.name))
         return max(predicted_s, self._latency.step_seconds(decode, batch + 1, context + ask.request.num_tokens))
 
-    def _ends_s(self, ask: Ask, decode: WorkerView, batch: int, count: int) -> tuple[float, float]:
+    def _ends_s(self, ask: PlacementRequest, decode: WorkerView, batch: int, count: int) -> tuple[float, float]:
         """Seconds until `count` of the `batch` decodes there have ended, and between two ends.
 
         By the mean decode time, or by our answers' expected lengths if that is sooner: a wait in vain costs less than a
@@ -183,7 +183,7 @@ class SLOAdmission(Admission):
         expected_s = ends_s[count - 1] if count <= len(ends_s) else math.inf
         return max(MIN_WAIT_S, min(count * apart_s, expected_s)), apart_s
 
-    def _behind_others(self, ask: Ask, placement: Placement, need_s: float) -> Later | None:
+    def _behind_others(self, ask: PlacementRequest, placement: Placement, need_s: float) -> Enqueue | None:
         """A request without an SLO must leave room on its prefill worker for prompts with one."""
         assert placement.predicted_ttft_s is not None
         queue_s = placement.predicted_ttft_s - need_s
@@ -191,8 +191,8 @@ class SLOAdmission(Admission):
         if queue_s <= 0.0 or over_s <= 0.0:
             return None
         reason = f"{placement.prefill} computes prompts for another {queue_s:.3g} s"
-        return Later(reason, max(MIN_WAIT_S, min(over_s, queue_s)), need_s)
+        return Enqueue(reason, max(MIN_WAIT_S, min(over_s, queue_s)), need_s)
 
 
-def _worker(ask: Ask, name: str) -> WorkerView:
+def _worker(ask: PlacementRequest, name: str) -> WorkerView:
     return next(worker for worker in ask.view.workers if worker.name == name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cluster.policy.active_requests import ActiveRequests, Work
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.routing.router import Ask
+from cluster.policy.routing.router import PlacementRequest
 from diptych.view import WorkerView
 
 MIN_STEP_S = 1e-6
@@ -58,7 +58,7 @@ class ReservationWait:
         self._latency = latency
         self._active = active
 
-    def seconds(self, ask: Ask, worker: WorkerView) -> float:
+    def seconds(self, ask: PlacementRequest, worker: WorkerView) -> float:
         """Seconds until the worker has reserved this request's blocks and slot; 0: it has both free."""
         engine, stats, num_tokens = self._latency.engine(worker), worker.stats, ask.request.num_tokens
         assigned = self._active.assigned(worker.name)
@@ -74,7 +74,7 @@ class ReservationWait:
         """Most blocks that may be reserved for KV that has not arrived."""
         return self._latency.engine(worker).staging_blocks or max(1, worker.stats.total_blocks // 2)
 
-    def _simulate(self, ask: Ask, worker: WorkerView) -> float:
+    def _simulate(self, ask: PlacementRequest, worker: WorkerView) -> float:
         size, step_s = self._latency.engine(worker).block_size, self._step_s(worker)
         works = self._active.decoding(worker.name)
         waiting = [work for work in works if _waits(work, worker)]
@@ -94,7 +94,7 @@ class ReservationWait:
         return self._until(at_s, room, events, -(-ask.request.num_tokens // size), worker) - ask.now_s
 
     def _present(
-        self, ask: Ask, worker: WorkerView, works: Iterable[Work], step_s: float
+        self, ask: PlacementRequest, worker: WorkerView, works: Iterable[Work], step_s: float
     ) -> tuple[list[_Event], _Room]:
         """The future events of requests that have a reservation, and the room that they leave."""
         size, stats = self._latency.engine(worker).block_size, worker.stats

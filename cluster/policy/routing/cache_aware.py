@@ -4,9 +4,9 @@ from typing import ClassVar, NamedTuple
 
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.baselines.load_based import LeastLoaded
-from cluster.policy.routing.picking import Finder, Workers, fitting, num_sequences
+from cluster.policy.routing.picking import WorkerLookup, Workers, fitting, num_sequences
 from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, chain
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import Role
 from diptych.view import WorkerView
 from workers.request import Request
@@ -28,21 +28,21 @@ class CacheAware(LeastLoaded):
         self.latency = latency
         self._index = index
         self._asked: tuple[Request, float] | None = None
-        self._find = Finder()
+        self._find = WorkerLookup()
         self._named: Request | None = None
         self._names: list[int] = []
         self._matches: dict[str, Match] = {}
 
-    def cached_tokens(self, ask: Ask, worker: WorkerView) -> int:
+    def cached_tokens(self, ask: PlacementRequest, worker: WorkerView) -> int:
         """Prompt tokens the worker need not compute; at least one is always computed."""
         return self.found(ask, worker)[0]
 
-    def found(self, ask: Ask, worker: WorkerView) -> tuple[int, float]:
+    def found(self, ask: PlacementRequest, worker: WorkerView) -> tuple[int, float]:
         """The same, and the seconds to bring them to the device."""
         match = self.match(ask, worker)
         return self.latency.found(worker, match, ask.request.num_tokens) if match.tokens else (0, 0.0)
 
-    def match(self, ask: Ask, worker: WorkerView) -> Match:
+    def match(self, ask: PlacementRequest, worker: WorkerView) -> Match:
         """What the worker's cache has of the prompt, as far as known."""
         if ask.request.fresh:
             return NO_MATCH
@@ -52,14 +52,14 @@ class CacheAware(LeastLoaded):
             return NO_MATCH
         return match
 
-    def _look_up(self, ask: Ask) -> None:
+    def _look_up(self, ask: PlacementRequest) -> None:
         """Look up all workers at once; the latest request is cached."""
         if self._asked is not None and self._asked[0] is ask.request and self._asked[1] == ask.now_s:
             return
         self._matches = self._index.matches(self.names(ask), ask.now_s, prompt_of(ask.request))
         self._asked = ask.request, ask.now_s
 
-    def names(self, ask: Ask) -> list[int]:
+    def names(self, ask: PlacementRequest) -> list[int]:
         """Names of the prompt's prefixes; the latest request is cached."""
         request = ask.request
         if self._named is not request:
@@ -67,10 +67,10 @@ class CacheAware(LeastLoaded):
             self._named = request
         return self._names
 
-    def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+    def placed(self, ask: PlacementRequest, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
         return Placement(prefill.name, decode.name, reason, cached_tokens=self.cached_tokens(ask, prefill))
 
-    def began(self, ask: Ask, placement: Placement) -> None:
+    def began(self, ask: PlacementRequest, placement: Placement) -> None:
         worker = self._find(ask.view, placement.prefill)
         if worker is not None:
             self._index.expect(ask.request.key, worker.name, worker.incarnation, self.names(ask))
@@ -92,7 +92,7 @@ class MooncakeLocal(CacheAware):
     to be shortest.
     """
 
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: self._preference(self._prefill(ask, worker), worker))
 
     @staticmethod
@@ -100,18 +100,18 @@ class MooncakeLocal(CacheAware):
         """Sort key: soonest, to the microsecond; then without a fetch."""
         return round(option.ttft_s, 6), option.prefix_owner, worker.name
 
-    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: (self.latency.tpot_seconds(ask, worker), worker.name))
 
-    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return self.pick_prefill(ask, workers)
 
-    def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+    def placed(self, ask: PlacementRequest, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
         _, cached_tokens, prefix_owner = self._prefill(ask, prefill)
         reason = "the first token is expected soonest with a prefix fetched" if prefix_owner else reason
         return Placement(prefill.name, decode.name, reason, cached_tokens=cached_tokens, prefix_owner=prefix_owner)
 
-    def _prefill(self, ask: Ask, worker: WorkerView) -> _Prefill:
+    def _prefill(self, ask: PlacementRequest, worker: WorkerView) -> _Prefill:
         cached, restore_s = self.found(ask, worker)
         return _Prefill(self.latency.ttft_seconds(ask, worker, cached) + restore_s, cached)
 
@@ -133,7 +133,7 @@ class Mooncake(MooncakeLocal):
         super().__init__(latency, index)
         self._owners: list[tuple[int, WorkerView]] = []  # of the latest request: cached tokens, worker; most first
 
-    def choose(self, ask: Ask) -> Placement | None:
+    def choose(self, ask: PlacementRequest) -> Placement | None:
         """Look up once what each worker has. Of equals none for prefill: it may have the answer to an earlier prompt
         too, which names show only in part. Then the one with the fewest readers.
         """
@@ -145,7 +145,7 @@ class Mooncake(MooncakeLocal):
         )
         return super().choose(ask)
 
-    def _prefill(self, ask: Ask, worker: WorkerView) -> _Prefill:
+    def _prefill(self, ask: PlacementRequest, worker: WorkerView) -> _Prefill:
         local = super()._prefill(ask, worker)
         for cached, owner in self._owners:
             if cached <= local.cached_tokens * BALANCING_THRESHOLD:
@@ -156,7 +156,9 @@ class Mooncake(MooncakeLocal):
                 return _Prefill(local.ttft_s - saved_s, cached, owner.name) if saved_s > 0.0 else local
         return local
 
-    def _saved_seconds(self, ask: Ask, worker: WorkerView, owner: WorkerView, fetched_tokens: int) -> float:
+    def _saved_seconds(
+        self, ask: PlacementRequest, worker: WorkerView, owner: WorkerView, fetched_tokens: int
+    ) -> float:
         """How much sooner the prompt is done with the fetched prefix, transfer included."""
         num_tokens, latency = ask.request.num_tokens, self.latency
         own_tokens, restore_s = self.found(ask, worker)
@@ -175,13 +177,13 @@ class Product(CacheAware):
     prompts, the number of sequences decides.
     """
 
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: (self._product(ask, worker), worker.name))
 
-    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return self.pick_prefill(ask, workers)
 
-    def _product(self, ask: Ask, worker: WorkerView) -> int:
+    def _product(self, ask: PlacementRequest, worker: WorkerView) -> int:
         new_tokens = sum(self.latency.queued_tokens(ask, worker)) + ask.request.num_tokens
         batch = num_sequences(ask, worker) + worker.stats.waiting
         return (new_tokens - self.cached_tokens(ask, worker)) * (batch + 1)

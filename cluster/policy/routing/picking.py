@@ -6,7 +6,7 @@ If a pool is empty, a worker of any role does both phases. Subclasses decide how
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from cluster.policy.routing.router import Ask, Placement, Router
+from cluster.policy.routing.router import Placement, PlacementRequest, Router
 from cluster.spec import Role
 from diptych.view import ClusterView, WorkerState, WorkerView
 
@@ -17,18 +17,18 @@ class Picking(Router):
     """A router that picks one worker for each phase."""
 
     @abstractmethod
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         """The worker that computes the prompt; `workers` is not empty."""
 
     @abstractmethod
-    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         """The worker that decodes; `workers` is not empty."""
 
-    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         """The worker that does both phases; `workers` is not empty."""
         return self.pick_prefill(ask, workers)
 
-    def choose(self, ask: Ask) -> Placement | None:
+    def choose(self, ask: PlacementRequest) -> Placement | None:
         by_role: dict[Role, list[WorkerView]] = {role: [] for role in Role}
         for worker in fitting(ask):
             by_role[worker.role].append(worker)
@@ -49,7 +49,7 @@ class Picking(Router):
             return self.placed(ask, worker, worker, "no linked pair is ready: one worker does both")
         return None
 
-    def placed(self, ask: Ask, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
+    def placed(self, ask: PlacementRequest, prefill: WorkerView, decode: WorkerView, reason: str) -> Placement:
         """The placement on these two workers, with this router's predictions."""
         return Placement(prefill.name, decode.name, reason)
 
@@ -59,7 +59,7 @@ class Picking(Router):
         """The router's criterion in a few words, for `Placement.reason`."""
 
 
-class Finder:
+class WorkerLookup:
     """Finds workers of a view by name. Remembers their positions, which change only with the membership."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Finder:
         return None if place < 0 else workers[place]
 
 
-def fitting(ask: Ask) -> list[WorkerView]:
+def fitting(ask: PlacementRequest) -> list[WorkerView]:
     """Ready workers that can hold the request."""
     tokens, avoid, ready = ask.request.num_tokens, ask.avoid, WorkerState.READY
     return [
@@ -84,28 +84,28 @@ def fitting(ask: Ask) -> list[WorkerView]:
     ]
 
 
-def roomy(ask: Ask, workers: Sequence[WorkerView]) -> list[WorkerView]:
+def roomy(ask: PlacementRequest, workers: Sequence[WorkerView]) -> list[WorkerView]:
     """The workers with room for the longest allowed answer; if there are none, those with the most room."""
     longest = max((worker.capacity_tokens for worker in workers), default=0)
     needed = ask.needed_tokens(longest)
     return [worker for worker in workers if worker.capacity_tokens >= needed]
 
 
-def beside(ask: Ask, workers: Workers) -> Workers:
+def beside(ask: PlacementRequest, workers: Workers) -> Workers:
     """Only the worker that computes this prompt for another parallel sample, if it is one of these; else all."""
     return [worker for worker in workers if worker.name == ask.beside] or workers if ask.beside else workers
 
 
-def queued_tokens(ask: Ask, worker: WorkerView) -> int:
+def queued_tokens(ask: PlacementRequest, worker: WorkerView) -> int:
     """Prompt tokens that the worker still has to compute."""
     return worker.stats.queued_tokens + ask.sent_to(worker.name).prompt_tokens
 
 
-def num_sequences(ask: Ask, worker: WorkerView) -> int:
+def num_sequences(ask: PlacementRequest, worker: WorkerView) -> int:
     """Sequences that decode on the worker or have a slot reserved."""
     return worker.stats.running + worker.stats.reserved + ask.sent_to(worker.name).sequences
 
 
-def most_room(ask: Ask, worker: WorkerView) -> tuple[int, int, str]:
+def most_room(ask: PlacementRequest, worker: WorkerView) -> tuple[int, int, str]:
     """Sort key: fewest sequences, then most free blocks."""
     return num_sequences(ask, worker), -worker.stats.free_blocks, worker.name

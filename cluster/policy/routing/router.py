@@ -15,18 +15,18 @@ from diptych.view import ClusterView
 from workers.request import Request
 
 
-class Sent(Struct, frozen=True, gc=False):
+class SentWork(Struct, frozen=True, gc=False):
     """What this gateway has sent to a worker since the statistics in the view were taken."""
 
     prompt_tokens: int = 0
     sequences: int = 0
 
 
-NOTHING_SENT = Sent()
+NOTHING_SENT = SentWork()
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlacementRequest:
     """A request to place, at `now_s` of the dispatcher's clock.
 
     Workers in `avoid` failed or refused this request before. `alone`: where no pair is ready, a prefill or decode
@@ -37,7 +37,7 @@ class Ask:
 
     view: ClusterView
     request: Request
-    sent: Mapping[str, Sent] = field(default_factory=dict)
+    sent: Mapping[str, SentWork] = field(default_factory=dict)
     avoid: Collection[str] = ()
     alone: bool = True
     beside: str = ""
@@ -45,7 +45,7 @@ class Ask:
     waited_s: float = 0.0
     is_queued: bool = False
 
-    def sent_to(self, worker: str) -> Sent:
+    def sent_to(self, worker: str) -> SentWork:
         return self.sent.get(worker, NOTHING_SENT)
 
     @property
@@ -108,7 +108,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class Enqueue:
     """Queue the request: it is predicted to start in `start_s`, with its first token `need_s` later.
 
     Queued requests ahead of it are not counted; one of them starts every `apart_s` for each decode worker, and not
@@ -131,8 +131,8 @@ class Router(ABC):
     wants_caches: ClassVar[bool] = False
 
     @abstractmethod
-    def choose(self, ask: Ask) -> Placement | None:
+    def choose(self, ask: PlacementRequest) -> Placement | None:
         """A placement for the request; None when no worker is ready for it. Changes nothing."""
 
-    def began(self, ask: Ask, placement: Placement) -> None:  # noqa: B027  (most routers are stateless)
+    def began(self, ask: PlacementRequest, placement: Placement) -> None:  # noqa: B027  (most routers are stateless)
         """The request was sent there; a stateful router records it."""

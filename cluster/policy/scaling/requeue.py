@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.prefix_index import PrefixIndex
-from cluster.policy.routing.router import Ask, Later, Placement, Refusal
+from cluster.policy.routing.router import Enqueue, Placement, PlacementRequest, Refusal
 from diptych.view import ClusterView, WorkerState, WorkerView
 
 TOLERANCE = 1.2  # factor by which a queue's prediction may be off before it is corrected
 GAIN = 0.25  # of the TTFT SLO, by which the first token must come sooner
 
-Choose = Callable[[Ask], Placement | Refusal | Later | None]
+Choose = Callable[[PlacementRequest], Placement | Refusal | Enqueue | None]
 
 
 class Requeue:
@@ -51,7 +51,7 @@ class Requeue:
         found = [[key for key, wait_s in waits.items() if wait_s > least_s] for waits in waits_s]
         return [keys[::-1] for keys in found if keys]
 
-    def better_placement(self, ask: Ask, key: str, choose: Choose) -> Placement | None:
+    def better_placement(self, ask: PlacementRequest, key: str, choose: Choose) -> Placement | None:
         """A better placement for the attempt `key`; None: it stays."""
         ttft_slo_s = ask.request.slo.ttft_s or self._ttft_s
         work = self._active.find(key)

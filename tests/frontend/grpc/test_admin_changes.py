@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from msgspec import structs
 
 from cluster.cli import main
-from cluster.control.changes import ChangeError, ChangeRefused, ControllerAway, StaleRevision, UnknownMember
+from cluster.control.changes import ChangeError, ChangeRefused, ControllerUnavailable, StaleRevision, UnknownMember
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.spec import Role
 from diptych.client import AsyncClient
@@ -123,7 +123,7 @@ async def test_metrics_have_decisions_and_roles(client: AsyncClient) -> None:
         (StaleRevision("revision 3 was expected, but the cluster is at 5"), "ABORTED", "STALE_REVISION"),
         (UnknownMember("no worker 'x'; there are a, b"), "NOT_FOUND", "UNKNOWN_MEMBER"),
         (ChangeRefused("0 ready workers would prefill"), "FAILED_PRECONDITION", "CHANGE_REFUSED"),
-        (ControllerAway("the controller does not answer"), "UNAVAILABLE", "NO_CONTROLLER"),
+        (ControllerUnavailable("the controller does not answer"), "UNAVAILABLE", "NO_CONTROLLER"),
     ],
 )
 async def test_refused_changes_have_a_code_a_reason_and_a_message(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.events import Accepted, AttemptsSpent, Completed
+from cluster.events import Accepted, AttemptsExhausted, Completed
 from cluster.frontend.grpc import services
 from cluster.frontend.parallel_sampling import answer_seed
 from cluster.frontend.text import TextDelta
@@ -213,7 +213,7 @@ async def test_a_passed_deadline_ends_all_answers(client: AsyncClient, dispatche
 async def test_one_answer_that_fails_fails_the_request(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     def fails(request: Request) -> bytes:
         if index_of(request) == 1:
-            raise AttemptsSpent("6 attempts failed")
+            raise AttemptsExhausted("6 attempts failed")
         return b"x" * 4000
 
     dispatcher.script, dispatcher.step_s = fails, 0.01

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
+from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import Guard
 from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.server import GrpcServer
@@ -115,8 +115,8 @@ async def test_a_full_gateway_returns_a_retry_time(open_client: OpenClient, disp
     [
         (Rejected("all decode workers are full", 2.5), "RESOURCE_EXHAUSTED", "NO_ROOM", 2.5),
         (Unservable("the prompt is too long"), "INVALID_ARGUMENT", "TOO_LONG", None),
-        (AttemptsSpent("6 attempts failed; the last: worker gone"), "UNAVAILABLE", "ATTEMPTS_SPENT", 1.0),
-        (DeadlinePassed("prefill"), "DEADLINE_EXCEEDED", "DEADLINE", None),
+        (AttemptsExhausted("6 attempts failed; the last: worker gone"), "UNAVAILABLE", "ATTEMPTS_SPENT", 1.0),
+        (DeadlineExceeded("prefill"), "DEADLINE_EXCEEDED", "DEADLINE", None),
         (NotComputable("decode-0: the logits are not finite"), "INTERNAL", "NOT_COMPUTABLE", None),
     ],
 )

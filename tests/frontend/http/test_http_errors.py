@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from openai import APIError, RateLimitError
 
-from cluster.events import AttemptsSpent, DeadlinePassed, NotComputable, Rejected, Unservable
+from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
 from cluster.frontend.http import body_reader, server
 from diptych.view import WorkerState
 from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, view
@@ -319,8 +319,8 @@ async def test_an_invalid_header_is_named(refusing: Clients, headers: dict[str, 
     [
         (Rejected("no room", 2.5, "gateway-full"), 429, "rate_limit_error", "no_room", "3"),
         (Unservable("too long for the pools"), 400, "invalid_request_error", "context_length_exceeded", None),
-        (DeadlinePassed("route"), 504, "timeout_error", "deadline", None),
-        (AttemptsSpent("workers kept failing"), 503, "server_error", "attempts_spent", "1"),
+        (DeadlineExceeded("route"), 504, "timeout_error", "deadline", None),
+        (AttemptsExhausted("workers kept failing"), 503, "server_error", "attempts_spent", "1"),
         (NotComputable("the logits are not finite"), 500, "server_error", "not_computable", None),
         (RuntimeError("nobody foresaw this"), 500, "server_error", "internal", None),
     ],

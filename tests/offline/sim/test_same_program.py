@@ -90,7 +90,7 @@ PRODUCTION = {
     "workers.engine.blocks.BlockPool",
     "workers.engine.engine.Engine",
     "workers.engine.leases.LeaseBook",
-    "workers.engine.pump.Pump",
+    "workers.engine.engine_loop.EngineLoop",
     "workers.engine.scheduler.Scheduler",
     "workers.executor.modelled.ModelledExecutor",
     "workers.mailbox.Mailbox",

@@ -1,7 +1,7 @@
 """Routers that use load only, or nothing: least-loaded, random, round-robin, power of two, DistServe."""
 
 from cluster.policy.routing.picking import Picking, Workers, most_room, num_sequences, queued_tokens
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from diptych.view import WorkerView
 
 _MASK = (1 << 64) - 1
@@ -25,13 +25,13 @@ class SplitMix64:
 class LeastLoaded(Picking):
     """Prefill to the worker with the fewest prompt tokens queued, decode to the one with the fewest sequences."""
 
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: (queued_tokens(ask, worker), worker.name))
 
-    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: most_room(ask, worker))
 
-    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda each: (queued_tokens(ask, each), num_sequences(ask, each), each.name))
 
     @property
@@ -46,7 +46,7 @@ class DistServe(LeastLoaded):
     request arrives, because the decode worker reserves blocks first.
     """
 
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda each: (each.stats.waiting + num_sequences(ask, each), each.name))
 
     @property
@@ -60,10 +60,10 @@ class Random(Picking):
     def __init__(self, random_source: SplitMix64) -> None:
         self._random = random_source
 
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return workers[self._random.below(len(workers))]
 
-    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return workers[self._random.below(len(workers))]
 
     @property
@@ -79,13 +79,13 @@ class RoundRobin(Picking):
         self._prefilled: dict[str, int] = {}  # worker -> number of its last turn
         self._decoded: dict[str, int] = {}
 
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: self._prefilled.get(worker.name, 0))
 
-    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return min(workers, key=lambda worker: self._decoded.get(worker.name, 0))
 
-    def began(self, ask: Ask, placement: Placement) -> None:
+    def began(self, ask: PlacementRequest, placement: Placement) -> None:
         self._turns += 1
         self._prefilled[placement.prefill] = self._decoded[placement.decode] = self._turns
 
@@ -100,13 +100,13 @@ class PowerOfTwo(LeastLoaded):
     def __init__(self, random_source: SplitMix64) -> None:
         self._random = random_source
 
-    def pick_prefill(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return super().pick_prefill(ask, _two_of(self._random, workers))
 
-    def pick_decode(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return super().pick_decode(ask, _two_of(self._random, workers))
 
-    def pick_whole(self, ask: Ask, workers: Workers) -> WorkerView:
+    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
         return super().pick_whole(ask, _two_of(self._random, workers))
 
     @property

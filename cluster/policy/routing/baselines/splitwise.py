@@ -16,7 +16,7 @@ from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import longest_answer
 from cluster.policy.routing.baselines.load_based import LeastLoaded
 from cluster.policy.routing.picking import fitting, queued_tokens, roomy
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import Role
 from diptych.view import WorkerView
 
@@ -32,7 +32,7 @@ class Splitwise(LeastLoaded):
         self._latency = latency
         self._active = active
 
-    def choose(self, ask: Ask) -> Placement | None:
+    def choose(self, ask: PlacementRequest) -> Placement | None:
         homes: dict[Role, list[WorkerView]] = {role: [] for role in Role}
         for worker in fitting(ask):
             homes[self._pool(worker)].append(worker)
@@ -59,7 +59,7 @@ class Splitwise(LeastLoaded):
         away = away or (worker.role is Role.DECODE and self._active.prefilling(worker.name))
         return Role.MIXED if away else worker.role
 
-    def _shortest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
+    def _shortest(self, ask: PlacementRequest, workers: list[WorkerView]) -> WorkerView | None:
         """The worker with the fewest pending tokens, if its queue is not long."""
         if not workers:
             return None
@@ -68,7 +68,7 @@ class Splitwise(LeastLoaded):
         is_long = pending > 0 and pending + ask.request.num_tokens > QUEUE_TOKENS
         return None if is_long else best
 
-    def _roomiest(self, ask: Ask, workers: list[WorkerView]) -> WorkerView | None:
+    def _roomiest(self, ask: PlacementRequest, workers: list[WorkerView]) -> WorkerView | None:
         """The worker with the least memory assigned, if the request and its answer fit there."""
         if not workers:
             return None
@@ -88,5 +88,5 @@ class Splitwise(LeastLoaded):
         return "shortest queue in pending tokens"
 
 
-def _pending(ask: Ask, worker: WorkerView) -> tuple[int, str]:
+def _pending(ask: PlacementRequest, worker: WorkerView) -> tuple[int, str]:
     return queued_tokens(ask, worker), worker.name

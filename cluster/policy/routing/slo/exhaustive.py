@@ -6,7 +6,7 @@ from operator import itemgetter
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.picking import beside, fitting, roomy
 from cluster.policy.routing.prefix_index import Match
-from cluster.policy.routing.router import Ask
+from cluster.policy.routing.router import PlacementRequest
 from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PromptSide
 from diptych.view import WorkerView
 from workers.request import SLO
@@ -15,7 +15,7 @@ from workers.request import SLO
 class AllWorkers:
     """All workers that can hold the request; those of the phase's role come first. `match`: of a worker's cache."""
 
-    def __init__(self, ask: Ask, match: Callable[[WorkerView], Match], latency: LatencyPredictor) -> None:
+    def __init__(self, ask: PlacementRequest, match: Callable[[WorkerView], Match], latency: LatencyPredictor) -> None:
         self._ask = ask
         self._latency = latency
         self.match = match

@@ -30,7 +30,7 @@ from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.cache_aware import CacheAware, prompt_of
 from cluster.policy.routing.prefix_index import Depth, PrefixIndex
-from cluster.policy.routing.router import Ask, Placement
+from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.policy.routing.slo.exhaustive import AllWorkers
 from cluster.policy.routing.slo.shortlist import Shortlist, ShortlistedWorkers
 from cluster.policy.routing.slo.worker_estimate import DECODE, MIXED, PREFILL, DecodeSide, PromptSide, WorkerEstimate
@@ -73,7 +73,7 @@ class SLORouter(CacheAware):
         self._recent_s = 0.0
         self._first_s = 0.0
 
-    def choose(self, ask: Ask) -> Placement | None:
+    def choose(self, ask: PlacementRequest) -> Placement | None:
         slo, answer = self._slo_of(ask), self._expected(ask.request)
         candidates = self._shortlist.candidates(ask, partial(self._depths, ask), answer) or AllWorkers(
             ask, partial(self.match, ask), self.latency
@@ -100,7 +100,7 @@ class SLORouter(CacheAware):
 
     def _paired(
         self,
-        ask: Ask,
+        ask: PlacementRequest,
         candidates: Candidates,
         slo: SLO,
         sides: Mapping[str, PromptSide],
@@ -126,7 +126,7 @@ class SLORouter(CacheAware):
         placement = self._with_prefix_fetch(ask, candidates, _placed(prefill, decode, self.reason))
         return placement if placement.prefix_owner else self._cut(ask, placement, prefill, local, slo)
 
-    def began(self, ask: Ask, placement: Placement) -> None:
+    def began(self, ask: PlacementRequest, placement: Placement) -> None:
         super().began(ask, placement)
         worker = self._find(ask.view, placement.prefill)
         assert worker is not None, "it was chosen from this view"
@@ -139,7 +139,7 @@ class SLORouter(CacheAware):
         self._forget(ask.now_s)
 
     def _prompt_sides(
-        self, ask: Ask, candidates: Candidates, slo: SLO, reader: str = ""
+        self, ask: PlacementRequest, candidates: Candidates, slo: SLO, reader: str = ""
     ) -> tuple[dict[str, PromptSide], PromptSide | None]:
         """Candidates for prefill, tier by tier until no later tier can be better; and the best."""
         sides: dict[str, PromptSide] = {}
@@ -155,7 +155,13 @@ class SLORouter(CacheAware):
         return sides, best
 
     def _decode_sides(
-        self, ask: Ask, candidates: Candidates, slo: SLO, answer: int, begin_s: float, others: Sequence[WorkerView]
+        self,
+        ask: PlacementRequest,
+        candidates: Candidates,
+        slo: SLO,
+        answer: int,
+        begin_s: float,
+        others: Sequence[WorkerView],
     ) -> list[DecodeSide]:
         """Candidates for decode: `others`, and tier by tier until one meets the SLO."""
         sides: dict[str, DecodeSide] = {}
@@ -171,7 +177,12 @@ class SLORouter(CacheAware):
         return list(sides.values())
 
     def _can_spare_prefill(
-        self, ask: Ask, candidates: Candidates, slo: SLO, sides: Mapping[str, PromptSide], decodes: Sequence[DecodeSide]
+        self,
+        ask: PlacementRequest,
+        candidates: Candidates,
+        slo: SLO,
+        sides: Mapping[str, PromptSide],
+        decodes: Sequence[DecodeSide],
     ) -> bool:
         """Whether recent prompts leave the other prefill workers enough time if the fastest candidate decodes.
 
@@ -190,21 +201,23 @@ class SLORouter(CacheAware):
         while self._recent and self._recent[0][0] < now_s - RECENT_S:
             self._recent_s -= self._recent.popleft()[1]
 
-    def _prompt_side(self, ask: Ask, candidates: Candidates, worker: WorkerView, slo: SLO) -> PromptSide:
+    def _prompt_side(self, ask: PlacementRequest, candidates: Candidates, worker: WorkerView, slo: SLO) -> PromptSide:
         return self._estimate.prompt_side(ask, worker, candidates.match(worker), slo.tpot_s)
 
-    def _depths(self, ask: Ask) -> Sequence[Depth]:
+    def _depths(self, ask: PlacementRequest) -> Sequence[Depth]:
         if ask.request.fresh:
             return ()
         return self._index.depths(self.names(ask), ask.now_s, prompt_of(ask.request))
 
-    def _slo_of(self, ask: Ask) -> SLO:
+    def _slo_of(self, ask: PlacementRequest) -> SLO:
         asked, default = ask.request.slo, self._default
         if not asked.ttft_s and not asked.tpot_s:
             return default
         return SLO(asked.ttft_s or default.ttft_s, asked.tpot_s or default.tpot_s, asked.class_name)
 
-    def _is_local(self, ask: Ask, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO) -> bool:
+    def _is_local(
+        self, ask: PlacementRequest, worker: WorkerView, prefill: PromptSide, local: PromptSide, slo: SLO
+    ) -> bool:
         """Whether prefill on the decode worker is as fast as a KV handoff.
 
         A decode worker computes only prompts that its decodes hardly notice, or that take longer to move; so does a
@@ -221,7 +234,7 @@ class SLORouter(CacheAware):
             return False
         return local.ttft_s <= prefill.ttft_s + moving_s
 
-    def _with_prefix_fetch(self, ask: Ask, candidates: Candidates, placement: Placement) -> Placement:
+    def _with_prefix_fetch(self, ask: PlacementRequest, candidates: Candidates, placement: Placement) -> Placement:
         """With a prefix fetched from another worker, if that takes less time than computing it."""
         own, num_tokens = placement.cached_tokens, ask.request.num_tokens
         prefix_owner = candidates.prefix_owner(own, placement.prefill)
@@ -246,7 +259,9 @@ class SLORouter(CacheAware):
             prefill_s=rest_s,
         )
 
-    def _cut(self, ask: Ask, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO) -> Placement:
+    def _cut(
+        self, ask: PlacementRequest, placement: Placement, prefill: PromptSide, local: PromptSide, slo: SLO
+    ) -> Placement:
         """While prompts wait, the decode worker computes the end of this one, in the time that its decodes leave.
 
         This one's first token comes no sooner, but those behind it do. Both parts take equally long, as far as the TTFT

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LEAST_CHUNK, LatencyPredictor
 from cluster.policy.routing.prefix_index import NO_MATCH, Depth, Match, PrefixIndex
-from cluster.policy.routing.router import Ask, Sent
+from cluster.policy.routing.router import PlacementRequest, SentWork
 from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, OwnLoad, PromptSettings, ReportedLoad
 from cluster.policy.routing.slo.exhaustive import has_time
 from cluster.policy.routing.slo.worker_estimate import MAX_FULL, PromptSide
@@ -54,7 +54,7 @@ class Shortlist:
         self._clear()
 
     def candidates(
-        self, ask: Ask, depths: Callable[[], Sequence[Depth]], expected_tokens: int
+        self, ask: PlacementRequest, depths: Callable[[], Sequence[Depth]], expected_tokens: int
     ) -> "ShortlistedWorkers | None":
         """Estimates for this request. `depths`: the cached prefixes of its prompt. None: at most `few` can hold it."""
         if len(ask.view.workers) <= self._few:
@@ -65,7 +65,7 @@ class Shortlist:
             return None
         return ShortlistedWorkers(self, ask, fits, *self._cached(ask, depths()), expected_tokens)
 
-    def _fitting(self, ask: Ask) -> Flags:
+    def _fitting(self, ask: PlacementRequest) -> Flags:
         """Ready workers that can hold the request."""
         fits: Flags = self.capacity > ask.request.num_tokens
         for name in ask.avoid:
@@ -84,7 +84,7 @@ class Shortlist:
         self._own: list[tuple[float, ...]] = [()] * count
         self._own_columns = np.zeros((len(OwnLoad._fields), count))
         self._fresh: set[int] = set()  # rows of `_own` that are not in these columns yet
-        self._sent: Mapping[str, Sent] = {}
+        self._sent: Mapping[str, SentWork] = {}
         self._membership_version = -1
         self._turn, self._turned_s = 0, 0.0
         self.rates: list[CostColumns] = []
@@ -102,7 +102,7 @@ class Shortlist:
         self.foreign_s = columns[8]
         self._reaches.clear()
 
-    def _refresh(self, ask: Ask) -> None:
+    def _refresh(self, ask: PlacementRequest) -> None:
         """Update the rows that have changed."""
         known, workers = self.workers, ask.view.workers
         reported: set[int] = set()
@@ -262,7 +262,7 @@ class Shortlist:
 
     # ---- columns of a request --------------------------------------------------------------------------------
 
-    def _cached(self, ask: Ask, depths: Sequence[Depth]) -> tuple[Floats | None, int, Behind]:
+    def _cached(self, ask: PlacementRequest, depths: Sequence[Depth]) -> tuple[Floats | None, int, Behind]:
         """Cached tokens of the prompt by row (None: no worker has any), their maximum, and those behind the device."""
         cached, deepest, most = None, 0, ask.request.num_tokens - 1
         behind, known = Behind(), None
@@ -297,7 +297,7 @@ class Shortlist:
             rows = self._groups[holders] = np.flatnonzero(held & is_there)
         return rows
 
-    def linked_to(self, ask: Ask, reader: str) -> Flags:
+    def linked_to(self, ask: PlacementRequest, reader: str) -> Flags:
         """The workers that are linked to this reader."""
         if self._unlinked is not ask.view.unlinked:
             self._reaches.clear()
@@ -316,7 +316,7 @@ class ShortlistedWorkers:
     def __init__(
         self,
         table: Shortlist,
-        ask: Ask,
+        ask: PlacementRequest,
         fits: Flags,
         cached: Floats | None,
         most_cached: int,

@@ -13,7 +13,7 @@ from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
 from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, LatencyPredictor
 from cluster.policy.estimate.links import MeasuredLinks
 from cluster.policy.routing.prefix_index import Match
-from cluster.policy.routing.router import Ask
+from cluster.policy.routing.router import PlacementRequest
 from cluster.spec import Role
 from diptych.view import WorkerView
 
@@ -85,7 +85,9 @@ class WorkerEstimate:
         self._links = MeasuredLinks()
         self._ends: dict[str, _Ends] = {}  # by worker
 
-    def prompt_side(self, ask: Ask, worker: WorkerView, match: Match, tpot_slo_s: float | None) -> PromptSide:
+    def prompt_side(
+        self, ask: PlacementRequest, worker: WorkerView, match: Match, tpot_slo_s: float | None
+    ) -> PromptSide:
         """`tpot_slo_s`: the assumed SLO of the decodes there."""
         latency, worker_load = self._latency, self._active.worker_load(worker.name)
         load = self._with_foreign(ask, worker, worker_load, worker_load.begun)  # the others may begin at any time
@@ -98,7 +100,7 @@ class WorkerEstimate:
         return PromptSide(worker.name, worker.role, *cached, load.batch, queue_s, restore_s + prefill_s, steps)
 
     def decode_side(
-        self, ask: Ask, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
+        self, ask: PlacementRequest, worker: WorkerView, answer: int, begin_s: float, tpot_slo_s: float | None
     ) -> DecodeSide:
         """`answer`: its expected tokens. `begin_s`: when its prompt will be done, on the dispatcher's clock."""
         latency, num_tokens = self._latency, ask.request.num_tokens
@@ -114,7 +116,7 @@ class WorkerEstimate:
         load_s = latency.adapter_seconds(ask, worker) / max(1, answer)
         return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time, load_s)
 
-    def _load(self, ask: Ask, worker: WorkerView, at_s: float) -> Decoding:
+    def _load(self, ask: PlacementRequest, worker: WorkerView, at_s: float) -> Decoding:
         """The decodes that will not have ended at `at_s`, whether they have started yet or not.
 
         A request of ours decodes from its actual or predicted first token, for as many steps as its answer has tokens.
@@ -129,7 +131,7 @@ class WorkerEstimate:
         return self._with_foreign(ask, worker, worker_load, ours)
 
     def _with_foreign(
-        self, ask: Ask, worker: WorkerView, worker_load: WorkerLoad, ours: tuple[int, int, int]
+        self, ask: PlacementRequest, worker: WorkerView, worker_load: WorkerLoad, ours: tuple[int, int, int]
     ) -> Decoding:
         """Our decodes, and those of other gateways: what the worker has beyond ours."""
         (batch, prompts, answers), stats = ours, worker.stats
@@ -162,7 +164,7 @@ class WorkerEstimate:
             if has_begun or now_s + work.output_tokens * step_s < at_s:
                 yield work
 
-    def transfer_seconds(self, ask: Ask, owner: str, reader: WorkerView, num_tokens: int) -> float:
+    def transfer_seconds(self, ask: PlacementRequest, owner: str, reader: WorkerView, num_tokens: int) -> float:
         """Seconds to move the KV of this many tokens over an idle link, by preflight or else by the cost model."""
         link = self._links.between(ask.view, owner, reader.name)
         if link is None or not reader.kv_token_bytes:

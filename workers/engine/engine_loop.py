@@ -27,7 +27,7 @@ FIRST_STEPS = 8  # these may compile or load from disk: only `STEP_TIMEOUT_S` bo
 MOST_FAILURES = 3  # this many failed steps in a row: the device is at fault, not the requests
 
 
-class Pump:
+class EngineLoop:
     """Owned by a Worker. `deliver` gets the engine's outputs after every change; call `wake` when there is new work."""
 
     def __init__(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.driving import engine, next_token, request, result, tokens_of
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.pump import Pump
+from workers.engine.engine_loop import EngineLoop
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import RankLost
 from workers.request import Request, SamplingParams, TokensOut
@@ -37,12 +37,12 @@ class Stages:
 async def pumped(subject: Engine, stages: Stages, end: Callable[[], None], count: int) -> list[EngineOutput]:
     """Runs until `count` answers have ended; `end` ends some plans whenever all others wait."""
     emitted: list[EngineOutput] = []
-    pump = Pump(subject, stages, emitted.extend, lambda: 0.0)  # type: ignore[arg-type]
-    pumping = asyncio.ensure_future(pump.run())
+    engine_loop = EngineLoop(subject, stages, emitted.extend, lambda: 0.0)  # type: ignore[arg-type]
+    pumping = asyncio.ensure_future(engine_loop.run())
     async with asyncio.timeout(20.0):
         while not pumping.done():
             if sum(isinstance(e, TokensOut) and e.finish is not None for e in emitted) >= count:
-                pump.stop()
+                engine_loop.stop()
             end()
             await asyncio.sleep(0)
         await pumping
@@ -79,7 +79,7 @@ async def test_the_next_decodes_wait_behind_those_in_flight() -> None:
     turns, running = itertools.count(1), []
 
     def end() -> None:
-        """Of the oldest plan, when the pump has had time to start all it can."""
+        """Of the oldest plan, when the engine loop has had time to start all it can."""
         if next(turns) % 5 == 0:
             running.append(len(stages.running))
             for plan, ended in list(stages.running.values())[:1]:
