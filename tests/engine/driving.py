@@ -12,6 +12,7 @@ from workers.config import EngineConfig
 from workers.costs import CostModel
 from workers.engine.block_store import BlockStore
 from workers.engine.engine import Engine, EngineOutput
+from workers.engine.estimate import plan_seconds
 from workers.engine.prefix_fetch import PrefixFetch, PrefixFetches
 from workers.engine.step import ELSEWHERE, PENDING, Chunk, StepPlan, StepResult
 from workers.request import Request, SamplingParams, TokenLogprobs, TokensOut
@@ -76,13 +77,13 @@ def result(plan: StepPlan, seconds: float = 0.01) -> StepResult:
 def step(
     engine: Engine, now_s: float = 0.0, device: "Device | None" = None
 ) -> tuple[StepPlan | None, list[EngineOutput]]:
-    """One schedule and commit; returns the plan and the outputs."""
+    """One schedule and commit; returns the plan and the outputs. The step takes as long as the engine expects."""
     plan = engine.schedule(now_s)
     if plan is not None:
         engine.check()
         if device is not None:
             device.execute(plan)
-        engine.commit(plan, result(plan), now_s)
+        engine.commit(plan, result(plan, plan_seconds(engine._estimate.cost, plan)), now_s)
         if device is not None:
             device.check_leases(engine)
     engine.check()

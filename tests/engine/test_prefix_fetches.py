@@ -167,6 +167,7 @@ def answered(max_tokens: int) -> tuple[Engine, Request]:
 def test_a_decode_worker_lends_what_it_generated_and_an_idle_one_takes_steps_to_digest_it() -> None:
     """As many blocks in a step as a prompt's chunk has."""
     subject, turn = answered(max_tokens=16)
+    step_s = subject.stats().step_s
     lease = subject.prefix_fetches.hold("b/0:prefix", turn.prompt, 0.0)
     assert lease is not None and lease.num_tokens == 24, "26 tokens, of which the last has no KV"
     assert subject.leases.progress("b/0:prefix", lease.epoch, 0, 0.0).ready_blocks == 0
@@ -178,7 +179,7 @@ def test_a_decode_worker_lends_what_it_generated_and_an_idle_one_takes_steps_to_
     subject.leases.release("b/0:prefix", lease.epoch)
     subject.check()
     assert subject.stats().free_blocks == subject.stats().total_blocks
-    assert subject.stats().step_s == 0.01, "a step without tokens says nothing about decode steps"
+    assert subject.stats().step_s == step_s > 0.0, "a step without tokens says nothing about decode steps"
 
 
 def test_a_prefix_is_digested_in_the_steps_of_running_decodes() -> None:
@@ -316,16 +317,9 @@ def test_blocks_balance_for_any_order_of_holds_and_fetches(steps: list[tuple[str
     assert side.pool.num_free == 12
 
 
-class FixedCost(LinearCost):
-    """An estimate that does not learn."""
-
-    def scaled(self, ratio: float) -> "FixedCost":
-        return self
-
-
 def fetching(byte_s: float) -> tuple[Engine, PrefixFetch]:
     """A worker that gets 32 tokens, of ten bytes each, which it computes in a second each."""
-    cost = FixedCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, byte_s, 0.0)
+    cost = LinearCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, byte_s, 0.0)
     subject = engine(kv_blocks=34, cost=cost, block_bytes=40)
     return subject, subject.prefix_fetches.begin(range(1, 33), now_s=12.0)
 

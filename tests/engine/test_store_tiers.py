@@ -493,14 +493,7 @@ DiskMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60
 TestDiskMachine = DiskMachine.TestCase
 
 
-class FixedCost(LinearCost):
-    """An estimate that does not learn."""
-
-    def scaled(self, ratio: float) -> "FixedCost":
-        return self
-
-
-TOKENS = FixedCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # a second each: a prompt of 40 waits for one in vain
+TOKENS = LinearCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # a second each: a prompt of 40 waits for one in vain
 
 
 def waiting(disk: RecordedDisk, *others: int, kv_blocks: int = 18, **config: Any) -> Engine:

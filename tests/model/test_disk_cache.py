@@ -16,6 +16,7 @@ from tests.model.test_host_tier import PROMPTS
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost
 from workers.engine.cache_log import Tier
+from workers.engine.estimate import StepEstimate
 from workers.engine.read_speed import ReadSpeed
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import KVStoreError
@@ -34,11 +35,10 @@ WAIT_S = 60.0
 BLOCK_BYTES = 2048  # eight tokens of the tiny model
 
 
-class SlowSteps(LinearCost):
-    """An estimate that does not learn how fast steps are, so that prompts wait for the disk."""
-
-    def scaled(self, ratio: float) -> "SlowSteps":
-        return self
+@pytest.fixture(autouse=True)
+def steps_seem_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate does not learn how fast steps are, so that prompts wait for the disk."""
+    monkeypatch.setattr(StepEstimate, "learn", lambda *_: None)
 
 
 def config(folder: Path | None, **engine: object) -> WorkerConfig:
@@ -53,7 +53,7 @@ def config(folder: Path | None, **engine: object) -> WorkerConfig:
         cache=CacheConfig(ByteSize(10 * BLOCK_BYTES if disk else 0), disk),
         transfer=TransferConfig(backends=("memory",), host="127.0.0.1"),
         secret="test",
-        cost=SlowSteps(prefill_token_s=1.0, swap_byte_s=0.0),
+        cost=LinearCost(prefill_token_s=1.0, swap_byte_s=0.0),
     )
 
 

@@ -4,15 +4,19 @@ Pure: seconds are arguments; it reads no clock.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from workers.costs import CostModel
 from workers.engine.step import StepPlan
 
-_MEMORY = 0.1  # weight of the newest step; single steps are noisy, ten of them are not
 _USUAL_PROMPT = 512  # tokens
 _FADE = 0.9  # decay of the sums below with each step that has prompts
 _BOUND = 100.0  # largest correction of one step
+_MOST_APART = 30.0  # one of the two ratios over the other
+# Variances of the logarithms of the two ratios, in units of the noise of one step (20 %, squared).
+_COMMON, _APART = 1e6, 25.0  # at the beginning: of both together, unknown; of one beside the other, a factor of e
+_DRIFT = 0.01  # with each step, so that the newest one counts a tenth: single steps are noisy, ten of them are not
 
 
 def step_parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int, int]:
@@ -53,53 +57,100 @@ def prompt_share(cost: CostModel, num_tokens: int, stages: int) -> int:
     return math.ceil(num_tokens / parts)
 
 
+@dataclass(frozen=True, slots=True)
+class CorrectedCost(CostModel):
+    """Decodes and a step's fixed cost take `decode` times as long as in the `given` model; prompts `prompt` times."""
+
+    given: CostModel
+    decode: float
+    prompt: float
+    transfer_latency_s: float
+    transfer_byte_s: float
+    swap_byte_s: float
+
+    def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
+        return self.prompt * self.given.mixed_seconds(chunks, batch, context_tokens) + self._more(batch, context_tokens)
+
+    def _more(self, batch: int, context_tokens: int) -> float:
+        return (self.decode - self.prompt) * self.given.decode_seconds(batch, context_tokens)
+
+    def prompt_tokens_within(
+        self,
+        seconds: float,
+        cached_tokens: int = 0,
+        chunks: Sequence[tuple[int, int]] = (),
+        batch: int = 0,
+        context_tokens: int = 0,
+    ) -> int:
+        given_s = (seconds - self._more(batch, context_tokens)) / self.prompt
+        return self.given.prompt_tokens_within(given_s, cached_tokens, chunks, batch, context_tokens)
+
+    def scaled(self, ratio: float) -> "CorrectedCost":
+        return replace(self, decode=ratio * self.decode, prompt=ratio * self.prompt)
+
+
 class StepEstimate:
-    """Owned by an Engine. `block_bytes`: KV bytes of a block."""
+    """Owned by an Engine. `block_bytes`: KV bytes of a block.
+
+    An extended Kalman filter of two logarithms: by how much decodes, with the fixed cost of a step, take longer than in
+    the given model, and by how much prompts do.
+    """
 
     def __init__(self, cost: CostModel, block_bytes: int = 0) -> None:
+        self.cost = cost  # the corrected cost model
         self._given = cost
         self._block_bytes = block_bytes
-        self._ratio = 1.0
-        self._seen = False
+        self._decode = self._prompt = 1.0
+        self._decode_variance = self._prompt_variance = _COMMON + _APART
+        self._covariance = _COMMON
         self._prompts_took_s = self._prompts_alone_s = 0.0  # recent steps, decayed
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Correct the estimate: `plan` took `seconds` through all stages, without waits for other plans."""
         prompts, batch, context_tokens = step_parts(plan)
-        expected = self._given.mixed_seconds(prompts, batch, context_tokens)
+        step_s = decode_s = self._given.decode_seconds(batch, context_tokens)
         if prompts:
+            step_s = self._given.mixed_seconds(prompts, batch, context_tokens)
             alone_s = sum(self._alone_seconds(*prompt) for prompt in prompts)
             self._prompts_took_s = _FADE * self._prompts_took_s + seconds
             self._prompts_alone_s = _FADE * self._prompts_alone_s + alone_s
         seconds -= self._given.swap_seconds((len(plan.swap_out) + len(plan.swap_in)) * self._block_bytes) / 2
-        self._correct((expected,), (seconds,))
+        self._correct(decode_s, step_s, seconds)
 
     def learn_decodes(self, batch: int, context_tokens: int, seconds: Sequence[float]) -> None:
         """As `learn`, of steps in a row of the same decodes alone, without swaps. `context_tokens`: of the first."""
-        self._correct(self._given.steps_seconds(batch, context_tokens, len(seconds)), seconds)
+        given = self._given.steps_seconds(batch, context_tokens, len(seconds))
+        for step_s, took_s in zip(given, seconds, strict=True):
+            if took_s != step_s or self.cost is not self._given:
+                self._correct(step_s, step_s, took_s)
 
-    def _correct(self, expected: Sequence[float], seconds: Sequence[float]) -> None:
-        ratio = self._ratio
-        for one, took_s in zip(expected, seconds, strict=True):
-            if one > 0.0 and took_s > 0.0:
-                newest = took_s / one
-                if not 1 / _BOUND <= newest <= _BOUND:
-                    newest = min(max(newest, 1 / _BOUND), _BOUND)
-                ratio = ratio + _MEMORY * (newest - ratio) if self._seen else newest
-                self._seen = True
-        self._ratio = ratio
+    def _correct(self, decode_s: float, step_s: float, seconds: float) -> None:
+        """A step took so long. In the given model its decodes and fixed cost take `decode_s`, all of it `step_s`."""
+        expected_s = self._prompt * step_s + (self._decode - self._prompt) * decode_s
+        if expected_s <= 0.0 or seconds <= 0.0 or seconds == expected_s:
+            return
+        error = math.log(min(max(seconds / expected_s, 1 / _BOUND), _BOUND))
+        decode_share = self._decode * decode_s / expected_s
+        prompt_share = 1.0 - decode_share
+        decode = decode_share * self._decode_variance + prompt_share * self._covariance
+        prompt = decode_share * self._covariance + prompt_share * self._prompt_variance
+        variance = decode_share * decode + prompt_share * prompt + 1.0
+        self._prompt *= math.exp(error * prompt / variance)
+        decode_ratio = self._decode * math.exp(error * decode / variance)
+        self._decode = min(max(decode_ratio, self._prompt / _MOST_APART), self._prompt * _MOST_APART)
+        self._decode_variance += _DRIFT * decode_share - decode * decode / variance
+        self._prompt_variance += _DRIFT * prompt_share - prompt * prompt / variance
+        self._covariance -= decode * prompt / variance
+        given = self._given
+        transfers = given.transfer_latency_s, given.transfer_byte_s, given.swap_byte_s
+        self.cost = CorrectedCost(given, self._decode, self._prompt, *transfers)
 
     def prompt_seconds(self, num_tokens: int, num_cached: int) -> float:
         """Predicted seconds of a prompt in steps shared with other sequences, as recent prompts were."""
-        pace = self._prompts_took_s / self._prompts_alone_s if self._prompts_alone_s else self._ratio
+        pace = self._prompts_took_s / self._prompts_alone_s if self._prompts_alone_s else self._prompt
         return pace * self._alone_seconds(num_tokens, num_cached)
 
     def _alone_seconds(self, num_tokens: int, num_cached: int) -> float:
         """Predicted seconds of a prompt without a step's fixed cost."""
         given = self._given
         return max(1e-9, given.prefill_seconds(num_tokens, num_cached) - given.mixed_seconds((), 0, 0))
-
-    @property
-    def cost(self) -> CostModel:
-        """The corrected cost model."""
-        return self._given.scaled(self._ratio) if self._seen else self._given
