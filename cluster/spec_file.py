@@ -3,6 +3,7 @@
 import difflib
 import re
 from dataclasses import fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -45,12 +46,37 @@ def load_spec(path: str | Path) -> ClusterSpec:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); give the path of a cluster YAML file") from None
     try:
         document = yaml.safe_load(text)
+        root = yaml.compose(text)
     except yaml.YAMLError as error:
-        raise SpecError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+        raise SpecError(_not_yaml(str(path), error)) from None
     try:
+        _refuse_repeated_keys(root, "")
         return parse_spec(document)
     except SpecError as error:
         raise SpecError(located(str(path), text, str(error))) from None
+
+
+def _not_yaml(path: str, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return f"{path}: is not YAML: {' '.join(str(error).split())}"
+    why = ", ".join(part for part in (error.context, error.problem) if part)
+    return f"{path}:{mark.line + 1}: is not YAML: {why}; check the indentation and the quotes there"
+
+
+def _refuse_repeated_keys(node: Any, path: str) -> None:
+    """YAML's reader would take the last one of them."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _refuse_repeated_keys(value, f"{path}[{index}]")
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            where, line = (f"{path}.{key.value}" if path else str(key.value)), key.start_mark.line + 1
+            if key.value in lines:
+                raise SpecError(f"{where}: is there twice, in lines {lines[key.value]} and {line}; keep one")
+            lines[key.value] = line
+            _refuse_repeated_keys(value, where)
 
 
 def parse_spec(document: object) -> ClusterSpec:
@@ -105,7 +131,14 @@ def _bounded(pool: object, path: str) -> object:
 
 
 def _refuse_unknown_keys(value: object, expected: Any, path: str) -> None:
-    """Walk value and type together. msgspec would ignore a misspelled key; the error names it and the nearest one."""
+    """Walk value and type together. msgspec would ignore a misspelled key; the error names it and the nearest one.
+
+    Of a value that is none of an enumeration, msgspec does not name those that are.
+    """
+    if isinstance(expected, type) and issubclass(expected, Enum):
+        known = [each.value for each in expected]
+        if value not in known:
+            raise SpecError(f"{path}: {value!r} is not one of {', '.join(known)}")
     options = [option for option in get_args(expected) if is_dataclass(option)]
     if isinstance(value, list) and options:
         for index, item in enumerate(value):
@@ -147,8 +180,10 @@ def _custom(kind: type, value: object) -> object:
 def _readable(message: str) -> str:
     """Put the path first: msgspec writes "Expected `int`, got `str` - at `$.pools[0].replicas`"."""
     text, _, place = message.partition(" - at `$")
-    place = place.rstrip("`").lstrip(".")
-    return f"{place}: {text.replace('`', '')}" if place else text.replace("`", "")
+    place, text = place.rstrip("`").lstrip("."), text.replace("`", "")
+    text = re.sub(r"^Object missing required field (\w+)", r"\1 is missing", text)
+    text = re.sub(r"\bobject\b", "mapping", re.sub(r"\barray\b", "list", text))
+    return f"{place}: {text}" if place else text
 
 
 def located(path: str, text: str, message: str) -> str:

@@ -157,7 +157,11 @@ def _check_free(host: str, port: int, option: str) -> None:
         _bind(host, port)
     except OSError as error:
         where = f"cannot listen on {host}:{port} ({error.strerror})"
-        raise OSError(error.errno, f"{where}; choose another port with {option} (0: any free one)") from None
+        is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = (
+            f"choose another port with {option} (0: any free one)" if is_taken else "set gateway.host to an address"
+        )
+        raise OSError(error.errno, f"{where}; {advice}{'' if is_taken else ' of this machine'}") from None
 
 
 def _bind(host: str, port: int) -> None:

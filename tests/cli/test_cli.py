@@ -229,6 +229,16 @@ def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path, monkey
     assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another port" in line
 
 
+def test_an_address_of_another_machine_is_reported_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(SPEC.format(folder=tmp_path, port=15999).replace("gateway:", "gateway:\n  host: 203.0.113.1"))
+    line = refused(run("serve", "-f", str(file)))
+    assert "203.0.113.1:15999 (Cannot assign requested address); set gateway.host to an address of this mach" in line
+
+
 def test_an_unknown_model_is_one_line() -> None:
     assert "no model 'no-such-model'" in refused(run("models", "inspect", "no-such-model"))
 

@@ -72,6 +72,10 @@ REFUSED = [
     ({"more": "gateway: {grpc_port: 99999}"}, 12, "", "gateway: grpc_port is 99999; it must be between 0"),
     ({"more": "elastic:\n  dwell_s: -1"}, 13, "", "elastic: dwell_s is -1.0; it must be 0 or more"),
     ({"more": "name: A"}, 12, "", "name 'A' must be lower-case letters"),
+    ({"second": "role: decoder"}, 11, "second", "pools[1].role: is there twice, in lines"),
+    ({"more": "gateway: {slo: {ttft_s: 1}, host: a, slo: {}}"}, 12, "", "gateway.slo: is there twice, in lines 12"),
+    ({"more": "gateway: [1]"}, 12, "", "gateway: Expected mapping, got list"),
+    ({"more": "adapters: {a: [}"}, 12, "", "is not YAML: while parsing a flow node, expected the node content"),
 ]
 
 

@@ -41,7 +41,7 @@ def test_a_pool_has_host_memory_and_a_disk() -> None:
         ({"host": True}, {}, r"pools\[0\]\.cache\.host: True is no size"),
         ({"host": -1}, {}, r"pools\[0\]\.cache\.host: -1 is no size"),
         ({"disk": DISK}, {}, r"pools\[0\]\.cache: disk needs host: .* write host: 8GiB"),
-        ({"host": 1, "disk": {"path": "/kv"}}, {}, r"pools\[0\]\.cache\.disk: .*missing required field size"),
+        ({"host": 1, "disk": {"path": "/kv"}}, {}, r"pools\[0\]\.cache\.disk: size is missing"),
         ({"host": 1, "disk": DISK | {"size": 0}}, {}, r"pools\[0\]\.cache\.disk: disk\.size is 0; give"),
         ({"host": 1, "disk": DISK | {"speed": 0}}, {}, r"disk: disk\.speed is 0; write the bytes"),
         ({"host": 1, "disk": DISK | {"path": "kv"}}, {}, r"pools\[0\]\.cache\.disk: disk\.path 'kv' .* begin with /"),

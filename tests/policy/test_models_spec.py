@@ -115,3 +115,10 @@ def test_models_take_turns_in_scaling() -> None:
         made.append(subject.decide(view, float(now_s)))
     grown = [each.pool for each in made if each is not None and each.kind == "grow"]
     assert {"one", "other"} <= set(grown)
+
+
+def test_a_role_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(SpecError, match=r"pools\[0\]\.role: 'prefil' is not one of prefill, decode, mixed"):
+        parse_spec({"model": "m", "pools": [{"name": "a", "role": "prefil"}]})
+    with pytest.raises(SpecError, match=r"^pools is missing"):
+        parse_spec({"model": "m"})
