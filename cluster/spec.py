@@ -214,7 +214,7 @@ class GatewaySpec:
     admission: str = "none"
     """Admission control: refuses or queues requests whose SLO cannot be met. See docs/routing.md."""
     rebalance: bool = False
-    """Move decodes away from workers that miss SLOs or change roles. Draining workers are always emptied."""
+    """Move decodes after role changes, and waiting prompts to better workers. Draining workers are always emptied."""
     cache_news_s: float = 0.25
     """Shortest interval between two updates of a worker's prefix index, for routers that use it."""
     slo: SLO = field(default_factory=SLO)

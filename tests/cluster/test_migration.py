@@ -20,7 +20,7 @@ from workers.costs import LinearCost
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import Overloaded, UnknownSequence
 from workers.executor.modelled import modelled_token
-from workers.request import SLO, Request, Reservation
+from workers.request import Request, Reservation
 
 Execute = Callable[[StepPlan], Awaitable[StepResult]]
 SLOW = LinearCost(0.02, 0.002, 0.0, 0.001, 0.0, 0.0, 0.0)
@@ -282,62 +282,6 @@ def test_the_decodes_of_a_draining_worker_migrate_away() -> None:
             await subject.settle()
 
     clock.run(run())
-
-
-@pytest.mark.parametrize("rebalances", [True, False])
-def test_decodes_leave_a_worker_that_misses_their_slo(rebalances: bool) -> None:
-    """All begin at one of two, whose step takes 32 ms; 29 are promised."""
-
-    async def run() -> None:
-        spec = split_spec(1, 2, backends=("modelled",))
-        spec = replace(
-            spec,
-            gateway=replace(spec.gateway, rebalance=rebalances),
-            pools=tuple(replace(pool, cost=SLOW) for pool in spec.pools),
-        )
-        async with cluster(spec, SLOW) as subject:
-            subject.dispatcher._policy.choose = lambda ask: Placement("prefill-0", "decode-0", "crowded")
-            asked = [replace(request(f"r{n}", 30 + n, max_tokens=300), slo=SLO(tpot_s=0.029)) for n in range(12)]
-            runs = await asyncio.gather(*(subject.run(each) for each in asked))
-            for n, events in enumerate(runs):
-                assert tokens_of(events) == expected(f"r{n}", 30 + n, 300)
-            moved = sum(len(completed(events).transfers) - 1 for events in runs)
-            received = [completed(events).decode_workers for events in runs]
-            assert {names[0] for names in received} == {"decode-0"}, "as it was accepted"
-            assert sum(names == ("decode-0", "decode-1") for names in received) == sum(
-                len(names) - 1 for names in received
-            )
-            assert sum(len(names) - 1 for names in received) == moved
-            standing = subject.dispatcher.slo_attainment()
-            assert [each for each in standing.moves if each[1] == "moved"] == (
-                [("relief", "moved", moved)] * rebalances
-            )
-            assert standing.moved_bytes == sum(report.num_bytes for e in runs for report in completed(e).transfers[1:])
-            assert (3 <= moved <= 6) if rebalances else not moved
-            await subject.settle()
-
-    clock.run(run())
-
-
-def test_decodes_leave_a_worker_before_it_has_to_preempt_them() -> None:
-    """All begin at one of two; what they need in the end is half as much again as it has."""
-
-    async def run(rebalances: bool) -> tuple[int, float]:
-        spec = split_spec(1, 2, backends=("modelled",), kv_blocks=150)
-        gateway = replace(spec.gateway, rebalance=rebalances, placement_timeout_s=100.0)
-        pools = tuple(replace(pool, cost=SLOW) for pool in spec.pools)
-        async with cluster(replace(spec, gateway=gateway, pools=pools), SLOW) as subject:
-            subject.dispatcher._policy.choose = lambda ask: Placement("prefill-0", "decode-0", "crowded")
-            asked = [request(f"r{n}", 30 + n, max_tokens=300) for n in range(10)]
-            runs = await asyncio.gather(*(subject.run(each) for each in asked))
-            for n, events in enumerate(runs):
-                assert tokens_of(events) == expected(f"r{n}", 30 + n, 300)
-            await subject.settle()
-            preempted = sum(worker.engine.stats().preemptions for worker in subject.workers.values())
-            return preempted, asyncio.get_running_loop().time()
-
-    (before, longer_s), (after, shorter_s) = clock.run(run(False)), clock.run(run(True))
-    assert after < before and shorter_s < 0.8 * longer_s
 
 
 # ---- moves that fail -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class Plans:
     def plan(self, view: ClusterView, contexts: Mapping[str, int], now_s: float) -> list[Move]:
         self.asked += 1
         key = f"r{self.asked}/0"
-        return [Move(key, "a", "b", "there is room", "relief")] if self.asked <= 2 else []
+        return [Move(key, "a", "b", "there is room", "role")] if self.asked <= 2 else []
 
     def may_move(self, view: ClusterView) -> bool:
         return True
@@ -59,5 +59,5 @@ def test_a_migration_that_raises_is_logged_and_the_next_round_runs(caplog: pytes
     with caplog.at_level(logging.ERROR):
         counts = asyncio.run(scene())
     assert plans.told == [("r1/0", False), ("r2/0", True)]
-    assert counts == (("relief", "moved", 1), ("relief", "stayed", 1))
+    assert counts == (("role", "moved", 1), ("role", "stayed", 1))
     assert "r1/0 stays on a" in caplog.text and "this was not foreseen" in caplog.text

@@ -1,16 +1,12 @@
-"""Decides which decodes migrate: away from a worker that drains, that became a prefill worker, or that is overloaded.
+"""Decides which decodes migrate: away from a worker that drains, or that became a prefill worker.
 
     drain     all decodes of a draining worker, to decode and mixed workers with room
     role      while prompts wait anywhere: decodes of a prefill worker, which had another role before. They limit each
               prompt chunk to the time that their SLO leaves of a step; one decode limits it as much as many
-    relief    of a worker that runs out of blocks, or whose steps exceed the TPOT SLO: the longest answers first, a few
-              at a time, to a worker that has room and still meets its own SLOs, if that saves more than it costs
 
-Only over proven links. Relief needs an overload that lasts for `OVERLOAD_S`. A migrated decode stays for `REST_S`, and
-for as long none takes the way back. Pure.
+Only over proven links. For `REST_S` after a migration none takes the way back. Pure.
 
-Sources: Sun et al., Llumnix (OSDI'24: moving decodes for balance, for room and to empty an instance), TaiChi (arXiv
-2508.01989: when memory is almost full the longest answer moves).
+Source: Sun et al., Llumnix (OSDI'24: moving decodes to empty an instance).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,9 +21,7 @@ from diptych.view import ClusterView, WorkerState, WorkerView
 
 MAX_CONCURRENT = 4  # migrations from one worker
 MAX_CONCURRENT_ROLE = 8  # the same, from a prefill worker: it gains only when all decodes are gone
-MAX_RELIEF_STARTS = 2  # of one worker per plan, so that their effect is seen before others follow
-OVERLOAD_S = 0.9  # overload must last this long before relief
-REST_S = 30.0  # before a migrated decode migrates again, and before others take the way back
+REST_S = 30.0  # after a migration, before others take the way back
 RETRY_S = 2.0  # after a failed migration
 HORIZON_S = 10.0  # blocks must last this long
 ROLE_REASON = "its worker is a prefill worker now, and prompts wait"
@@ -47,7 +41,7 @@ class Move:
     source: str
     target: str
     reason: str
-    kind: str = "relief"  # or "drain", "role"
+    kind: str  # "drain" or "role"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +87,7 @@ class _Load:
 class MigrationPlanner:
     """Owned by a Policy. Every planned `Move` needs an `ended`.
 
-    `rebalances`: role and relief migrations are on, too. `tpot_s`: the SLO of requests without one.
+    `rebalances`: role migrations are on, too. `tpot_s`: the SLO of requests without one.
     """
 
     def __init__(
@@ -105,9 +99,7 @@ class MigrationPlanner:
         self._rebalances = rebalances
         self._tpot_s = tpot_s
         self._under_way: dict[str, Move] = {}
-        self._overloaded_since_s: dict[str, float] = {}  # by worker
         self._failed_until_s: dict[str, float] = {}  # key -> no other try before
-        self._rests_until_s: dict[str, float] = {}  # key -> no relief before
         self._closed_until_s: dict[tuple[str, str], float] = {}  # (source, target) -> no such migration before
 
     def may_move(self, view: ClusterView) -> bool:
@@ -117,7 +109,6 @@ class MigrationPlanner:
     def plan(self, view: ClusterView, contexts: Callable[[], Mapping[str, int]], now_s: float) -> tuple[Move, ...]:
         """The migrations to start now. `contexts`: tokens so far of each attempt that may migrate; called if needed."""
         _expire(self._failed_until_s, now_s)
-        _expire(self._rests_until_s, now_s)
         _expire(self._closed_until_s, now_s)
         draining = _draining(view)
         if not ((draining or self._rebalances) and (known := contexts())):
@@ -128,8 +119,6 @@ class MigrationPlanner:
             moves += self._drain(loads[name], loads.values(), view)
         if self._rebalances:
             moves += self._clear(loads.values(), view)
-            for load in loads.values():
-                moves += self._relieve(load, loads.values(), view, now_s)
         self._under_way.update((move.key, move) for move in moves)
         return tuple(moves)
 
@@ -137,7 +126,7 @@ class MigrationPlanner:
         """The migration is over; `moved`: it succeeded."""
         self._under_way.pop(move.key, None)
         if moved:
-            self._rests_until_s[move.key] = self._closed_until_s[move.target, move.source] = now_s + REST_S
+            self._closed_until_s[move.target, move.source] = now_s + REST_S
         else:
             self._failed_until_s[move.key] = now_s + RETRY_S
 
@@ -248,63 +237,11 @@ class MigrationPlanner:
         gained_s = slowed * decode.left_tokens * self._step_s(load)
         return self._has_room(target, decode, ROOM) and self._cost_s(load, target, decode, view) < gained_s
 
-    # ---- relief --------------------------------------------------------------------------------------------------
-
-    def _relieve(self, load: _Load, loads: Iterable[_Load], view: ClusterView, now_s: float) -> list[Move]:
-        reason = self._overload(load) if load.worker.state is WorkerState.READY else None
-        if reason is None:
-            self._overloaded_since_s.pop(load.name, None)
-            return []
-        moves: list[Move] = []
-        if now_s - self._overloaded_since_s.setdefault(load.name, now_s) < OVERLOAD_S:
-            return moves
-        for decode in _longest_first(load.decodes):
-            if reason is None or len(moves) == MAX_RELIEF_STARTS or load.num_leaving >= MAX_CONCURRENT:
-                break
-            if decode.key in self._failed_until_s or decode.key in self._rests_until_s:
-                continue
-            targets = [each for each in loads if self._may_relieve(load, each, decode, view)]
-            if targets:
-                target = min(targets, key=lambda each: (self._step_with(each, decode), each.name))
-                moves.append(_move(decode, load, target, reason, "relief"))
-                reason = self._overload(load)
-        return moves
-
-    def _overload(self, load: _Load) -> str | None:
-        """Why the worker is overloaded; None: it is not."""
-        if not load.batch:
-            return None
-        step_s = self._step_s(load)
-        growth = self._growth(load, step_s)
-        if load.used_tokens + growth > load.total_tokens:
-            return (
-                f"its worker has room for {load.total_tokens - load.used_tokens} tokens and needs {growth} within "
-                f"{HORIZON_S:.0f} s"
-            )
-        if load.tpot_slo_s is not None and step_s > load.tpot_slo_s:
-            return f"a step of its worker takes {1e3 * step_s:.0f} ms, the TPOT SLO is {1e3 * load.tpot_slo_s:.0f} ms"
-        return None
-
     def _growth(self, load: _Load, step_s: float) -> int:
         """Tokens that its decodes will add until the horizon; those of other gateways as many as ours on average."""
         steps = int(HORIZON_S / step_s) if step_s > 0 else MIN_LEFT
         ours = sum(min(steps, each.left_tokens) for each in load.decodes)
         return ours + max(0, load.batch - len(load.decodes)) * (ours // max(1, len(load.decodes)))
-
-    def _may_relieve(self, load: _Load, target: _Load, decode: _Decode, view: ClusterView) -> bool:
-        """Whether the target meets all SLOs with this decode, and the migration saves more than it costs."""
-        if target is load or target.worker.role is Role.PREFILL or (load.name, target.name) in self._closed_until_s:
-            return False
-        if not view.linked(load.name, target.name):
-            return False
-        step_s = self._step_with(target, decode)
-        tpot_slo_s = _tightest((target.tpot_slo_s, decode.tpot_slo_s))
-        if not self._has_room(target, decode, ROOM) or (tpot_slo_s is not None and step_s > ROOM * tpot_slo_s):
-            return False
-        saved_s = decode.left_tokens * max(0.0, self._step_s(load) - step_s)
-        if load.used_tokens + self._growth(load, self._step_s(load)) > load.total_tokens:  # it saves a preemption
-            saved_s += self._latency.prefill_seconds(load.worker, decode.context_tokens, 0)
-        return self._cost_s(load, target, decode, view) < saved_s
 
     def _cost_s(self, load: _Load, target: _Load, decode: _Decode, view: ClusterView) -> float:
         """Seconds of the transfer, and of computing the tokens that are decoded meanwhile."""
