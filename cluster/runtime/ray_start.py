@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from ray._private import parameter
-from ray.exceptions import RayError
 
 from cluster.runtime.placement import own_labels, own_resources
 from cluster.runtime.ray import NAMESPACE, RayRuntime
@@ -88,7 +87,7 @@ async def _init(
         if address:
             await _reachable(address)
         await _started(options, progress)
-    except (OSError, TimeoutError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # Ray raises plain ones, too
         where = f"Ray at {address}" if address else "a local Ray"
         reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
         raise RuntimeUnavailable(f"{where} cannot be reached: {reason}; {advice}") from None
@@ -102,6 +101,8 @@ async def _started(options: dict[str, Any], progress: Callable[[str], None]) -> 
     except asyncio.CancelledError:
         progress("closing: Ray is still starting and ends after that")
         await asyncio.wait([starting], timeout=CONNECT_TIMEOUT_S)
+        if starting.done():
+            starting.exception()  # it ends in any case
         await asyncio.to_thread(ray.shutdown)
         raise
 

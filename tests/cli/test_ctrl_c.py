@@ -1,6 +1,7 @@
 """`diptych serve` as a process that gets signals: once, twice, and before it serves."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 import ray
 import yaml
 
-from cluster.runtime.ray_start import _started
+from cluster.runtime.ray_start import _started, open_ray
+from cluster.runtime.runtime_errors import RuntimeUnavailable
+from cluster.spec_file import laptop_spec
 from diptych.client import AsyncClient, Completed, DiptychError, TextDelta
 from tests.model.tiny import write_tiny_llama
 
@@ -120,9 +123,10 @@ async def test_a_stream_gets_the_reason_when_the_grace_period_ends(tmp_path: Pat
         await subject.end()
 
 
-async def test_cancelling_while_ray_starts_shuts_ray_down_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+async def test_cancelling_while_ray_starts_shuts_ray_down_first(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
     events: list[str] = []
     begun, cancelled = threading.Event(), threading.Event()
 
@@ -130,6 +134,8 @@ async def test_cancelling_while_ray_starts_shuts_ray_down_first(
         begun.set()
         cancelled.wait(STOP_S)
         events.append("started")
+        if fails:
+            raise Exception("the current node timed out during startup")
 
     def progress(line: str) -> None:
         events.append(line)
@@ -142,7 +148,20 @@ async def test_cancelling_while_ray_starts_shuts_ray_down_first(
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
+    del starting
+    gc.collect()
+    assert not reported
     assert events == ["closing: Ray is still starting and ends after that", "started", "ended"]
+
+
+async def test_a_ray_that_cannot_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(RuntimeUnavailable, match="a local Ray cannot be reached: The current node timed out"):
+        await open_ray(laptop_spec(), lambda line: None)
 
 
 STUCK = """
