@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 
 from benchmarks import (
-    borrowed,
     capacity,
     chats,
     frontend,
@@ -59,7 +58,6 @@ PARTS = {
     "kv-store": Measurement(kv_store.measure, kv_store.ROUNDS),
     "loading": Measurement(loading.measure, loading.ROUNDS),
     "kv-dtypes": Measurement(kv_dtypes.measure, kv_dtypes.ROUNDS),
-    "borrowed": Measurement(borrowed.measure, borrowed.ROUNDS),
     "turns": Measurement(turns.measure, turns.ROUNDS),
     "turns-host": Measurement(turns.measure_host, turns.ROUNDS),
     "chats": Measurement(chats.measure, chats.ROUNDS),
