@@ -75,7 +75,8 @@ async def measure(transport: Transport, region: Region, name: str, num_bytes: in
             samples.append(elapsed_s if copies is tiny else stats.num_bytes / elapsed_s)
     latency_s, rate = statistics.median(latencies), statistics.median(bandwidths)
     moved = num_bytes * len(large)
-    moving_s = max(moved / rate - latency_s, moved / rate / 10)  # the fixed cost is already in the latency
+    # The fixed cost is already in the latency. Where that is most of the time, it says little about the rate.
+    moving_s = max(moved / rate - latency_s, moved / rate / 2)
     return LinkQuality(latency_s=latency_s, bytes_per_s=moved / moving_s)
 
 

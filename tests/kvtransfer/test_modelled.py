@@ -33,6 +33,19 @@ def run(story: Callable[[TransportSet], Coroutine[Any, Any, float]]) -> float:
     return clock.run(run())
 
 
+def test_a_probe_that_mostly_waits_reports_at_most_twice_the_bandwidth_that_it_saw() -> None:
+    async def story() -> None:
+        region = Region(LAYOUT, 64, address=0, owner=None)
+        quick = LinkModel(latency_s=0.5, bytes_per_s=1e18)
+        owner, reader = (open_set(region, ("modelled",), name, model=quick) for name in ("owner", "reader"))
+        report = await reader.connect(address_of(owner, "owner"), deadline_s=1e6)
+        seen = 64 * LAYOUT.block_bytes / quick.latency_s
+        assert report.bytes_per_s == pytest.approx(2 * seen, rel=0.01)
+        await reader.close()
+
+    clock.run(story())
+
+
 def order(num_blocks: int, deadline_s: float = 100.0) -> PullOrder:
     blocks = tuple(range(2, 2 + num_blocks))
     num_tokens = num_blocks * LAYOUT.block_size
