@@ -15,7 +15,8 @@ from cluster.frontend.http.failures import Failure
 MAX_BODY_BYTES = 16 << 20
 JSON_BYTES = 6  # most bytes of JSON per byte of a prompt: \u0000
 FIELDS_BYTES = 1 << 20  # of a body without its prompt
-ONE_PROMPT = frozenset({"/v1/chat/completions", "/tokenize"})  # other bodies may have several
+# Paths of bodies with one prompt; others may have several.
+ONE_PROMPT = {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize"}
 BODY_S = 60.0
 FREE_BYTES = 64 << 10  # of each body, not counted, so that large bodies cannot crowd out small ones
 MAX_UNREAD_BYTES = 256 << 20  # of all bodies that have not arrived completely

@@ -138,7 +138,10 @@ class ModelRoutes:
             if self._planner.needs_prompt:
                 (tokens,) = [await self.gateway.encode(each, body.wanted_tokens or 1) for each in prompts]
                 prompts = [TokenPrompt(tokens)]
-            return prompts, self._planner.plan(tools, wanted, tokens)
+            plan = self._planner.plan
+            if tools is None:
+                return prompts, plan(None, wanted, tokens)
+            return prompts, await asyncio.to_thread(plan, tools, wanted, tokens)  # large schemas take milliseconds
 
     @cached_property
     def _planner(self) -> AnswerPlanner:

@@ -81,10 +81,7 @@ def read_generation(
     left_out = {"prompt", "input", "messages", "system", "chat_template_kwargs"}
     emptied: dict[str, Any] = {name: [] for name in REQUIRED & kind.model_fields.keys()}
     fields = body.model_dump(exclude_unset=True, exclude=left_out) | emptied
-    for name, value in fields.items():
-        if name != "tools" and len(pickle.dumps(value)) > MAX_FIELD_BYTES:  # tools have a limit of their own
-            raise InvalidRequest(name, f"has more than {MAX_FIELD_BYTES >> 10} KiB; send less")
-    return PreprocessedBody(fields, encoded)
+    return PreprocessedBody(_bounded(fields), encoded)
 
 
 def read_previous_id(tokenizer: Tokenizer, raw: bytes) -> str | None:
@@ -102,7 +99,15 @@ def read_response(
     with chat.client_errors():
         encoded = tuple(_encode(tokenizer, prompt, bounds, echo=False) for prompt in chat.prompts())
     fields = body.model_dump(exclude_unset=True, exclude={"input"}) | {"input": ""}
-    return PreprocessedBody(fields, encoded, json.dumps(body.items).encode())
+    return PreprocessedBody(_bounded(fields), encoded, json.dumps(body.items).encode())
+
+
+def _bounded(fields: dict[str, Any]) -> dict[str, Any]:
+    """Raises `InvalidRequest` for a field that is too large; tools and instructions have other limits."""
+    for name, value in fields.items():
+        if name not in ("tools", "instructions") and len(pickle.dumps(value)) > MAX_FIELD_BYTES:
+            raise InvalidRequest(name, f"has more than {MAX_FIELD_BYTES >> 10} KiB; send less")
+    return fields
 
 
 def items_of(history: History) -> list[Item]:

@@ -118,8 +118,9 @@ def _messages(items: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Item]]:
             yield where, _other(where, item)
             continue
         began = began if said else where
-        calls = [*said.get("tool_calls", ()), *part.pop("tool_calls", ())]
-        said |= part | ({"tool_calls": calls} if calls else {})
+        if calls := part.pop("tool_calls", []):
+            said.setdefault("tool_calls", []).extend(calls)
+        said |= part
     if said:
         yield began, {"role": "assistant", "content": "", **said}
 

@@ -15,6 +15,9 @@ SIZE = 2 << 20
 OK = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1'
 LAST = b'{"role":"user","content":"hi"}]}'
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+CONTENT = b'{"messages":[{"role":"user","content":['
+CALL = b'{"type":"function_call","call_id":"a","name":"b","arguments":"{}"}'
 
 
 @dataclass
@@ -70,7 +73,7 @@ def bodies() -> list[tuple[str, str, bytes]]:
         ("a long stop", COMPLETIONS, repeated(b'{"prompt":"a","stop":["', b"ab", b'"]}')),
         ("a long message", CHAT, OK.replace(b"hi", b"ab " * (SIZE // 3)) + b"}"),
         ("many messages", CHAT, repeated(b'{"messages":[', b'{"role":"user","content":""},', LAST)),
-        ("many parts", CHAT, repeated(OK[:36] + b"[", b'{"type":"text","text":""},', b'{"type":"text","text":""}]}]}')),
+        ("many parts", CHAT, repeated(CONTENT, b'{"type":"text","text":""},', b'{"type":"text","text":""}]}]}')),
         ("many tools", CHAT, repeated(OK + b',"tools":[', b'{"name":"a"},', b'{"name":"a"}]}')),
         ("an ignored list of lists", CHAT, repeated(OK + b',"foo":[', b"[[]],", b"1]}")),
         ("an ignored list of objects", CHAT, repeated(OK + b',"foo":[', b"{},", b"{}]}")),
@@ -79,6 +82,23 @@ def bodies() -> list[tuple[str, str, bytes]]:
         ("a large format", CHAT, repeated(OK + b',"response_format":{"type":"text","a":[', b"[],", b"[]]}}")),
         ("no JSON", CHAT, b"[" * SIZE),
         ("a long number", CHAT, OK + b',"seed":1' + b"0" * SIZE + b"}"),
+        ("many items", RESPONSES, repeated(b'{"input":[', b'{"role":"user","content":"a"},', LAST[:-2] + b"]}")),
+        ("many calls", RESPONSES, repeated(b'{"input":[', CALL + b",", CALL + b"]}")),
+        (
+            "much metadata",
+            RESPONSES,
+            b'{"input":"a","metadata":{' + b",".join(b'"%d":"a"' % i for i in range(SIZE // 13)) + b"}}",
+        ),
+        (
+            "many blocks",
+            MESSAGES,
+            repeated(CONTENT, b'{"type":"text","text":""},', b'{"type":"text","text":""}]}],"max_tokens":1}'),
+        ),
+        (
+            "many results",
+            MESSAGES,
+            repeated(CONTENT, b'{"type":"tool_result"},', b'{"type":"tool_result"}]}],"max_tokens":1}'),
+        ),
         ("text to count", "/tokenize", repeated(text, b"ab ", b'","return_token_strs":true}')),
         ("a context to count", "/tokenize", repeated(text, b"ab ", b'","return_token_strs":true}', 8000)),
         (

@@ -177,6 +177,7 @@ async def test_an_error_after_the_first_event_is_an_event(there: Clients, dispat
         ({"input": [{"type": "reasoning", "content": -1}]}, "input[0].content"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": {"a": "x" * 70000}}}}, "text.format.schema"),
+        ({"metadata": {str(number): "a" for number in range(20_000)}}, "metadata"),
         ({"nonsense": 1}, "nonsense"),
         ({"conversation": "c"}, "conversation"),
     ],
