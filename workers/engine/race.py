@@ -16,8 +16,7 @@ from itertools import accumulate
 
 from workers.costs import CostModel
 
-SPLIT = 20  # a chunk is halved if half of it takes at least this many times as long as an empty step
-MARGIN = 0.01  # computing must save this much time: a chunk that has begun ends, but a wait can be ended at any time
+CHUNK_STEPS = 40  # empty steps: a chunk may always take as long as these
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,10 @@ class StepSeconds:
         num_more = max(0, -(-count // self.budget) - 1)
         step_s = self.cost.mixed_seconds(chunks, self.batch, self.context_tokens)
         return step_s + num_more * self.cost.mixed_seconds((), self.batch, self.context_tokens)
+
+    def tokens_within(self, step_s: float, first: int) -> int:
+        """How many tokens after `first` others the next step computes, if it takes at most so long."""
+        return self.cost.prompt_tokens_within(step_s, first, self.chunks, self.batch, self.context_tokens)
 
     @property
     def floor_s(self) -> float:
@@ -83,7 +86,10 @@ class Choice:
 
 
 def choose(gap: Gap, seconds: StepSeconds) -> Choice:
-    """The fastest of waiting, computing everything, and both at once; waiting if another is hardly faster."""
+    """The fastest of waiting, computing everything, and both at once.
+
+    Reads may become faster, and a chunk that has begun ends. So it takes no longer than the prompt has taken already.
+    """
     first, most = gap.first, len(gap.missing)
     rest_s = seconds.later(gap.total - gap.cached, gap.cached)
     here_s = [*accumulate((arrives_s for _, arrives_s in reversed(gap.missing)), max, initial=0.0)]
@@ -111,26 +117,11 @@ def choose(gap: Gap, seconds: StepSeconds) -> Choice:
     choices += [both(passed) for passed in (meeting - 1, meeting) if passed >= 0 and target(passed) > first]
     wait_s = max(read_s(0), seconds.floor_s) + most * gap.copy_s + rest_s
     best = min(choices, key=lambda choice: choice.seconds, default=None)
-    if best is None or (gap.can_wait and wait_s <= (1 + MARGIN) * best.seconds):
+    if best is None or (gap.can_wait and wait_s <= best.seconds):
         return Choice(0, True, wait_s)
     if not most:
         return best
     most_tokens = best.num_tokens if best.reads else gap.until - first
-    chunk = _chunk(most_tokens, gap, seconds)
-    return best if chunk == most_tokens else replace(best, num_tokens=chunk)
-
-
-def _chunk(num_tokens: int, gap: Gap, seconds: StepSeconds) -> int:
-    """How many of these to compute now: reads may become faster, and a chunk that has begun ends.
-
-    At most half, and no longer than the prompt has taken already, so that what a chunk costs is in proportion to that.
-    """
-    least_s = SPLIT * seconds.later(0, 0)
-    most_s = max(gap.since_s, 2 * least_s)
-    chunk = num_tokens
-    while chunk == num_tokens or seconds.now(chunk, gap.first) > most_s:
-        half = chunk // 2
-        if not half or seconds.now(half, gap.first) < least_s:
-            break
-        chunk = half
-    return chunk
+    most_s = max(gap.since_s, CHUNK_STEPS * seconds.later(0, 0))
+    chunk = max(1, seconds.tokens_within(most_s, first))
+    return best if chunk >= most_tokens else replace(best, num_tokens=chunk)
