@@ -71,14 +71,18 @@ def _sized(spec: ClusterSpec, index: int, pool: PoolSpec) -> PoolSpec:
         )
     ranks = pool.parallel.tensor, pool.parallel.pipeline
     share = pool.engine.gpu_memory_utilization
-    tokens = kv_capacity_tokens(_shape(spec, pool), pool.hardware, *ranks, share)
-    return replace(pool, engine=replace(pool.engine, kv_blocks=tokens // pool.engine.block_size))
+    shape = _shape(spec, pool)
+    block_size = shape.block_size if shape.linear else pool.engine.block_size
+    blocks = kv_capacity_tokens(shape, pool.hardware, *ranks, share) // block_size
+    return replace(pool, engine=replace(pool.engine, block_size=block_size, kv_blocks=blocks))
 
 
 def _shape(spec: ClusterSpec, pool: PoolSpec) -> ModelShape:
-    """The pool's model; its KV has the dtype of the weights unless it is quantized."""
+    """The pool's model; its KV has the dtype of the weights unless it is quantized. Blocks of linear attention have the
+    size that a worker chooses, if the file has none."""
     shape = shape_of(pool.model or spec.model)
-    shape = replace(shape, block_size=pool.engine.block_size) if shape.linear else shape
+    if shape.linear and pool.engine.block_size != EngineConfig().block_size:
+        shape = replace(shape, block_size=pool.engine.block_size)
     return replace(shape, kv_dtype=pool.engine.dtype) if pool.engine.dtype in QUANTIZED else shape
 
 
