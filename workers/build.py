@@ -62,6 +62,7 @@ def build_worker(
             pace=stands_for.pace,
             servers=stands_for.servers,
             multi_step=stands_for.multi_step,
+            idle_ratio=stands_for.idle_ratio,
         )
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}

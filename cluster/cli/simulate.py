@@ -145,7 +145,9 @@ def _one_model(path: str) -> "ClusterSpec":
     spec = load_spec(path)
     spec.check_one_model("a simulation")
     if spec.adapters:
-        raise SpecError("adapters: a simulation knows none; leave them out, and their requests count as the model's own")
+        raise SpecError(
+            "adapters: a simulation knows none; leave them out, and their requests count as the model's own"
+        )
     return spec
 
 

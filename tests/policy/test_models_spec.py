@@ -80,7 +80,7 @@ def test_a_simulation_refuses_adapters_by_name(tmp_path: Path) -> None:
     path = tmp_path / "adapters.yaml"
     path.write_text("model: one\nadapters: {sql: /x}\npools: [{name: a, role: mixed}]\n")
     result = CliRunner().invoke(main, ["simulate", "-f", str(path), "--workload", "poisson:rate=1,count=2,lengths=8/8"])
-    assert result.exit_code == 1 and "adapters: a simulation knows none; leave them out" in result.stderr
+    assert result.exit_code == 1 and "adapters: a simulation knows none; leave them out, and" in result.stderr
 
 
 def test_each_pool_is_checked_against_its_own_model(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 from msgspec import structs
@@ -48,6 +49,7 @@ def modelled_token(key: str, position: int, vocab_size: int, never: tuple[int, .
     return modelled_tokens(key, position, 1, vocab_size, frozenset(never))[0]
 
 
+IDLE_S = 1.0  # as idle as the worker that computes the single requests of a profile, one after the other
 Pace = Callable[
     [float], Awaitable[float]
 ]  # waits for a step that takes this long on an idle device; returns the seconds it took
@@ -58,8 +60,9 @@ class Modelled:
     """The model sizes of a modelled worker; the defaults are SmolLM2-135M's KV.
 
     `calls`: to a lender, for a step. `servers`: remote servers of KV by URL, which workers that are to share them get
-    together. `observe` is called with every step. `pace` may stretch a step, for workers that share a device; steps
-    then run one at a time. `multi_step`: steps that decode the same sequences run as one, and their tokens come late.
+    together. `observe` is called with every step. A step of prompts takes `idle_ratio` times as long after `IDLE_S`
+    without steps. `pace` may stretch a step, for workers that share a device; steps then run one at a time.
+    `multi_step`: steps that decode the same sequences run as one, and their tokens come late.
     """
 
     num_layers: int = 30
@@ -73,6 +76,7 @@ class Modelled:
     observe: Observe | None = None
     pace: Pace | None = None
     multi_step: bool = False
+    idle_ratio: float = 1.0
 
 
 def modelled_facts(block_size: int = 16, model: Modelled | None = None) -> ModelFacts:
@@ -122,6 +126,7 @@ class ModelledExecutor:
         observe: Observe | None = None,
         pace: Pace | None = None,
         multi_step: bool = False,
+        idle_ratio: float = 1.0,
     ) -> None:
         self.depth = depth
         has_multi_step = multi_step and depth == 1 and pace is None and not fill
@@ -135,6 +140,8 @@ class ModelledExecutor:
         self._stores: tuple[ModelledDisk | ModelledRemote, ...] = ()
         self._observe = observe
         self._pace = pace
+        self._idle_ratio = idle_ratio
+        self._last_s = -inf  # end of the latest step
         self.facts = facts
         self._cost = cost
         self._transports = transports
@@ -178,6 +185,8 @@ class ModelledExecutor:
     def _execute(self, plan: StepPlan, seconds: float) -> Awaitable[StepResult]:
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
+        if begin_s > self._last_s + IDLE_S and any(len(chunk.tokens) > 1 for chunk in plan.chunks):
+            seconds *= self._idle_ratio
         seconds += self._lender.take_lent()
         if num_swapped := len(plan.swap_out) + len(plan.swap_in):
             seconds += num_swapped * self._region.layout.block_bytes * self._cost.swap_byte_s
@@ -223,6 +232,7 @@ class ModelledExecutor:
             step.result.set_exception(error)
 
     def _compute(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> StepResult:
+        self._last_s = end_s
         if self._observe:
             self._observe(plan, (seconds,), (end_s,))
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
@@ -315,6 +325,7 @@ def open_modelled(
     pace: Pace | None = None,
     servers: dict[str, ModelledRemoteServer] | None = None,
     multi_step: bool = False,
+    idle_ratio: float = 1.0,
 ) -> ModelledExecutor:
     """A modelled executor with real transports over a small real pool, or with the modelled transport."""
     if facts.layout.block_size != config.engine.block_size:
@@ -351,6 +362,7 @@ def open_modelled(
         cache=config.cache,
         servers={} if servers is None else servers,
         multi_step=multi_step,
+        idle_ratio=idle_ratio,
     )
 
 

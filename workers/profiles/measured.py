@@ -14,6 +14,7 @@ from workers.profiles.fit import FitError, Point, error_of
 from workers.profiles.profile_errors import ProfileError
 
 VERSION = 1
+LONE_TOKENS = 64  # the prompt of a single request
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,14 @@ class ClusterProfile:
                 return each
         known = ", ".join(each.pool for each in self.pools)
         raise ProfileError(f"pool {name!r} was not measured; the profile of {self.cluster} has {known}")
+
+    def idle_ratio(self, name: str) -> float:
+        """How many times as long a prompt's step takes if its worker, of this pool, was idle, by the single requests.
+
+        Those of a split came to an idle prefill worker, those of a mixed worker while it was warm from the last answer.
+        """
+        alone_s = self.pool(name).served.prefill_seconds(LONE_TOKENS)
+        return max(1.0, self.lone_s.get("prefill_compute", 0.0) / alone_s) if alone_s else 1.0
 
     def cost(self, name: str) -> LinearCost:
         """Of a pool, gaps included, with the slowest link that carries KV to it."""

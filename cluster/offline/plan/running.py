@@ -213,6 +213,7 @@ def _models(running: RunningCluster, arrangement: Arrangement) -> dict[str, Pool
             context_length=profile.context_length,
             vocab_size=profile.vocab_size,
             call_s=profile.pool(name).call_s,
+            idle_ratio=1.0 if role is Role.DECODE else profile.idle_ratio(name),
         )
         for role, name, _ in arrangement.parts
     }

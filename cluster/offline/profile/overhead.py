@@ -15,10 +15,11 @@ from cluster.frontend.text import TextDelta
 from cluster.offline.profile.steps import measured
 from diptych.client import AsyncClient
 from diptych.shapes import Shape
+from workers.profiles.measured import LONE_TOKENS
 from workers.profiles.profile_errors import ProfileError
 
 FIRST_TOKEN = 3  # smaller ids are often end-of-text tokens
-PROMPT_TOKENS, ANSWER_TOKENS = 64, 48
+PROMPT_TOKENS, ANSWER_TOKENS = LONE_TOKENS, 48
 SINGLE, CONCURRENT, ROUNDS = 5, 8, 2  # single requests; requests at once, and how often
 STEPS = 24
 TIMEOUT_S = 120.0

@@ -12,8 +12,8 @@ from workers.profiles.shapes import ModelShape
 class PoolModel:
     """The simulated workers of one pool. `kv_token_bytes`: of one token, on all ranks of a worker together.
 
-    `call_s`: network seconds of a call to a worker. `shape` is for calls to lenders (None: SmolLM2-135M's) and, with
-    `peak_flops` of a worker, for the MFU.
+    `call_s`: network seconds of a call to a worker. `idle_ratio`: of a step of prompts on an idle worker, to one among
+    others. `shape` is for calls to lenders (None: SmolLM2-135M's) and, with `peak_flops` of a worker, for the MFU.
     """
 
     cost: CostModel
@@ -23,6 +23,7 @@ class PoolModel:
     call_s: float = 0.0
     shape: ModelShape | None = None
     peak_flops: float = 0.0
+    idle_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kv_token_bytes < 4 or self.kv_token_bytes % 4:

@@ -248,4 +248,5 @@ def _modelled(
         observe=observe,
         pace=pace,
         multi_step=multi_step,
+        idle_ratio=model.idle_ratio,
     )

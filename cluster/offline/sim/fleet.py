@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from cluster.offline.sim.case import PoolModel
 from cluster.offline.sim.systems import EqualWorkers
-from cluster.spec import ClusterSpec, PoolSpec, SpecError
+from cluster.spec import ClusterSpec, PoolSpec, Role, SpecError
 from workers.config import QUANTIZED, EngineConfig, ParallelConfig
 from workers.profiles.capacity import kv_capacity_tokens
 from workers.profiles.hardware import Hardware, hardware_of
@@ -121,6 +121,7 @@ def measured_models(profile: "ClusterProfile", spec: ClusterSpec) -> dict[str, P
             context_length=profile.context_length,
             vocab_size=profile.vocab_size,
             call_s=profile.pool(pool.name).call_s,
+            idle_ratio=1.0 if pool.role is Role.DECODE else profile.idle_ratio(pool.name),
         )
         for pool in spec.pools
     }

@@ -155,6 +155,13 @@ def test_a_pools_two_workers_are_as_slow_as_the_slower() -> None:
 # ---- the file ----------------------------------------------------------------------------------------------------
 
 
+def test_single_requests_say_how_much_longer_a_prompt_takes_on_an_idle_worker() -> None:
+    step_s = PROFILE.pool("prefill").served.prefill_seconds(64)
+    assert replace(PROFILE, lone_s={"prefill_compute": 1.2 * step_s}).idle_ratio("prefill") == pytest.approx(1.2)
+    assert replace(PROFILE, lone_s={"prefill_compute": 0.9 * step_s}).idle_ratio("prefill") == 1.0
+    assert PROFILE.idle_ratio("prefill") == 1.0  # a profile without them
+
+
 def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     save(PROFILE, tmp_path / "p.json")
     assert load(tmp_path / "p.json") == PROFILE

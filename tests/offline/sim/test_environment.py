@@ -82,3 +82,13 @@ def test_a_shared_machine_slows_decode_while_prompts_are_computed() -> None:
     )
     mean = [sum(each.tpot_s or 0 for each in made.served) / 30 for made in (alone, shared)]
     assert 1.2 * mean[0] < mean[1] < 1.6 * mean[0]
+
+
+@pytest.mark.parametrize(("gap_s", "more"), [(5.0, 0.25), (0.2, 0.0)])
+def test_a_prompt_takes_longer_on_a_worker_that_was_idle(gap_s: float, more: float) -> None:
+    spec, load = colocated(), steady(2, gap_s)
+    usual = simulate(spec, models(spec), load).served
+    found = simulate(spec, {"mixed": PoolModel(COST, idle_ratio=1.25)}, load).served
+    late_s = [(two.ttft_s or 0.0) - (one.ttft_s or 0.0) for one, two in zip(usual, found, strict=True)]
+    prompt_s = COST.prefill_seconds(100)
+    assert late_s == pytest.approx([0.25 * prompt_s, more * prompt_s])
