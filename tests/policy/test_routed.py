@@ -41,6 +41,7 @@ def expected(wanted: Request) -> list[int]:
     return [modelled_token(wanted.key, length + n, 1000, (0,)) for n in range(count or 0)]
 
 
+@pytest.mark.grid(keep=3)
 @pytest.mark.parametrize("routing", ROUTING)
 async def test_every_router_serves_the_same_tokens_and_leaves_nothing(routing: str) -> None:
     spec = routed(split_spec(2, 2), routing)
