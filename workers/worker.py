@@ -174,13 +174,13 @@ class Worker:
 
     def _loop_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._unfit(error)
+            self._mark_unhealthy(error)
 
     async def _watch(self) -> None:
         """Notice a device that is lost while it is idle."""
-        self._unfit(await self._executor.failure())
+        self._mark_unhealthy(await self._executor.failure())
 
-    def _unfit(self, error: BaseException) -> None:
+    def _mark_unhealthy(self, error: BaseException) -> None:
         """Refuse every call from now on, and end subscriptions; the controller replaces this worker."""
         if self._failure is not None or self._closed:
             return
@@ -427,7 +427,7 @@ class Worker:
     def _measured(self, task: "asyncio.Task[Timings]") -> None:
         self._measurements.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), TimeoutError):
-            return self._unfit(error)
+            return self._mark_unhealthy(error)
         self._changed()  # a reservation may wait for the blocks
 
     # ---- internals -------------------------------------------------------------------------------------------

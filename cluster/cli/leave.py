@@ -94,7 +94,7 @@ async def _empty(node: str, deadline_s: float) -> LeaveResult:
             return LeaveResult(node, tuple(name for name in seen if name not in names), names, clock() - begun_s)
         for cluster, controller in controllers.items():
             try:
-                revision = await controller.call("vacate", there[cluster], left_s, timeout_s=left_s)
+                revision = await controller.call("drain_workers", there[cluster], left_s, timeout_s=left_s)
                 await controller.call("members", revision, min(RECHECK_S, left_s))
             except WorkerGone:  # the controller restarts, or the cluster ends
                 await asyncio.sleep(min(RETRY_S, left_s))

@@ -71,7 +71,7 @@ class Controller:
         links_all = open_policy(spec, seed=0).links_all
         self._preflight = Preflight(links_all, spec.gateway.rebalance, spec.transfer.read_timeout_s, self._bump)
         self._failures = Failures(self._bump)
-        self._context = ReplicaContext(runtime, spec.health.start_timeout_s, self._introduce, self._bump)
+        self._context = ReplicaContext(runtime, spec.health.start_timeout_s, self._run_preflight, self._bump)
         self._replicas: dict[str, ReplicaManager] = {}
         self._listeners = Listeners()
         self._leaving: dict[str, asyncio.Task[None]] = {}
@@ -116,7 +116,7 @@ class Controller:
         self._relinking = asyncio.ensure_future(relinking)
         if self._scaling_loop is not None:
             self._scaling_loop.begin(self._failures)
-        self._retargeted()
+        self._target_changed()
         self._reset_orphan_timer()
 
     async def keep_alive(
@@ -254,7 +254,7 @@ class Controller:
         preflight again. Ignores unknown workers.
         """
         if owner in self._replicas and reader in self._replicas:
-            self._preflight.doubt(self._replicas[owner], self._replicas[reader])
+            self._preflight.mark_unlinked(self._replicas[owner], self._replicas[reader])
 
     async def _wait_for_change(self, revision: int, timeout_s: float) -> None:
         await self._wait_until(lambda: self._revisions.now != revision, timeout_s)
@@ -283,7 +283,7 @@ class Controller:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _retargeted(self) -> None:
+    def _target_changed(self) -> None:
         """Publish a change of the target workers."""
         self._pool_views = pool_views(self._spec, self._replicas.values())
         self._revisions.renamed()
@@ -351,7 +351,7 @@ class Controller:
             if replicas != len(workers):
                 logger.info("%s: target set to %d workers, was %d", pool, replicas, len(workers))
                 self._replicas = in_order(self._replicas, self._spec.pools)
-                self._retargeted()
+                self._target_changed()
             return self._revisions.now
 
     async def load_adapter(self, adapter: Adapter, revision: int = 0) -> int:
@@ -382,7 +382,7 @@ class Controller:
         logger.info("adapters: %s", ", ".join(adapters) or "none")
         return self._revisions.now
 
-    async def vacate(self, workers: Collection[str], deadline_s: float) -> int:
+    async def drain_workers(self, workers: Collection[str], deadline_s: float) -> int:
         """Drain the workers of a node that leaves, and start a replacement for each on any node with room.
 
         Nodes leave one at a time: while another worker is not ready, this waits for up to half of `deadline_s`. Floors
@@ -404,7 +404,7 @@ class Controller:
                 self._leave(replica, ends_s - clock())
             if leaving:
                 self._replicas = in_order(self._replicas, self._spec.pools)
-                self._retargeted()
+                self._target_changed()
             return self._revisions.now
 
     def _not_leaving(self, workers: Collection[str]) -> list[ReplicaManager]:
@@ -456,7 +456,7 @@ class Controller:
     def _leave(self, replica: ReplicaManager, deadline_s: float, *, waits: bool = False) -> None:
         """Drain. `waits`: until it is empty, even if it is not ready; a crashed controller's worker may have work."""
         replica.leave()
-        self._retargeted()
+        self._target_changed()
         logger.info("worker %s drains and stops within %.0f s", replica.name, deadline_s)
         waits = waits or replica.view.state is WorkerState.DRAINING
         self._leaving[replica.name] = asyncio.ensure_future(
@@ -483,7 +483,7 @@ class Controller:
         del self._replicas[replica.name]
         self._leaving.pop(replica.name, None)
         self._preflight.forget(replica.name)
-        self._retargeted()
+        self._target_changed()
 
-    async def _introduce(self, new: ReplicaManager) -> None:
-        await self._preflight.introduce(new, self._peers(new))
+    async def _run_preflight(self, new: ReplicaManager) -> None:
+        await self._preflight.test_new(new, self._peers(new))

@@ -30,7 +30,7 @@ RELINK_S = 5.0
 RELINKS_AT_ONCE = 64  # between two partitioned racks, each retry takes its full timeout
 SMALL = 16  # a worker with at most this many peers is tested with all of them
 SAMPLE = 4  # else with this many of each pool
-INTRODUCED_AT_ONCE = 16  # so that few new workers test the same peer at once
+TESTED_AT_ONCE = 16  # so that few new workers test the same peer at once
 MAX_LINKS, MAX_LINKS_OF_POOLS = SMALL * (SMALL + 1), SAMPLE * SAMPLE  # published; the second beyond the first
 
 Pair = tuple[ReplicaManager, ReplicaManager]  # owner, reader
@@ -55,8 +55,8 @@ class Preflight:
         self._unlinked: dict[Pair, None] = {}  # failed pairs, oldest first
         # How often a worker was in a sample for a worker of a pool.
         self._chosen: defaultdict[str, defaultdict[ReplicaManager, int]] = defaultdict(lambda: defaultdict(int))
-        self._doubted = asyncio.Event()  # a gateway reported a pair
-        self._introducing = asyncio.Semaphore(INTRODUCED_AT_ONCE)
+        self._has_unlinked = asyncio.Event()  # a gateway reported a pair
+        self._testing = asyncio.Semaphore(TESTED_AT_ONCE)
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
@@ -85,38 +85,38 @@ class Preflight:
             self._number += 1
         return self._snapshot
 
-    async def introduce(self, new: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
+    async def test_new(self, new: ReplicaManager, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
         """Test a new worker with ready peers that it may exchange KV with.
 
         Raises `ModelError` if the worker can never work with one of them.
         """
-        async with self._introducing:
+        async with self._testing:
             self._unlink(new.name)
             tested: Tested = {}
-            while pairs := self._to_introduce(new, replicas(), tested):  # peers may have come meanwhile
+            while pairs := self._to_test(new, replicas(), tested):  # peers may have come meanwhile
                 tested |= await self._test(pairs)
                 for error in tested.values():
                     # A restarted worker is accepted anyway, because it can run both phases alone.
                     if isinstance(error, PeerRefused) and not new.view.incarnation:
                         raise ModelError(f"{new.name} cannot exchange KV: {error}") from error
             if 2 * sum(error is not None for error in tested.values()) >= max(1, len(tested)):
-                self._doubt_others(new, replicas(), tested)
-            new.introduced = True
+                self._mark_others_unlinked(new, replicas(), tested)
+            new.passed_preflight = True
 
-    def _to_introduce(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> list[Pair]:
+    def _to_test(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> list[Pair]:
         """The pairs that are left to test before a worker is ready. Raises `ModelError`."""
-        peers = [peer for peer in replicas if peer is not new and peer.introduced]
+        peers = [peer for peer in replicas if peer is not new and peer.passed_preflight]
         kinds = {(peer.pool.name, peer.view.role, peer.is_leaving): peer for peer in peers}
         for peer in peers if len(peers) <= SMALL else kinds.values():  # the workers of a pool fit each other
             _refuse_misfit(new, peer, moving=self._may_move(new, peer) or self._may_move(peer, new))
         pairs = [pair for peer in self._sample(new, peers, tested) for pair in ((new, peer), (peer, new))]
         return [pair for pair in pairs if pair not in tested and self._may_move(*pair)]
 
-    def _doubt_others(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> None:
+    def _mark_others_unlinked(self, new: ReplicaManager, replicas: Iterable[ReplicaManager], tested: Tested) -> None:
         """Most of a sample failed: use no other pair of the worker until it passes preflight."""
         for peer in replicas:
             for pair in ((new, peer), (peer, new)):
-                if peer is not new and peer.introduced and pair not in tested and self._may_move(*pair):
+                if peer is not new and peer.passed_preflight and pair not in tested and self._may_move(*pair):
                     self._failed(*pair)
 
     async def flip(self, replica: ReplicaManager, role: Role, replicas: Callable[[], Iterable[ReplicaManager]]) -> None:
@@ -185,11 +185,11 @@ class Preflight:
                 del links[pair]
                 self._snapshot = None
 
-    def doubt(self, owner: ReplicaManager, reader: ReplicaManager) -> None:
+    def mark_unlinked(self, owner: ReplicaManager, reader: ReplicaManager) -> None:
         """Do not use a pair until it passes preflight, which begins soon."""
         if self._may_move(owner, reader) and _is_ready(owner) and _is_ready(reader):
             self._failed(owner, reader)
-            self._doubted.set()
+            self._has_unlinked.set()
             self._changed()
 
     def _failed(self, owner: ReplicaManager, reader: ReplicaManager) -> None:
@@ -211,8 +211,8 @@ class Preflight:
         async with asyncio.TaskGroup() as group:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._doubted.wait(), RELINK_S)
-                self._doubted.clear()
+                    await asyncio.wait_for(self._has_unlinked.wait(), RELINK_S)
+                self._has_unlinked.clear()
                 for pair in tuple(self._unlinked):
                     if not self._may_move(*pair):
                         self._passed(pair)
@@ -252,7 +252,7 @@ class Preflight:
 
     async def _link(self, owner: ReplicaManager, reader: ReplicaManager) -> Exception | None:
         """Test and link a pair. Returns the error, None on success."""
-        assert owner.info is not None and reader.stub is not None, "only started workers are introduced"
+        assert owner.info is not None and reader.stub is not None, "only started workers are tested"
         tested = owner.info, reader.info
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -260,7 +260,7 @@ class Preflight:
             if owner.is_over or reader.is_over:
                 return WorkerGone("it has left")
             if owner.info is not tested[0] or reader.info is not tested[1]:
-                return WorkerGone("it was restarted and will be introduced again")
+                return WorkerGone("it was restarted and will be tested again")
             self._passed((owner, reader))
             self._keep(owner, reader, link)
             return None
@@ -283,7 +283,7 @@ class Preflight:
 
 
 def _is_ready(replica: ReplicaManager) -> bool:
-    return replica.introduced and replica.view.state is WorkerState.READY
+    return replica.passed_preflight and replica.view.state is WorkerState.READY
 
 
 def _refuse_misfit(new: ReplicaManager, peer: ReplicaManager, *, moving: bool) -> None:

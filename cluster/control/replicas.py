@@ -1,6 +1,6 @@
-"""Supervises one replica of a pool: starts it, introduces it to its peers, watches it, restarts it when it fails.
+"""Supervises one replica of a pool: starts it, tests its links to peers, watches it, restarts it when it fails.
 
-    start ──ready──> introduce ──> READY ──silent, gone or unfit──> DEAD ──restart──> start ...
+    start ──ready──> preflight ──> READY ──silent, gone or unhealthy──> DEAD ──restart──> start ...
                                      └──leave──> DRAINING ──empty, late or dead──> stopped
 
 One `ReplicaManager` and one task per replica. Knows one worker; the controller knows all.
@@ -46,7 +46,7 @@ class ReplicaContext:
 
     runtime: Runtime
     start_timeout_s: float
-    introduce: Callable[["ReplicaManager"], Awaitable[None]]
+    preflight: Callable[["ReplicaManager"], Awaitable[None]]
     changed: Callable[[str], None]
 
 
@@ -79,7 +79,7 @@ class ReplicaManager:
             parallel=pool.parallel,
         )
         self.required = required
-        self.introduced = False  # its peers know this incarnation
+        self.passed_preflight = False  # its peers know this incarnation
         self.is_leaving = False
         self.is_over = False
         self.fatal: Exception | None = None  # the configuration is wrong: a retry cannot help
@@ -148,7 +148,7 @@ class ReplicaManager:
     def _failed(self, error: Exception) -> float | None:
         """Publish the failure. Returns the seconds until the next start; None: no further start."""
         reason = self._reason(error)
-        self.introduced = False
+        self.passed_preflight = False
         if self.is_leaving:
             logger.warning("worker %s died while it drained: %s", self.name, reason)
             self._show(WorkerState.DEAD, detail=reason)
@@ -197,7 +197,7 @@ class ReplicaManager:
         elif self.view.state is WorkerState.DEAD:
             runtime = self._context.runtime
             self.handle = await runtime.restart_worker(self.order, self.handle, self.view.incarnation)
-        self.introduced = False
+        self.passed_preflight = False
         self._show(WorkerState.STARTING, detail=f"{self._last_failure}; restarting" if self._last_failure else "")
         self.info = await self._started(self.handle)
         self.stub = self.handle.at(self.info.incarnation)
@@ -208,7 +208,7 @@ class ReplicaManager:
 
     async def _serve(self, info: WorkerInfo, stub: WorkerStub) -> None:
         """Introduce the started worker to its peers, publish it, and watch it until it dies. Always raises."""
-        await self._context.introduce(self)
+        await self._context.preflight(self)
         self._ready_s = asyncio.get_running_loop().time()
         self._show(
             WorkerState.DRAINING if self.is_leaving else WorkerState.READY,

@@ -92,7 +92,7 @@ class Runtime(Protocol):
         ...
 
     async def restart_worker(self, order: WorkerOrder, handle: WorkerHandle, incarnation: str) -> WorkerHandle:
-        """Restart a worker that died, or kill and restart one if this `incarnation` is silent or unfit."""
+        """Restart a worker that died, or kill and restart one if this `incarnation` is silent or unhealthy."""
         ...
 
     async def stop_worker(self, handle: WorkerHandle, grace_s: float) -> None:

@@ -232,12 +232,12 @@ class RayRuntime:
         assert isinstance(handle, RayWorker)
         try:
             async with asyncio.timeout(UNFIT_TIMEOUT_S):
-                unfit = await handle.actor.incarnation.remote() == incarnation
+                unhealthy = await handle.actor.incarnation.remote() == incarnation
         except RayActorError:
-            unfit = False  # dead: Ray restarts it
+            unhealthy = False  # dead: Ray restarts it
         except TimeoutError:
-            unfit = True
-        if unfit:
+            unhealthy = True
+        if unhealthy:
             ray.kill(handle.actor, no_restart=False)
         return handle
 

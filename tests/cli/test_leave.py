@@ -9,7 +9,7 @@ from cluster.runtime.runtime_errors import WorkerGone
 
 
 class AwayController:
-    """Fails `failures` calls, as a controller that restarts does; `vacate` then empties the node."""
+    """Fails `failures` calls, as a controller that restarts does; `drain_workers` then empties the node."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures
@@ -20,7 +20,7 @@ class AwayController:
         self.calls.append(method)
         if len(self.calls) <= self.failures:
             raise WorkerGone("the controller restarts")
-        if method == "vacate":
+        if method == "drain_workers":
             self.workers.clear()
         return 7
 
@@ -37,7 +37,7 @@ async def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.Monk
     seen_by(monkeypatch, controller)
     result = await _empty("node", 10.0)
     assert (result.left, result.still_there) == (("llm/prefill-0",), ())
-    assert controller.calls == ["vacate"] * 4 + ["members"]
+    assert controller.calls == ["drain_workers"] * 4 + ["members"]
 
 
 async def test_a_controller_that_stays_away_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def dies(owner: Worker) -> None:
 
     async def execute(plan: StepPlan) -> StepResult:
         await owner._leases.close()
-        owner._unfit(RuntimeError("the device is lost"))
+        owner._mark_unhealthy(RuntimeError("the device is lost"))
         raise RuntimeError("the device is lost")
 
     owner._executor.execute = execute

@@ -89,7 +89,7 @@ async def test_a_restarted_worker_keeps_its_role() -> None:
     async with cluster(split_spec(2, 2)) as subject:
         await flipped(subject, "decode-1", Role.PREFILL)
         before = next(each for each in subject.dispatcher.view.workers if each.name == "decode-1")
-        subject.workers["decode-1"]._unfit(RuntimeError("a test"))
+        subject.workers["decode-1"]._mark_unhealthy(RuntimeError("a test"))
         await subject.until(
             lambda view: any(
                 each.name == "decode-1" and each.incarnation != before.incarnation and each.state is WorkerState.READY

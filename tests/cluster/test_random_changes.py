@@ -48,7 +48,7 @@ async def change(subject: Cluster, verb: str, target: str, value: object) -> Non
     control = subject.controller
     if verb == "die":
         if target in subject.workers:
-            subject.workers[target]._unfit(RuntimeError("a test"))
+            subject.workers[target]._mark_unhealthy(RuntimeError("a test"))
         return
     try:
         if verb == "flip":

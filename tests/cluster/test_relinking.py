@@ -42,7 +42,7 @@ class Post:
     pool = Pool("pool")
     is_leaving = False
     is_over = False
-    introduced = True
+    passed_preflight = True
 
     def __post_init__(self) -> None:
         self.info, self.stub = Info(self.name), self
@@ -162,7 +162,7 @@ def test_links_are_sent_to_a_gateway_when_they_changed_and_not_with_every_revisi
             await asyncio.sleep(0.1)
         assert sent[-4:] == [0] * 4
         assert (await gateway.call("view")).linked("prefill-0", "decode-0")
-        runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
+        runtime.workers["decode-0"]._mark_unhealthy(RuntimeError("the device was lost"))
         await asyncio.sleep(5.0)
         assert 1 in sent[5:], "the links of its next incarnation are new"
         assert (await gateway.call("view")).linked("prefill-0", "decode-0")

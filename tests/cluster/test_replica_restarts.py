@@ -73,7 +73,7 @@ def test_a_failed_restart_is_retried_and_the_recovery_is_reported() -> None:
     async def scene(serving: Serving, runtime: Processes) -> None:
         await asyncio.sleep(STEADY_S)
         runtime.faults["decode-0"] = [RuntimeError("CUDA out of memory")]
-        runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
+        runtime.workers["decode-0"]._mark_unhealthy(RuntimeError("the device was lost"))
         await asyncio.sleep(1.0)
         worker = decode(runtime)
         assert (worker.state, worker.failures, worker.restarts) == (WorkerState.DEAD, 2, 2)
@@ -135,7 +135,7 @@ def test_a_crash_loop_shows_in_view_metrics_and_events_until_it_ends() -> None:
     async def scene(serving: Serving, runtime: Processes) -> None:
         runtime.faults["decode-0"] = [RuntimeError(f"fault {number}") for number in range(4)]
         began_s = asyncio.get_running_loop().time()
-        runtime.workers["decode-0"]._unfit(RuntimeError("the device was lost"))
+        runtime.workers["decode-0"]._mark_unhealthy(RuntimeError("the device was lost"))
         await asyncio.sleep(40.0)
         worker = decode(runtime)
         assert worker.failures == 4 > CRASH_LOOP
@@ -206,7 +206,7 @@ async def test_requests_served_by_another_role_are_counted_and_status_shows_it()
         stays_away = asyncio.get_running_loop().create_future()
         runtime: Any = subject.runtime
         runtime.restart_worker = lambda *scene: stays_away
-        subject.workers["prefill-0"]._unfit(RuntimeError("the device was lost"))
+        subject.workers["prefill-0"]._mark_unhealthy(RuntimeError("the device was lost"))
         await subject.until(lambda view: not view.ready(Role.PREFILL))
         assert not completed(await subject.run(request("b"))).transfers
         assert subject.dispatcher.slo_attainment().uncovered == (("prefill", 1), ("decode", 0))

@@ -197,12 +197,12 @@ def test_a_worker_without_room_is_retried_with_doubling_pauses() -> None:
                 times.append(clock.time())
                 raise RuntimeUnavailable("no room")
 
-        async def introduce(replica: ReplicaManager) -> None:
+        async def preflight(replica: ReplicaManager) -> None:
             raise AssertionError
 
         wanted = Resources(cpu=2, custom={"decode": 1})
         order = WorkerOrder(WorkerConfig("decode-1", "decode", "modelled"), wanted, 1.0, 10.0)
-        context = ReplicaContext(Full(), 10.0, introduce, lambda name: None)
+        context = ReplicaContext(Full(), 10.0, preflight, lambda name: None)
         replica = ReplicaManager(PoolSpec("decode", Role.DECODE), order, context, required=False)
         replica.begin()
         await asyncio.sleep(2000.0)
@@ -240,7 +240,7 @@ async def test_a_worker_that_dies_while_it_leaves_stays_dead() -> None:
     async with cluster(split_spec(1, 2)) as subject:
         streams = await begun(subject, 4, max_tokens=400)
         await subject.controller.drain("decode-1")
-        subject.workers["decode-1"]._unfit(RuntimeError("a test"))
+        subject.workers["decode-1"]._mark_unhealthy(RuntimeError("a test"))
         await subject.until(only("prefill-0", "decode-0"))
         assert all(len(tokens_of(events)) == 400 for events in await asyncio.gather(*streams))
         assert list(subject.workers) == ["prefill-0", "decode-0"]
@@ -361,12 +361,12 @@ async def test_the_workers_and_streams_of_a_leaving_node_move() -> None:
     async with cluster(replace(spec, elastic=replace(spec.elastic, floors={"prefill": 1, "decode": 2}))) as subject:
         streams = await begun(subject, 4, max_tokens=150)
         await subject.controller.flip("decode-1", Role.MIXED)
-        await subject.controller.vacate(["decode-1", "nobody-7"], 30.0)
+        await subject.controller.drain_workers(["decode-1", "nobody-7"], 30.0)
         view = await subject.until(lambda view: state_of(view, "decode-1") is WorkerState.DRAINING)
         assert {pool.name: pool.wanted for pool in view.pools} == {"prefill": 1, "decode": 2}, (
             "floors hold no node back"
         )
-        await subject.controller.vacate(["decode-1"], 30.0)
+        await subject.controller.drain_workers(["decode-1"], 30.0)
         assert len(names(subject.controller.view())) == 4, "twice is once"
         for events in await asyncio.gather(*streams):
             assert len(tokens_of(events)) == 150
@@ -380,7 +380,7 @@ async def test_the_workers_and_streams_of_a_leaving_node_move() -> None:
 async def test_another_pool_serves_while_the_only_worker_is_replaced() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         streams = await begun(subject, 3, max_tokens=150)
-        await subject.controller.vacate(["decode-0"], 30.0)
+        await subject.controller.drain_workers(["decode-0"], 30.0)
         during = await asyncio.gather(*(subject.run(request(f"n{n}", first=40 * n + 40)) for n in range(3)))
         assert all(completed(events).attempts == 1 for events in [*during, *await asyncio.gather(*streams)])
         await subject.until(only("prefill-0", "decode-1"))
@@ -398,7 +398,7 @@ async def test_nodes_that_leave_together_are_emptied_one_after_another() -> None
                 await subject.dispatcher.view_change()
 
         watching = asyncio.ensure_future(watch())
-        await asyncio.gather(*(subject.controller.vacate([each], 30.0) for each in ("prefill-0", "decode-0")))
+        await asyncio.gather(*(subject.controller.drain_workers([each], 30.0) for each in ("prefill-0", "decode-0")))
         await subject.until(only("prefill-1", "decode-1"))
         watching.cancel()
         assert fewest == 1, "there was always one that serves alone"
@@ -411,7 +411,7 @@ async def test_a_leaving_node_does_not_wait_forever(monkeypatch: pytest.MonkeyPa
             raise RuntimeUnavailable(f"no room for {order.config.name}")
 
         monkeypatch.setattr(subject.runtime, "start_worker", never)
-        await subject.controller.vacate(["decode-0"], 30.0)
-        await subject.controller.vacate(["decode-1"], 0.2)
+        await subject.controller.drain_workers(["decode-0"], 30.0)
+        await subject.controller.drain_workers(["decode-1"], 0.2)
         view = await subject.until(lambda view: names(view, WorkerState.READY) == ["prefill-0"])
         assert [each.name for each in view.workers if each.detail.startswith("no room")]

@@ -148,7 +148,7 @@ async def test_a_killed_decode_worker_costs_no_token(model: Path) -> None:
         expected = tokens_of(await subject.run(request))
         running = await subject.begin(replace(request, id="again"), 6)
         (busy,) = [name for name, worker in subject.workers.items() if worker.engine.holds(key_of(worker, "again"))]
-        subject.workers[busy]._unfit(RuntimeError("a test"))
+        subject.workers[busy]._mark_unhealthy(RuntimeError("a test"))
         events = await running
         assert tokens_of(events) == expected and completed(events).attempts == 2
 

@@ -20,7 +20,7 @@ from workers.errors import RankLost
 
 logger = logging.getLogger(__name__)
 
-STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unfit; no step with a sane budget takes so long
+STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unhealthy; no step with a sane budget takes so long
 STALLED_S = 10.0  # a step hangs when no rank makes progress for so long
 BEAT_S = 1.0  # stalls are counted in beats of this process, so a pause of the process is no stall
 FIRST_STEPS = 8  # these may compile or load from disk: only `STEP_TIMEOUT_S` bounds them
@@ -64,8 +64,8 @@ class EngineLoop:
     async def run(self) -> None:
         """Run until `stop`. A failed step fails its requests.
 
-        Raises when the worker is unfit and must be replaced: the device hangs or fails repeatedly, a rank is lost, or
-        `Engine.check` fails.
+        Raises when the worker is unhealthy and must be replaced: the device hangs or fails repeatedly, a rank is lost,
+        or `Engine.check` fails.
         """
         in_flight = self._in_flight
         try:

@@ -13,7 +13,7 @@ from diptych.view import ClusterView, WorkerState, WorkerView
 Workers = Sequence[WorkerView]
 
 
-class Picking(Router):
+class PerPhaseRouter(Router):
     """A router that picks one worker for each phase."""
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Routers that use load only, or nothing: least-loaded, random, round-robin, power of two, DistServe."""
 
-from cluster.policy.routing.picking import Picking, Workers, most_room, num_sequences, queued_tokens
+from cluster.policy.routing.picking import PerPhaseRouter, Workers, most_room, num_sequences, queued_tokens
 from cluster.policy.routing.router import Placement, PlacementRequest
 from diptych.view import WorkerView
 
@@ -22,7 +22,7 @@ class SplitMix64:
         return ((mixed ^ (mixed >> 31)) * bound) >> 64
 
 
-class LeastLoaded(Picking):
+class LeastLoaded(PerPhaseRouter):
     """Prefill to the worker with the fewest prompt tokens queued, decode to the one with the fewest sequences."""
 
     def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
@@ -54,7 +54,7 @@ class DistServe(LeastLoaded):
         return "shortest prefill queue"
 
 
-class Random(Picking):
+class Random(PerPhaseRouter):
     """Any worker, uniformly."""
 
     def __init__(self, random_source: SplitMix64) -> None:
@@ -71,7 +71,7 @@ class Random(Picking):
         return "random"
 
 
-class RoundRobin(Picking):
+class RoundRobin(PerPhaseRouter):
     """Of the workers that fit, the one used longest ago in this phase."""
 
     def __init__(self) -> None:
