@@ -70,6 +70,10 @@ def plan_copies(
     twice, a negative block, a first token within a block of the owner, unequal dtypes).
     """
     _refuse_invalid(source, target, source_blocks, target_blocks, first_token, num_tokens)
+    # Ranges of different blocks are adjacent only if both pools hold exactly the piece.
+    is_whole = _box(source) == _box(target) == (piece.heads, piece.layers)
+    if is_whole and source.block_size == target.block_size:
+        return _whole_blocks(source_blocks, target_blocks) * source.block_bytes
     owner_blocks, our_blocks = np.array(source_blocks, np.int64), np.array(target_blocks, np.int64)
     order = np.arange(len(our_blocks)) if (our_blocks[1:] > our_blocks[:-1]).all() else np.argsort(our_blocks)
     if source.block_size == target.block_size:
@@ -81,9 +85,21 @@ def plan_copies(
         plan = ranges.reshape(-1, 3)
     else:
         plan = _recut(piece, source, target, owner_blocks, our_blocks, order, first_token, num_tokens)
-    # Ranges of different blocks are adjacent only if both pools hold exactly the piece.
-    is_whole = _box(source) == _box(target) == (piece.heads, piece.layers)
     return merge(plan) if is_whole else plan
+
+
+def _whole_blocks(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Ints:
+    """Runs of blocks that follow each other on both sides, sorted by target: [run, (source, target, count)] in blocks."""
+    runs: list[list[int]] = []
+    shift = next_target = -1
+    for ours, owners in sorted(zip(target_blocks, source_blocks, strict=True)):
+        if ours == next_target and owners - ours == shift:
+            runs[-1][2] += 1
+        else:
+            runs.append([owners, ours, 1])
+            shift = owners - ours
+        next_target = ours + 1
+    return np.array(runs, np.int64).reshape(-1, 3)
 
 
 def merge(copies: Copies) -> Copies:
