@@ -89,7 +89,7 @@ def plan_copies(
 
 
 def _whole_blocks(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Ints:
-    """Runs of blocks that follow each other on both sides, sorted by target: [run, (source, target, count)] in blocks."""
+    """Runs of blocks that follow each other on both sides, by target: [run, (source, target, count)], in blocks."""
     runs: list[list[int]] = []
     shift = next_target = -1
     for ours, owners in sorted(zip(target_blocks, source_blocks, strict=True)):

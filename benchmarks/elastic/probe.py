@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.elastic.contenders import FRESH, Contender, View, case_of
 from benchmarks.elastic.scenarios import Scenario
 from cluster.offline.plan.trial import last_deadline_s
-from cluster.offline.scoring.figures import Attainment, attainment
+from cluster.offline.scoring.figures import Attainment, attainment, most_missed
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.cluster import Environment
 from cluster.offline.sim.run import RunOptions, simulate
@@ -32,7 +32,7 @@ class ScenarioProbe:
     def run(self, scale: float, seed: int, *, trace: bool = False) -> Run:
         scenario, case = self.scenario, case_of(self.contender, self.scenario, self.view)
         workload, slo = scenario.draw(scale, seed), scenario.slo
-        missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
+        missed = None if self.give_up is None else most_missed(self.give_up, len(workload.arrivals))
         until_s = last_deadline_s(workload, slo)
         environment = Environment(stale_s=self.view.stale_s)
         options = RunOptions(seed, slo, trace, until_s, missed, self.contender.name, environment)

@@ -16,7 +16,7 @@ from benchmarks.elastic.scenarios import Scenario
 from benchmarks.elastic.search import TARGET, Job, SearchEffort
 from benchmarks.figures import Progress
 from cluster.offline.plan.trial import last_deadline_s
-from cluster.offline.scoring.figures import Attainment, attainment
+from cluster.offline.scoring.figures import Attainment, attainment, most_missed
 from cluster.offline.scoring.goodput import Map
 from cluster.offline.sim.cluster import Environment
 from cluster.offline.sim.run import RunOptions, simulate
@@ -75,7 +75,7 @@ class TimetableProbe:
     def __call__(self, rate: float, seed: int) -> Attainment:
         scenario, case = self.scenario, case_of(OURS, self.scenario)
         workload = scenario.draw(rate / scenario.rate, seed)
-        missed = None if self.give_up is None else int((1.0 - self.give_up) * len(workload.arrivals) + 1e-6)
+        missed = None if self.give_up is None else most_missed(self.give_up, len(workload.arrivals))
         entries = tuple((phase.begin_s - self.ahead_s, self.prefills[phase.name]) for phase in scenario.phases)
         environment = Environment(scaling_policy=Timetable(entries))
         spec = replace(case.spec, elastic=ElasticSpec(mode="act", period_s=PERIOD_S))

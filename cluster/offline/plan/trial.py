@@ -10,9 +10,9 @@ from math import ceil, inf
 from cluster.offline.plan.deploy import Layout, WorkerGroup, case_of, decode_alone, prefill_alone
 from cluster.offline.plan.load import PlanLoad
 from cluster.offline.plan.request import PlanRequest
-from cluster.offline.scoring.figures import Attainment, attainment
+from cluster.offline.scoring.figures import Attainment, attainment, judged, most_missed
 from cluster.offline.scoring.goodput import probe_span_s
-from cluster.offline.scoring.records import RequestOutcome, Run, Served
+from cluster.offline.scoring.records import Run
 from cluster.offline.sim.case import Case
 from cluster.offline.workload.arrivals import Arrival, Workload
 from cluster.spec import PoolSpec, Role
@@ -53,11 +53,7 @@ class Trial:
 
     def __call__(self, rate: float, seed: int) -> Attainment:
         run = self.run(rate, seed)
-        attained = attainment(run, self.slo)
-        if self.give_up is None:
-            return attained
-        so_far = attainment_so_far(run, self.slo)
-        return so_far if (so_far.both >= self.give_up) == (attained.both >= self.give_up) else attained
+        return attainment(run, self.slo) if self.give_up is None else judged(run, self.slo, self.give_up)
 
     def count(self, rate: float) -> int:
         """Requests of a run at this rate."""
@@ -71,7 +67,7 @@ class Trial:
 
         workload = self.load.at(rate, seed, self.count(rate))
         arrivals = len(workload.arrivals)
-        misses = None if self.give_up is None else int((1.0 - self.give_up) * arrivals)
+        misses = None if self.give_up is None else most_missed(self.give_up, arrivals)
         met = None if self.give_up is None else ceil(self.give_up * arrivals)
         until_s = last_deadline_s(workload, self.slo)
         options = RunOptions(seed=seed, slo=self.slo, until_s=until_s, max_missed=misses, min_met=met, system=self.name)
@@ -136,33 +132,6 @@ def last_deadline_s(workload: Workload, slo: SLO) -> float | None:
         return None
     ends = (each.at_s + ttft_s + tpot_s * (each.output_tokens - 1) for each in workload.arrivals)
     return max(ends) - workload.arrivals[0].at_s + 1e-6
-
-
-def attainment_so_far(run: Run, slo: SLO) -> Attainment:
-    """The attainment of a run that was cut short, over the requests that had ended or missed an SLO by then.
-
-    Counting the others as missed would make the run look worse than it was.
-    """
-    now_s = max((each.token_s[-1] for each in run.served if len(each.token_s)), default=0.0)
-    known = [met for each in run.served if (met := _met(each, slo, now_s)) is not None]
-    if not known:
-        return attainment(run, slo)
-    ttft, tpot = (sum(met[number] for met in known) / len(known) for number in (0, 1))
-    served = sum(each.outcome in (RequestOutcome.FINISHED, RequestOutcome.UNFINISHED) for each in run.served)
-    return Attainment(ttft, tpot, sum(all(met) for met in known) / len(known), served / len(run.served))
-
-
-def _met(each: Served, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
-    """Whether a request met TTFT and TPOT; None: not known yet."""
-    ttft_slo_s, tpot_slo_s = slo.ttft_s or inf, slo.tpot_s or inf
-    if each.outcome is RequestOutcome.UNFINISHED:
-        first_s = each.token_s[0] if len(each.token_s) else now_s
-        in_time = first_s - each.arrival_s <= ttft_slo_s
-        fast = now_s - first_s <= tpot_slo_s * (each.output_tokens - 1)
-        return None if in_time and fast else (in_time, fast)
-    if each.outcome is not RequestOutcome.FINISHED or each.ttft_s is None:
-        return False, False
-    return each.ttft_s <= ttft_slo_s, each.tpot_s is None or each.tpot_s <= tpot_slo_s
 
 
 # ---- closed forms ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cluster.observe.ledger import PHASES
@@ -161,6 +162,44 @@ def slo_text(slo: SLO) -> str:
 def attainment(run: Run, slo: SLO) -> Attainment:
     """The SLO attainment alone, for a search."""
     return _attained(latencies(run.served), slo)
+
+
+def most_missed(target: float, requests: int) -> int:
+    """How many of the requests may miss their SLO."""
+    return int((1.0 - target) * requests + 1e-6)
+
+
+def judged(run: Run, slo: SLO, target: float) -> Attainment:
+    """The attainment of a run that may have ended once it was certain whether it reaches `target`."""
+    attained, so_far = attainment(run, slo), _attainment_so_far(run, slo)
+    return so_far if (so_far.both >= target) == (attained.both >= target) else attained
+
+
+def _attainment_so_far(run: Run, slo: SLO) -> Attainment:
+    """The attainment of a run that was cut short, over the requests that had ended or missed an SLO by then.
+
+    Counting the others as missed would make the run look worse than it was.
+    """
+    now_s = max((each.token_s[-1] for each in run.served if len(each.token_s)), default=0.0)
+    known = [met for each in run.served if (met := _met(each, slo, now_s)) is not None]
+    if not known:
+        return attainment(run, slo)
+    ttft, tpot = (sum(met[number] for met in known) / len(known) for number in (0, 1))
+    served = sum(each.outcome in (RequestOutcome.FINISHED, RequestOutcome.UNFINISHED) for each in run.served)
+    return Attainment(ttft, tpot, sum(all(met) for met in known) / len(known), served / len(run.served))
+
+
+def _met(each: Served, slo: SLO, now_s: float) -> tuple[bool, bool] | None:
+    """Whether a request met TTFT and TPOT; None: not known yet."""
+    ttft_slo_s, tpot_slo_s = slo.ttft_s or inf, slo.tpot_s or inf
+    if each.outcome is RequestOutcome.UNFINISHED:
+        first_s = each.token_s[0] if len(each.token_s) else now_s
+        in_time = first_s - each.arrival_s <= ttft_slo_s
+        fast = now_s - first_s <= tpot_slo_s * (each.output_tokens - 1)
+        return None if in_time and fast else (in_time, fast)
+    if each.outcome is not RequestOutcome.FINISHED or each.ttft_s is None:
+        return False, False
+    return each.ttft_s <= ttft_slo_s, each.tpot_s is None or each.tpot_s <= tpot_slo_s
 
 
 def percentiles(samples: "Floats") -> Percentiles | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 
-from cluster.offline.scoring.figures import Attainment, attainment
+from cluster.offline.scoring.figures import Attainment, judged, most_missed
 from cluster.offline.scoring.goodput import Goodput, Map, Probes, Search, goodput, probe_span_s
 from cluster.offline.scoring.records import Run
 from cluster.offline.sim.case import Case as Case
@@ -64,15 +64,17 @@ def goodputs(case: Case, options: GoodputOptions, each: Map) -> tuple[Goodput, .
 
 
 def _probe(case: Case, options: GoodputOptions, rate: float, seed: int) -> Attainment:
-    """Poisson arrivals at this rate, with lengths drawn from the source."""
+    """Poisson arrivals at this rate, with lengths drawn from the source; until it misses all targets for certain."""
     slo, outputs = options.slo, [each.output_tokens for each in options.source.arrivals]
     span_s = probe_span_s(slo, sum(outputs) / len(outputs))
     count = max(options.requests, min(MAX_REQUESTS, math.ceil(rate * span_s)))
     workload = resampled(options.source, count, rate, seed)
     slo_s = (slo.ttft_s or 0.0) + max(outputs) * (slo.tpot_s or 0.0)
     until_s = workload.duration_s + CUT_AFTER * slo_s if slo_s else None
-    run_options = RunOptions(seed=seed, slo=slo, until_s=until_s, environment=options.environment)
-    return attainment(run_case(case, workload, run_options), slo)
+    least = min(options.targets)
+    missed = most_missed(least, len(workload.arrivals))
+    run_options = RunOptions(seed, slo, until_s=until_s, max_missed=missed, environment=options.environment)
+    return judged(run_case(case, workload, run_options), slo, least)
 
 
 def run_at(
