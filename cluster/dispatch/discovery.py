@@ -20,7 +20,7 @@ from cluster.control.membership import Member, Membership
 from cluster.control.replicas import CRASH_LOOP, TAKEN_OUT
 from cluster.control.supervised import Failures, supervised
 from cluster.dispatch.cache_reader import CacheReader
-from cluster.dispatch.capacity import ServingCapacity, serving_capacity
+from cluster.dispatch.capacity import ServingCapacity, serving_capacity, sized
 from cluster.dispatch.worker_client import WorkerClient
 from cluster.observe.history import History
 from cluster.policy.routing.lending import Lending
@@ -138,13 +138,16 @@ class WorkerDiscovery:
     def capacity(self) -> ServingCapacity:
         """What the current members can hold."""
         if self._capacity is None:  # several reads for each request
-            workers = [member.view for member in self._members.values()]
-            self._capacity = serving_capacity(self._spec.pools, workers, self.together())
+            self._capacity = serving_capacity(self._spec.pools, self.sized(), self.together())
         return self._capacity
 
     def together(self) -> int:
         """Tokens of the longest sequence that several workers can hold together."""
-        return min(self._lending.longest(member.view for member in self._members.values()), self._model.context_length)
+        return min(self._lending.longest(self.sized()), self._model.context_length)
+
+    def sized(self) -> tuple[WorkerView, ...]:
+        """The members with their capacity, as far as it is known."""
+        return sized(member.view for member in self._members.values())
 
     def has_ready(self, *roles: Role) -> bool:
         """Whether a connected worker of one of these roles is ready."""

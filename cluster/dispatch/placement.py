@@ -147,11 +147,12 @@ class Placer:
         return max(self._discovery.together(), self._largest_alone())
 
     def _largest_alone(self) -> int:
-        members = self._discovery.membership.members
-        return max((member.view.capacity_tokens for member in members), default=0)
+        return max((worker.capacity_tokens for worker in self._discovery.sized()), default=0)
 
     def _refuse_unservable(self, request: Request) -> None:
         largest = self._largest()
+        if not all(worker.capacity_tokens for worker in self._discovery.sized()):
+            return  # it is not known yet
         if largest and request.num_tokens >= largest:
             who = (
                 f"the workers hold {largest} together"

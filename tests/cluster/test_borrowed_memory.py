@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from cluster.events import Unservable
 from cluster.spec import ClusterSpec
+from diptych.view import WorkerState
 from kvtransfer.control import AttendLoan
 from kvtransfer.errors import LoanRefused
 from kvtransfer.ticket import TransferTicket
@@ -267,6 +269,24 @@ async def test_a_request_that_all_workers_together_cannot_hold_is_refused(model:
     async with cluster(small(model, 2)) as subject:
         with pytest.raises(Unservable, match="has 900 tokens; the workers hold 672 together"):
             await subject.run(asked("long", tuple(3 + 11 * position % 300 for position in range(900))))
+        await subject.settle()
+
+
+async def test_a_request_waits_while_a_new_controller_does_not_know_all_workers(model: Path, alone: list[int]) -> None:
+    async with cluster(small(model)) as subject:
+        discovery = subject.dispatcher.discovery
+        whole = discovery.membership
+        for known in (0, 1):  # of three workers
+            unknown = (
+                structs.replace(each, view=structs.replace(each.view, state=WorkerState.STARTING, capacity_tokens=0))
+                for each in whole.members[known:]
+            )
+            discovery.take(structs.replace(whole, members=(*whole.members[:known], *unknown)))
+            running = asyncio.ensure_future(subject.run(replace(asked("long"), id=f"long-{known}")))
+            await asyncio.sleep(0.3)
+            assert not running.done(), running.exception()
+            discovery.take(whole)
+            assert tokens_of(await running) == alone
         await subject.settle()
 
 
