@@ -83,10 +83,13 @@ def served(path: str, folder: Path) -> Iterator[tuple[str, str]]:
     """The URL of a server, and the name of its model."""
     model = folder / "model"
     model.mkdir()
-    for each in resolve("smollm2-135m").path.iterdir():
-        if each.name != "chat_template.jinja":
+    source = resolve("smollm2-135m").path
+    for each in source.iterdir():
+        if each.name not in ("chat_template.jinja", "generation_config.json"):
             (model / each.name).symlink_to(each)
     (model / "chat_template.jinja").write_text(TEMPLATE)
+    generation = json.loads((source / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(generation | {"temperature": 0.0}))  # the same each time
     command = [sys.executable, "-m", "cluster.cli", "serve", str(model), "-f", path, "--port", "0", "--http-port", "0"]
     with Child(command, {"PYTHONUNBUFFERED": "1"}) as child:
         yield "http://" + child.wait_line(READY, START_S).text.partition(READY)[2], str(model)
