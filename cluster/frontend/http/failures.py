@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import Response
 
@@ -63,7 +64,9 @@ class Failure:
         """In the format of Anthropic's API, which does not name the field."""
         kind = MESSAGES_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         where = f"{self.param}: " if self.param else ""
-        error = {"type": kind, "message": where + self.message.removeprefix(where)}
+        error: dict[str, Any] = {"type": kind, "message": where + self.message.removeprefix(where)}
+        if self.param == "thread":  # the SDK's tool runner then sends the whole conversation with each turn
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         return json.dumps({"type": "error", "error": error}).encode()
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
+from anthropic import beta_async_tool
 from anthropic.types import Message
 
 from cluster.frontend.http.formats import Usage
@@ -107,6 +108,21 @@ async def test_blocks_come_in_the_shapes_of_the_sdk(there: Clients, dispatcher: 
         for each in (message, again):
             assert each.usage.output_tokens == len(ANSWER.encode()) + len("END")
             assert each.usage.input_tokens + (each.usage.cache_read_input_tokens or 0) > 0
+
+
+async def test_the_tool_runner_of_the_sdk_goes_on_without_a_thread(there: Clients) -> None:
+    """It asks the server to hold the conversation, which is refused, and then sends all of it itself."""
+
+    @beta_async_tool
+    async def look(at: str) -> str:
+        """Looks."""
+        return at
+
+    async with sdk(there) as client:
+        runner = client.beta.messages.tool_runner(**ASK, tools=[look])
+        assert [block.type async for message in runner for block in message.content][-1] == "tool_use"
+        with pytest.raises(anthropic.BadRequestError, match="thread: is unknown"):
+            await client.beta.messages.create(**ASK, thread={"type": "create"})
 
 
 async def test_stop_reasons(there: Clients, dispatcher: FakeDispatcher) -> None:
