@@ -234,9 +234,12 @@ class Engine:
 
     @unaffected
     def waits_for_sibling(self, request: Request) -> bool:
-        """Whether a sibling's transfer will bring the KV that this request would fetch."""
+        """Whether a sibling's transfer will bring more than the last block of the KV that this request would fetch."""
         return any(
-            each.state is State.RESERVED and not each.fetched and each.request.is_sibling(request)
+            each.state is State.RESERVED
+            and not each.fetched
+            and each.request.is_sibling(request)
+            and request.num_tokens - each.cached_tokens > self._pool.block_size
             for each in self._sequences.values()
         )
 

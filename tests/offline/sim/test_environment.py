@@ -10,6 +10,7 @@ from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import Environment, PoolModel
 from cluster.offline.sim.environment import SharedMachine
 from cluster.offline.sim.run import RunOptions, simulate
+from cluster.offline.workload.arrivals import Arrival, Workload
 from tests.offline.sim.cases import COST, colocated, models, split, steady
 
 
@@ -92,3 +93,11 @@ def test_a_prompt_takes_longer_on_a_worker_that_was_idle(gap_s: float, more: flo
     late_s = [(two.ttft_s or 0.0) - (one.ttft_s or 0.0) for one, two in zip(usual, found, strict=True)]
     prompt_s = COST.prefill_seconds(100)
     assert late_s == pytest.approx([0.25 * prompt_s, more * prompt_s])
+
+
+def test_further_answers_to_a_prompt_wait_for_its_kv_and_not_for_each_other() -> None:
+    load = Workload("samples", tuple(Arrival(0.0, 100, 10, sample=number) for number in range(4)))
+    first, *others = simulate(split(), models(split()), load).served
+    assert [each.cached_tokens for each in others] == [99] * 3
+    assert {each.ttft_s for each in others} == {others[0].ttft_s}
+    assert (others[0].ttft_s or 0.0) > (first.ttft_s or 0.0)
