@@ -106,6 +106,7 @@ def drawn_prompts() -> list[list[int]]:
     return [[rng.randrange(3, 300) for _ in range(length)] for length in LENGTHS]
 
 
+@pytest.mark.grid(keep=5)
 def test_one_batch_of_all_adapters_has_the_logits_of_merged_weights(
     by: str, base: Path, adapters: list[Path], tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_one_batch_of_all_adapters_has_the_logits_of_merged_weights(
             assert (logits - alone[-1].run([prompt], (-1,))[0]).abs().max() > 0.1
 
 
+@pytest.mark.grid(keep=5)
 def test_rows_without_an_adapter_keep_their_bits(by: str, base: Path, adapters: list[Path]) -> None:
     model = Model(base, adapters)
     before = model.run(drawn_prompts(), (-1,) * len(LENGTHS))

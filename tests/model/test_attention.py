@@ -143,6 +143,7 @@ def test_many_keys_are_attended_to_in_several_spans(backend: Attention, window: 
     equals_the_reference(backend, case)
 
 
+@pytest.mark.grid(keep=2)
 @pytest.mark.skipif(triton_paged is None, reason="no Triton here")
 @pytest.mark.parametrize("window", [0, 270, -300])
 @pytest.mark.parametrize("longest", [256, 1024])  # several spans, and one
@@ -177,6 +178,7 @@ def test_what_exceeds_the_range_of_float16_is_written_as_its_largest_number(back
         torch.testing.assert_close(pool[2, 0, 0, half, 1].cpu(), sign * written, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.grid(keep=3)
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.int8, 0.5001 / 127), (torch.float8_e4m3fn, 1.001 / 16)])
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_quantized_slots_depend_on_their_own_vector_alone(
@@ -204,6 +206,7 @@ def test_quantized_slots_depend_on_their_own_vector_alone(
         assert values[318:].isnan().all()
 
 
+@pytest.mark.grid(keep=3)
 @pytest.mark.parametrize("backend", ALL, ids=lambda each: each.name)
 def test_fp8_numbers_are_rounded_to_nearest_as_torch_rounds_them(backend: Attention) -> None:
     """All numbers of e4m3, the middles between them, and what is next to each; the scale is 1."""

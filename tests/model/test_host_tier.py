@@ -87,6 +87,7 @@ async def answers(
     return tokens, saved, restored
 
 
+@pytest.mark.grid(keep=5)
 @pytest.mark.parametrize("dtype", ["float32", "int8", pytest.param("fp8", marks=pytest.mark.full)])
 @pytest.mark.parametrize("depth", [1, 3])
 async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(
