@@ -75,6 +75,7 @@ def logprobs_of(events: list[Event]) -> list[TokenLogprobs]:
     return [each for event in events if isinstance(event, Delta) for each in event.logprobs]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("parallel", [TP2, PP2, BOTH], ids=names)
 async def test_gangs_lend_to_gangs(model: ModelFolder, alone: list[int], parallel: ParallelConfig) -> None:
     """The tokens of one rank, and the bits of one large gang."""

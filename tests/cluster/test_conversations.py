@@ -201,6 +201,7 @@ def expires(owner: Worker) -> None:
     owner.hold_prefix = late
 
 
+@pytest.mark.grid(keep=3)
 @pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("breaks", [dies, fails_a_step, damages_a_block, expires])
 async def test_a_turn_is_computed_if_the_decode_worker_cannot_lend_it(

@@ -94,7 +94,7 @@ async def test_the_next_decodes_wait_behind_those_in_flight() -> None:
     subject.check()
 
 
-async def test_a_lost_rank_ends_the_pump_once_however_many_plans_it_hits() -> None:
+async def test_a_lost_rank_ends_the_engine_loop_once_however_many_plans_it_hits() -> None:
     subject, stages = engine(depth=3), Stages(3)
     for index in range(3):
         subject.add(request(f"r{index}", (1 + index,)), 0.0, hold=False)
