@@ -251,7 +251,7 @@ class _QueuedProcess:
             stdout=pipe,
             limit=MAX_REPLY_BYTES,
             env=_environment(),
-            process_group=0,  # only the server gets Ctrl-C
+            start_new_session=True,  # only the server gets Ctrl-C
         )
         try:
             async with asyncio.timeout(PREPROCESS_START_S):

@@ -48,6 +48,7 @@ async def open_ray(spec: ClusterSpec, progress: Callable[[str], None]) -> RayRun
         options["address"] = address
     else:
         progress("starting Ray on this machine")
+        os.environ.setdefault("RAY_USE_UVLOOP", "0")  # its clock has whole milliseconds, too few for steps and links
         options |= {
             "address": "local",  # a new one, even if another Ray runs here
             "include_dashboard": False,

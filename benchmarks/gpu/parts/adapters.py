@@ -19,6 +19,7 @@ from workers.executor.inputs import step_arrays
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.rank import ModelPart, compute
 from workers.model.adapter import adapter_of
+from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.kv_layers import kv_layout
 from workers.model.load import load_decoder
@@ -75,7 +76,8 @@ def _compare(folder: Path, family: str, device: torch.device) -> tuple[list[int]
 
 
 def _opened(path: Path, device: torch.device, dtype: torch.dtype) -> ModelPart:
-    attention = best_attention(device, dtype, deterministic=False)
+    vectors = 1 if read_model_config(path).latent else 2
+    attention = best_attention(device, dtype, False, vectors)
     return ModelPart(load_decoder(ModelFolder("tiny", path), device, dtype, attention=attention))
 
 

@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.plans import greedy
 from workers.executor.kv_pool import allocate_pool
 from workers.executor.rank import ModelPart
+from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.kv_layers import kv_layout
 from workers.model.load import load_decoder
@@ -68,7 +69,8 @@ def _compare(name: str, device: str, lengths: tuple[int, ...]) -> tuple[int, int
 
 
 def _answers(path: Path, device: torch.device, dtype: torch.dtype, prompts: list[list[int]]) -> list[list[int]]:
-    attention = best_attention(device, dtype, deterministic=False)
+    vectors = 1 if read_model_config(path).latent else 2
+    attention = best_attention(device, dtype, False, vectors)
     model = load_decoder(ModelFolder("tiny", path), device, dtype, attention=attention)
     layout = kv_layout(model.config, "tiny", BLOCK, str(dtype).removeprefix("torch."))
     return greedy(ModelPart(model), allocate_pool(layout, 40, device), prompts, NEW, chunk=50)

@@ -50,7 +50,7 @@ def _errors(shapes: tuple[tuple[int, int], ...], device: torch.device, dtype: to
 
     The same for rounding: how far the product of rounded rows is from the exact one.
     """
-    product, fast, rounding, other_bits = [], [], [], []
+    product, rounding, other_bits = [], [], []
     for out, size in shapes:
         weight, bias = torch.randn(out, size, device=device).to(dtype), torch.randn(out, device=device).to(dtype)
         linear = FP8Linear(weight, bias)
@@ -65,16 +65,13 @@ def _errors(shapes: tuple[tuple[int, int], ...], device: torch.device, dtype: to
             wanted = _exact(meant, linear.weight.float() * linear.scales.t(), bias)
             product.append(_error(linear(x), wanted))
             rounding.append(_error(wanted, _exact(x, weight, bias)))
-            if device.type == "cuda":
-                fast.append(_error(multiply(numbers, scales, linear, dtype, fast=True), wanted))
     if not (max(product) < 0.01 and max(other_bits) < 1e-3):
         raise AssertionError(
             f"a product of rounded rows has a relative error of {max(product):.2e}; {max(other_bits):.2e} of the "
             "numbers are not those of a CPU"
         )
     figures: dict[str, object] = {"product_error": max(product), "rounding_error": max(rounding)}
-    figures["numbers_unlike_a_cpus_share"] = max(other_bits)
-    return figures | ({"product_error_fast_sums": max(fast)} if fast else {})
+    return figures | {"numbers_unlike_a_cpus_share": max(other_bits)}
 
 
 def _exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -122,8 +119,7 @@ def _linear_times(
             "rounding": partial(_each, rounded_rows, xs),
         }
         if device.type == "cuda":
-            for name, fast in (("product", False), ("product_fast_sums", True)):
-                calls[name] = partial(_each, partial(_product, dtype=dtype, fast=fast), rounded, linears)
+            calls["product"] = partial(_each, partial(_product, dtype=dtype), rounded, linears)
         seconds = {name: graph_seconds_of(call, device) for name, call in calls.items()}
         figures |= {f"linear_{rows}_{name}_us": 1e6 * each for name, each in seconds.items()}
         figures[f"linear_{rows}_time_of_f_linear"] = seconds["fp8"] / seconds["plain"]
@@ -139,8 +135,8 @@ def _apply(linear: FP8Linear, x: Tensor) -> Tensor:
     return linear(x)
 
 
-def _product(rounded: tuple[Tensor, Tensor], linear: FP8Linear, dtype: torch.dtype, fast: bool) -> Tensor:
-    return multiply(*rounded, linear, dtype, fast=fast)
+def _product(rounded: tuple[Tensor, Tensor], linear: FP8Linear, dtype: torch.dtype) -> Tensor:
+    return multiply(*rounded, linear, dtype)
 
 
 def _step_times(shape: LlamaShape, device: torch.device, dtype: torch.dtype, *, tiny: bool) -> dict[str, object]:
