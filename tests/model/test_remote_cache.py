@@ -80,7 +80,7 @@ async def test_prefixes_of_another_worker_give_the_tokens_of_computed_ones(
     assert found == expected[10:] and tier is not None
     read_blocks = tier.stats().read_bytes // tier.stats().block_bytes
     # Each prompt comes once, so all of this is from the other worker. Computing may pass a read in flight (0070).
-    assert cached > 5 * 8 and read_blocks > 5
+    assert cached >= 8 and read_blocks > 5
 
 
 @pytest.mark.parametrize(("one", "other"), [({}, {"weights": "int8"}), ({"dtype": "int8"}, {"dtype": "fp8"})])
