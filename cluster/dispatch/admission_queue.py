@@ -151,7 +151,7 @@ class AdmissionQueue:
     # ---- rounds ------------------------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        """PlacementRequest the policy about the next requests. Admits at most one; `_left` starts the next round."""
+        """Ask the policy about the next requests. Admits at most one; `_left` starts the next round."""
         now_s = asyncio.get_running_loop().time()
         self._round_due = None
         for entry in self.queue.hopeless(now_s):
