@@ -37,7 +37,7 @@ from workers.worker import Worker
 ROUNDS = 3
 LENGTHS, QUICK_LENGTHS = (128, 512, 1536), (128,)
 SPEEDS = {"own": 0.0} | {f"{slow:g}": slow for slow in (0.25, 0.5, 1.0, 2.0, 4.0)}  # reading beside computing
-TURNS = {128: 7, 512: 3}  # of all strategies in a round; other lengths: 1. Short prompts take milliseconds.
+TURNS = {128: 7, 512: 5, 1536: 3}  # of all strategies in a round. Short prompts take milliseconds.
 MOST_READ = 1.0  # more than that is not worth the benchmark's time: computing is better
 COMPUTE, READ, BOTH, LOADED = "compute", "read", "both", "already loaded"
 MOST_OF_BETTER = 1.05
@@ -326,7 +326,7 @@ async def _measured(
             for speed in SPEEDS:
                 for prompt in prompts:
                     bench.slowed.block_s = SPEEDS[speed] * compute_s[prompt] / ((len(prompt) - 1) // BLOCK)
-                    for _ in range(TURNS.get(len(prompt), 1)):
+                    for _ in range(TURNS[len(prompt)]):
                         await _take_turns(bench, prompt, speed, samples)
                     compute_s[prompt] = median(samples[len(prompt), speed, COMPUTE])
                 progress(f"from {source}, round {number + 1} of {rounds}: {speed} times as long as computing")

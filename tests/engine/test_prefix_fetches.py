@@ -1,6 +1,7 @@
 """Prefixes fetched from another worker: what is held during the fetch, and what stays."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -322,6 +323,18 @@ def fetching(byte_s: float) -> tuple[Engine, PrefixFetch]:
     cost = LinearCost(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, byte_s, 0.0)
     subject = engine(kv_blocks=34, cost=cost, block_bytes=40)
     return subject, subject.prefix_fetches.begin(range(1, 33), now_s=12.0)
+
+
+def test_a_read_takes_four_latencies_at_the_speed_that_the_link_has_now() -> None:
+    side = Side(num_blocks=256)
+    begin = partial(side.prefix_fetches.begin, owner="b", latency_s=0.04, bytes_per_s=100.0)  # of a byte a block
+    fetch = begin(range(100 * BLOCK))
+    assert side.prefix_fetches.take(fetch, 100 * BLOCK, 0.0) == (0, 13 * BLOCK)
+    side.prefix_fetches.landed(fetch, 0, 1.0)
+    assert side.prefix_fetches.take(fetch, 100 * BLOCK, 1.0) == (13 * BLOCK, 7 * BLOCK), "a 16th: latency is little now"
+    side.prefix_fetches.end(fetch)
+    again = begin(range(1000, 1000 + 100 * BLOCK))
+    assert side.prefix_fetches.take(again, 100 * BLOCK, 2.0) == (0, 7 * BLOCK), "as slow as the last fetch"
 
 
 def ask(subject: Engine, tenant: str = "") -> None:

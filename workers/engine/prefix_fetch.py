@@ -22,7 +22,7 @@ from workers.engine.read_speed import ReadSpeed
 from workers.engine.sequence import Lease
 from workers.kv_events import chain, name_of_block
 
-READS = 64  # of a whole prefix, at most: those in flight may be passed; fewer where latency would count
+READS = 16  # of a whole prefix, at most: those in flight may be passed; fewer where latency would count
 MOST_LINKS = 1024  # whose speed is remembered
 _LATENCIES = 4.0  # a read should take at least this many times as long as an empty one
 
@@ -31,7 +31,7 @@ _LATENCIES = 4.0  # a read should take at least this many times as long as an em
 class PrefixFetch:
     """A prefix that is being fetched. Its first `num_shared` blocks were here already.
 
-    It is read in units of `unit` blocks, which end where a block of the owner does; `piece` units with each read.
+    It is read in units of `unit` blocks, which end where a block of the owner does; at least `least` with each read.
     """
 
     blocks: tuple[int, ...]
@@ -42,7 +42,8 @@ class PrefixFetch:
     num_tokens: int
     block_size: int
     unit: int
-    piece: int
+    least: int
+    latency_s: float
     speed: ReadSpeed
     begun_s: float
     unread: deque[int] = field(default_factory=deque)  # units that are neither read nor passed, ascending
@@ -65,23 +66,34 @@ class PrefixFetch:
         return [block for place, block in enumerate(self.blocks) if place not in self.given_back]
 
     @property
+    def piece(self) -> int:
+        """Units of a read: as many as it takes for latency not to count, as fast as the link is now."""
+        return max(self.least, _worth_a_read(self.latency_s, self.unit * self.speed.block_s, len(self.blocks)))
+
+    @property
     def num_piece(self) -> int:
-        """Blocks of a read."""
-        return self.piece * self.unit
+        """Blocks of the read that ends next."""
+        return (len(self.reading[0]) if self.reading else self.piece) * self.unit
 
     def arrivals_s(self, now_s: float, block_s: float) -> Iterator[tuple[int, float]]:
         """Blocks that are read or will be, and in how many seconds each is here, if the rest is read from the back."""
+        piece = self.piece
         wait_s = max(self.speed.progress_s - now_s, -self.num_piece * block_s)
         for units in self.reading:
             wait_s += len(units) * self.unit * block_s
             yield from ((place, max(0.0, wait_s)) for unit in units for place in self.places(unit))
         for number, unit in enumerate(reversed(self.unread)):
-            end = min(len(self.unread), (number // self.piece + 1) * self.piece)
+            end = min(len(self.unread), (number // piece + 1) * piece)
             yield from ((place, max(0.0, wait_s + end * self.unit * block_s)) for place in self.places(unit))
 
     def places(self, unit: int) -> range:
         """Numbers of its full blocks."""
         return range(unit * self.unit, min((unit + 1) * self.unit, len(self.hashes)))
+
+
+def _worth_a_read(latency_s: float, unit_s: float, most: int) -> int:
+    """Units, at most `most`, that take at least `_LATENCIES` as long as an empty read; 0: reads take no time."""
+    return math.ceil(min(_LATENCIES * latency_s / unit_s, most)) if unit_s else 0
 
 
 class PrefixFetches:
@@ -172,9 +184,8 @@ class PrefixFetches:
             latency_s = self._estimate.cost.transfer_latency_s
             block_s = self._block_bytes * self._estimate.cost.transfer_byte_s
         unit = math.lcm(owner_size, size) // size
-        piece = max(-(-(num_blocks - num_shared) // (READS * unit)), 1)
-        if block_s:
-            piece = max(piece, math.ceil(min(_LATENCIES * latency_s / (unit * block_s), num_blocks)))
+        least = max(-(-(num_blocks - num_shared) // (READS * unit)), 1)
+        first = max(least, _worth_a_read(latency_s, unit * block_s, num_blocks)) * unit
         fetch = PrefixFetch(
             blocks=(*shared, *fresh),
             num_shared=num_shared,
@@ -184,8 +195,9 @@ class PrefixFetches:
             num_tokens=len(tokens),
             block_size=size,
             unit=unit,
-            piece=piece,
-            speed=ReadSpeed(self._block_s.get(owner, block_s + latency_s / (piece * unit)), now_s + self._start_s),
+            least=least,
+            latency_s=latency_s,
+            speed=ReadSpeed(self._block_s.get(owner, block_s + latency_s / first), now_s + self._start_s),
             begun_s=now_s,
             unread=deque(range(num_shared // unit, -(-len(hashes) // unit))),
         )
@@ -201,8 +213,9 @@ class PrefixFetches:
         ready = bisect_left(unread, num_ready)
         if not ready:
             return None
-        stop = ready if fetch.from_back else min(fetch.piece, ready)
-        start = max(0, stop - fetch.piece)
+        piece = fetch.piece
+        stop = ready if fetch.from_back else min(piece, ready)
+        start = max(0, stop - piece)
         while unread[start] != unread[stop - 1] - (stop - 1 - start):  # it must be in one run
             start, stop = (start + 1, stop) if fetch.from_back else (start, stop - 1)
         units = range(unread[start], unread[stop - 1] + 1)
