@@ -19,7 +19,7 @@ SIZES = (1000, 3000, 5860, 10_000, 30_000, 50_000, 100_000)  # blocks of 512 tok
 
 def host_cache_hits(workload: Workload, num_blocks: int) -> float:
     """The share of all prompt tokens that a `HostCache` of this many blocks has."""
-    cache = HostCache(num_blocks, 0, CacheLog(128))
+    cache = HostCache(num_blocks, CacheLog(128))
 
     def found(names: list[bytes]) -> int:
         hits = len(cache.match(names))

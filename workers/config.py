@@ -21,7 +21,6 @@ BATCHING = ("chunked", "static", "orca", "prefill-first", "prefill-only", "adapt
 CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "deadline"),
-    "preemption": ("auto", "swap", "recompute"),
     "dtype": ("auto", "float32", "bfloat16", "float16", *QUANTIZED),
     "weights": ("float32", "bfloat16", "int8", "fp8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
@@ -64,10 +63,6 @@ class EngineConfig:
     """Longest sequence. Default: the model's context, as far as the KV pool holds it."""
     staging_blocks: int = 0
     """Blocks that may be reserved for prompts whose KV has not arrived. 0: half the pool."""
-    swap_blocks: int = 0
-    """Host memory blocks for preempted sequences. 0: they are recomputed."""
-    preemption: str = "auto"
-    """What happens to a preempted sequence's KV. `auto`: whichever the cost model finds cheaper."""
     prefix_caching: bool = True
     """Keep blocks of finished sequences for prompts with the same beginning."""
     dtype: str = "auto"
@@ -119,10 +114,6 @@ class EngineConfig:
             )
         if self.threads < 0:
             raise ValueError(f"engine.threads is {self.threads}; it must be 0 (the worker's CPUs) or more")
-        if self.swap_blocks < 0:
-            raise ValueError(f"engine.swap_blocks is {self.swap_blocks}; it must be 0 (no swapping) or more")
-        if self.preemption == "swap" and not self.swap_blocks:
-            raise ValueError("engine.preemption is swap, but engine.swap_blocks is 0; give it host memory")
         if self.tpot_slo_s is not None and not self.tpot_slo_s > 0:
             raise ValueError(f"engine.tpot_slo_s is {self.tpot_slo_s}; it must be above 0 seconds")
         if self.staging_blocks < 0 or 0 < self.kv_blocks < self.staging_blocks:

@@ -322,5 +322,5 @@ def _is_death(error: Exception) -> bool:
 def is_empty(stats: WorkerStats) -> bool:
     """Whether a worker has no work, and no blocks for another worker."""
     return 0 < stats.total_blocks == stats.free_blocks and not (
-        stats.waiting or stats.running or stats.reserved or stats.leases or stats.swapped_blocks
+        stats.waiting or stats.running or stats.reserved or stats.leases
     )

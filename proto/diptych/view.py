@@ -147,8 +147,6 @@ class WorkerStats(Struct, frozen=True, gc=False):
     steps: int = 0
     step_s: float = 0.0  # moving average of the latest steps
     preemptions: int = 0
-    swaps: int = 0  # preemptions that saved the KV to host memory; the others recompute it
-    swapped_blocks: int = 0
     expired_leases: int = 0
     lent_blocks: int = 0
     borrowed_blocks: int = 0

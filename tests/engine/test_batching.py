@@ -204,7 +204,6 @@ def test_every_policy_generates_the_same_tokens(data: st.DataObject, batching: s
         prompt_order=order,
         kv_blocks=data.draw(st.integers(10, 34)),
         max_batch_tokens=data.draw(st.integers(8, 24)),
-        swap_blocks=data.draw(st.sampled_from([0, 6, 40])),
         cost=COST,
         tpot_slo_s=data.draw(st.sampled_from([None, 0.02])),
     )

@@ -156,12 +156,11 @@ def test_a_step_that_fails_before_it_has_a_sequence_is_not_repeated_forever(monk
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_survivors_of_any_failed_steps_attend_to_the_right_kv(seed: int, preemption: str) -> None:
-    """Swapped, shared, copied and cached blocks: the target of a copy in a failed step is never read."""
+def test_survivors_of_any_failed_steps_attend_to_the_right_kv(seed: int) -> None:
+    """Shared, copied, saved and cached blocks: the target of a copy in a failed step is never read."""
     draw, device = random.Random(seed), Device()
-    sizes: dict[str, Any] = {"kv_blocks": 18, "swap_blocks": 24, "host_cache_blocks": 24, "max_running": 6}
-    subject = engine(cost=COST, block_bytes=1, preemption=preemption, **sizes)
+    sizes: dict[str, Any] = {"kv_blocks": 18, "host_cache_blocks": 24, "max_running": 6}
+    subject = engine(cost=COST, block_bytes=1, **sizes)
     emitted: list[EngineOutput] = []
     lengths, copied = {}, 0
     for index in range(60):

@@ -149,10 +149,10 @@ def test_saved_blocks_are_not_written_before_they_are_saved() -> None:
 
 
 def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
-    host = HostCache(2, 10, CacheLog(128))
+    host = HostCache(2, CacheLog(128))
     a, b = host.save(b"a", 1, ()), host.save(b"b", None, ())
     assert a is not None and b is not None
-    assert sorted((a, b)) == [10, 11] and host.match([b"a", b"x"]) == [a]
+    assert sorted((a, b)) == [0, 1] and host.match([b"a", b"x"]) == [a]
     assert host.save(b"c", 3, {b}) == a and b"a" not in host
     assert host.save(b"d", 4, {a, b}) is None
     host.forget([b"b"])
@@ -164,7 +164,7 @@ def test_the_host_forgets_the_oldest_but_nothing_that_the_step_reads() -> None:
 
 
 def test_blocks_in_use_survive_a_scan_of_ten_times_the_host_cache() -> None:
-    host = HostCache(5120, 0, CacheLog(128))
+    host = HostCache(5120, CacheLog(128))
     hot = [b"hot %d" % number for number in range(1024)]
     for name in hot:
         host.save(name, None, ())
@@ -176,7 +176,7 @@ def test_blocks_in_use_survive_a_scan_of_ten_times_the_host_cache() -> None:
 
 
 def test_hits_are_forgotten_when_others_are_hit_later() -> None:
-    host = HostCache(10, 0, CacheLog(128))
+    host = HostCache(10, CacheLog(128))
     names = [b"%d" % number for number in range(10)]
     for name in names:
         host.save(name, None, ())
@@ -210,7 +210,6 @@ class HostMachine(EngineMachine):
         self.device = Device()
         self.engine = engine(
             kv_blocks=blocks,
-            swap_blocks=8,
             host_cache_blocks=host,
             most_pinned=host // 2,
             max_running=5,

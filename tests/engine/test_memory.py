@@ -1,4 +1,4 @@
-"""Block ownership when blocks are scarce: swap, recomputation, siblings, copy-on-write. On a checked memory."""
+"""Block ownership when blocks are scarce: recomputation, siblings, copy-on-write. On a checked memory."""
 
 import contextlib
 from typing import Any
@@ -18,12 +18,11 @@ from tests.engine.driving import (
     request,
     result,
     run_to_end,
-    scheduled,
     step,
     tokens_of,
 )
-from workers.config import BATCHING, EngineConfig
-from workers.costs import CostModel, LinearCost
+from workers.config import BATCHING
+from workers.costs import LinearCost
 from workers.engine.engine import Engine
 from workers.engine.sequence import Lease
 from workers.engine.step import StepPlan
@@ -31,8 +30,6 @@ from workers.errors import InvalidRequest, Overloaded, UnknownSequence
 from workers.request import SLO, Request, SamplingParams, TokensOut
 
 PROMPT = tuple(range(1, 7))  # a block and a half
-CHEAP_SWAP = LinearCost(swap_byte_s=0.0)
-DEAR_SWAP = LinearCost(swap_byte_s=1.0)
 
 
 def starved(**config: Any) -> tuple[Engine, Device]:
@@ -43,61 +40,18 @@ def starved(**config: Any) -> tuple[Engine, Device]:
     return subject, device
 
 
-@pytest.mark.parametrize(("cost", "swapped"), [(CHEAP_SWAP, True), (DEAR_SWAP, False)])
-def test_the_cost_model_chooses_between_swap_and_recomputation(cost: CostModel, swapped: bool) -> None:
-    subject, device = starved(swap_blocks=16, cost=cost, block_bytes=1000)
-    moved = recomputed = 0
+def test_a_preempted_sequence_is_recomputed_with_the_same_tokens() -> None:
+    subject, device = starved()
+    recomputed = 0
     begun: set[str] = set()
     emitted = []
     while (made := step(subject, 9.0, device))[0] is not None:
-        moved += len(made[0].swap_out)
         recomputed += sum(c.first_position == 0 and c.key in begun for c in made[0].chunks)
         begun |= {chunk.key for chunk in made[0].chunks}
         emitted += made[1]
-    assert subject.stats().preemptions > 0
-    assert (moved > 0, recomputed > 0) == (swapped, not swapped)
+    assert subject.stats().preemptions > 0 and recomputed > 0
     for index in range(3):
         assert tokens_of(emitted, f"r{index}/0") == [next_token(f"r{index}/0", 5 + n) for n in range(10)]
-
-
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_the_kind_of_preemption_can_be_fixed(preemption: str) -> None:
-    subject, device = starved(swap_blocks=16, preemption=preemption)
-    run_to_end(subject, 9.0, device)
-    assert subject.stats().preemptions > 0
-    assert (subject.stats().swaps > 0) == (preemption == "swap")
-
-
-def test_without_room_on_the_host_a_sequence_is_computed_again() -> None:
-    subject, device = starved(swap_blocks=1, preemption="swap")
-    run_to_end(subject, 9.0, device)
-    assert subject.stats().preemptions > 0 and subject.stats().swaps == 0
-
-
-def test_swapping_needs_host_memory() -> None:
-    with pytest.raises(ValueError, match="swap_blocks is 0; give it host memory"):
-        EngineConfig(preemption="swap")
-
-
-def test_saved_blocks_are_not_given_away_before_they_are_saved() -> None:
-    subject, device = starved(swap_blocks=16, preemption="swap")
-    while not (plan := scheduled(subject, 9.0)).swap_out:
-        device.execute(plan)
-        subject.commit(plan, result(plan), 9.0)
-    leaving = {block for block, _ in plan.swap_out}
-    free = subject.pool.allocate(subject.pool.num_free)
-    assert not leaving & set(free)
-
-
-def test_an_aborted_swapped_sequence_gives_its_host_blocks_back() -> None:
-    subject, device = starved(swap_blocks=16, preemption="swap")
-    while not subject.stats().swaps:
-        step(subject, 9.0, device)
-    for index in range(3):
-        subject.abort(f"r{index}/0")
-    subject.check()
-    assert subject.schedule(9.0) is None
-    assert subject.stats().free_blocks == subject.stats().total_blocks
 
 
 def siblings(subject, device: Device, count: int, *, hold: bool = False, prompt: tuple[int, ...] = PROMPT) -> list[str]:
@@ -210,7 +164,7 @@ def test_a_block_is_not_given_away_before_the_step_that_copies_into_it() -> None
 
 def test_a_step_does_not_preempt_a_sequence_that_it_admitted() -> None:
     """The sibling's tail is copied in the same step: saved before, it would be garbage."""
-    subject, device = engine(kv_blocks=10, batching="static", swap_blocks=16, preemption="swap"), Device()
+    subject, device = engine(kv_blocks=10, batching="static"), Device()
     subject.add(device.know(request("r#0", PROMPT, max_tokens=1, group="r")), 0.0, hold=False)
     run_to_end(subject, 0.0, device)
     sequence = device.know(request("arrived", tuple(range(50, 57)), max_tokens=1))
@@ -286,7 +240,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.device = Device(has_state=has_state)
         self.engine = engine(
             kv_blocks=14,
-            swap_blocks=8,
             max_running=5,
             max_batch_tokens=budget,
             batching=batching,

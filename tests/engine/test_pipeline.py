@@ -254,24 +254,6 @@ def test_an_abort_waits_for_the_last_of_several_steps() -> None:
     assert not subject.holds("a/0") and not tokens_of(subject.drain(), "a/0")
 
 
-def test_a_swapped_in_sequence_without_a_token_keeps_its_blocks_until_they_are_filled() -> None:
-    """An abort between schedule and copy must not free the target blocks for a transfer, which writes at once."""
-    subject, device = engine(depth=2, kv_blocks=10, swap_blocks=16, preemption="swap"), Device()
-    flow = Pipeline(subject, 2, device)
-    for index in range(3):
-        subject.add(device.know(request(f"r{index}", (1 + index,) * 5, max_tokens=10)), float(index), hold=False)
-    seen = False
-    while not seen and (flow.fill() or flow.plans):
-        seen = any(plan.swap_in for plan in flow.plans)
-        if not seen:
-            flow.end()
-    assert seen
-    targets = {block for plan in flow.plans for _, block in plan.swap_in}
-    for index in range(3):
-        subject.abort(f"r{index}/0")
-    assert not targets & set(subject.pool.allocate(subject.pool.num_free))
-
-
 def test_an_older_decode_waits_for_the_youngest_in_flight_and_then_takes_its_blocks() -> None:
     """The young prompt gets no further chunk once an older sequence needs its blocks."""
     subject = engine(depth=2, kv_blocks=13, max_running=2, max_batch_tokens=3, cost=DEAR_STEPS)  # 11 blocks of 4
@@ -329,7 +311,6 @@ def test_every_depth_generates_the_same_tokens(data: st.DataObject, batching: st
         kv_blocks=data.draw(st.integers(10, 34)),
         max_running=min(8, budget),
         max_batch_tokens=budget,
-        swap_blocks=data.draw(st.sampled_from([0, 6, 40])),
         cost=data.draw(st.sampled_from([COST, FREE_STEPS, DEAR_STEPS])),
         tpot_slo_s=data.draw(st.sampled_from([None, 0.02])),
     )

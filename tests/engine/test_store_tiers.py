@@ -369,12 +369,12 @@ def test_a_read_takes_no_block_that_a_step_in_flight_uses() -> None:
 
 
 def test_a_block_that_arrives_after_a_step_has_saved_it_is_free() -> None:
-    host = HostCache(2, 10, CacheLog(128))
+    host = HostCache(2, CacheLog(128))
     block = host.load(b"a")
-    assert block is not None and host.save(b"a", None, ()) == 21 - block
+    assert block is not None and host.save(b"a", None, ()) == 1 - block
     host.loaded(block, None, arrived=True)
     host.check()
-    assert host.match([b"a"]) == [21 - block]
+    assert host.match([b"a"]) == [1 - block]
 
 
 def test_the_log_has_what_can_be_read_from_the_disk_and_nothing_else() -> None:
@@ -416,7 +416,6 @@ class DiskMachine(HostMachine):
         self.far._host = self.device._host
         self.engine = engine(
             kv_blocks=blocks,
-            swap_blocks=8,
             host_cache_blocks=host,
             most_pinned=host // 2,
             max_running=5,

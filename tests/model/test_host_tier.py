@@ -94,7 +94,7 @@ async def test_prefixes_from_the_host_give_the_tokens_of_computed_ones(
     small: ModelFolder, depth: int, dtype: str
 ) -> None:
     expected, _, _ = await answers(small, prefix_caching=False, dtype=dtype)
-    found, saved, restored = await answers(small, depth, host=40, swap_blocks=4, dtype=dtype)
+    found, saved, restored = await answers(small, depth, host=40, dtype=dtype)
     assert found == expected
     assert saved > 10 and restored > 10
 
@@ -168,8 +168,6 @@ def test_memory_beside_a_gpu_is_pinned_as_long_as_it_is_used(monkeypatch: pytest
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver(monkeypatch, 100)
-    with pytest.raises(
-        ModelError, match=r"0\.0 GiB of host memory cannot be pinned for cuda; lower engine\.swap_blocks"
-    ):
+    with pytest.raises(ModelError, match=r"0\.0 GiB of host memory cannot be pinned for cuda; lower cache\.host"):
         _host_memory(KVLayout("m", 1, 1, 4, 3, "int8"), 5, torch.device("cuda"))
     assert len(driver.pinned) == 1, "it was tried"

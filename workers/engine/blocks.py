@@ -71,9 +71,9 @@ class Cached(NamedTuple):
 class BlockPool:
     """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
 
-    `host_blocks` of host memory, from id `first_host` on, keep the content of evicted blocks, and of up to
-    `most_pinned` pinned ones. `has_state`: a block also has a state, which is that after its last computed token; so
-    a sequence can go on behind all tokens of a block, but not behind some of them.
+    `host_blocks` of host memory keep the content of evicted blocks, and of up to `most_pinned` pinned ones.
+    `has_state`: a block also has a state, which is that after its last computed token; so a sequence can go on behind
+    all tokens of a block, but not behind some of them.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class BlockPool:
         reserved: int = 0,
         prefix_caching: bool = True,
         host_blocks: int = 0,
-        first_host: int = 0,
         most_pinned: int = 0,
         has_state: bool = False,
     ) -> None:
@@ -107,7 +106,7 @@ class BlockPool:
         self._fetched: set[int] = set()  # named blocks from another worker that no prompt has used yet
         self.hits = CacheHits()
         self.log = CacheLog(block_size)
-        self.host = HostCache(host_blocks, first_host, self.log, most_pinned)
+        self.host = HostCache(host_blocks, self.log, most_pinned)
         self.forget_in_stores: Callable[[Sequence[bytes]], object] = len  # set by an Engine with stores
 
     def __contains__(self, name: bytes) -> bool:
@@ -327,30 +326,3 @@ class BlockPool:
         self.host.check()
         assert all(names[block] is not None for block in self._prefixes), "a prefix outlived its block's name"
         assert self.log.names(Tier.DEVICE) == set(self._prefixes.values()), "the log differs from what is cached"
-
-
-class HostBlocks:
-    """Host memory blocks for the KV of swapped sequences. Owned by one Scheduler."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Raises `OutOfBlocks` and changes nothing."""
-        if count > len(self._free):
-            raise OutOfBlocks(f"{count} host blocks wanted, {len(self._free)} free")
-        return [heapq.heappop(self._free) for _ in range(count)]
-
-    def free(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            heapq.heappush(self._free, block)
-
-    def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Prove that free + held == total, each id once. Raises AssertionError."""
-        ids = sorted([*self._free, *(block for blocks in held for block in blocks)])
-        assert ids == list(range(self.num_blocks)), "host blocks do not balance"

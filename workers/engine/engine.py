@@ -57,7 +57,7 @@ class BrokenStep(Exception):
 class Engine:
     """Owned by one Worker. The first `reserved` blocks of the pool belong to preflight.
 
-    `cost` is the initial estimate of step times. A swap moves `block_bytes` for each block. `depth` is the number of
+    `cost` is the initial estimate of step times. A block has `block_bytes`. `depth` is the number of
     plans that the executor runs at once; the scheduler spreads work over that many. `host_cache_blocks` of host memory
     keep what the device evicts, up to `most_pinned` of them what is pinned; `stores` keep what they get. `has_state`:
     see `BlockPool`.
@@ -89,7 +89,6 @@ class Engine:
             reserved=reserved,
             prefix_caching=config.prefix_caching,
             host_blocks=host_cache_blocks,
-            first_host=config.swap_blocks,
             most_pinned=most_pinned,
             has_state=has_state,
         )
@@ -394,7 +393,7 @@ class Engine:
             return None if ahead else self._without_sequences()
         self._steps += 1
         if step.error is not None:
-            raise BrokenStep(StepPlan(self._steps, (), swap_out=tuple(step.moves.swap_out))) from step.error
+            raise BrokenStep(StepPlan(self._steps, ())) from step.error
         for sequence in step.admitted:
             if sequence.hold:
                 self._outputs.append(self._leases.hold(sequence, now_s))
@@ -660,14 +659,13 @@ class Engine:
     def steps_failed(self, plans: Items[StepPlan], reason: str) -> None:
         """The oldest step failed and all steps in flight have ended. Their requests fail; all others continue.
 
-        What these steps should have computed, copied and saved is discarded. Cached prefixes are dropped, because some
+        What these steps should have computed and copied is discarded. Cached prefixes are dropped, because some
         may be in the target blocks of a copy that did not happen.
         """
         touched: dict[Sequence, None] = {}
-        for plan in plans:
+        for _ in plans:
             touched.update(dict.fromkeys(self._scheduler.land()))
-            self._scheduler.not_saved([host for _, host in plan.swap_out])
-        self._kv.tier.take_saved()  # not saved either
+        self._kv.tier.take_saved()  # not saved
         self._pool.clear_cache()
         self._leases.steps_failed()
         for sequence in touched:
@@ -783,8 +781,6 @@ class Engine:
             steps=self._steps,
             step_s=self._step_s,
             preemptions=self._scheduler.queues.preemptions,
-            swaps=self._scheduler.queues.swaps,
-            swapped_blocks=self._kv.host.num_blocks - self._kv.host.num_free,
             expired_leases=self._leases.expired,
             lent_blocks=self._loans.num_blocks,
             borrowed_blocks=sum(each.num_blocks for each in self.remote()),

@@ -22,16 +22,15 @@ PROTECTED_SHARE = 0.2  # of the blocks; see decision 0060
 
 
 class HostCache:
-    """Owned by a BlockPool. Its block ids are `num_blocks` from `first` on. `prefix`: a name in the cache log.
+    """Owned by a BlockPool. Its block ids are below `num_blocks`. `prefix`: a name in the cache log.
 
     At most `most_pinned` blocks are pinned. `unsaved`: pinned, on the device, and not here yet.
     """
 
-    def __init__(self, num_blocks: int, first: int, log: CacheLog, most_pinned: int = 0) -> None:
+    def __init__(self, num_blocks: int, log: CacheLog, most_pinned: int = 0) -> None:
         self.num_blocks = num_blocks
-        self._first = first
         self._log = log
-        self._free = dict.fromkeys(range(first, first + num_blocks))
+        self._free = dict.fromkeys(range(num_blocks))
         self._most_protected = int(num_blocks * PROTECTED_SHARE)
         self._probation: OrderedDict[bytes, int] = OrderedDict()  # name -> host block, oldest first
         self._protected: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that were hit
@@ -128,6 +127,14 @@ class HostCache:
         if not self._held[block]:
             del self._held[block]
 
+    def hold_free(self, count: int) -> list[int]:
+        """Up to `count` free blocks, held; what is in them is evicted. Fewer if others are in use."""
+        taken = [block for _ in range(count) if (block := self._take()) is not None]
+        for block in taken:
+            self._free[block] = None
+            self.hold(block)
+        return taken
+
     def load(self, name: bytes) -> int | None:
         """A block into which a store may write this content until `loaded`. None: all are in use."""
         block = self._take()
@@ -198,7 +205,7 @@ class HostCache:
         """Prove that each block is free, cached or loading, once, and that the log says so. Raises AssertionError."""
         segments = (self._probation, self._protected, self._pinned)
         ids = sorted([*self._free, *(block for each in segments for block in each.values()), *self._loading])
-        assert ids == list(range(self._first, self._first + self.num_blocks)), "host cache blocks do not balance"
+        assert ids == list(range(self.num_blocks)), "host cache blocks do not balance"
         assert len(self._protected) <= self._most_protected, "too much is protected"
         assert len(self.pins) <= self.pins.most and set(self._pinned) | set(self.unsaved) <= set(self.pins), (
             "pins differ"

@@ -1,18 +1,17 @@
-"""Allocates blocks to sequences, on the device and in host memory, and plans the copies this takes.
+"""Allocates blocks to sequences, and plans the copies this takes.
 
-Cached prefixes are shared, tails of siblings copied. A preempted sequence gives up all its blocks: its KV is saved in
-host memory or recomputed, whichever the cost model finds cheaper. Knows sequences; knows no queue order and no step.
-Pure.
+Cached prefixes are shared, tails of siblings copied. A preempted sequence gives up all its blocks; what is no longer
+cached when it returns is recomputed. Knows sequences; knows no queue order and no step. Pure.
 
-Source of preemption by swap or recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
+Source of preemption by recomputation, all or nothing: Kwon et al., vLLM (SOSP'23).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, HostBlocks, prefix_hashes, tail_hash
+from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
 from workers.engine.borrowing import Moves
 from workers.engine.cache_hits import DEVICE, FETCHED
 from workers.engine.cache_log import Tier
@@ -39,11 +38,9 @@ class KVCacheManager:
         block_bytes: int,
         reserves_answer: bool,
     ) -> None:
-        self.host = HostBlocks(config.swap_blocks)
         self._step_blocks = -(-config.max_batch_tokens // config.block_size)
         self.tier = HostTier(pool, estimate, block_bytes, self._step_blocks)
         self.moves = Moves(pool, min(2 * self._step_blocks, pool.num_blocks // 2))
-        self._preemption = config.preemption
         self._pool = pool
         self._estimate = estimate
         self._running = running
@@ -200,19 +197,6 @@ class KVCacheManager:
         self._pool.hits.looked_up(len(sequence.tokens), ((DEVICE, sequence.cached_tokens),))
         return True
 
-    def swap_in(self, sequence: Sequence, moves: StepCopies) -> bool:
-        """Allocate blocks for a swapped sequence and plan the copies that restore it. False: not enough free."""
-        num_blocks = len(sequence.host_blocks)
-        grows = sequence.num_computed == num_blocks * self._pool.block_size
-        if not self.fits(sequence, held=0, wanted=num_blocks + grows):
-            return False
-        sequence.blocks = self._pool.allocate(num_blocks, moves.evicted)
-        moves.swap_in += zip(sequence.host_blocks, sequence.blocks, strict=True)
-        # Free at once: the next save into them belongs to a later step, and steps run in order.
-        self.host.free(sequence.host_blocks)
-        sequence.host_blocks = []
-        return True
-
     # ---- a sequence grows --------------------------------------------------------------------------------------
 
     def is_writable(self, sequence: Sequence) -> bool:
@@ -271,48 +255,21 @@ class KVCacheManager:
 
     # ---- a sequence goes ---------------------------------------------------------------------------------------
 
-    def swap_out(self, sequence: Sequence, moves: StepCopies) -> int:
-        """Save a preempted sequence on the host or drop its KV, whichever is cheaper.
-
-        Returns how many blocks come free when the step that saves them ends; 0: the KV was dropped, all are free now.
-        """
-        blocks, sequence.blocks = sequence.blocks, []
+    def preempt(self, sequence: Sequence) -> None:
+        """Free the blocks of a sequence that will be recomputed."""
+        self._pool.free(sequence.blocks)
+        sequence.blocks = []
         sequence.num_named = 0
-        if not self._should_swap(sequence, len(blocks)):
-            self._pool.free(blocks)
-            self.moves.forget(sequence)
-            sequence.restart()
-            return 0
-        sequence.host_blocks = self.host.allocate(len(blocks))
-        moves.swap_out += zip(blocks, sequence.host_blocks, strict=True)
-        moves.leaving += blocks
-        return len(blocks)
-
-    def _should_swap(self, sequence: Sequence, num_blocks: int) -> bool:
-        if self._preemption == "recompute" or sequence.borrows or num_blocks > self.host.num_free:
-            return False
-        if self._preemption == "swap" or sequence.kv_dtype:  # KV fetched in another dtype cannot be recomputed here
-            return True
-        cost = self._estimate.cost
-        return cost.swap_seconds(num_blocks * self._block_bytes) < cost.prefill_seconds(sequence.num_computed)
+        self.moves.forget(sequence)
+        sequence.restart()
 
     def release(self, sequence: Sequence) -> None:
-        """Free all its blocks, also those on the host and on other workers."""
+        """Free all its blocks, also those on other workers."""
         self.moves.remove(sequence)
         self._pool.free(sequence.blocks)
-        self.host.free(sequence.host_blocks)
-        sequence.blocks, sequence.host_blocks = [], []
+        sequence.blocks = []
 
     def land(self, moves: StepCopies) -> None:
         """The step that made these moves has ended."""
         self._pool.free(moves.leaving)
         self.tier.land(moves)
-
-    def not_saved(self, host_blocks: Iterable[int], swapped: Iterable[Sequence]) -> None:
-        """The step that should have saved these failed: sequences swapped to them recompute their KV."""
-        lost = set(host_blocks)
-        for each in swapped:
-            if not lost.isdisjoint(each.host_blocks):
-                self.host.free(each.host_blocks)
-                each.host_blocks = []
-                each.restart()

@@ -17,7 +17,6 @@ class Queues:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
-        self.swaps = 0
         self._config = config
         self._estimate = estimate
         self._arrivals = 0
@@ -34,19 +33,17 @@ class Queues:
         self.running.append(sequence)
         sequence.state = State.RUNNING
 
-    def preempt(self, sequence: Sequence, *, swapped: bool) -> None:
-        """A running sequence lost its blocks; it waits at the front. `swapped`: its KV is in host memory."""
+    def preempt(self, sequence: Sequence) -> None:
+        """A running sequence lost its blocks; it waits at the front."""
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         sequence.was_preempted = True
-        sequence.state = State.SWAPPED if swapped else State.WAITING
         self.preemptions += 1
-        self.swaps += swapped
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
-        elif sequence.state in (State.WAITING, State.SWAPPED):
+        elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
 
     @property

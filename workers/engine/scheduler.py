@@ -19,7 +19,7 @@ from workers.engine.kv_cache import KVCacheManager
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
 from workers.engine.queues import Queues
-from workers.engine.sequence import Sequence, State
+from workers.engine.sequence import Sequence
 from workers.engine.step_builder import StepBuilder
 
 
@@ -193,19 +193,14 @@ class Scheduler:
         """Blocks that no sequence owns any more but that steps in flight still read."""
         return [flight.moves.leaving + flight.moves.saving for flight in self._flights]
 
-    def not_saved(self, host_blocks: Items[int]) -> None:
-        """The step that should have saved these failed: sequences swapped to them recompute their KV."""
-        self.kv.not_saved(host_blocks, [each for each in self.queues.waiting if each.state is State.SWAPPED])
-
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue and free its blocks."""
         self.queues.remove(sequence)
         self.kv.release(sequence)
 
     def check(self) -> None:
-        """Prove that host blocks balance, and that what is in flight is what the steps hold. Raises AssertionError."""
+        """Prove that what is in flight is what the steps hold. Raises AssertionError."""
         running, waiting = self.queues.running, self.queues.waiting
-        self.kv.host.check([each.host_blocks for each in waiting])
         touched = Counter(each.key for flight in self._flights for each in flight.sequences)
         assert touched == Counter({each.key: each.in_flight for each in running if each.in_flight}), "flights"
         assert not any(each.in_flight or each.num_ordered for each in waiting), "a waiting sequence is in flight"

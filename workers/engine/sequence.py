@@ -18,13 +18,11 @@ class State(Enum):
     """
     add ──> WAITING ──> RUNNING ──> FINISHED
                ^           │ preempted, its KV dropped
-               └───────────┤
-            SWAPPED <──────┘ preempted, its KV in host memory; waits in the same queue
+               └───────────┘
     reserve ──> RESERVED ──> RUNNING        (KV fetched, and the tokens sampled elsewhere known)
     """
 
     WAITING = "waiting"
-    SWAPPED = "swapped"
     RESERVED = "reserved"
     RUNNING = "running"
     FINISHED = "finished"
@@ -82,7 +80,6 @@ class Sequence:
     num_computed: int = 0
     num_ordered: int = 0
     blocks: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)  # of a swapped sequence
     borrows: bool = False  # its leading blocks may move to other workers
     remote: list[RemoteKV] = field(default_factory=list)  # blocks that have moved, from position 0 on
     num_moving: int = 0  # blocks behind these that are being moved

@@ -86,7 +86,7 @@ class StepBuilder:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.slices or self.moves.swap_out or self.moves.restored or self.admitted)
+        return not (self.slices or self.moves.restored or self.admitted)
 
     def decode(self, sequence: Sequence) -> bool:
         if self._rows <= 0:
@@ -138,11 +138,9 @@ class StepBuilder:
             if sequence is None or (fits is not None and not fits(len(sequence.tokens) - sequence.num_computed)):
                 return None
             self.at_hand = sequence
-            may_wait = self._loads and sequence.state is State.WAITING
-            until_s = self._loads.waits_until_s(sequence, self._times()) if may_wait else None
+            until_s = self._loads.waits_until_s(sequence, self._times()) if self._loads else None
             if until_s is None and (not self._reading or self._may_pass(sequence)):
-                give_blocks = self._kv.swap_in if sequence.state is State.SWAPPED else self._kv.place
-                if not give_blocks(sequence, self.moves):
+                if not self._kv.place(sequence, self.moves):
                     return None
                 self._queues.start(sequence)
                 self.admitted.append(sequence)
@@ -197,6 +195,5 @@ class StepBuilder:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leases.drop(sequence.key)  # of a migration: the reader is refused, and the sequence stays here
-        num_saved = self._kv.swap_out(sequence, self.moves)
-        self._coming += num_saved
-        self._queues.preempt(sequence, swapped=num_saved > 0)
+        self._kv.preempt(sequence)
+        self._queues.preempt(sequence)

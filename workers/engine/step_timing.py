@@ -21,10 +21,12 @@ TOUCH_BLOCKS = 32  # copied at once: the pool gathers copies in extra memory
 STRIDE = 7919  # token ids that differ, so that not all tokens go to the same experts
 
 
-def step_plan(shape: Shape, blocks: Sequence[int], block_size: int, vocab_size: int, swaps: int = 0) -> StepPlan:
+def step_plan(
+    shape: Shape, blocks: Sequence[int], block_size: int, vocab_size: int, host: Sequence[int] = ()
+) -> StepPlan:
     """A step of this shape that samples greedily after every chunk; every sequence has its own blocks, as in service.
 
-    Needs `num_blocks` blocks. The last 2 * `swaps` of them are swapped: out to the first host blocks, and in from them.
+    Needs `num_blocks` blocks. Two more for each of the `host` blocks are copied: one out to it, and one in from it.
     """
     chunks = []
     free = iter(blocks)
@@ -34,14 +36,8 @@ def step_plan(shape: Shape, blocks: Sequence[int], block_size: int, vocab_size: 
         draw = Draw(SamplingParams(temperature=0.0), seed=0, position=stop)
         ids = tuple((position * STRIDE + number) % vocab_size for position in range(first, stop))
         chunks.append(Chunk(f"measured-{number}/0", ids, first, taken, draw))
-    saved = [next(free) for _ in range(swaps)]
-    restored = [next(free) for _ in range(swaps)]
-    return StepPlan(
-        0,
-        tuple(chunks),
-        swap_out=tuple((block, host) for host, block in enumerate(saved)),
-        swap_in=tuple(enumerate(restored)),
-    )
+    swap_out = tuple((next(free), each) for each in host)
+    return StepPlan(0, tuple(chunks), swap_out=swap_out, swap_in=tuple((each, next(free)) for each in host))
 
 
 def num_blocks(shape: Shape, block_size: int, swaps: int = 0) -> int:
@@ -68,14 +64,16 @@ async def measure(
     wanted = num_blocks(shape, config.block_size, swaps)
     for tokens, first in shape.runs:
         refuse_outside("the tokens before a chunk, or behind a decode", first, 0, engine.max_length - tokens)
-    refuse_outside("the number of swapped blocks", swaps, 0, config.swap_blocks)
+    refuse_outside("the number of swapped blocks", swaps, 0, engine.pool.host.num_blocks)
     refuse_outside("the number of blocks", wanted, 1, engine.pool.num_blocks)
     seconds: list[float] = []
-    blocks = _take_blocks(engine, wanted)
+    blocks, host = _take_blocks(engine, wanted), engine.pool.host.hold_free(swaps)
     try:
+        if len(host) < swaps:
+            raise Overloaded(f"{swaps} blocks of host memory wanted, {len(host)} are not in use", retry_after_s=1.0)
         async with asyncio.timeout(STEP_TIMEOUT_S):
             await _touch(executor, blocks)
-        plan = step_plan(shape, blocks, config.block_size, executor.facts.vocab_size, swaps)
+        plan = step_plan(shape, blocks, config.block_size, executor.facts.vocab_size, host)
         while len(seconds) < repeats and not interrupted():
             async with asyncio.timeout(STEP_TIMEOUT_S):
                 seconds.append((await executor.execute(plan)).seconds)
@@ -83,6 +81,8 @@ async def measure(
                 break
     finally:
         engine.pool.end_transfer(blocks)
+        for block in host:
+            engine.pool.host.release(block)
     return Timings(tuple(seconds), asyncio.get_running_loop().time() - begun_s)
 
 

@@ -1,4 +1,4 @@
-"""One rank's KV memory: a tensor of blocks, registered with the transports as a `Region`, and host blocks to swap to.
+"""One rank's KV memory: a tensor of blocks, registered with the transports as a `Region`, and the host cache's blocks.
 
 Knows how much memory this process may take. Knows no sequence: the engine assigns the blocks.
 """
@@ -30,7 +30,7 @@ _CONVERTED_BYTES = {"cpu": 0, "cuda": 16 << 20}
 class KVPool:
     """`blocks` [block, kv_head, layer, k|v, slot, slot_size] and its `region` are the same memory.
 
-    `host` [host block, ...] holds the KV of preempted sequences; it is not in the region, so peers cannot read it.
+    `host` [host block, ...] holds evicted prefixes; it is not in the region, so peers cannot read it.
     `mark` gives an event for all writes so far: transfers read the memory outside the device's queue. What transfers
     do with the memory runs `beside` the steps.
     """
@@ -128,8 +128,8 @@ def allocate_pool(
     spare_bytes = memory_of(torch.device("cpu"))[0] - (device.type == "cpu") * num_blocks * layout.block_bytes
     if host_blocks * layout.block_bytes > spare_bytes * (1 - _SPARE):
         raise ModelError(
-            f"engine.swap_blocks and cache.host take {host_blocks * layout.block_bytes / 2**30:.1f} GiB, which do not "
-            f"fit in the {max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower them or engine.kv_blocks"
+            f"cache.host takes {host_blocks * layout.block_bytes / 2**30:.1f} GiB, which do not fit in the "
+            f"{max(0, spare_bytes) / 2**30:.1f} GiB of host memory left; lower it or engine.kv_blocks"
         )
     dtype = torch_dtype(layout.dtype)
     region = Region(layout, num_blocks, 0, None, staging_bytes=staging_bytes)
@@ -157,8 +157,7 @@ def _host_memory(layout: KVLayout, num_blocks: int, device: torch.device) -> Ten
         memory = pinned(num_bytes)
     except RuntimeError as error:
         raise ModelError(
-            f"{num_bytes / 2**30:.1f} GiB of host memory cannot be pinned for {device}; lower engine.swap_blocks or "
-            f"cache.host: {error}"
+            f"{num_bytes / 2**30:.1f} GiB of host memory cannot be pinned for {device}; lower cache.host: {error}"
         ) from error
     return memory.view(dtype).view(num_blocks, *layout.shape)
 

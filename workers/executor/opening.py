@@ -210,7 +210,7 @@ def _load_shard(
     adapters = RankAdapters(folder, shard, device, model.dtype, deterministic=engine.deterministic)
     part = ModelPart(model, group, link, shard=shard, adapters=adapters)
     if not engine.kv_blocks:
-        host_bytes = (engine.swap_blocks + facts.host_cache_blocks) * layout.block_bytes + config.staging_bytes
+        host_bytes = facts.host_cache_blocks * layout.block_bytes + config.staging_bytes
         chosen = _chosen_blocks(config, facts.context_length, part, layout, device, store, host_bytes)
         facts = replace(facts, kv_blocks=chosen)
     kv_blocks = engine.kv_blocks or facts.kv_blocks
@@ -219,9 +219,8 @@ def _load_shard(
         proposed = default_host_cache_blocks(free_bytes, layout.block_bytes, kv_blocks)
         agreed = _fewest(store, config.parallel.world_size, "blocks of host memory", proposed)
         facts = replace(facts, host_cache_blocks=agreed)
-    host_blocks = engine.swap_blocks + facts.host_cache_blocks
     is_captured = device.type == "cuda" and engine.cuda_graphs and store is None and has_graphs(model)
-    pool = allocate_pool(layout, kv_blocks + is_captured, device, host_blocks, config.staging_bytes)
+    pool = allocate_pool(layout, kv_blocks + is_captured, device, facts.host_cache_blocks, config.staging_bytes)
     if is_captured:
         part = replace(part, graphs=DecodeGraphs(model, pool.blocks, engine.max_running, cuda_capture()))
     return facts, part, pool

@@ -98,7 +98,6 @@ def workers_between(before: ClusterView, after: ClusterView) -> tuple[WorkerReco
                 now.total_blocks,
                 steps=now.steps - (then.steps if then else 0),
                 preemptions=now.preemptions - (then.preemptions if then else 0),
-                swaps=now.swaps - (then.swaps if then else 0),
             )
         )
     return tuple(records)

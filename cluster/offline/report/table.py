@@ -138,7 +138,7 @@ def pools(systems: Sequence[SystemResult]) -> Grid:
     """One row per pool of each system."""
     headers = (
         *("system", "pool", "role", "workers", f"{unit_of(systems)}s", "busy", "KV occupancy"),
-        *("steps", "prompt tokens", "output tokens", "preemptions", "swaps"),
+        *("steps", "prompt tokens", "output tokens", "preemptions"),
     )
     rows = [(system.name, *_pool(pool)) for system in systems for pool in system.figures.pools]
     return Grid("Pools", headers, tuple(rows))
@@ -148,7 +148,7 @@ def _pool(pool: PoolFigures) -> tuple[str, ...]:
     shares = _percent(pool.busy_share), _percent(pool.kv_occupancy)
     known = not pool.steps or pool.prompt_tokens or pool.output_tokens
     tokens = (str(pool.prompt_tokens), str(pool.output_tokens)) if known else (NOTHING, NOTHING)
-    counts = (str(pool.steps), *tokens, str(pool.preemptions), str(pool.swaps))
+    counts = (str(pool.steps), *tokens, str(pool.preemptions))
     return (pool.pool, pool.role, str(pool.workers), str(pool.gpus), *shares, *counts)
 
 

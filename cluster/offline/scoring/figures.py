@@ -91,7 +91,6 @@ class PoolFigures:
     prompt_tokens: int
     output_tokens: int
     preemptions: int
-    swaps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,5 +339,4 @@ def _pool(name: str, workers: Sequence[WorkerRecord], seconds: float) -> PoolFig
         prompt_tokens=sum(worker.prompt_tokens for worker in workers),
         output_tokens=sum(worker.output_tokens for worker in workers),
         preemptions=sum(worker.preemptions for worker in workers),
-        swaps=sum(worker.swaps for worker in workers),
     )

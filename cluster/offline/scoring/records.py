@@ -80,7 +80,6 @@ class WorkerRecord:
     output_tokens: int = 0
     used_block_s: float = 0.0
     preemptions: int = 0
-    swaps: int = 0
     sources: tuple[TierStats, ...] = ()  # where prompts found cached tokens
 
 

@@ -105,7 +105,6 @@ class Meter:
             output_tokens=self.output_tokens,
             used_block_s=self.used_block_s,
             preemptions=stats.preemptions,
-            swaps=stats.swaps,
             sources=stats.sources,
         )
 

@@ -552,7 +552,7 @@ class UnloadAdapterResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "swaps", "swapped_blocks", "bubble_share", "tiers", "sought_tokens", "found_tokens", "fetched_tokens", "fetched_saved_s", "device_saved_s", "device_lent_tokens", "lent_blocks", "borrowed_blocks", "expired_loans", "borrowed")
+    __slots__ = ("queued_tokens", "waiting", "running", "reserved", "leases", "free_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "steps", "step_time", "preemptions", "expired_leases", "bubble_share", "tiers", "sought_tokens", "found_tokens", "fetched_tokens", "fetched_saved_s", "device_saved_s", "device_lent_tokens", "lent_blocks", "borrowed_blocks", "expired_loans", "borrowed")
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -566,8 +566,6 @@ class WorkerStats(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
-    SWAPS_FIELD_NUMBER: _ClassVar[int]
-    SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BUBBLE_SHARE_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     SOUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -593,8 +591,6 @@ class WorkerStats(_message.Message):
     step_time: _duration_pb2.Duration
     preemptions: int
     expired_leases: int
-    swaps: int
-    swapped_blocks: int
     bubble_share: float
     tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
     sought_tokens: int
@@ -607,7 +603,7 @@ class WorkerStats(_message.Message):
     borrowed_blocks: int
     expired_loans: int
     borrowed: _containers.RepeatedCompositeFieldContainer[Borrowed]
-    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., swaps: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., fetched_saved_s: _Optional[float] = ..., device_saved_s: _Optional[float] = ..., device_lent_tokens: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., borrowed_blocks: _Optional[int] = ..., expired_loans: _Optional[int] = ..., borrowed: _Optional[_Iterable[_Union[Borrowed, _Mapping]]] = ...) -> None: ...
+    def __init__(self, queued_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., reserved: _Optional[int] = ..., leases: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preemptions: _Optional[int] = ..., expired_leases: _Optional[int] = ..., bubble_share: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ..., sought_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., fetched_tokens: _Optional[int] = ..., fetched_saved_s: _Optional[float] = ..., device_saved_s: _Optional[float] = ..., device_lent_tokens: _Optional[int] = ..., lent_blocks: _Optional[int] = ..., borrowed_blocks: _Optional[int] = ..., expired_loans: _Optional[int] = ..., borrowed: _Optional[_Iterable[_Union[Borrowed, _Mapping]]] = ...) -> None: ...
 
 class Borrowed(_message.Message):
     __slots__ = ("lender", "blocks", "num_bytes", "oldest", "loans", "recalls", "refusals")

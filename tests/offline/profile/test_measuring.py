@@ -13,7 +13,7 @@ from benchmarks.bundle_reader import BundleReader
 from diptych.shapes import Shape
 from kvtransfer.open import RESERVED_BLOCKS, SharedMemory
 from workers.build import build_worker
-from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
+from workers.config import ByteSize, CacheConfig, EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.costs import LinearCost, step_seconds
 from workers.engine.estimate import plan_seconds
 from workers.engine.executor import Executor
@@ -44,7 +44,7 @@ def request(name: str, length: int, max_tokens: int = 8) -> Request:
 
 
 def config(executor: str = "modelled", parallel: ParallelConfig | None = None, **engine: object) -> WorkerConfig:
-    sizes = {"block_size": 8, "kv_blocks": 66, "max_batch_tokens": 32, "max_running": 8, "swap_blocks": 4, "threads": 1}
+    sizes = {"block_size": 8, "kv_blocks": 66, "max_batch_tokens": 32, "max_running": 8, "threads": 1}
     return WorkerConfig(
         "w-0",
         "w",
@@ -54,6 +54,7 @@ def config(executor: str = "modelled", parallel: ParallelConfig | None = None, *
         TransferConfig(backends=("memory",), host="127.0.0.1"),
         executor,
         secret="of the test",
+        cache=CacheConfig(ByteSize(1_500_000)),
     )
 
 
@@ -240,7 +241,7 @@ def test_a_plan_costs_what_its_shape_says_and_no_block_is_in_it_twice(
     shape: Shape, block_size: int, swaps: int
 ) -> None:
     blocks = range(3, 3 + num_blocks(shape, block_size, swaps))
-    plan = step_plan(shape, blocks, block_size, 500, swaps)
+    plan = step_plan(shape, blocks, block_size, 500, range(swaps))
     # A chunk of one token that draws is a decode, wherever it stands.
     lone = any(tokens == 1 for tokens, _ in shape.chunks)
     assert lone or plan_seconds(COST, plan) == pytest.approx(step_seconds(shape, COST))

@@ -17,6 +17,7 @@ from cluster.offline.profile.steps import HELD_OUT, SEEN, measure_steps
 from diptych.errors import DiptychError
 from diptych.shapes import Shape
 from tests.offline.profile.served import COST, served, spec
+from workers.config import ByteSize, CacheConfig
 from workers.costs import LinearCost
 from workers.profiles.fit import COEFFICIENTS, Point
 from workers.profiles.measured import ClusterProfile, LinkProfile, Neighbours, PoolProfile, load, save
@@ -50,7 +51,9 @@ def ignore(what: str, done: int, total: int | None) -> None:
 
 @pytest.mark.full
 async def test_a_profile_has_the_cost_that_made_the_steps() -> None:
-    async with served(spec(swap_blocks=80)) as (client, runtime):
+    made = spec()
+    made = replace(made, pools=tuple(replace(pool, cache=CacheConfig(ByteSize(1 << 26))) for pool in made.pools))
+    async with served(made) as (client, runtime):
         found = await measure(client, ignore, rounds=1)
         for pool in found.pools:
             for name in COEFFICIENTS:
