@@ -29,14 +29,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Observe": {
         "status": ("status", "Show workers, their load, pools, links and SLO attainment."),
         "top": ("top", "Watch pools, queues, KV, transfers and SLO attainment until Ctrl-C."),
-        "cache": ("cache", "Show the tiers of prefix caches, keep prompts there, and check files of cached KV."),
+        "cache": ("cache", "Keep prompts in prefix caches, and check files of cached KV."),
         "trace": ("trace", "Write a time window of a cluster as a trace for ui.perfetto.dev."),
     },
     "Operate": {
         "scale": ("admin", "Set the number of workers of a pool."),
         "flip": ("admin", "Change a worker's role."),
         "drain": ("admin", "Remove a worker: it takes no new work and stops when it is empty."),
-        "adapter": ("adapter", "Load, unload and list LoRA adapters."),
+        "adapter": ("adapter", "Load and unload LoRA adapters."),
         "leave": ("leave", "Empty a Ray node before it goes."),
         "autoscaler": (
             "autoscaler",

@@ -36,12 +36,8 @@ ACCESS = (
     connection("--ca", type=FILE, envvar="DIPTYCH_CA", help="CA certificates (PEM) to verify the gateway with."),
     connection("--cert", type=FILE, envvar="DIPTYCH_CERT", help="Client certificate (PEM)."),
     connection("--cert-key", type=FILE, envvar="DIPTYCH_CERT_KEY", help="Private key of --cert."),
-    connection(
-        "--key-file",
-        type=FILE,
-        envvar="DIPTYCH_KEY_FILE",
-        help="File whose first line is the API key. [default: the key in $DIPTYCH_API_KEY]",
-    ),
+    connection("--key-file", type=FILE, envvar="DIPTYCH_KEY_FILE",
+        help="File whose first line is the API key. [default: the key in $DIPTYCH_API_KEY]"),  # fmt: skip
 )
 
 FILES = (
@@ -68,24 +64,21 @@ def gateway_file_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_files
 
 
-def access_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of `ACCESS`; the command gets them as `access`."""
-    return _access_options(command, reloads=False)
-
-
 def client_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds `--endpoint` and the options of `ACCESS`."""
-    with_endpoint: Callable[..., None] = ENDPOINT(_access_options(command, reloads=False))
+    with_endpoint: Callable[..., None] = ENDPOINT(access_options(command))
     return with_endpoint
 
 
 def reloading_client_options(command: Callable[..., None]) -> Callable[..., None]:
     """Like `client_options`, for long-running commands: `access` is a function, which reads the current key."""
-    with_endpoint: Callable[..., None] = ENDPOINT(_access_options(command, reloads=True))
+    with_endpoint: Callable[..., None] = ENDPOINT(access_options(command, reloads=True))
     return with_endpoint
 
 
-def _access_options(command: Callable[..., None], reloads: bool) -> Callable[..., None]:
+def access_options(command: Callable[..., None], *, reloads: bool = False) -> Callable[..., None]:
+    """Adds the options of `ACCESS`; the command gets them as `access`."""
+
     @wraps(command)
     def with_options(
         *args: Any, ca: str | None, cert: str | None, cert_key: str | None, key_file: str | None, **options: Any

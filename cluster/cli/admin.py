@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import JSON, GroupedCommand, seconds
 from cluster.cli.screen import print_json
 from diptych.access import Access
 from diptych.view import Role
@@ -16,13 +16,9 @@ if TYPE_CHECKING:
     from diptych.client import AsyncClient
 
 REVISION = click.option(
-    "--revision",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="NUMBER",
+    "--revision", type=click.IntRange(min=0), default=0, metavar="NUMBER",
     help="Apply only if the cluster is still at this revision (see `diptych status`).",
-)
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+)  # fmt: skip
 
 
 @click.command(cls=GroupedCommand)
@@ -45,13 +41,7 @@ def flip(worker: str, role: str, endpoint: str, access: Access, revision: int, a
 @click.command(cls=GroupedCommand)
 @click.argument("worker")
 @client_options
-@click.option(
-    "--deadline",
-    "deadline_s",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    help="Stop it after this time even if requests still run there. [default: health.drain_s of the cluster]",
-)
+@seconds("--deadline", "Stop it then even if requests still run there. [default: health.drain_s of the cluster]")
 @REVISION
 @JSON
 def drain(worker: str, endpoint: str, access: Access, deadline_s: float | None, revision: int, as_json: bool) -> None:

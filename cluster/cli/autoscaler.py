@@ -8,39 +8,24 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import reloading_client_options
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import FOLDER, GroupedCommand, seconds
 from cluster.cli.lifetime import run
 from diptych.access import Access
 
 if TYPE_CHECKING:
     from cluster.control.autoscaler.loop import Autoscaler
 
-SECONDS = click.FloatRange(min=0, min_open=True)
-
 
 @click.command(cls=GroupedCommand)
 @click.option("-f", "--file", "file", required=True, type=click.Path(exists=True, dir_okay=False), help="Cluster file.")
 @click.option("--prefix", required=True, metavar="NAME", help="Each pool's StatefulSet is named NAME-POOL.")
 @reloading_client_options
+@seconds("--window", "Remove pods only after fewer have been enough for this long.", 30.0, least=0.0)
+@seconds("--period", "Time between checks.", 5.0)
 @click.option(
-    "--window",
-    "window_s",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Remove pods only after fewer have been enough for this long.",
-)
-@click.option(
-    "--period", "period_s", type=SECONDS, default=5.0, show_default=True, metavar="SECONDS", help="Time between checks."
-)
-@click.option(
-    "--service-account",
-    "account",
-    type=click.Path(file_okay=False, path_type=Path),
-    envvar="DIPTYCH_SERVICE_ACCOUNT",
+    "--service-account", "account", type=FOLDER, envvar="DIPTYCH_SERVICE_ACCOUNT",
     help="Folder with token, ca.crt and namespace. [default: where Kubernetes mounts it]",
-)
+)  # fmt: skip
 @click.option("--health-port", type=click.IntRange(1, 65535), help="Port of /health and /ready. [default: none]")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Log format (to stderr).")
 def autoscaler(

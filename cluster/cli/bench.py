@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from cluster.cli.address import DEFAULT, access_options, connection, default_endpoint
-from cluster.cli.groups import GroupedCommand, grouped
+from cluster.cli.groups import FOLDER, GroupedCommand, grouped, seconds
 
 workload = grouped("Load")
 goodput = grouped("SLO and goodput")
@@ -54,25 +54,11 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
 @compared("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="Runtime of each cluster.")
 @goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
-@workload(
-    "--deadline",
-    "deadline_s",
-    type=POSITIVE,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time limit of a request.",
-)
-@workload(
-    "--in-flight",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    help="Client-side limit of requests in flight; more fail.",
-)
+@seconds("--deadline", "Time limit of a request.", 300.0, option=workload)
+@workload("--in-flight", type=click.IntRange(1), default=256, show_default=True, help="Limit of requests; more fail.")
 @workload("--seed", type=int, default=0, show_default=True, help="First seed of everything generated.")
 @workload("--seeds", type=click.IntRange(1, 100), help="Number of seeds. [default: 3 with --goodput, 5 with --compare]")
-@output("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Output folder: report, pictures, JSON.")
+@output("-o", "--out", type=FOLDER, help="Output folder: report, pictures, JSON.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def bench(
     configurations: tuple[str, ...], compare: bool, resume: bool, runtime: str, wants_goodput: bool, **options: Any

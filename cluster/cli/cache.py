@@ -1,4 +1,4 @@
-"""`diptych cache`: the tiers of a running cluster's prefix caches, prompts that stay there, and files of cached KV."""
+"""`diptych cache`: the prompts that stay in the prefix caches of a running cluster, and files of cached KV."""
 
 import asyncio
 import json
@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
-
 from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import JSON, GroupedCommand, seconds
 from cluster.cli.screen import console, plain_table, print_json, progress_bar
-from cluster.cli.tiers import tier_troubles, tiers_table
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from diptych.view import CachedPrompt, ClusterView
+    from diptych.view import CachedPrompt
 
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-POOL = click.option(
-    "--pool", default="", metavar="POOL", help="Only on workers of this pool. [default: all that prefill]"
-)
+POOL = click.option("--pool", default="", help="Only on workers of this pool. [default: all that prefill]")
 TENANT = click.option("--tenant", default="", help="Whose requests find it; without gateway.share_prefixes.")
 CHAT = click.option("--chat", is_flag=True, help="Prompts are users' messages: apply the model's chat template.")
 SHOWN_CHARS = 40
@@ -30,57 +24,18 @@ SHOWN_CHARS = 40
 
 @click.group()
 def cache() -> None:
-    """Show the tiers of prefix caches, keep prompts there, and check files of cached KV.
+    """Keep prompts in prefix caches, and check files of cached KV.
 
     \b
     Example:
-      diptych cache status
+      diptych cache warm system-prompts.txt
     """
-
-
-@cache.command("status", cls=GroupedCommand)
-@client_options
-@JSON
-def status_command(endpoint: str, access: Access, as_json: bool) -> None:
-    """Show what each worker caches on its device, in host memory and on its disk.
-
-    \b
-    Example:
-      diptych cache status --endpoint 127.0.0.1:50051
-    """
-    view = asyncio.run(_view(endpoint, access))
-    if as_json:
-        workers = {}
-        for worker in view.workers:
-            stats = worker.stats
-            names = "hit_tokens", "saved_s", "lent_tokens"
-            device, fetched = ({name: getattr(each, name) for name in names} for each in stats.sources[:2])
-            device = {"blocks": stats.cached_blocks} | device
-            workers[worker.name] = {"device": device, "fetched": fetched, "tiers": msgspec.to_builtins(stats.tiers)}
-        return print_json(workers)
-    screen = console()
-    screen.print(tiers_table(view))
-    for line in tier_troubles(view):
-        screen.print(line, markup=False)
-
-
-async def _view(endpoint: str, access: Access) -> "ClusterView":
-    from diptych.client import AsyncClient
-
-    async with AsyncClient(endpoint, access=access) as client:
-        return (await client.status()).view
 
 
 @cache.command(cls=GroupedCommand)
 @click.argument("file", type=click.File(encoding="utf-8"))
 @client_options
-@click.option(
-    "--pin",
-    "pin_s",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    help="Keep them in host memory until this long after their last use.",
-)
+@seconds("--pin", "Keep them in host memory until this long after their last use.")
 @POOL
 @TENANT
 @CHAT

@@ -1,11 +1,10 @@
-"""The screen of `diptych top`, for 80 columns and more, and its data as JSON."""
+"""The screen of `diptych top`, for 80 columns and more."""
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import islice
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Group
 from rich.table import Table
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from cluster.cli.loans import loan_lines
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
-from cluster.cli.screen import decision_json, decision_text, models_text, named_class, size, view_json
+from cluster.cli.screen import decision_text, models_text, named_class, size
 from cluster.cli.tiers import tier_lines, tier_troubles
 from cluster.observe.history import ClusterEvent, Traffic
 from cluster.policy.slo_attainment import SLOCount
@@ -230,24 +229,3 @@ def _events(events: tuple[tuple[float, ClusterEvent], ...]) -> Iterator[tuple[fl
             more = f" (and {count - 1} more)" if count > 1 else ""
             yield age_s, f"{each.kind}{more}: {subject}{': ' if subject else ''}{each.text}"
 
-
-def screen_json(snapshots: StatusWindow) -> dict[str, Any]:
-    status, rates = snapshots.latest.status, snapshots.rates(since_beginning=True)
-    gateway = {
-        "name": status.gateway,
-        "active": status.active_requests,
-        "max_requests": status.max_requests,
-        "queued": status.slo_attainment.queued,
-        "uptime_s": status.recent.uptime_s,
-    }
-    events = [
-        {"age_s": age_s, "kind": each.kind, "worker": each.worker, "text": each.text, "request_id": each.request_id}
-        for age_s, each in status.recent.events
-    ]
-    return view_json(status.view) | {
-        "gateway": gateway,
-        "rates": asdict(rates),
-        "traffic": {name: asdict(traffic) for name, traffic in status.recent.traffic},
-        "decisions": [decision_json(record) for record in status.decisions],
-        "happenings": events,
-    }

@@ -1,20 +1,20 @@
 """`diptych demo`: starts two workers, answers one prompt and shows its route; `--kill` kills a worker instead."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.generate import show
+from cluster.cli.groups import JSON, GroupedCommand
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
-from cluster.cli.screen import answer_json, console, ledger_table, print_json, route_lines, say
+from cluster.cli.screen import answer_json, console, print_json, print_report, say
 from cluster.cli.serve import check_pools
 
 if TYPE_CHECKING:
     from cluster.spec import ClusterSpec
-    from diptych.client import Answer, AsyncClient
 
 PROMPT = "Explain in two sentences why the sea is salty."
 
@@ -25,7 +25,7 @@ PROMPT = "Explain in two sentences why the sea is salty."
 @click.option("--model", default="smollm2-135m", show_default=True, help="Short name, folder, .gguf file or hub id.")
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of each answer.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@JSON
 def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) -> None:
     """Start a prefill and a decode worker here, answer one prompt, and show where it ran.
 
@@ -59,32 +59,12 @@ async def _demo(spec: "ClusterSpec", runtime: str, prompt: str, max_tokens: int,
 
     async with running_cluster(spec, runtime, say) as serving, AsyncClient(serving.endpoint) as client:
         await client.wait_ready(30.0)
-        answer = await _ask(client, prompt, max_tokens, quiet=as_json)
+        if not as_json:
+            click.echo(f"\n> {prompt}\n")
+        answering = client.chat([("user", prompt)], max_tokens=max_tokens, temperature=0.0)
+        answer = await show(answering, is_quiet=as_json)
         view = (await client.status()).view
-        workers = {worker.name: worker for worker in view.workers}
         if as_json:
-            found: dict[str, Any] = answer_json(answer.text, answer.output.tokens, answer.accepted, answer.completed)
-            print_json(found | {"workers": msgspec.to_builtins(view.workers)})
-            return
-        screen = console()
-        screen.print("\n[bold]Where it ran[/]")
-        for line in route_lines(answer.accepted, answer.completed, workers):
-            screen.print(line, markup=False, soft_wrap=True)
-        screen.print("\n[bold]Where its time went[/]")
-        screen.print(ledger_table(answer.completed.ledger))
-
-
-async def _ask(client: "AsyncClient", prompt: str, max_tokens: int, quiet: bool) -> "Answer":
-    from cluster.frontend.text import TextDelta
-    from diptych.client import answer_of
-
-    if not quiet:
-        click.echo(f"\n> {prompt}\n")
-    events = []
-    async for event in client.chat([("user", prompt)], max_tokens=max_tokens, temperature=0.0):
-        events.append(event)
-        if isinstance(event, TextDelta) and not quiet:
-            click.echo(event.text, nl=False)
-    if not quiet:
-        click.echo()
-    return answer_of(events)
+            print_json(answer_json(answer) | {"workers": msgspec.to_builtins(view.workers)})
+        else:
+            print_report(console(), answer, view)

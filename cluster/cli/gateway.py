@@ -5,14 +5,14 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.cli.address import gateway_file_options
-from cluster.cli.groups import GroupedCommand
-from cluster.cli.launch import with_available_http, with_gateway, with_http, with_port
-from cluster.cli.lifetime import GONE, Interrupts, closing_line, run
+from cluster.cli.groups import PORT, GroupedCommand, seconds
+from cluster.cli.launch import with_available_http, with_gateway
+from cluster.cli.lifetime import GONE, GRACE, Interrupts, closing_line, run
 from cluster.cli.local_servers import announced
 
 if TYPE_CHECKING:
@@ -22,25 +22,10 @@ if TYPE_CHECKING:
 
 @click.command(cls=GroupedCommand)
 @click.option("--cluster", help="Name of the cluster. [default: the one served on this machine, else diptych]")
-@click.option("--port", type=click.IntRange(0, 65535), help="gRPC port, 0 for any free one. [default: the cluster's]")
-@click.option(
-    "--http-port",
-    type=click.IntRange(0, 65535),
-    help="HTTP port, 0 for any free one. [default: the cluster's, if any]",
-)
-@click.option(
-    "--grace",
-    "grace_s",
-    type=click.FloatRange(min=0),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time that running requests get to finish after Ctrl-C or SIGTERM; a second one cuts them.",
-)
-@click.option(
-    "--wait", "wait_s", type=click.FloatRange(min=0), default=600.0, show_default=True, metavar="SECONDS",
-    help="Time to wait for the cluster and its model.",
-)  # fmt: skip
+@click.option("--port", type=PORT, help="gRPC port, 0 for any free one. [default: the cluster's]")
+@click.option("--http-port", type=PORT, help="HTTP port, 0 for any free one. [default: the cluster's, if any]")
+@seconds("--grace", GRACE, 30.0, least=0.0)
+@seconds("--wait", "Time to wait for the cluster and its model.", 600.0, least=0.0)
 @gateway_file_options
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Log format (to stderr).")
 def gateway(
@@ -50,7 +35,7 @@ def gateway(
     grace_s: float,
     wait_s: float,
     log_format: str | None,
-    files: dict[str, str],
+    files: dict[str, Any],
 ) -> None:
     """Add a gateway to a running cluster, until Ctrl-C.
 
@@ -102,12 +87,11 @@ async def _gateway(
         await interrupts.run_close(joined.close(grace_s), joined.cut)
 
 
-def _changed(port: int | None, http_port: int | None, files: dict[str, str], spec: "ClusterSpec") -> "ClusterSpec":
+def _changed(port: int | None, http_port: int | None, files: dict[str, Any], spec: "ClusterSpec") -> "ClusterSpec":
     """The cluster's spec with the options of this command."""
-    spec = with_gateway(spec, files)
-    if port is not None:
-        spec = with_port(spec, port)
-    return with_available_http(spec, click.echo) if http_port is None else with_http(spec, http_port)
+    changes = files | {"grpc_port": port, "http_port": http_port}
+    spec = with_gateway(spec, **{key: value for key, value in changes.items() if value is not None})
+    return with_available_http(spec, click.echo) if http_port is None else spec
 
 
 async def _serve(joined: "JoinedGateway", scheme: str) -> None:

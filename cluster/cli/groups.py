@@ -1,11 +1,16 @@
-"""Options in groups for `--help`."""
+"""Options in groups for `--help`, and the kinds of options that several commands have."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
 GENERAL = "Options"
+FILE = click.Path(dir_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
+PORT = click.IntRange(0, 65535)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
 class GroupedOption(click.Option):
@@ -37,3 +42,17 @@ def grouped(group: str) -> Callable[..., Callable[..., Any]]:
         return click.option(*args, cls=GroupedOption, group=group, **options)
 
     return option
+
+
+def seconds(
+    name: str,
+    text: str,
+    default: float | None = None,
+    *,
+    least: float | None = None,
+    option: Callable[..., Callable[..., Any]] = click.option,
+) -> Callable[..., Any]:
+    """An option `--NAME` in seconds, which the command gets as `NAME_s`: above 0, or from `least` on."""
+    parameter, kind = f"{name.removeprefix('--')}_s", click.FloatRange(min=least or 0.0, min_open=least is None)
+    shown = {"default": default, "show_default": default is not None, "metavar": "SECONDS", "help": text}
+    return option(name, parameter, type=kind, **shown)

@@ -7,7 +7,6 @@ import asyncio
 import io
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -15,12 +14,9 @@ from dataclasses import asdict, dataclass, field
 
 import click
 import psutil
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
 
 from cluster.cli.lifetime import running_cluster
-from cluster.cli.screen import console, plain_table, print_json, say
+from cluster.cli.screen import print_json, say
 from cluster.spec import ClusterSpec
 from diptych.client import Accepted, AsyncClient, Completed, TextDelta
 from diptych.view import Role, WorkerState, WorkerView
@@ -34,7 +30,6 @@ PROMPTS = (
 KILL_AFTER_TOKENS = 8  # of every stream
 READY_S, STREAM_S, BACK_S = 30.0, 300.0, 120.0
 POLL_S, LINE_S = 0.1, 2.0
-SHOWN_EVENTS, SHOWN_TEXT = 8, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,45 +75,44 @@ class DemoStream:
 
     prompt: str
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
     repeated: int = 0
     attempts: int = 1
     ended: bool = False
     longest_pause_s: float = 0.0
     last_s: float | None = None
 
-    def add(self, first_position: int, tokens: tuple[int, ...], text: str) -> None:
+    def add(self, first_position: int, tokens: tuple[int, ...]) -> None:
         now_s = time.monotonic()
         if self.last_s is not None:
             self.longest_pause_s = max(self.longest_pause_s, now_s - self.last_s)
         self.last_s = now_s
         self.repeated += max(0, len(self.tokens) - first_position)
         self.tokens += tokens
-        self.text += text
 
 
 class Journal:
-    """Events of a run, with their times since the streams began."""
+    """Prints the events of a run and its progress, with times since the streams began."""
 
-    def __init__(self, title: str, streams: list[DemoStream], most_tokens: int) -> None:
-        self.title = title
+    def __init__(self, streams: list[DemoStream], most_tokens: int) -> None:
         self.streams = streams
         self.most_tokens = most_tokens
-        self.events: list[str] = []
-        self.worker = ""
         self._begun_s = time.monotonic()
-        self.on_event: Callable[[str], None] = lambda line: None
 
     def add(self, text: str) -> None:
-        line = f"{time.monotonic() - self._begun_s:6.1f} s  {text}"
-        self.events.append(line)
-        self.on_event(line)
+        say(f"{time.monotonic() - self._begun_s:6.1f} s  {text}")
 
     @property
-    def progress(self) -> str:
-        """One line for all streams."""
-        counts = ", ".join(str(len(each.tokens)) for each in self.streams)
-        return f"{time.monotonic() - self._begun_s:6.1f} s  tokens: {counts} of {self.most_tokens} each"
+    def is_over(self) -> bool:
+        return all(each.ended for each in self.streams)
+
+    async def add_progress(self) -> None:
+        """A line every few seconds, until all streams have ended."""
+        while True:
+            await asyncio.sleep(LINE_S)
+            if self.is_over:
+                return
+            counts = ", ".join(str(len(each.tokens)) for each in self.streams)
+            self.add(f"tokens: {counts} of {self.most_tokens} each")
 
 
 def check_can_kill(runtime: str) -> None:
@@ -144,12 +138,12 @@ async def kill_demo(spec: ClusterSpec, max_tokens: int, as_json: bool) -> None:
 
 async def _outcome(client: AsyncClient, max_tokens: int) -> KillOutcome:
     undisturbed = [DemoStream(prompt) for prompt in PROMPTS]
-    with _shown(Journal("Run 1 of 2: undisturbed", undisturbed, max_tokens)) as journal:
+    with _shown("Run 1 of 2: undisturbed", undisturbed, max_tokens) as journal:
         await _run(client, journal)
     victim = next(each for each in (await client.status()).view.workers if each.role is Role.DECODE)
     disturbed = [DemoStream(prompt) for prompt in PROMPTS]
     title = f"Run 2 of 2: the same prompts, and kill -9 for {victim.name} in the middle"
-    with _shown(Journal(title, disturbed, max_tokens)) as journal:
+    with _shown(title, disturbed, max_tokens) as journal:
         killed: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         back = asyncio.ensure_future(_back(client, journal, victim, killed))
         try:
@@ -194,13 +188,13 @@ async def _stream(
     )
     async for event in events:
         if isinstance(event, TextDelta):
-            stream.add(event.first_position, event.tokens, event.text)
+            stream.add(event.first_position, event.tokens)
             on_token()
         elif isinstance(event, Accepted) and event.attempt:
             journal.add(f"stream {number} continues after token {len(stream.tokens)} on {event.decode_worker}")
         elif isinstance(event, Completed):
             stream.attempts, stream.ended = event.attempts, True
-            if all(each.ended for each in journal.streams):
+            if journal.is_over:
                 journal.add("all streams have finished")
 
 
@@ -240,43 +234,13 @@ async def _back(
 
 
 @contextmanager
-def _shown(journal: Journal) -> Iterator[Journal]:
-    """On a terminal a live table, elsewhere a line per event and every few seconds; both on stderr.
-
-    Discards stdout, because Ray prints long reports of the dead actor there.
-    """
-    with redirect_stdout(io.StringIO()), _display(journal):
-        yield journal
-
-
-@contextmanager
-def _display(journal: Journal) -> Iterator[None]:
-    if not sys.stderr.isatty():
-        say(journal.title)
-        journal.on_event = say
-        task = asyncio.ensure_future(_lines(journal))
-        try:
-            yield
-        finally:
-            task.cancel()
-        return
-    shown = console(stderr=True)
-    with Live(console=shown, get_renderable=lambda: _table(journal), refresh_per_second=8, redirect_stdout=False):
-        yield
-
-
-async def _lines(journal: Journal) -> None:
-    while True:
-        await asyncio.sleep(LINE_S)
-        if all(each.ended for each in journal.streams):
-            return
-        say(journal.progress)
-
-
-def _table(journal: Journal) -> Group:
-    table = plain_table("stream", ">tokens", "text")
-    for number, each in enumerate(journal.streams, 1):
-        tail = " ".join(each.text.split())[-SHOWN_TEXT:]
-        table.add_row(str(number), f"{len(each.tokens)} of {journal.most_tokens}", Text(tail))
-    events = [Text(line, style="yellow") for line in journal.events[-SHOWN_EVENTS:]]
-    return Group(Text(journal.title, style="bold"), table, *events)
+def _shown(title: str, streams: list[DemoStream], most_tokens: int) -> Iterator[Journal]:
+    """Discards stdout, because Ray prints long reports of the dead actor there."""
+    say(title)
+    journal = Journal(streams, most_tokens)
+    progress = asyncio.ensure_future(journal.add_progress())
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield journal
+    finally:
+        progress.cancel()

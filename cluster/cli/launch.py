@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -108,13 +108,13 @@ def with_default_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "Clust
     if spec.gateway.http_port is not None or missing_packages() or "RAY_ADDRESS" in os.environ:
         return spec
     if spec.gateway.grpc_port == 0:
-        return with_http(spec, 0)
+        return with_gateway(spec, http_port=0)
     replicas, host = spec.gateway.replicas, spec.gateway.host
     meets_grpc = abs(spec.gateway.grpc_port - HTTP_PORT) < replicas
     if meets_grpc or not all(is_free(host, HTTP_PORT + index) for index in range(replicas)):
         say(f"port {HTTP_PORT} is in use: HTTP takes any free one; --http-port chooses it, --no-http leaves HTTP out")
-        return with_http(spec, 0)
-    return with_http(spec, HTTP_PORT)
+        return with_gateway(spec, http_port=0)
+    return with_gateway(spec, http_port=HTTP_PORT)
 
 
 def with_available_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "ClusterSpec":
@@ -123,7 +123,7 @@ def with_available_http(spec: "ClusterSpec", say: Callable[[str], None]) -> "Clu
     if not port or is_free(spec.gateway.host, port):
         return spec
     say(f"port {port} is in use: HTTP takes any free one; --http-port chooses it")
-    return with_http(spec, 0)
+    return with_gateway(spec, http_port=0)
 
 
 def check_servers(spec: "ClusterSpec") -> None:
@@ -171,26 +171,17 @@ def _bind(host: str, port: int) -> None:
         probe.bind(address)
 
 
-def with_port(spec: "ClusterSpec", port: int) -> "ClusterSpec":
-    return replace(spec, gateway=replace(spec.gateway, grpc_port=port))
-
-
-def with_gateway(spec: "ClusterSpec", changes: dict[str, str]) -> "ClusterSpec":
+def with_gateway(spec: "ClusterSpec", **changes: Any) -> "ClusterSpec":
     """Set keys of `gateway`. Raises `SpecError`."""
     from cluster.spec import SpecError
 
     try:
-        return replace(spec, gateway=replace(spec.gateway, **changes))  # type: ignore[arg-type]
+        return replace(spec, gateway=replace(spec.gateway, **changes))
     except ValueError as error:
         raise SpecError(f"gateway: {error}") from None
 
 
 def private(spec: "ClusterSpec") -> "ClusterSpec":
     """Reachable from this machine only: any free loopback port, no HTTP, no TLS, no keys."""
-    gateway = replace(spec.gateway, host="127.0.0.1", grpc_port=0, http_port=None)
-    files = {"tls_cert_file": None, "tls_key_file": None, "tls_client_ca_file": None, "api_keys_file": None}
-    return replace(spec, gateway=replace(gateway, **files))  # type: ignore[arg-type]
-
-
-def with_http(spec: "ClusterSpec", port: int | None) -> "ClusterSpec":
-    return replace(spec, gateway=replace(spec.gateway, http_port=port))
+    files = dict.fromkeys(("tls_cert_file", "tls_key_file", "tls_client_ca_file", "api_keys_file"))
+    return with_gateway(spec, host="127.0.0.1", grpc_port=0, http_port=None, **files)

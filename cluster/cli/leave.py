@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import JSON, GroupedCommand, seconds
 from cluster.cli.screen import print_json
 
 RECHECK_S = 5.0  # interval of reading Ray's table while the membership does not change
@@ -24,16 +24,8 @@ class LeaveResult:
 
 @click.command(cls=GroupedCommand)
 @click.argument("node", required=False)
-@click.option(
-    "--deadline",
-    "deadline_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Wait no longer than this; what is left is computed again elsewhere when the node goes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@seconds("--deadline", "Wait no longer than this; what is left is computed again elsewhere when the node goes.", 60.0)
+@JSON
 def leave(node: str | None, deadline_s: float, as_json: bool) -> None:
     """Empty a Ray node before it goes. NODE is its id or its address; the default is this machine.
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GONE = "the cluster is gone: its controller does not answer any more"
+GRACE = "Time that running requests get to finish after Ctrl-C or SIGTERM; a second one cuts them."
 
 
 class Interrupts:

@@ -10,7 +10,7 @@ import click
 
 from cluster.cli.address import access_options
 from cluster.cli.comparison import positive_slo
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import FILE, JSON, GroupedCommand
 from cluster.cli.screen import print_json, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration
@@ -103,20 +103,11 @@ class PlanOptions:
 @click.option("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
 @click.option("--users", default=USERS, show_default=True, help="With --prompt: numbers of concurrent users.")
 @click.option("--from-cluster", metavar="ADDRESS", help="Gateway of a running cluster: ask what it should change.")
+@click.option("--profile", type=FILE, help="With --from-cluster: its costs, the output of `diptych profile`.")
 @click.option(
-    "--profile",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="With --from-cluster: its measured costs, the output of `diptych profile`.",
-)
-@click.option(
-    "--last",
-    "last_s",
-    default="1h",
-    show_default=True,
-    metavar="TIME",
-    callback=duration,
+    "--last", "last_s", default="1h", show_default=True, metavar="TIME", callback=duration,
     help="With --from-cluster: its load of this time, as far as the gateway remembers.",
-)
+)  # fmt: skip
 @click.option(
     "--requests", type=click.IntRange(10, 100_000), default=300, show_default=True, help="Requests of one run."
 )
@@ -129,8 +120,8 @@ class PlanOptions:
     help=f"Time limit of the simulation; the best answer by then is printed. [default: {INSTANCE_S:g} with --prompt, "
     f"else {PLACEMENT_S:g}]",
 )
-@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as a cluster YAML.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option("-o", "--out", type=FILE, help="Write the plan as a cluster YAML.")
+@JSON
 @access_options
 def plan(access: Access, **options: Any) -> None:
     """Find the best cluster for a load: whether to disaggregate, pools, parallelism, replicas, chunk sizes.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import FILE, GroupedCommand
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
 from cluster.cli.screen import console, print_json, progress_bar, say
@@ -22,14 +22,7 @@ if TYPE_CHECKING:
 @client_options
 @click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and stop it.")
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="With -f.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default="profile.json",
-    show_default=True,
-    help="Output file.",
-)
+@click.option("-o", "--output", type=FILE, default="profile.json", show_default=True, help="Output file.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Measurements of every step.")
 @click.option("--json", "as_json", is_flag=True, help="Also print the profile as JSON.")
 def profile(

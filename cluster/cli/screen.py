@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # importing rich takes a tenth of a second, which --help must
 
     from cluster.events import Accepted, Completed, Queued
     from cluster.observe.ledger import LatencyLedger
+    from diptych.client import Answer
     from diptych.slo import ClassScore
     from kvtransfer.ticket import TransferReport
 
@@ -85,30 +86,24 @@ class ProgressLines:
         self._due_s[what] = now_s + LINE_S
 
 
-def answer_json(text: str, tokens: tuple[int, ...], accepted: "Accepted", completed: "Completed") -> dict[str, Any]:
-    ledger = completed.ledger
+def answer_json(answer: "Answer") -> dict[str, Any]:
+    accepted, completed, ledger = answer.accepted, answer.completed, answer.completed.ledger
+    routed = ("request_id", "prefill_worker", "decode_worker", "reason", "predicted_ttft_s", "predicted_tpot_s")
+    counted = ("prompt_tokens", "completion_tokens", "cached_tokens", "attempts")
     return {
-        "request_id": accepted.request_id,
-        "text": text,
-        "tokens": list(tokens),
+        "text": answer.text,
+        "tokens": list(answer.output.tokens),
         "finish": completed.finish.value,
-        "prompt_tokens": completed.prompt_tokens,
-        "completion_tokens": completed.completion_tokens,
-        "cached_tokens": completed.cached_tokens,
-        "attempts": completed.attempts,
-        "prefill_worker": accepted.prefill_worker,
-        "decode_worker": accepted.decode_worker,
+        **{name: getattr(accepted, name) for name in routed},
+        **{name: getattr(completed, name) for name in counted},
         "decode_workers": list(completed.decode_workers or (accepted.decode_worker,)),
-        "reason": accepted.reason,
-        "predicted_ttft_s": accepted.predicted_ttft_s,
-        "predicted_tpot_s": accepted.predicted_tpot_s,
         "ttft_s": ledger.ttft_ns / 1e9,
         "total_s": ledger.total_ns / 1e9,
         "ledger_s": {
-            "first": {phase: ns / 1e9 for phase, ns in ledger.first},
-            "rest": {phase: ns / 1e9 for phase, ns in ledger.rest},
+            name: {phase: ns / 1e9 for phase, ns in part} for name, part in (("first", ledger.first), ("rest", ledger.rest))
         },
         "transfers": [asdict(report) for report in completed.transfers],
+        **({} if answer.queued is None else {"queued": asdict(answer.queued)}),
     }
 
 
@@ -117,6 +112,16 @@ def view_json(view: ClusterView) -> dict[str, Any]:
     return {name: msgspec.to_builtins(getattr(view, name)) for name in (*shown, "adapters")} | {
         "unlinked": sorted(view.unlinked)
     }
+
+
+def print_report(screen: "Console", answer: "Answer", view: ClusterView) -> None:
+    """Where the request ran, and where its time went."""
+    workers = {worker.name: worker for worker in view.workers}
+    screen.print("\n[bold]Where it ran[/]")
+    for line in route_lines(answer.accepted, answer.completed, workers):
+        screen.print(line, markup=False, soft_wrap=True)
+    screen.print("\n[bold]Where its time went[/]")
+    screen.print(ledger_table(answer.completed.ledger))
 
 
 def ledger_table(ledger: "LatencyLedger") -> "Table":

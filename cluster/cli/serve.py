@@ -3,22 +3,20 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cluster.cli.address import gateway_file_options
-from cluster.cli.groups import GroupedCommand, grouped
+from cluster.cli.groups import PORT, GroupedCommand, grouped, seconds
 from cluster.cli.launch import (
     Sizes,
     check_servers,
     spec_to_serve,
     with_default_http,
     with_gateway,
-    with_http,
-    with_port,
 )
-from cluster.cli.lifetime import GONE, run, running_cluster
+from cluster.cli.lifetime import GONE, GRACE, run, running_cluster
 from cluster.cli.local_servers import announced
 from cluster.cli.screen import progress_bar
 
@@ -42,23 +40,15 @@ REPLICAS = click.IntRange(1, 1024)
 )  # fmt: skip
 @cluster_option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True,
     help="local: everything in this process, for debugging.")  # fmt: skip
-@server_option("--port", type=click.IntRange(0, 65535), help="gRPC port, 0 for any free one. [default: 50051]")
+@server_option("--port", type=PORT, help="gRPC port, 0 for any free one. [default: 50051]")
 @server_option(
-    "--http-port", type=click.IntRange(0, 65535),
+    "--http-port", type=PORT,
     help="HTTP port (OpenAI API), 0 for any free one. [default: 8000 when fastapi and uvicorn are installed; another "
     "free port when 8000 is in use; none when RAY_ADDRESS is set]",
 )  # fmt: skip
 @server_option("--no-http", is_flag=True, help="Serve gRPC only.")
 @server_option("--no-gateways", is_flag=True, help="Start only the workers; `diptych gateway` adds gateways.")
-@server_option(
-    "--grace",
-    "grace_s",
-    type=click.FloatRange(min=0),
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time that running requests get to finish after Ctrl-C or SIGTERM; a second Ctrl-C cuts them.",
-)
+@seconds("--grace", GRACE, 10.0, least=0.0, option=server_option)
 @server_option("--tool-call-parser", metavar="NAME",
     help="How the model writes tool calls, see docs/http.md. [default: as its chat template shows]")  # fmt: skip
 @server_option("--reasoning-parser", metavar="NAME",
@@ -80,7 +70,7 @@ def serve(
     grace_s: float,
     no_gateways: bool,
     runtime: str,
-    files: dict[str, str],
+    files: dict[str, Any],
 ) -> None:
     """Serve MODEL, or the cluster of a YAML file, until Ctrl-C.
 
@@ -105,16 +95,15 @@ def serve(
     if no_http and http_port is not None:
         raise click.UsageError("--no-http and --http-port exclude each other")
     spec = spec_to_serve(file, model, Sizes(prefill_replicas, decode_replicas, tensor_parallel_size))
-    if port is not None:
-        spec = with_port(spec, port)
-    if http_port is not None or no_http:
-        spec = with_http(spec, http_port)
-    elif not no_gateways:
+    parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
+    changes = files | {"grpc_port": port, "http_port": http_port} | parsers
+    spec = with_gateway(spec, **{key: value for key, value in changes.items() if value is not None})
+    if no_http:
+        spec = with_gateway(spec, http_port=None)
+    elif http_port is None and not no_gateways:
         spec = with_default_http(spec, click.echo)
     if log_format is not None:
         spec = replace(spec, logs=replace(spec.logs, format=log_format))
-    parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
-    spec = with_gateway(spec, files | {key: name for key, name in parsers.items() if name is not None})
     begin(spec.logs, "serve")
     if not no_gateways:
         check_servers(spec)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
-from cluster.cli.groups import GroupedCommand, grouped
+from cluster.cli.groups import FILE, FOLDER, GroupedCommand, grouped
 from cluster.cli.screen import progress_bar
 from cluster.cli.search import cores
 
@@ -31,7 +31,7 @@ output = grouped("Output")
 
 @click.command(cls=GroupedCommand)
 @system("-f", "--file", "path", type=click.Path(dir_okay=False), help="Cluster YAML to simulate.")
-@system("--profile", type=click.Path(dir_okay=False, path_type=Path), help="With -f: output of `diptych profile`.")
+@system("--profile", type=FILE, help="With -f: output of `diptych profile`.")
 @system("--compare", metavar="A,B,...", help="Systems to compare on equal workers; see above.")
 @system("--model", metavar="NAME", help="With --compare: model, such as llama-2-70b.")
 @system("--hardware", metavar="GPU", help="GPU, such as h100-80gb: with --compare, or for pools that name none.")
@@ -60,7 +60,7 @@ output = grouped("Output")
 @load("--seed", type=int, default=0, show_default=True, help="Seed of everything generated.")
 @goodput("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds of a goodput search.")
 @click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
-@output("-o", "--out", type=click.Path(file_okay=False, path_type=Path), help="Output folder: report, pictures, JSON.")
+@output("-o", "--out", type=FOLDER, help="Output folder: report, pictures, JSON.")
 @output("--trace", "wants_trace", is_flag=True, help="With -o: also Gantt charts and a Perfetto file of every step.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def simulate(

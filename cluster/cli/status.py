@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import JSON, GroupedCommand, seconds
 from cluster.cli.loans import has_loans, loans_table
 from cluster.cli.screen import (
     console,
@@ -39,9 +39,9 @@ T = TypeVar("T")
 
 @click.command(cls=GroupedCommand)
 @client_options
-@click.option("--wait", "wait_s", type=float, metavar="SECONDS", help="Wait this long for the cluster to be ready.")
+@seconds("--wait", "Wait this long for the cluster to be ready.", least=0.0)
 @click.option("--audit", is_flag=True, help="Have every worker check that all its KV blocks are accounted for.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@JSON
 @click.option("--metrics", is_flag=True, help="Print the gateway's metrics in Prometheus format instead.")
 def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_json: bool, metrics: bool) -> None:
     """Show workers, their load, pools, links and SLO attainment.

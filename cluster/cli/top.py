@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from cluster.cli.address import client_options
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import GroupedCommand, seconds
 from cluster.cli.lifetime import run
-from cluster.cli.screen import console, print_json
+from cluster.cli.screen import console
 from diptych.access import Access
 from diptych.errors import DiptychError
 
@@ -21,25 +21,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=GroupedCommand)
 @client_options
-@click.option(
-    "--interval",
-    "interval_s",
-    type=click.FloatRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between snapshots.",
-)
-@click.option("--once", is_flag=True, help="Print one snapshot and exit, as without a terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Print one snapshot as JSON and exit.")
-@click.option(
-    "--deadline",
-    "deadline_s",
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
-    help="Exit when the gateway has not answered for this long. [default: never]",
-)
-def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: bool, deadline_s: float | None) -> None:
+@seconds("--interval", "Time between snapshots.", 1.0, least=0.1)
+@seconds("--deadline", "Exit when the gateway has not answered for this long. [default: never]", least=0.0)
+def top(endpoint: str, access: Access, interval_s: float, deadline_s: float | None) -> None:
     """Watch pools, queues, KV, transfers and SLO attainment until Ctrl-C.
 
     \b
@@ -47,23 +31,23 @@ def top(endpoint: str, access: Access, interval_s: float, once: bool, as_json: b
     KV/s       KV received by a worker
     hits       share of prompt tokens that were cached
 
-    Requests, tokens and SLO attainment are those of the gateway that answers.
+    Requests, tokens and SLO attainment are those of the gateway that answers. Without a terminal it prints one snapshot.
 
     \b
     Example:
       diptych top --endpoint 127.0.0.1:50051
     """
     try:
-        if once or as_json or not sys.stdout.isatty() or console().is_dumb_terminal:
-            run(_once(endpoint, access, interval_s, as_json))
+        if not sys.stdout.isatty() or console().is_dumb_terminal:
+            run(_once(endpoint, access, interval_s))
         else:
             run(_watch(endpoint, access, interval_s, deadline_s))
     except KeyboardInterrupt:
         return  # the normal end
 
 
-async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool) -> None:
-    from cluster.cli.dashboard import screen, screen_json
+async def _once(endpoint: str, access: Access, interval_s: float) -> None:
+    from cluster.cli.dashboard import screen
     from cluster.cli.rates import StatusWindow
     from diptych.client import AsyncClient
 
@@ -72,9 +56,6 @@ async def _once(endpoint: str, access: Access, interval_s: float, as_json: bool)
         await _add_snapshot(client, snapshots)
         await asyncio.sleep(interval_s)
         await _add_snapshot(client, snapshots)
-    if as_json:
-        print_json(screen_json(snapshots))
-        return
     shown = console()
     shown.print(screen(snapshots, shown.width, once=True))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cluster.cli.address import DEFAULT, access_options, connection
-from cluster.cli.groups import GroupedCommand
+from cluster.cli.groups import FILE, GroupedCommand
 from cluster.cli.local_servers import last_endpoint
 from cluster.cli.screen import say
 from diptych.access import Access
@@ -54,29 +54,10 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
     help=f"Gateway to ask; repeatable, since each gateway knows only its own requests. {DEFAULT}",
 )
 @access_options
-@click.option(
-    "--last",
-    "last_s",
-    metavar="TIME",
-    callback=duration,
-    help="Window up to now: 60s, 5m or 1h. [default: 60s]",
-)
-@click.option(
-    "--from",
-    "begin_ns",
-    metavar="TIME",
-    callback=_moment,
-    help="Start of the window, such as 14:05:09, by the gateway's clock.",
-)
+@click.option("--last", "last_s", metavar="TIME", callback=duration, help="Up to now: 60s, 5m or 1h. [default: 60s]")
+@click.option("--from", "begin_ns", metavar="TIME", callback=_moment, help="Such as 14:05:09, by the gateway's clock.")
 @click.option("--to", "end_ns", metavar="TIME", callback=_moment, help="End of the window. [default: now]")
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("trace.json"),
-    show_default=True,
-    help="Output file.",
-)
+@click.option("-o", "--out", type=FILE, default=Path("trace.json"), show_default=True, help="Output file.")
 def trace(
     endpoints: tuple[str, ...],
     access: Access,

@@ -86,7 +86,7 @@ def test_every_client_command_authenticates(served: Served, tmp_path: Path) -> N
     assert run("chat", *at, "--max-tokens", "3", stdin="hello\n").stdout == "abc\n"
     assert json.loads(run("status", *at, "--wait", "20", "--json").stdout)["gateway"]["name"] == "gateway-0"
     assert "diptych_" in run("status", *at, "--metrics").stdout
-    assert run("top", *at, "--once", "--interval", "0.1").exit_code == 0
+    assert run("top", *at, "--interval", "0.1").exit_code == 0
     assert run("trace", *at, "-o", str(tmp_path / "trace.json")).exit_code == 0
     for change in (("flip", "decode-0", "prefill"), ("drain", "decode-0"), ("scale", "decode", "2")):
         assert "this gateway has no controller" in refused(run(*change, *at))

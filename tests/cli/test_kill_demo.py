@@ -55,8 +55,8 @@ def test_only_processes_of_the_demo_are_killed() -> None:
 
 def test_lost_repeated_and_changed_tokens_are_counted_separately() -> None:
     stream = DemoStream("hello")
-    stream.add(0, (5, 6, 7), "abc")
-    stream.add(2, (7, 8), "cd")
+    stream.add(0, (5, 6, 7))
+    stream.add(2, (7, 8))
     assert (stream.repeated, stream.tokens) == (1, [5, 6, 7, 7, 8])
     assert OUTCOME.is_exact
     assert OUTCOME.lines[0] == "Not a token was lost."

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cluster.cli import local_servers, main
-from cluster.cli.launch import Sizes, gpu_share, num_gpus, spec_to_serve, with_default_http, with_http, with_port
+from cluster.cli.launch import Sizes, gpu_share, num_gpus, spec_to_serve, with_default_http, with_gateway
 from cluster.cli.local_servers import DEFAULT_ENDPOINT, announced, last_endpoint
 from cluster.spec import ClusterSpec, Role, SpecError
 from cluster.spec_file import laptop_spec
@@ -100,8 +100,8 @@ def test_http_has_its_default_port_unless_grpc_uses_any(monkeypatch: pytest.Monk
     assert used[0] == 0 and len(used[1]) == 1 and f"port {port} is in use" in used[1][0]
     taken.close()
     assert http(laptop_spec()) == (port, [])
-    assert http(with_port(laptop_spec(), 0)) == (0, [])
-    assert http(with_http(laptop_spec(), 9000)) == (9000, [])
+    assert http(with_gateway(laptop_spec(), grpc_port=0)) == (0, [])
+    assert http(with_gateway(laptop_spec(), http_port=9000)) == (9000, [])
 
 
 def test_http_is_off_without_its_extra_and_with_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
