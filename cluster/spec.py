@@ -20,8 +20,8 @@ class SpecError(ValueError):
 
 
 ROUTING = (
-    *("least-loaded", "random", "round-robin", "power-of-two", "product"),
-    *("distserve", "splitwise", "mooncake", "mooncake-local", "slo"),
+    *("least-loaded", "random", "round-robin", "distserve"),
+    *("splitwise", "mooncake", "mooncake-local", "slo"),
 )
 ADMISSION = ("none", "predictive", "slo")
 TOOL_CALL_PARSERS = (

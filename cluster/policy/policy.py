@@ -22,13 +22,12 @@ from cluster.policy.estimate.reservation_wait import ReservationWait
 from cluster.policy.routing.baselines.load_based import (
     DistServe,
     LeastLoaded,
-    PowerOfTwo,
     Random,
     RoundRobin,
     SplitMix64,
 )
 from cluster.policy.routing.baselines.splitwise import Splitwise
-from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal, Product
+from cluster.policy.routing.cache_aware import Mooncake, MooncakeLocal
 from cluster.policy.routing.lending import Lending
 from cluster.policy.routing.picking import WorkerLookup
 from cluster.policy.routing.prefix_index import EXPECT_S, PrefixIndex
@@ -57,8 +56,6 @@ _ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
     "least-loaded": lambda parts: LeastLoaded(),
     "random": lambda parts: Random(parts.random_source),
     "round-robin": lambda parts: RoundRobin(),
-    "power-of-two": lambda parts: PowerOfTwo(parts.random_source),
-    "product": lambda parts: Product(parts.latency, parts.index),
     "distserve": lambda parts: DistServe(),
     "splitwise": lambda parts: Splitwise(parts.latency, parts.active),
     "mooncake": lambda parts: Mooncake(parts.latency, parts.index),

@@ -200,7 +200,7 @@ async def test_a_gateway_learns_cached_and_evicted_blocks() -> None:
 
 async def test_the_cache_of_a_restarted_worker_is_read_from_the_start() -> None:
     spec = split_spec(1, 1)
-    spec = replace(spec, gateway=replace(spec.gateway, routing="product", cache_news_s=0.02))
+    spec = replace(spec, gateway=replace(spec.gateway, routing="mooncake-local", cache_news_s=0.02))
     async with cluster(spec) as subject:
         wanted = request("first", 300, max_tokens=2)
         await subject.run(wanted)

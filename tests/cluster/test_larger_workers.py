@@ -47,7 +47,7 @@ def workers_of(events: list[Event]) -> list[str]:
     return [event.decode_worker for event in events if isinstance(event, Accepted)]
 
 
-@pytest.mark.parametrize("routing", ["least-loaded", "round-robin", "power-of-two", "splitwise", "slo"])
+@pytest.mark.parametrize("routing", ["least-loaded", "round-robin", "splitwise", "slo"])
 def test_an_answer_is_placed_on_a_worker_with_room(routing: str) -> None:
     async def scene() -> None:
         async with opened(routing) as subject:

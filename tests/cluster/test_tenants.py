@@ -16,7 +16,7 @@ async def cached(subject: Cluster, name: str, asked: Request) -> int:
     return completed(events).cached_tokens
 
 
-@pytest.mark.parametrize("routing", ["least-loaded", "mooncake", "product", "slo"])
+@pytest.mark.parametrize("routing", ["least-loaded", "mooncake", "mooncake-local", "slo"])
 async def test_a_tenant_finds_only_its_own_prefixes(routing: str) -> None:
     spec = split_spec(2, 1)
     spec = replace(spec, gateway=replace(spec.gateway, routing=routing))

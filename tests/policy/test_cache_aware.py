@@ -218,16 +218,6 @@ def test_mooncake_does_not_fetch_over_a_slow_link_or_from_an_avoided_worker() ->
     assert isinstance(away, Placement) and (away.prefill, away.cached_tokens, away.prefix_owner) == ("p1", 0, "")
 
 
-def test_product_weighs_new_tokens_against_sequences() -> None:
-    story, wanted = Story("product"), request("a", length=1000)
-    story.send(TWO, wanted)
-    story.prefilled(wanted)
-    story.ended(wanted)
-    again = request("b", length=1000)  # 104 tokens to compute on p0, 1,000 on p1
-    assert story.names(changed(TWO, worker("p0", running=8)), again)[0] == "p0", "104 * 9 < 1,000 * 1"
-    assert story.names(changed(TWO, worker("p0", running=9)), again)[0] == "p1", "104 * 10 > 1,000 * 1"
-
-
 def test_routers_without_costs_learn_from_prompts_and_steps() -> None:
     story = Story("mooncake-local", cost=None, max_batch_tokens=512)
     assert story.names(TWO)[0] == "p0"

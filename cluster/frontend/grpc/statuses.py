@@ -6,6 +6,7 @@ and a temporary error has RetryInfo.
 
 import logging
 import secrets
+from collections.abc import Mapping
 
 import grpc
 from google.protobuf.any_pb2 import Any
@@ -27,9 +28,23 @@ logger = logging.getLogger(__name__)
 DOMAIN = "diptych"
 NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 MAX_MESSAGE_CHARS = 1000  # statuses are sent in HTTP/2 trailers, which are limited to 8 KB
-CONTROLLER_RETRY_S = 2.0  # a controller restarts in about this time
-GATEWAY_RETRY_S = 1.0
-ATTEMPTS_RETRY_S = 1.0  # a dead worker is replaced in about this time
+
+CODE = grpc.StatusCode
+# Errors that have nothing but their text: code, reason, and seconds until a retry may succeed.
+PLAIN: Mapping[type[Exception], tuple[grpc.StatusCode, str, float | None]] = {
+    OutputNotTaken: (CODE.DEADLINE_EXCEEDED, "OUTPUT_NOT_TAKEN", None),
+    AttemptsExhausted: (CODE.UNAVAILABLE, "ATTEMPTS_SPENT", 1.0),  # a dead worker is replaced in about this time
+    UnknownModel: (CODE.NOT_FOUND, "UNKNOWN_MODEL", None),
+    DuplicateRequest: (CODE.ALREADY_EXISTS, "DUPLICATE_REQUEST", None),
+    RequestCancelled: (CODE.CANCELLED, "CANCELLED", None),
+    GatewayClosed: (CODE.UNAVAILABLE, "GATEWAY_CLOSED", 1.0),
+    KeyRefused: (CODE.UNAUTHENTICATED, "INVALID_API_KEY", None),
+    TenantRefused: (CODE.PERMISSION_DENIED, "TENANT_REFUSED", None),
+    StaleRevision: (CODE.ABORTED, "STALE_REVISION", None),
+    UnknownMember: (CODE.NOT_FOUND, "UNKNOWN_MEMBER", None),
+    ChangeRefused: (CODE.FAILED_PRECONDITION, "CHANGE_REFUSED", None),
+    ControllerUnavailable: (CODE.UNAVAILABLE, "NO_CONTROLLER", 2.0),  # it restarts in about this time
+}
 
 
 def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2.Status:
@@ -37,48 +52,26 @@ def status_of(error: Exception, ready: bool, request_id: str = "") -> status_pb2
 
     Unexpected errors become INTERNAL with an id; the log has the traceback with that id and the request's.
     """
-    code = grpc.StatusCode
     match error:
         case InvalidRequest():
-            return _status(code.INVALID_ARGUMENT, "INVALID_REQUEST", error, field=(error.field, error.message))
+            return _status(CODE.INVALID_ARGUMENT, "INVALID_REQUEST", error, field=(error.field, error.message))
         case Unservable():
-            return _status(code.INVALID_ARGUMENT, "TOO_LONG", error, field=(error.field, error.message))
+            return _status(CODE.INVALID_ARGUMENT, "TOO_LONG", error, field=(error.field, error.message))
         case Rejected() if ready:
-            return _status(code.RESOURCE_EXHAUSTED, "NO_ROOM", error, retry_s=error.retry_after_s)
+            return _status(CODE.RESOURCE_EXHAUSTED, "NO_ROOM", error, retry_s=error.retry_after_s)
         case Rejected():
-            return _status(code.UNAVAILABLE, "NO_WORKERS", error, retry_s=error.retry_after_s)
+            return _status(CODE.UNAVAILABLE, "NO_WORKERS", error, retry_s=error.retry_after_s)
         case DeadlineExceeded():
-            return _status(code.DEADLINE_EXCEEDED, "DEADLINE", error, phase=error.phase)
-        case OutputNotTaken():
-            return _status(code.DEADLINE_EXCEEDED, "OUTPUT_NOT_TAKEN", error)
-        case AttemptsExhausted():
-            return _status(code.UNAVAILABLE, "ATTEMPTS_SPENT", error, retry_s=ATTEMPTS_RETRY_S)
+            return _status(CODE.DEADLINE_EXCEEDED, "DEADLINE", error, phase=error.phase)
         case NotComputable():
             logger.error("%s", error, extra=log_fields(key=request_id))
-            return _status(code.INTERNAL, "NOT_COMPUTABLE", error)
-        case UnknownModel():
-            return _status(code.NOT_FOUND, "UNKNOWN_MODEL", error)
-        case DuplicateRequest():
-            return _status(code.ALREADY_EXISTS, "DUPLICATE_REQUEST", error)
-        case RequestCancelled():
-            return _status(code.CANCELLED, "CANCELLED", error)
-        case GatewayClosed():
-            return _status(code.UNAVAILABLE, "GATEWAY_CLOSED", error, retry_s=GATEWAY_RETRY_S)
-        case KeyRefused():
-            return _status(code.UNAUTHENTICATED, "INVALID_API_KEY", error)
-        case TenantRefused():
-            return _status(code.PERMISSION_DENIED, "TENANT_REFUSED", error)
-        case StaleRevision():
-            return _status(code.ABORTED, "STALE_REVISION", error)
-        case UnknownMember():
-            return _status(code.NOT_FOUND, "UNKNOWN_MEMBER", error)
-        case ChangeRefused():
-            return _status(code.FAILED_PRECONDITION, "CHANGE_REFUSED", error)
-        case ControllerUnavailable():
-            return _status(code.UNAVAILABLE, "NO_CONTROLLER", error, retry_s=CONTROLLER_RETRY_S)
+            return _status(CODE.INTERNAL, "NOT_COMPUTABLE", error)
+    for kind, (number, reason, retry_s) in PLAIN.items():
+        if isinstance(error, kind):
+            return _status(number, reason, error, retry_s=retry_s)
     error_id = secrets.token_hex(4)
     logger.error("internal error %s", error_id, exc_info=error, extra=log_fields(key=request_id))
-    return _status(code.INTERNAL, "INTERNAL", f"an unexpected error; search the server's log for {error_id}")
+    return _status(CODE.INTERNAL, "INTERNAL", f"an unexpected error; search the server's log for {error_id}")
 
 
 def code_name(code: int) -> str:

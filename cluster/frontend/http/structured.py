@@ -1,8 +1,7 @@
 """The grammar of a request from OpenAI's `response_format` or vLLM's fields. Pure.
 
 response_format       {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}
-structured_outputs    {"json": ...}, or regex, choice, grammar or json_object: vLLM's present spelling
-guided_json ...       vLLM's former one, for guided_regex, guided_choice and guided_grammar too
+structured_outputs    {"json": ...}, or regex, choice, grammar or json_object, as in vLLM
 """
 
 import json
@@ -16,30 +15,18 @@ from workers.request import Grammar
 
 ANY_OBJECT = Grammar("json", '{"type": "object"}')
 KINDS = ("json", "regex", "choice", "grammar")
-GUIDED = {f"guided_{kind}": kind for kind in KINDS}
-FIELDS = ("response_format", "structured_outputs", *GUIDED)
 FORMAT_FIELDS = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}}
 SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 
 
 def grammar_from(body: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     """The path of the field and its grammar; None: any text. Raises `InvalidRequest` for several grammars."""
-    found = [each for name in FIELDS if (each := _grammar(name, body.get(name))) is not None]
+    readers = {"response_format": _of_format, "structured_outputs": _of_structured}
+    given = ((read, body.get(name)) for name, read in readers.items())
+    found = [each for read, value in given if value is not None and (each := read(value)) is not None]
     if len(found) > 1:
         raise InvalidRequest(found[1][0], f"is given together with {found[0][0]}; an answer has one grammar")
     return found[0] if found else None
-
-
-def _grammar(name: str, value: Any) -> tuple[str, Grammar] | None:
-    if value is None:
-        return None
-    if name == "response_format":
-        return _of_format(value)
-    if name == "structured_outputs":
-        return _of_structured(value)
-    if value in (False, "", []):  # requests nothing, as elsewhere
-        return None
-    return name, _of_kind(name, GUIDED[name], value)
 
 
 def _of_format(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:

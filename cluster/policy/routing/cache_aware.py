@@ -1,10 +1,10 @@
-"""Routers that use the prefix index: Mooncake's, with and without prefix fetches, and LMetric's product."""
+"""Routers that use the prefix index: Mooncake's, with and without prefix fetches."""
 
 from typing import ClassVar, NamedTuple
 
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.routing.baselines.load_based import LeastLoaded
-from cluster.policy.routing.picking import WorkerLookup, Workers, fitting, num_sequences
+from cluster.policy.routing.picking import WorkerLookup, Workers, fitting
 from cluster.policy.routing.prefix_index import NO_MATCH, Match, PrefixIndex, chain
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import Role
@@ -169,25 +169,3 @@ class Mooncake(MooncakeLocal):
         moving_s = latency.transfer_seconds(worker, fetched_tokens - here.ready_tokens)
         return computing_s - rest_s - lending_s - moving_s
 
-
-class Product(CacheAware):
-    """The smallest product of prompt tokens to compute and sequences there, this request included.
-
-    LMetric (OSDI 2026): balances caches against load without a weight to tune. Among decode workers, which compute no
-    prompts, the number of sequences decides.
-    """
-
-    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return min(workers, key=lambda worker: (self._product(ask, worker), worker.name))
-
-    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return self.pick_prefill(ask, workers)
-
-    def _product(self, ask: PlacementRequest, worker: WorkerView) -> int:
-        new_tokens = sum(self.latency.queued_tokens(ask, worker)) + ask.request.num_tokens
-        batch = num_sequences(ask, worker) + worker.stats.waiting
-        return (new_tokens - self.cached_tokens(ask, worker)) * (batch + 1)
-
-    @property
-    def reason(self) -> str:
-        return "least tokens times sequences"

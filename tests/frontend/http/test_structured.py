@@ -54,18 +54,18 @@ def schema(value: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
         ({"response_format": schema([])}, SCHEMA),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}}, f"{SCHEMA[:27]}.x"),
-        ({"guided_json": 3}, "guided_json"),
-        ({"guided_regex": 3}, "guided_regex"),
-        ({"guided_choice": ["a", 3]}, "guided_choice"),
-        ({"guided_choice": "a"}, "guided_choice"),
-        ({"guided_grammar": {}}, "guided_grammar"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a", 3]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": {}}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
         ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
-        ({"guided_regex": "a" * (65 << 10)}, "guided_regex"),
-        ({"guided_json": "[" * 100_000}, "guided_json"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a" * (65 << 10)}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
         ({"regex": "a"}, "regex"),
     ],
@@ -91,9 +91,9 @@ async def test_grammars_that_cannot_be_compiled_are_refused(real: Clients, dispa
     for fields, param, why in (
         ({"response_format": schema({"type": "array", "uniqueItems": True})}, SCHEMA, "uniqueItems"),
         ({"response_format": schema({"$ref": "#"})}, SCHEMA, "no text can match it"),
-        ({"guided_json": "{"}, "guided_json", "cannot be read"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "cannot be read"),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex", "unclosed group"),
-        ({"guided_grammar": "::= ::="}, "guided_grammar", "neither Lark nor GBNF"),
+        ({"structured_outputs": {"grammar": "::= ::="}}, "structured_outputs.grammar", "neither Lark nor GBNF"),
     ):
         found, message = await refusal(real, **fields)
         assert found == param and why in message, message
@@ -105,9 +105,9 @@ async def test_a_hostile_grammar_ends_only_its_process(real: Clients, dispatcher
     rules = "start: r0\n" + "\n".join(f"r{number}: r{number + 1}" for number in range(4000)) + '\nr4000: "a"'
     cross = "start: T\nT: " + " & ".join(f"/.*a.{{{number}}}b.*/" for number in range(3, 60))
     for text, why in ((rules, "too deep or too large"), (cross, "takes more than 2 s to compile")):
-        answer = await real.http.post("/v1/chat/completions", json=CHAT | {"guided_grammar": text})
+        answer = await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": text}})
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
-    good = await real.http.post("/v1/chat/completions", json=CHAT | {"guided_grammar": 'root ::= "a" | "b"'})
+    good = await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}})
     assert good.status_code == 200, good.text
     (request,) = dispatcher.requests
     assert request.sampling.grammar is not None and request.sampling.grammar.kind == "lark"

@@ -299,8 +299,8 @@ def called(**fields: Any) -> list[dict[str, Any]]:
             "tool_choice.function.name",
             "none of the tools",
         ),
-        ({"tools": TOOLS, "guided_regex": "a"}, "guided_regex", "no room for a tool call"),
-        ({"tools": TOOLS, "guided_json": "{"}, "guided_json", "cannot be read"),
+        ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex", "no room for a tool call"),
+        ({"tools": TOOLS, "structured_outputs": {"json": "{"}}, "structured_outputs.json", "cannot be read"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id", "is missing"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "c"}]}, "messages[0].tool_call_id", "no call"),
         (

@@ -1,4 +1,4 @@
-"""Routers that use load only, or nothing: least-loaded, random, round-robin, power of two, DistServe."""
+"""Routers that use load only, or nothing: least-loaded, random, round-robin, DistServe."""
 
 from cluster.policy.routing.picking import PerPhaseRouter, Workers, most_room, num_sequences, queued_tokens
 from cluster.policy.routing.router import Placement, PlacementRequest
@@ -93,30 +93,3 @@ class RoundRobin(PerPhaseRouter):
     def reason(self) -> str:
         return "round-robin"
 
-
-class PowerOfTwo(LeastLoaded):
-    """The less loaded of two random workers (Mitzenmacher, 2001): nearly as good as the least loaded, no herding."""
-
-    def __init__(self, random_source: SplitMix64) -> None:
-        self._random = random_source
-
-    def pick_prefill(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return super().pick_prefill(ask, _two_of(self._random, workers))
-
-    def pick_decode(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return super().pick_decode(ask, _two_of(self._random, workers))
-
-    def pick_whole(self, ask: PlacementRequest, workers: Workers) -> WorkerView:
-        return super().pick_whole(ask, _two_of(self._random, workers))
-
-    @property
-    def reason(self) -> str:
-        return "the less loaded of two"
-
-
-def _two_of(random_source: SplitMix64, workers: Workers) -> Workers:
-    """Two different workers at random, or the only one."""
-    if len(workers) < 2:
-        return workers
-    first, second = random_source.below(len(workers)), random_source.below(len(workers) - 1)
-    return workers[first], workers[second + (second >= first)]
