@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from email.message import Message
-from functools import cache, wraps
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +19,6 @@ from cluster.events import ClusterError
 from cluster.frontend.gateway import servable
 from cluster.frontend.grpc.services import metrics_text
 from cluster.frontend.http.bodies import Body, MalformedBody
-from cluster.frontend.http.docs_page import POLICY, docs_page
 from cluster.frontend.http.failures import JSON, Failure, failure_of
 from cluster.frontend.http.middleware import NAME, ROUTES
 from cluster.frontend.http.model_routes import ModelRoutes
@@ -38,7 +37,7 @@ LARGE = {"/tokenize": 1024, "/detokenize": 512}  # bytes that take as long as `L
 def make_app(models: ServedModels, is_closing: Callable[[], bool]) -> FastAPI:
     """The application of one gateway."""
     quiet = {"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False}
-    app = FastAPI(title="Diptych", docs_url=None, redoc_url=None, telemetry=quiet)  # type: ignore[arg-type]
+    app = FastAPI(title="Diptych", redoc_url=None, telemetry=quiet)  # type: ignore[arg-type]
     app.state.routes = routes = _Routes(models, is_closing)
     for path, name in ROUTES.items():
         handler = routes.by_model(name)
@@ -54,7 +53,6 @@ def make_app(models: ServedModels, is_closing: Callable[[], bool]) -> FastAPI:
         ("/tokenizer_info", routes.tokenizer_info),
     ):
         app.add_api_route(path, query, **route_options(path, "GET"))
-    app.add_api_route("/docs", _docs(app), include_in_schema=False)
     add_ui(app, models)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(MalformedBody, _malformed)
@@ -146,18 +144,6 @@ class _Routes:
         return failure_of(error, servable(self._models.view), request.scope[NAME].unique).response(
             request.scope["path"]
         )
-
-
-def _docs(app: FastAPI) -> Callable[[], Coroutine[Any, Any, Response]]:
-    @cache
-    def page() -> bytes:
-        return docs_page(app.openapi()).encode()
-
-    async def docs() -> Response:
-        headers = {"content-security-policy": POLICY, "x-content-type-options": "nosniff"}
-        return Response(page(), media_type="text/html; charset=utf-8", headers=headers)
-
-    return docs
 
 
 async def _malformed(request: Request, error: Exception) -> Response:

@@ -23,7 +23,7 @@ REQUEST_ID = b"x-request-id"
 TENANT = b"x-diptych-tenant"
 MAX_NAME_CHARS = 100  # of a client's name; leaves room for the suffixes of requests, prompts and answers
 ANTHROPIC_KEY = b"x-api-key"
-OPEN_PATHS = ("/health", "/ready", "/docs", "/ui/", *FILES)  # need no key
+OPEN_PATHS = ("/health", "/ready", "/ui/", *FILES)  # need no key
 ROUTES = {  # that read a body: their names in metrics, which are those of methods of `ModelRoutes`
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",

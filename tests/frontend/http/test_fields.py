@@ -1,4 +1,4 @@
-"""What the document at /openapi.json says of a body's fields is what the parsers do, and the page at /docs shows it."""
+"""What the document at /openapi.json says of a body's fields is what the parsers do."""
 
 import copy
 from collections.abc import Iterator
@@ -18,8 +18,7 @@ from cluster.frontend.http.embeddings import EmbeddingsBody
 from cluster.frontend.http.messages_body import MessagesBody
 from cluster.frontend.http.responses_body import ResponsesBody
 from cluster.frontend.http.unsupported import FIELDS, IGNORED
-from tests.frontend.grpc.fake import FakeDispatcher
-from tests.frontend.http.opened import Clients, opened
+from tests.frontend.http.opened import Clients
 from workers.errors import InvalidRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -194,20 +193,3 @@ async def test_unknown_fields_are_refused_by_name_in_every_object(there: Clients
         assert answer.status_code == 400 and named, (place, answer.text)
         seen += 1
     assert seen == len(list(places(FULL[path])))
-
-
-async def test_the_page_needs_no_key_and_loads_nothing(tmp_path: Any) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("a-key-of-some-length\n")
-    async with opened(FakeDispatcher(), api_keys_file=str(keys)) as (there, _):
-        answer = await there.http.get("/docs")
-        assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
-        assert "default-src 'none'" in answer.headers["content-security-policy"]
-        text = answer.text
-        assert not [word for word in ("http://", "https://", "<script", "src=", "@import") if word in text]
-        assert (await there.http.get("/openapi.json")).status_code == 401
-    for path in FULL:
-        assert f"<h2>POST {path}</h2>" in text
-    for name in fields(ChatBody):
-        assert f"<td>{name}<td>" in text
-    assert "number above 0 to 1" in text and "fields that are not supported" in text

@@ -86,7 +86,7 @@ async def test_without_the_key_everything_is_refused(files: Files, key: str, wor
                     await call()
                 assert caught.value.code == "UNAUTHENTICATED"
         async with server.http(access) as client:
-            for path in ("/metrics", "/v1/models", "/openapi.json", "/nothing"):
+            for path in ("/metrics", "/v1/models", "/openapi.json", "/docs", "/nothing"):
                 received = await client.get(path)
                 assert (received.status_code, received.headers["www-authenticate"]) == (401, "Bearer")
                 assert (

@@ -63,3 +63,8 @@ async def test_each_route_has_the_content_type_that_openapi_describes(there: Cli
 async def test_tokenizer_info_is_returned(there: Clients) -> None:
     answer = await there.http.get("/tokenizer_info")
     assert (answer.status_code, answer.json()) == (200, {"tokenizer_class": "ByteTokenizer", "chat_template": None})
+
+
+async def test_the_page_at_docs_shows_the_schema(there: Clients) -> None:
+    answer = await there.http.get("/docs")
+    assert answer.status_code == 200 and "url: '/openapi.json'" in answer.text
