@@ -147,7 +147,7 @@ literature: $(READY)
 	@DIPTYCH_LITERATURE=1 $(BIN)/python -m pytest -q -s tests/literature
 
 proto: $(READY)
-	@$(BIN)/python -m cluster.frontend.grpc.generate_stubs
+	@$(BIN)/python proto/generate_stubs.py
 
 # For serving. torch comes first and pinned, so that its dependents do not install the largest build.
 $(SERVES): pyproject.toml constraints.txt

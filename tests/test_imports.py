@@ -65,7 +65,7 @@ HEAVY = {
         *("cluster.cli.doctor", "benchmarks.adapters", "benchmarks.engine.drivers", "benchmarks.gpu"),
     ),
     "ray": (
-        *("cluster.runtime.ray", "cluster.runtime.ray_ranks", "cluster.runtime.ray_metrics"),
+        *("cluster.runtime.ray", "cluster.runtime.ray_ranks"),
         "cluster.runtime.ray_nodes",
         "cluster.runtime.ray_start",
         "cluster.cli",

@@ -14,7 +14,6 @@ from kvtransfer.rpc.listener import RpcListener
 from kvtransfer.rpc.session import SessionStream, SessionTarget
 from workers.request import Bundle
 from workers.rpc import WORKER_PROTOCOL, socket_name
-from workers.stats import WorkerStats
 from workers.worker import Worker
 
 MAX_CALLERS = 1024  # gateways and the controller
@@ -24,15 +23,12 @@ ABSENT_S = 10.0  # a gateway without a connection for this long is gone, and its
 class WorkerRpcServer:
     """Owned by a worker's process; `close` it after the worker.
 
-    `worker` returns the `Worker`, or raises `WorkerClosed`. `on_stats` gets the statistics of every bundle.
+    `worker` returns the `Worker`, or raises `WorkerClosed`.
     """
 
-    def __init__(
-        self, incarnation: str, secret: bytes, worker: Callable[[], Worker], on_stats: Callable[[WorkerStats], None]
-    ) -> None:
+    def __init__(self, incarnation: str, secret: bytes, worker: Callable[[], Worker]) -> None:
         self._incarnation = incarnation
         self._worker = worker
-        self._on_stats = on_stats
         self._sessions: dict[str, SessionStream] = {}
         self._listener = RpcListener(WORKER_PROTOCOL.name, secret, self._admit, self._serve)
 
@@ -71,7 +67,6 @@ class WorkerRpcServer:
         session = self._sessions[name] = SessionStream(first, ABSENT_S)
 
         def on_bundle(bundle: Bundle) -> None:
-            self._on_stats(bundle.stats)
             connection.notify(bundle)
 
         async def on_call(request: msgspec.Struct) -> Any:

@@ -25,7 +25,7 @@ class WorkerHost:
     async def build(self, order: WorkerOrder) -> None:
         server = build_worker(order.config, heartbeat_s=order.heartbeat_s)
         secret = order.config.secret.encode()
-        rpc = WorkerRpcServer(server.incarnation, secret, server.worker, lambda stats: None)
+        rpc = WorkerRpcServer(server.incarnation, secret, server.worker)
 
         async def opened() -> RpcAddress:
             return RpcAddress(HOST, await rpc.start(HOST), secret)

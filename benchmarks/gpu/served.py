@@ -108,7 +108,7 @@ async def _serve(config: WorkerConfig, pipe: Connection) -> None:
 
     begun = time.monotonic()
     server = build_worker(config)
-    rpc = WorkerRpcServer(server.incarnation, config.secret.encode(), server.worker, lambda stats: None)
+    rpc = WorkerRpcServer(server.incarnation, config.secret.encode(), server.worker)
     worker = await server.open()
     engine = worker.config.engine
     info = await worker.info()

@@ -22,7 +22,7 @@ def adapter() -> None:
 @click.argument("name")
 @click.argument("path")
 @client_options
-@click.option("--model", default="", help="That it changes. [default: the only one]")
+@click.option("--model", default="", show_default=False, help="That it changes. [default: the only one]")
 @REVISION
 @JSON
 def load(name: str, path: str, endpoint: str, access: Access, model: str, revision: int, as_json: bool) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from diptych.client import AsyncClient
 
 REVISION = click.option(
-    "--revision", type=click.IntRange(min=0), default=0, metavar="NUMBER",
+    "--revision", type=click.IntRange(min=0), default=0, show_default=False, metavar="NUMBER",
     help="Apply only if the cluster is still at this revision (see `diptych status`).",
 )  # fmt: skip
 

@@ -25,10 +25,11 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
     help=f"grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://). {DEFAULT}",
 )
 @access_options
-@connection("--model", default="", metavar="NAME", help="Model to ask. [default: the only one there]")
+@connection("--model", default="", show_default=False, metavar="NAME", help="Model to ask. [default: the only one there]")
 @connection(
-    "--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="With http://. [default: $OPENAI_API_KEY]"
-)
+    "--api-key", default="", show_default=False, envvar="OPENAI_API_KEY", metavar="KEY",
+    help="With http://. [default: $OPENAI_API_KEY]",
+)  # fmt: skip
 @connection(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -45,9 +46,9 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
 @workload("--lengths", metavar="P/O", help="Prompt/output tokens, with --count. [default: 128/64]")
 @goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
 @goodput(
-    "--attainment", "target", type=SHARE, default=0.9, show_default=True, help="Share of requests that must meet it."
+    "--attainment", "target", type=SHARE, default=0.9, help="Share of requests that must meet it."
 )
-@goodput("--tolerance", type=POSITIVE, default=0.1, show_default=True, help="Relative precision of the search.")
+@goodput("--tolerance", type=POSITIVE, default=0.1, help="Relative precision of the search.")
 @workload("--rates", metavar="R,R,...", help="Also run at these requests/s; with --compare, at these only.")
 @compared("--compare", is_flag=True, help="Measure CONFIGURATIONS (cluster YAMLs or http:// endpoints) in turn.")
 @compared("--resume", is_flag=True, help="Keep the runs in --out, and run only those that it lacks.")
@@ -55,8 +56,8 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
 @goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
 @seconds("--deadline", "Time limit of a request.", 300.0, option=workload)
-@workload("--in-flight", type=click.IntRange(1), default=256, show_default=True, help="Limit of requests; more fail.")
-@workload("--seed", type=int, default=0, show_default=True, help="First seed of everything generated.")
+@workload("--in-flight", type=click.IntRange(1), default=256, help="Limit of requests; more fail.")
+@workload("--seed", type=int, default=0, help="First seed of everything generated.")
 @workload("--seeds", type=click.IntRange(1, 100), help="Number of seeds. [default: 3 with --goodput, 5 with --compare]")
 @output("-o", "--out", type=FOLDER, help="Output folder: report, pictures, JSON.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")

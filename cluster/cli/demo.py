@@ -21,10 +21,10 @@ PROMPT = "Explain in two sentences why the sea is salty."
 
 @click.command(cls=GroupedCommand)
 @click.option("--kill", is_flag=True, help="Kill the decode worker (kill -9) under running streams instead.")
-@click.option("--prompt", default=PROMPT, show_default=True, help="Prompt of the demo without --kill.")
-@click.option("--model", default="smollm2-135m", show_default=True, help="Short name, folder, .gguf file or hub id.")
-@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Length of each answer.")
-@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True)
+@click.option("--prompt", default=PROMPT, help="Prompt of the demo without --kill.")
+@click.option("--model", default="smollm2-135m", help="Short name, folder, .gguf file or hub id.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, help="Length of each answer.")
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray")
 @JSON
 def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_json: bool) -> None:
     """Start a prefill and a decode worker here, answer one prompt, and show where it ran.

@@ -54,5 +54,4 @@ def seconds(
 ) -> Callable[..., Any]:
     """An option `--NAME` in seconds, which the command gets as `NAME_s`: above 0, or from `least` on."""
     parameter, kind = f"{name.removeprefix('--')}_s", click.FloatRange(min=least or 0.0, min_open=least is None)
-    shown = {"default": default, "show_default": default is not None, "metavar": "SECONDS", "help": text}
-    return option(name, parameter, type=kind, **shown)
+    return option(name, parameter, type=kind, default=default, metavar="SECONDS", help=text)

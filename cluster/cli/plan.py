@@ -81,12 +81,12 @@ class PlanOptions:
 @click.option("--rate", type=float, help="Requests/s to serve. [default: maximize goodput]")
 @click.option("--ttft", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @click.option("--tpot", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
-@click.option("--target", type=float, default=0.9, show_default=True, help="Share of requests that must meet the SLO.")
+@click.option("--target", type=float, default=0.9, help="Share of requests that must meet the SLO.")
 @click.option(
-    "--objective", type=click.Choice(("gpus", "cost", "power", "throughput")), default="gpus", show_default=True
+    "--objective", type=click.Choice(("gpus", "cost", "power", "throughput")), default="gpus"
 )
 @click.option(
-    "--network", type=click.Choice(("fast", "slow")), default="fast", show_default=True, help="Network between nodes."
+    "--network", type=click.Choice(("fast", "slow")), default="fast", help="Network between nodes."
 )
 @click.option(
     "--price",
@@ -96,22 +96,22 @@ class PlanOptions:
     "[default: dated list prices]",
 )
 @click.option(
-    "--source", "costs", default="best", show_default=True, help="Source of step times: best, roofline, vidur, ..."
+    "--source", "costs", default="best", help="Source of step times: best, roofline, vidur, ..."
 )
 @click.option("--kv-dtype", type=click.Choice(QUANTIZED), help="KV dtype. [default: of the weights]")
 @click.option("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
 @click.option("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
-@click.option("--users", default=USERS, show_default=True, help="With --prompt: numbers of concurrent users.")
+@click.option("--users", default=USERS, help="With --prompt: numbers of concurrent users.")
 @click.option("--from-cluster", metavar="ADDRESS", help="Gateway of a running cluster: ask what it should change.")
 @click.option("--profile", type=FILE, help="With --from-cluster: its costs, the output of `diptych profile`.")
 @click.option(
-    "--last", "last_s", default="1h", show_default=True, metavar="TIME", callback=duration,
+    "--last", "last_s", default="1h", metavar="TIME", callback=duration,
     help="With --from-cluster: its load of this time, as far as the gateway remembers.",
 )  # fmt: skip
 @click.option(
-    "--requests", type=click.IntRange(10, 100_000), default=300, show_default=True, help="Requests of one run."
+    "--requests", type=click.IntRange(10, 100_000), default=300, help="Requests of one run."
 )
-@click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True, help="Seeds of each run.")
+@click.option("--seeds", type=click.IntRange(1, 100), default=3, help="Seeds of each run.")
 @click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
 @click.option(
     "--limit",

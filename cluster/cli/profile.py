@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 @click.command(cls=GroupedCommand)
 @client_options
 @click.option("-f", "--file", metavar="YAML", help="Start this cluster, measure it, and stop it.")
-@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True, help="With -f.")
-@click.option("-o", "--output", type=FILE, default="profile.json", show_default=True, help="Output file.")
-@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Measurements of every step.")
+@click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="With -f.")
+@click.option("-o", "--output", type=FILE, default="profile.json", help="Output file.")
+@click.option("--rounds", type=click.IntRange(1, 20), default=3, help="Measurements of every step.")
 @click.option("--json", "as_json", is_flag=True, help="Also print the profile as JSON.")
 def profile(
     endpoint: str, access: Access, file: str | None, runtime: str, output: Path, rounds: int, as_json: bool

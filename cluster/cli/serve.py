@@ -38,7 +38,7 @@ REPLICAS = click.IntRange(1, 1024)
     "--tensor-parallel-size", "-tp", type=REPLICAS, metavar="N",
     help="Ranks (GPUs or processes) that share each layer of a worker. Not with -f. [default: 1]",
 )  # fmt: skip
-@cluster_option("--runtime", type=click.Choice(["ray", "local"]), default="ray", show_default=True,
+@cluster_option("--runtime", type=click.Choice(["ray", "local"]), default="ray",
     help="local: everything in this process, for debugging.")  # fmt: skip
 @server_option("--port", type=PORT, help="gRPC port, 0 for any free one. [default: 50051]")
 @server_option(

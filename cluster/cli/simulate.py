@@ -35,12 +35,12 @@ output = grouped("Output")
 @system("--compare", metavar="A,B,...", help="Systems to compare on equal workers; see above.")
 @system("--model", metavar="NAME", help="With --compare: model, such as llama-2-70b.")
 @system("--hardware", metavar="GPU", help="GPU, such as h100-80gb: with --compare, or for pools that name none.")
-@system("--workers", type=click.IntRange(1), default=8, show_default=True, help="With --compare: number of workers.")
-@system("--tensor", type=click.IntRange(1), default=1, show_default=True, help="Tensor parallel size of a worker.")
-@system("--pipeline", type=click.IntRange(1), default=1, show_default=True, help="Pipeline parallel size of a worker.")
+@system("--workers", type=click.IntRange(1), default=8, help="With --compare: number of workers.")
+@system("--tensor", type=click.IntRange(1), default=1, help="Tensor parallel size of a worker.")
+@system("--pipeline", type=click.IntRange(1), default=1, help="Pipeline parallel size of a worker.")
 @system("--prefills", type=click.IntRange(1), help="Prefill workers of disaggregated systems. [default: balanced]")
 @system(
-    "--network", type=click.Choice(("cross", "node")), default="cross", show_default=True, help="Link that KV takes."
+    "--network", type=click.Choice(("cross", "node")), default="cross", help="Link that KV takes."
 )
 @load("--workload", "source", required=True, metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4.")
 @goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
@@ -55,10 +55,10 @@ output = grouped("Output")
 )
 @load("--rates", metavar="R,R,...", help="Also run at these requests/s, for latency curves.")
 @goodput(
-    "--requests", type=click.IntRange(10), default=300, show_default=True, help="Minimum requests of a goodput probe."
+    "--requests", type=click.IntRange(10), default=300, help="Minimum requests of a goodput probe."
 )
-@load("--seed", type=int, default=0, show_default=True, help="Seed of everything generated.")
-@goodput("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds of a goodput search.")
+@load("--seed", type=int, default=0, help="Seed of everything generated.")
+@goodput("--seeds", type=click.IntRange(1), default=3, help="Seeds of a goodput search.")
 @click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
 @output("-o", "--out", type=FOLDER, help="Output folder: report, pictures, JSON.")
 @output("--trace", "wants_trace", is_flag=True, help="With -o: also Gantt charts and a Perfetto file of every step.")

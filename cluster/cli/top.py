@@ -31,7 +31,7 @@ def top(endpoint: str, access: Access, interval_s: float, deadline_s: float | No
     KV/s       KV received by a worker
     hits       share of prompt tokens that were cached
 
-    Requests, tokens and SLO attainment are those of the gateway that answers. Without a terminal it prints one snapshot.
+    Requests, tokens and SLO attainment are those of the gateway that answers. Without a terminal: one snapshot.
 
     \b
     Example:

@@ -57,7 +57,7 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
 @click.option("--last", "last_s", metavar="TIME", callback=duration, help="Up to now: 60s, 5m or 1h. [default: 60s]")
 @click.option("--from", "begin_ns", metavar="TIME", callback=_moment, help="Such as 14:05:09, by the gateway's clock.")
 @click.option("--to", "end_ns", metavar="TIME", callback=_moment, help="End of the window. [default: now]")
-@click.option("-o", "--out", type=FILE, default=Path("trace.json"), show_default=True, help="Output file.")
+@click.option("-o", "--out", type=FILE, default=Path("trace.json"), help="Output file.")
 def trace(
     endpoints: tuple[str, ...],
     access: Access,

@@ -25,14 +25,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.runtime.interface import ServiceHandle, WorkerHandle, WorkerOrder, WorkerStub
 from cluster.runtime.logs import begin as begin_logs
 from cluster.runtime.placement import Node, bundle, listed, selectors, shortage, would_fit
-from cluster.runtime.ray_metrics import WorkerMetrics
 from cluster.runtime.ray_ranks import RayRanks, on_this_node, rank_options
 from cluster.runtime.rpc_stub import CALL_TIMEOUT_S, RpcAddress, RpcStub
 from cluster.runtime.runtime_errors import NoAnswer, RuntimeUnavailable, WorkerGone
 from cluster.runtime.sessions import withdraw
 from cluster.spec import LogSpec
 from diptych.watchdog import patient_timeout
-from workers.stats import WorkerInfo, WorkerStats
+from workers.stats import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +77,8 @@ class _WorkerActor:
         config = on_this_node(order.config)
         self._host, self._secret = config.transfer.host, config.secret.encode()
         self._server = build_worker(config, heartbeat_s=order.heartbeat_s, launcher=RayRanks(order, logs))
-        self._rpc = WorkerRpcServer(self._server.incarnation, self._secret, self._server.worker, self._on_stats)
+        self._rpc = WorkerRpcServer(self._server.incarnation, self._secret, self._server.worker)
         self._listening: asyncio.Task[int] | None = None
-        self._metrics = WorkerMetrics(config.name, config.pool)
 
     async def incarnation(self) -> str:
         return self._server.incarnation
@@ -105,9 +103,6 @@ class _WorkerActor:
     async def close(self) -> None:
         await self._server.close()
         await self._rpc.close()
-
-    def _on_stats(self, stats: WorkerStats) -> None:
-        self._metrics.update(stats, asyncio.get_running_loop().time())
 
 
 class _ServiceActor:

@@ -19,7 +19,6 @@ from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerEr
 from workers.request import TokensOut
 from workers.rpc_server import WorkerRpcServer
 from workers.server import WorkerServer
-from workers.stats import WorkerStats
 
 SECRET = b"a secret"
 CONFIG = WorkerConfig(
@@ -28,15 +27,14 @@ CONFIG = WorkerConfig(
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[WorkerServer, WorkerRpcServer, RpcAddress, list[WorkerStats]]]:
+async def served() -> AsyncIterator[tuple[WorkerServer, WorkerRpcServer, RpcAddress]]:
     """A modelled worker that takes no time, and its RPC server."""
     server = build_worker(CONFIG)
-    stats: list[WorkerStats] = []
-    rpc = WorkerRpcServer(server.incarnation, SECRET, server.worker, stats.append)
+    rpc = WorkerRpcServer(server.incarnation, SECRET, server.worker)
     await server.open()
     port = await rpc.start("127.0.0.1")
     try:
-        yield server, rpc, RpcAddress("127.0.0.1", port, SECRET), stats
+        yield server, rpc, RpcAddress("127.0.0.1", port, SECRET)
     finally:
         await server.close()
         await rpc.close()
@@ -60,7 +58,7 @@ async def answer(reader: BundleReader, key: str) -> tuple[int, ...]:
 
 
 async def test_calls_and_outputs_are_those_of_the_worker() -> None:
-    async with served() as (server, _, address, stats):
+    async with served() as (server, _, address):
         remote = stub(server, address)
         worker = cast(WorkerStub, remote)
         await asyncio.gather(*(worker.holds(f"none-{n}") for n in range(100)))  # one connection, many calls
@@ -68,7 +66,6 @@ async def test_calls_and_outputs_are_those_of_the_worker() -> None:
         await worker.generate(request("a", (1, 2, 3), max_tokens=9))
         assert len(await answer(reader, "a/0")) == 9
         assert not await worker.holds("a/0")
-        assert stats and stats[-1].total_blocks == server.worker().engine.stats().total_blocks
         await worker.check()
         await reader.close()
         await remote.disconnect()
@@ -77,7 +74,7 @@ async def test_calls_and_outputs_are_those_of_the_worker() -> None:
 
 
 async def test_a_connection_that_breaks_again_and_again_loses_and_doubles_no_token() -> None:
-    async with served() as (server, rpc, address, _):
+    async with served() as (server, rpc, address):
         remote: Any = stub(server, address)
         reader = await BundleReader.open(remote, "test")
         wanted = [request(f"r{n}", (n + 1, 2, 3), max_tokens=60) for n in range(12)]
@@ -109,7 +106,7 @@ async def test_a_connection_that_breaks_again_and_again_loses_and_doubles_no_tok
 
 
 async def test_errors_arrive_with_their_class_and_arguments() -> None:
-    async with served() as (server, _, address, _):
+    async with served() as (server, _, address):
         remote: Any = stub(server, address)
         reader = await BundleReader.open(remote, "test")
         with pytest.raises(InvalidRequest, match="prompt: is empty") as invalid:
@@ -141,7 +138,7 @@ async def test_errors_arrive_with_their_class_and_arguments() -> None:
 
 
 async def test_a_worker_that_ends_is_noticed_by_the_calls_that_wait() -> None:
-    async with served() as (server, rpc, address, _):
+    async with served() as (server, rpc, address):
         remote: Any = stub(server, address)
         reader = await BundleReader.open(remote, "me")
         await rpc.close()
@@ -159,7 +156,7 @@ async def test_a_worker_that_ends_is_noticed_by_the_calls_that_wait() -> None:
     [(b"another", "", "don't share one secret"), (SECRET, "another", "another has ended")],
 )
 async def test_a_stranger_or_an_ended_incarnation_is_not_admitted(secret: bytes, incarnation: str, reason: str) -> None:
-    async with served() as (server, _, address, _):
+    async with served() as (server, _, address):
         remote: Any = stub(server, address._replace(secret=secret), incarnation=incarnation)
         for _ in range(2):
             with pytest.raises(WorkerGone, match=reason):
@@ -168,7 +165,7 @@ async def test_a_stranger_or_an_ended_incarnation_is_not_admitted(secret: bytes,
 
 
 async def test_a_port_that_nobody_listens_on_and_a_call_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served() as (server, _, address, _):
+    async with served() as (server, _, address):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             remote: Any = stub(server, address._replace(port=unused.getsockname()[1]), incarnation="nobody")
@@ -202,7 +199,7 @@ async def test_a_call_that_waits_for_the_connection_fails_when_the_stub_is_disco
 
 
 async def test_a_stub_that_was_disconnected_before_it_was_used_opens_no_connection() -> None:
-    async with served() as (server, _, address, _):
+    async with served() as (server, _, address):
         remote: Any = stub(server, address)
         await remote.disconnect()
         with pytest.raises(WorkerGone, match="this end closed the connection"):
@@ -210,7 +207,7 @@ async def test_a_stub_that_was_disconnected_before_it_was_used_opens_no_connecti
 
 
 async def test_an_error_whose_arguments_cannot_be_sent_keeps_its_message() -> None:
-    async with served() as (server, _, address, _):
+    async with served() as (server, _, address):
         remote: Any = stub(server, address)
 
         async def refused(key: str) -> bool:

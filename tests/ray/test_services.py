@@ -13,7 +13,6 @@ import httpx2
 import psutil
 import pytest
 import pytest_asyncio
-from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.spec import HealthSpec
 from diptych.client import Answer, AsyncClient, answer_of
@@ -35,7 +34,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     folder = Path(tmp_path_factory.mktemp("services"))
     document = laptop(model=str(write_tiny_llama(folder / "tiny")))
     document["gateway"]["http_port"] = free_port()
-    async with served(document, folder, RAY_metrics_report_interval_ms="1000") as subject:
+    async with served(document, folder) as subject:
         yield subject
 
 
@@ -58,23 +57,6 @@ async def answer_with_retry(endpoint: str, timeout_s: float) -> int:
                 await asyncio.sleep(0.2)
 
 
-async def ray_metric(subject: Served, name: str, workers: set[str]) -> dict[str, float]:
-    """A metric by worker, once the node's agent exports it for all of `workers`."""
-    family = psutil.Process(subject.process.pid).children(recursive=True)
-    (agent,) = [each for each in family if "DashboardAgent" in " ".join(each.cmdline())]
-    ports = {each.laddr.port for each in agent.net_connections() if each.status == psutil.CONN_LISTEN}
-    async with asyncio.timeout(60.0), httpx2.AsyncClient(trust_env=False, timeout=5.0) as http:
-        while True:
-            for port in ports:
-                with contextlib.suppress(httpx2.HTTPError):  # one of them speaks gRPC
-                    answer = await http.get(f"http://127.0.0.1:{port}/metrics")
-                    families = text_string_to_metric_families(answer.text if answer.status_code == 200 else "")
-                    samples = [sample for family in families for sample in family.samples if sample.name == name]
-                    if {sample.labels["worker"] for sample in samples} >= workers:
-                        return {sample.labels["worker"]: sample.value for sample in samples}
-            await asyncio.sleep(0.2)
-
-
 async def command(*arguments: str) -> asyncio.subprocess.Process:
     """Run `diptych` as from another shell of the same user, without RAY_* variables."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -91,17 +73,6 @@ def test_a_ray_of_our_own_has_no_process_that_does_nothing_here(subject: Served)
     commands = [" ".join(each.cmdline()) for each in psutil.Process(subject.process.pid).children(recursive=True)]
     assert any("gcs_server" in command for command in commands)
     assert not [command for command in commands if "log_monitor.py" in command or "/autoscaler/" in command]
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_workers_export_transfer_metrics_to_ray(subject: Served) -> None:
-    async with AsyncClient(subject.endpoint) as client:
-        done = await client.complete([5, 6, 7] * 20, max_tokens=4, temperature=0.0)
-    (report,) = done.completed.transfers
-    fetched = await ray_metric(subject, "ray_diptych_worker_transfer_bytes_total", {"decode-0"})
-    assert fetched == {"decode-0": report.num_bytes}
-    both = {"prefill-0", "decode-0"}
-    assert set(await ray_metric(subject, "ray_diptych_worker_kv_used_ratio", both)) == both
 
 
 async def streamed(endpoint: str, began: asyncio.Event) -> Answer:

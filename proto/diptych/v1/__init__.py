@@ -1,1 +1,1 @@
-"""The wire schema's generated code. Made by `python -m cluster.frontend.grpc.generate_stubs`; do not edit."""
+"""The wire schema's generated code. Made by `python proto/generate_stubs.py`; do not edit."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.events import Accepted, AnswerEnd, Completed, Queued
-from cluster.frontend.grpc.generate_stubs import ROOT, generate
+from generate_stubs import ROOT, generate
 from cluster.frontend.text import TextDelta, TextEvent
 from cluster.observe.ledger import PHASES, LatencyLedger
 from diptych.messages import event_message, events_from
@@ -62,5 +62,5 @@ def test_committed_stubs_match_the_schema(tmp_path: Path) -> None:
     assert [path.name for path in made] == [path.name for path in committed]
     for fresh, old in zip(made, committed, strict=True):
         assert fresh.read_text() == old.read_text(), (
-            f"{old.name} is stale; run python -m cluster.frontend.grpc.generate_stubs"
+            f"{old.name} is stale; run python proto/generate_stubs.py"
         )

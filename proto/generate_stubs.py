@@ -1,11 +1,11 @@
-"""Generates the stubs beside the .proto files: `python -m cluster.frontend.grpc.generate_stubs`; needs grpcio-tools."""
+"""Generates the stubs beside the .proto files: `python proto/generate_stubs.py`; needs grpcio-tools."""
 
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3] / "proto"
+ROOT = Path(__file__).resolve().parent
 
 
 def generate(target: Path = ROOT) -> list[Path]:
