@@ -102,7 +102,10 @@ def one_line(error: BaseException) -> str:
     return f"unexpected {type(error).__name__}: {text} (run again with --debug for the traceback)"
 
 
-@click.group(cls=DiptychGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True})
+@click.group(
+    cls=DiptychGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.version_option(package_name="diptych", prog_name="diptych")
 def main(debug: bool) -> None:

@@ -50,5 +50,3 @@ def unload(name: str, endpoint: str, access: Access, revision: int, as_json: boo
     """
     new = change(endpoint, access, lambda client: client.unload_adapter(name, revision=revision))
     print_change(as_json, new, f"{name}: not served any more", adapter=name)
-
-

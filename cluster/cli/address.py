@@ -36,8 +36,12 @@ ACCESS = (
     connection("--ca", type=FILE, envvar="DIPTYCH_CA", help="CA certificates (PEM) to verify the gateway with."),
     connection("--cert", type=FILE, envvar="DIPTYCH_CERT", help="Client certificate (PEM)."),
     connection("--cert-key", type=FILE, envvar="DIPTYCH_CERT_KEY", help="Private key of --cert."),
-    connection("--key-file", type=FILE, envvar="DIPTYCH_KEY_FILE",
-        help="File whose first line is the API key. [default: the key in $DIPTYCH_API_KEY]"),  # fmt: skip
+    connection(
+        "--key-file",
+        type=FILE,
+        envvar="DIPTYCH_KEY_FILE",
+        help="File whose first line is the API key. [default: the key in $DIPTYCH_API_KEY]",
+    ),
 )
 
 FILES = (

@@ -25,7 +25,9 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
     help=f"grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://). {DEFAULT}",
 )
 @access_options
-@connection("--model", default="", show_default=False, metavar="NAME", help="Model to ask. [default: the only one there]")
+@connection(
+    "--model", default="", show_default=False, metavar="NAME", help="Model to ask. [default: the only one there]"
+)
 @connection(
     "--api-key", default="", show_default=False, envvar="OPENAI_API_KEY", metavar="KEY",
     help="With http://. [default: $OPENAI_API_KEY]",
@@ -45,9 +47,7 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
 @workload("--count", type=click.IntRange(1), metavar="N", help="Requests in all, with --concurrency and no --workload.")
 @workload("--lengths", metavar="P/O", help="Prompt/output tokens, with --count. [default: 128/64]")
 @goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
-@goodput(
-    "--attainment", "target", type=SHARE, default=0.9, help="Share of requests that must meet it."
-)
+@goodput("--attainment", "target", type=SHARE, default=0.9, help="Share of requests that must meet it.")
 @goodput("--tolerance", type=POSITIVE, default=0.1, help="Relative precision of the search.")
 @workload("--rates", metavar="R,R,...", help="Also run at these requests/s; with --compare, at these only.")
 @compared("--compare", is_flag=True, help="Measure CONFIGURATIONS (cluster YAMLs or http:// endpoints) in turn.")

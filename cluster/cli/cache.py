@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
 from cluster.cli.address import client_options
 from cluster.cli.groups import JSON, GroupedCommand, seconds
 from cluster.cli.screen import console, plain_table, print_json, progress_bar
@@ -16,8 +17,12 @@ from diptych.access import Access
 if TYPE_CHECKING:
     from diptych.view import CachedPrompt
 
-POOL = click.option("--pool", default="", show_default=False, help="Only on workers of this pool. [default: all that prefill]")
-TENANT = click.option("--tenant", default="", show_default=False, help="Whose requests find it; without gateway.share_prefixes.")
+POOL = click.option(
+    "--pool", default="", show_default=False, help="Only on workers of this pool. [default: all that prefill]"
+)
+TENANT = click.option(
+    "--tenant", default="", show_default=False, help="Whose requests find it; without gateway.share_prefixes."
+)
 CHAT = click.option("--chat", is_flag=True, help="Prompts are users' messages: apply the model's chat template.")
 SHOWN_CHARS = 40
 

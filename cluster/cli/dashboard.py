@@ -228,4 +228,3 @@ def _events(events: tuple[tuple[float, ClusterEvent], ...]) -> Iterator[tuple[fl
             subject = " ".join(filter(None, (each.worker, each.request_id)))
             more = f" (and {count - 1} more)" if count > 1 else ""
             yield age_s, f"{each.kind}{more}: {subject}{': ' if subject else ''}{each.text}"
-

@@ -30,7 +30,14 @@ output = grouped("Output")
 @client_options
 @seconds("--timeout", "Give up after this time.")
 def generate(
-    text: str, endpoint: str, access: Access, raw: bool, timeout_s: float | None, report: bool, as_json: bool, **sampling: Any
+    text: str,
+    endpoint: str,
+    access: Access,
+    raw: bool,
+    timeout_s: float | None,
+    report: bool,
+    as_json: bool,
+    **sampling: Any,
 ) -> None:
     """Answer TEXT as a user's message ("-" reads it from standard input).
 

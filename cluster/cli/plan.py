@@ -82,12 +82,8 @@ class PlanOptions:
 @click.option("--ttft", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @click.option("--tpot", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
 @click.option("--target", type=float, default=0.9, help="Share of requests that must meet the SLO.")
-@click.option(
-    "--objective", type=click.Choice(("gpus", "cost", "power", "throughput")), default="gpus"
-)
-@click.option(
-    "--network", type=click.Choice(("fast", "slow")), default="fast", help="Network between nodes."
-)
+@click.option("--objective", type=click.Choice(("gpus", "cost", "power", "throughput")), default="gpus")
+@click.option("--network", type=click.Choice(("fast", "slow")), default="fast", help="Network between nodes.")
 @click.option(
     "--price",
     multiple=True,
@@ -95,9 +91,7 @@ class PlanOptions:
     help="Dollars an hour of one GPU, or a JSON file of {name: dollars}; repeatable; with --from-cluster of a pool. "
     "[default: dated list prices]",
 )
-@click.option(
-    "--source", "costs", default="best", help="Source of step times: best, roofline, vidur, ..."
-)
+@click.option("--source", "costs", default="best", help="Source of step times: best, roofline, vidur, ...")
 @click.option("--kv-dtype", type=click.Choice(QUANTIZED), help="KV dtype. [default: of the weights]")
 @click.option("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
 @click.option("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
@@ -108,9 +102,7 @@ class PlanOptions:
     "--last", "last_s", default="1h", metavar="TIME", callback=duration,
     help="With --from-cluster: its load of this time, as far as the gateway remembers.",
 )  # fmt: skip
-@click.option(
-    "--requests", type=click.IntRange(10, 100_000), default=300, help="Requests of one run."
-)
+@click.option("--requests", type=click.IntRange(10, 100_000), default=300, help="Requests of one run.")
 @click.option("--seeds", type=click.IntRange(1, 100), default=3, help="Seeds of each run.")
 @click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
 @click.option(

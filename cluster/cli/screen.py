@@ -100,7 +100,8 @@ def answer_json(answer: "Answer") -> dict[str, Any]:
         "ttft_s": ledger.ttft_ns / 1e9,
         "total_s": ledger.total_ns / 1e9,
         "ledger_s": {
-            name: {phase: ns / 1e9 for phase, ns in part} for name, part in (("first", ledger.first), ("rest", ledger.rest))
+            name: {phase: ns / 1e9 for phase, ns in part}
+            for name, part in (("first", ledger.first), ("rest", ledger.rest))
         },
         "transfers": [asdict(report) for report in completed.transfers],
         **({} if answer.queued is None else {"queued": asdict(answer.queued)}),

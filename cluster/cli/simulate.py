@@ -39,9 +39,7 @@ output = grouped("Output")
 @system("--tensor", type=click.IntRange(1), default=1, help="Tensor parallel size of a worker.")
 @system("--pipeline", type=click.IntRange(1), default=1, help="Pipeline parallel size of a worker.")
 @system("--prefills", type=click.IntRange(1), help="Prefill workers of disaggregated systems. [default: balanced]")
-@system(
-    "--network", type=click.Choice(("cross", "node")), default="cross", help="Link that KV takes."
-)
+@system("--network", type=click.Choice(("cross", "node")), default="cross", help="Link that KV takes.")
 @load("--workload", "source", required=True, metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4.")
 @goodput("--ttft", "ttft_s", type=float, metavar="SECONDS", help="SLO: time to first token.")
 @goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
@@ -54,9 +52,7 @@ output = grouped("Output")
     help="Share of requests that must meet it; repeatable. [default: 0.9 and 0.99]",
 )
 @load("--rates", metavar="R,R,...", help="Also run at these requests/s, for latency curves.")
-@goodput(
-    "--requests", type=click.IntRange(10), default=300, help="Minimum requests of a goodput probe."
-)
+@goodput("--requests", type=click.IntRange(10), default=300, help="Minimum requests of a goodput probe.")
 @load("--seed", type=int, default=0, help="Seed of everything generated.")
 @goodput("--seeds", type=click.IntRange(1), default=3, help="Seeds of a goodput search.")
 @click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")

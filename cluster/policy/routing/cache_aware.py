@@ -168,4 +168,3 @@ class Mooncake(MooncakeLocal):
         lending_s = latency.lent_seconds(owner, self.match(ask, owner), here, fetched_tokens)
         moving_s = latency.transfer_seconds(worker, fetched_tokens - here.ready_tokens)
         return computing_s - rest_s - lending_s - moving_s
-

@@ -4,11 +4,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from generate_stubs import ROOT, generate
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.events import Accepted, AnswerEnd, Completed, Queued
-from generate_stubs import ROOT, generate
 from cluster.frontend.text import TextDelta, TextEvent
 from cluster.observe.ledger import PHASES, LatencyLedger
 from diptych.messages import event_message, events_from
@@ -61,6 +61,4 @@ def test_committed_stubs_match_the_schema(tmp_path: Path) -> None:
     committed = sorted(ROOT.glob("diptych/v1/*_pb2*.py*"))
     assert [path.name for path in made] == [path.name for path in committed]
     for fresh, old in zip(made, committed, strict=True):
-        assert fresh.read_text() == old.read_text(), (
-            f"{old.name} is stale; run python proto/generate_stubs.py"
-        )
+        assert fresh.read_text() == old.read_text(), f"{old.name} is stale; run python proto/generate_stubs.py"

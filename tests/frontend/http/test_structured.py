@@ -62,7 +62,10 @@ def schema(value: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs.json_object"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs.regex"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs.regex",
+        ),
         ({"structured_outputs": {"regex": "a" * (65 << 10)}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
@@ -107,7 +110,9 @@ async def test_a_hostile_grammar_ends_only_its_process(real: Clients, dispatcher
     for text, why in ((rules, "too deep or too large"), (cross, "takes more than 2 s to compile")):
         answer = await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": text}})
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
-    good = await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}})
+    good = await real.http.post(
+        "/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}
+    )
     assert good.status_code == 200, good.text
     (request,) = dispatcher.requests
     assert request.sampling.grammar is not None and request.sampling.grammar.kind == "lark"

@@ -92,4 +92,3 @@ class RoundRobin(PerPhaseRouter):
     @property
     def reason(self) -> str:
         return "round-robin"
-
