@@ -2,17 +2,24 @@
 
 The first signal cancels the work; its `finally` blocks run, and running requests get some time to finish. The second
 signal cancels those requests or, before the cluster serves, kills all child processes. Later signals are ignored.
+
+systemd, a container runtime or a terminal may signal Ray's processes as well. Calls to a Ray that has ended block this
+process for a minute, so it ends without them.
 """
 
 import asyncio
 import os
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import psutil
+
     from cluster.serving import Serving
     from cluster.spec import ClusterSpec
 
@@ -20,6 +27,8 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GONE = "the cluster is gone: its controller does not answer any more"
 GRACE = "Time that running requests get to finish after Ctrl-C or SIGTERM; a second one cuts them."
+RAY_SERVER = "gcs_server"  # the process that all calls to a local Ray need
+RAY_GONE_S = 3.0  # from its end until this process ends; `ray.shutdown` ends it, too, and returns sooner
 
 
 class Interrupts:
@@ -55,24 +64,49 @@ class Interrupts:
         if self._loop.is_closed() or self._received > 2:
             return
         if self._received == 1:
+            threading.Thread(target=_end_after_ray, daemon=True).start()
             self._loop.call_soon_threadsafe(self._task.cancel)
         elif self._serves:
             self._loop.call_soon_threadsafe(self._cut.set)
         else:
-            _end_at_once()
+            _end_at_once(_children(), 128 + signal.SIGINT)  # the start of Ray cannot be interrupted otherwise
 
 
-def _end_at_once() -> None:
-    """Kill all child processes and exit: the start of Ray cannot be interrupted otherwise."""
-    with suppress(ImportError):  # without psutil there is no Ray either
+def _children() -> "list[psutil.Process]":
+    """Of this process, and theirs."""
+    try:
+        import psutil
+    except ImportError:  # then there is no Ray either
+        return []
+    return psutil.Process().children(recursive=True)
+
+
+def _end_after_ray() -> None:
+    """On a thread: if a Ray that runs here ends and this process does not, end all its children and itself."""
+    children = _children()
+    servers = [each for each in children if _is_ray(each)]
+    if servers:
         import psutil
 
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                child.kill()
+        psutil.wait_procs(servers)
+        time.sleep(RAY_GONE_S)
+        _end_at_once(children, 0)
+
+
+def _is_ray(process: "psutil.Process") -> bool:
+    with suppress(Exception):  # it has ended
+        return process.name() == RAY_SERVER
+    return False
+
+
+def _end_at_once(children: "list[psutil.Process]", status: int) -> None:
+    """Kill them and exit."""
+    for child in children:
+        with suppress(Exception):  # it has ended
+            child.kill()
     with suppress(OSError):
         os.write(2, b"closed\n")
-    os._exit(128 + signal.SIGINT)
+    os._exit(status)
 
 
 @asynccontextmanager

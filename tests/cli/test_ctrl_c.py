@@ -16,6 +16,7 @@ import pytest
 import ray
 import yaml
 
+from cluster.cli.lifetime import RAY_SERVER
 from cluster.runtime.ray_start import _started, open_ray
 from cluster.runtime.runtime_errors import RuntimeUnavailable
 from cluster.spec_file import laptop_spec
@@ -187,5 +188,36 @@ def test_the_second_ctrl_c_during_startup_kills_all_processes() -> None:
     assert process.stdout.readline() == "cancelled\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(STOP_S) == 130
+    assert process.stderr.read() == "closed\n"
+    child.wait(STOP_S)
+
+
+BLOCKED = """
+import asyncio, subprocess, sys, time
+from cluster.cli.lifetime import run
+async def work():
+    server = subprocess.Popen([sys.argv[1], "60"])
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    print(child.pid, flush=True)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        time.sleep(60)  # as calls to a Ray that is gone
+run(work())
+"""
+
+
+def test_a_signal_to_rays_processes_too_ends_all_in_seconds(tmp_path: Path) -> None:
+    """As systemd and some containers send it."""
+    server = tmp_path / RAY_SERVER
+    server.symlink_to("/bin/sleep")
+    command = [sys.executable, "-c", BLOCKED, str(server)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(STOP_S) == 0
     assert process.stderr.read() == "closed\n"
     child.wait(STOP_S)
