@@ -198,23 +198,33 @@ def workers_table(view: ClusterView) -> "Table":
     table = plain_table(*headers, *more, "detail")
     colours = {"ready": "green", "starting": "yellow", "draining": "yellow", "dead": "red"}
     for worker in view.workers:
-        stats, state = worker.stats, worker.state.value
+        state = worker.state.value
         table.add_row(
             worker.name,
             _role(worker, view),
             f"[{colours[state]}]{state}[/]",
             str(worker.pid or ""),
             worker.node,
-            str(stats.running),
-            str(stats.waiting),
-            f"{stats.queued_tokens} tok",
-            f"{stats.free_blocks}/{stats.total_blocks}",
-            f"{stats.step_s * 1e3:.1f} ms",
+            *_load(worker),
             *([_ranks(worker), _bubble(worker)] if in_gangs else []),
             *([str(worker.restarts)] if restarted else []),
-            worker.trouble,
+            _detail(worker),
         )
     return table
+
+
+def _load(worker: WorkerView) -> tuple[str, ...]:
+    """Cells of `workers_table`; empty for a dead worker."""
+    stats = worker.stats
+    if worker.state is WorkerState.DEAD:
+        return ("",) * 5
+    blocks = f"{stats.free_blocks}/{stats.total_blocks}"
+    return str(stats.running), str(stats.waiting), f"{stats.queued_tokens} tok", blocks, f"{stats.step_s * 1e3:.1f} ms"
+
+
+def _detail(worker: WorkerView) -> str:
+    heard = worker.state is WorkerState.DEAD and worker.age_s > 0.0
+    return "; ".join(filter(None, (worker.trouble, f"last heard from {worker.age_s:.0f} s ago" if heard else "")))
 
 
 def _role(worker: WorkerView, view: ClusterView) -> str:

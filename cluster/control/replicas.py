@@ -264,7 +264,8 @@ class ReplicaManager:
             self._show(self.view.state, detail="", failures=0)
 
     def _show(self, state: WorkerState, **facts: str | float) -> None:
-        self._publish(replace(self.view, state=state, **facts))
+        stats = WorkerStats() if state is WorkerState.DEAD else self.view.stats  # they ended with its process
+        self._publish(replace(self.view, state=state, stats=stats, **facts))
 
     def _publish(self, view: WorkerView) -> None:
         self.view = view

@@ -73,6 +73,7 @@ class WorkerDiscovery:
         self._background: set[asyncio.Task[None]] = set()
         self._following: list[asyncio.Task[None]] = []
         self.clients: dict[str, WorkerClient] = {}
+        self._heard_s: dict[str, float] = {}  # of members without a client: when its last one heard from them
         self._role_changes: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> None:
@@ -131,7 +132,9 @@ class WorkerDiscovery:
 
     def _aged(self, worker: WorkerView, now_s: float) -> WorkerView:
         client = self.clients.get(worker.name)
-        if client is None or client.view.incarnation != worker.incarnation:
+        if client is None:
+            return structs.replace(worker, age_s=now_s - self._heard_s.get(worker.name, now_s))
+        if client.view.incarnation != worker.incarnation:
             return worker
         return structs.replace(worker, age_s=now_s - client.last_bundle_s)
 
@@ -216,11 +219,13 @@ class WorkerDiscovery:
                 self._in_background(client.close())
                 del self.clients[name]
                 self._sent.pop(name, None)
+                self._heard_s[name] = client.last_bundle_s
                 if self._caches is not None:
                     self._caches.forget(name)
             is_ready = member is not None and member.handle is not None and member.view.state is WorkerState.READY
             if member is not None and is_ready and name not in self.clients:
                 self.clients[name] = self._connect(member)
+        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in members}
         self._seen = {name: self._seen.get(name, member.view) for name, member in members.items()}
         self._stale.update(member.view.name for member in changed)
         self._routing_view = None

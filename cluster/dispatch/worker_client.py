@@ -92,7 +92,7 @@ class WorkerClient:
             return published
         seen = replace(published, stats=self.stats)
         if published.state is WorkerState.READY and self.lost is not None:
-            seen = replace(seen, state=WorkerState.DEAD, detail=self.lost)
+            seen = replace(seen, state=WorkerState.DEAD, detail=self.lost, stats=WorkerStats())
         elif published.state is WorkerState.READY and not self.has_answered:
             seen = replace(seen, state=WorkerState.STARTING, detail="no answer yet")
         return seen

@@ -4,13 +4,15 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import cluster.control.replicas as cluster_pool
-from cluster.cli.screen import trouble_lines
+from cluster.cli.screen import trouble_lines, workers_table
 from cluster.control.replicas import CRASH_LOOP, MAX_RESTART_PAUSE_S, STEADY_S, pause_s
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, virtual
@@ -30,6 +32,7 @@ from workers.engine.executor import Executor
 from workers.errors import ModelError, RankLost
 from workers.executor.modelled import Modelled, modelled_facts, open_modelled
 from workers.server import WorkerServer
+from workers.stats import WorkerStats
 
 MODELS = {name: PoolModel(FAST) for name in ("prefill", "decode")}
 
@@ -61,6 +64,14 @@ def decode(runtime: Processes) -> WorkerView:
     return next(each for each in dispatcher(runtime).view.workers if each.name == "decode-0")
 
 
+def shown(runtime: Processes) -> str:
+    """By `diptych status`."""
+    screen = Console(width=300, file=StringIO())
+    screen.print(workers_table(dispatcher(runtime).view))
+    assert isinstance(screen.file, StringIO)
+    return screen.file.getvalue()
+
+
 def dispatcher(runtime: Processes) -> Any:
     return next(iter(runtime.services["gateway-0"].target._dispatchers.values()))
 
@@ -78,8 +89,12 @@ def test_a_failed_restart_is_retried_and_the_recovery_is_reported() -> None:
         worker = decode(runtime)
         assert (worker.state, worker.failures, worker.restarts) == (WorkerState.DEAD, 2, 2)
         assert worker.detail == "cannot start: RuntimeError: CUDA out of memory; next start in 10 s"
+        assert worker.stats == WorkerStats(), "they were of the process that died"
+        assert worker.age_s == pytest.approx(1.0, abs=0.3)
+        assert "next start in 10 s; last heard from 1 s ago" in shown(runtime)
         await asyncio.sleep(10.0)
         worker = decode(runtime)
+        assert worker.stats.total_blocks and "last heard" not in shown(runtime)
         assert worker.state is WorkerState.READY
         assert worker.detail == "back after 10 s (cannot start: RuntimeError: CUDA out of memory)"
         assert kinds(runtime) == ["lost", "back"]
