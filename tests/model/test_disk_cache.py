@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.open import SharedMemory
+from tests.engine.waiting import wait_for_fetches
 from tests.kv_store.slabs import FILE
 from tests.model.test_host_tier import PROMPTS
 from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig, TransferConfig, WorkerConfig
@@ -63,6 +64,14 @@ def disk_of(executor: SoloExecutor) -> DiskCache | None:
     return found
 
 
+async def written(executor: SoloExecutor) -> None:
+    """Wait for the writes that are in progress."""
+    disk = disk_of(executor)
+    async with asyncio.timeout(WAIT_S):
+        while disk is not None and disk.store._copies:
+            await asyncio.sleep(0.001)
+
+
 @dataclass
 class Client:
     """One worker, and its answers one after the other."""
@@ -109,10 +118,7 @@ async def answers(
         tokens.append(found)
         cached += not_computed
     disk = disk_of(executor)
-    if disk is not None:
-        async with asyncio.timeout(WAIT_S):
-            while disk.store._copies:  # writes that are still in progress
-                await asyncio.sleep(0.001)
+    await written(executor)
     listening.cancel()
     await worker.close()
     return tokens, cached, disk
@@ -194,11 +200,7 @@ async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: 
         assert (await worker.info()).disk_byte_s > 0.0
         for number, prompt in enumerate(asked):
             await client.answer(number, prompt)
-        disk = disk_of(executor)
-        assert disk is not None
-        async with asyncio.timeout(WAIT_S):
-            while disk.store._copies:
-                await asyncio.sleep(0.001)
+        await written(executor)
         await asyncio.sleep(0)  # the writes that have ended are told
         logged.append(log.names(Tier.DISK))
         listening.cancel()
@@ -206,8 +208,16 @@ async def test_the_cache_log_has_what_is_on_the_disk_also_after_a_restart(tiny: 
     assert logged[0] and logged[0] <= {name for prompt in prompts for name in chain(prompt)}
 
 
-async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(tiny: ModelFolder, tmp_path: Path) -> None:
-    """The other one runs at first, and has ended later. Each prompt has one name: its first 128 tokens."""
+async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(
+    tiny: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one runs at first, and has ended later. Each prompt has one name: its first 128 tokens.
+
+    Whatever is on the disk is read, however slow that is.
+    """
+    wait_for_fetches(monkeypatch)
+    monkeypatch.setattr("workers.engine.store_tiers.READ_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("workers.kv_store.kv_store.WRITE_TIMEOUT_S", WAIT_S)
     made = config(tmp_path, kv_blocks=42)
     made = replace(made, cache=CacheConfig(ByteSize(64 * BLOCK_BYTES), made.cache.disk))
     prompts = [tuple(3 + (7 * position + 31 * number) % 200 for position in range(150)) for number in range(6)]
@@ -218,7 +228,10 @@ async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(tiny: M
         clients.append(Client(worker))
         listening.append(asyncio.ensure_future(worker.subscribe("t", clients[-1].take)))
     await asyncio.sleep(0)
-    answered = [await clients[0].answer(number, prompt) for number, prompt in enumerate(prompts)]
+    answered = []
+    for number, prompt in enumerate(prompts):
+        answered.append(await clients[0].answer(number, prompt))
+        await written(executors[0])  # it drops blocks while its host memory is full of others
     logs = [client.worker.engine.pool.log for client in clients]
     async with asyncio.timeout(WAIT_S):
         while len(logs[0].names(Tier.DISK)) < 3 or logs[1].names(Tier.DISK) != logs[0].names(Tier.DISK):
