@@ -253,9 +253,9 @@ class Worker:
         prompt and sample, without waiting for `decode`. Outputs: TokensOut too.
         """
         self._require_open()
-        self.engine.begin_fetch(key)
+        self.engine.reservations.begin_fetch(key)
         if ticket is None:
-            self.engine.fetched(key, self._now_s(), num_tokens=0, starts_decoding=starts_decoding)
+            self.engine.reservations.fetched(key, self._now_s(), num_tokens=0, starts_decoding=starts_decoding)
             return self._changed()
         if key in self._fetches:
             raise WorkerError(f"{key} is being fetched already")
@@ -266,7 +266,7 @@ class Worker:
     async def decode(self, key: str, tokens: tuple[int, ...]) -> None:
         """Decode after these tokens, generated elsewhere, once the KV is here. Outputs: TokensOut."""
         self._require_open()
-        self.engine.decode(key, tokens, self._now_s())
+        self.engine.reservations.decode(key, tokens, self._now_s())
         self._changed()
         self._log(key, "decode after %d tokens computed elsewhere", len(tokens))
 
@@ -276,7 +276,7 @@ class Worker:
         It continues here until it is cancelled. None: it was preempted or has no full block. Raises `UnknownSequence`.
         """
         self._require_open()
-        lease = self.engine.offer_migration(key, most_tokens, self._now_s())
+        lease = self.engine.sequences.offer_migration(key, most_tokens, self._now_s())
         self._arm()
         return None if lease is None else self._ticket(lease)
 
@@ -317,7 +317,7 @@ class Worker:
         except TimeoutError:
             raise Overloaded(f"the prompt was not computed within {timeout_s:g} s", retry_after_s=1.0) from None
         finally:
-            self.engine.abort(request.key)
+            self.engine.sequences.abort(request.key)
             failure = self._warming.pop(request.key)
         if failure:
             raise WorkerError(f"the prompt was not computed: {failure}")
@@ -342,7 +342,7 @@ class Worker:
         if (task := self._fetches.get(key)) is not None:
             task.cancel()
         self._kv_fetcher.cancel(key)
-        self.engine.fail(key, "it was canceled")
+        self.engine.sequences.fail(key, "it was canceled")
         self._changed()
         self._routes.pop(key, None)
 
@@ -497,7 +497,7 @@ class Worker:
     def _forget(self, key: str) -> None:
         self._routes.pop(key, None)
         self._kv_fetcher.cancel(key)
-        self.engine.abort(key)
+        self.engine.sequences.abort(key)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Put the engine's outputs into mailboxes, wake the readers of leases, and grant reservations."""

@@ -109,7 +109,7 @@ def test_a_request_that_its_worker_lost_silently_is_retried(worker: str) -> None
             victim = subject.workers[worker]
             ((key, _),) = victim._routes.items()
             del victim._routes[key]
-            assert victim.engine.abort(key)
+            assert victim.engine.sequences.abort(key)
             begun_s = asyncio.get_running_loop().time()
             events = await running
             assert tokens_of(events) == exact("a", length, 40) and completed(events).attempts == 2

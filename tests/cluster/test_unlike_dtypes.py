@@ -105,8 +105,8 @@ async def test_a_restart_on_another_worker_of_the_pool_gives_the_same_answer(
         async for event in generate(subject.dispatcher, FIRST):
             events.append(event)
             if isinstance(event, Delta) and event.first_position == lost_after - 1:
-                (worker,) = [each for each in subject.workers.values() if each.engine._sequences]
-                (key,) = worker.engine._sequences
-                worker.engine.fail(key, "the test loses it")
+                (worker,) = [each for each in subject.workers.values() if len(each.engine.sequences)]
+                (lost,) = worker.engine.sequences
+                worker.engine.sequences.fail(lost.key, "the test loses it")
                 worker._changed()
         assert completed(events).attempts == 2 and answer(events) == whole

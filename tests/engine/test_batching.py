@@ -289,9 +289,9 @@ def test_adaptive_pauses_prompts_for_a_stream_that_arrived_during_a_step_while_f
 
     def arrive(name: str, max_tokens: int, at_s: float) -> None:
         sequence = request(name, prompt(5, 60), max_tokens=max_tokens, slo=slo)
-        subject.reserve(sequence, at_s)
-        subject.fetched(sequence.key, at_s)
-        subject.decode(sequence.key, [7], at_s)
+        subject.reservations.reserve(sequence, at_s)
+        subject.reservations.fetched(sequence.key, at_s)
+        subject.reservations.decode(sequence.key, [7], at_s)
 
     for number in range(arrivals_before):
         arrive(f"early-{number}", 2, timed.now_s - 0.001)

@@ -157,11 +157,11 @@ def test_a_new_hold_of_the_same_key_fences_the_old_reader() -> None:
 
 def test_a_decode_starts_once_its_kv_and_first_token_are_there() -> None:
     subject = engine()
-    subject.reserve(request("a", (1, 2, 3, 4, 5), max_tokens=3), 0.0)
+    subject.reservations.reserve(request("a", (1, 2, 3, 4, 5), max_tokens=3), 0.0)
     assert step(subject)[0] is None
-    subject.decode("a/0", [77], 1.0)
+    subject.reservations.decode("a/0", [77], 1.0)
     assert step(subject)[0] is None
-    subject.fetched("a/0", 3.0)
+    subject.reservations.fetched("a/0", 3.0)
     plan, emitted = planned(subject, 4.0)
     (out,) = answers(emitted)
     assert plan.chunks[0].tokens == (77,) and plan.chunks[0].first_position == 5
@@ -173,21 +173,21 @@ def test_a_decode_starts_once_its_kv_and_first_token_are_there() -> None:
 
 def test_the_prefix_a_decode_worker_already_has_is_not_moved_again() -> None:
     subject = engine()
-    subject.reserve(request("a", tuple(range(1, 13))), 0.0)
-    subject.fetched("a/0", 0.0)
-    subject.abort("a/0")
-    again = subject.reserve(request("b", (*range(1, 9), 500, 501)), 0.0)
+    subject.reservations.reserve(request("a", tuple(range(1, 13))), 0.0)
+    subject.reservations.fetched("a/0", 0.0)
+    subject.sequences.abort("a/0")
+    again = subject.reservations.reserve(request("b", (*range(1, 9), 500, 501)), 0.0)
     assert again.cached_tokens == 8 and again.num_blocks == 3
 
 
 def test_a_prefix_counts_up_to_a_multiple_of_the_tokens_that_both_sides_can_begin_at() -> None:
     subject = engine(prefix_tokens=6)  # blocks of 4 here and of 6 there: 12
     for name, prompt, cached in (("a", 18, 0), ("b", 11, 0), ("c", 12, 12), ("d", 18, 12)):
-        reservation = subject.reserve(request(name, tuple(range(1, prompt + 1))), 0.0)
+        reservation = subject.reservations.reserve(request(name, tuple(range(1, prompt + 1))), 0.0)
         assert (reservation.cached_tokens, reservation.num_blocks) == (cached, -(-prompt // 4)), name
         subject.check()
-        subject.fetched(f"{name}/0", 0.0)
-        subject.abort(f"{name}/0")
+        subject.reservations.fetched(f"{name}/0", 0.0)
+        subject.sequences.abort(f"{name}/0")
     subject.check()
 
 
@@ -207,20 +207,20 @@ def test_a_shared_prefix_is_digested_for_each_prompt_that_waits_for_it_and_once_
 
 def test_a_reservation_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     subject = engine(staging_blocks=4)
-    subject.reserve(request("a", tuple(range(1, 13))), 0.0)
+    subject.reservations.reserve(request("a", tuple(range(1, 13))), 0.0)
     with pytest.raises(Overloaded):
-        subject.reserve(request("b", tuple(range(1, 13))), 0.0)
+        subject.reservations.reserve(request("b", tuple(range(1, 13))), 0.0)
     subject.check()
-    subject.abort("a/0")
-    subject.reserve(request("b", tuple(range(1, 13))), 0.0)
+    subject.sequences.abort("a/0")
+    subject.reservations.reserve(request("b", tuple(range(1, 13))), 0.0)
 
 
 def test_blocks_of_an_aborted_fetch_stay_quarantined_until_it_settles() -> None:
     subject = engine()
-    subject.reserve(request("a", tuple(range(1, 13))), 0.0)
-    blocks = tuple(subject.reserved("a/0").blocks)
+    subject.reservations.reserve(request("a", tuple(range(1, 13))), 0.0)
+    blocks = tuple(subject.reservations.get("a/0").blocks)
     subject.pool.begin_transfer(blocks)
-    subject.abort("a/0")
+    subject.sequences.abort("a/0")
     subject.check()
     assert subject.stats().quarantined_blocks == 3
     assert subject.stats().free_blocks == subject.stats().total_blocks - 3
@@ -233,12 +233,12 @@ def test_an_abort_during_a_step_waits_for_the_step() -> None:
     subject = engine()
     subject.add(request("a", (1, 2, 3)), 0.0, hold=False)
     plan = scheduled(subject)
-    assert subject.abort("a/0")
+    assert subject.sequences.abort("a/0")
     assert subject.stats().free_blocks < subject.stats().total_blocks
     subject.commit(plan, result(plan), 0.0)
     subject.check()
     assert subject.drain() == [] and subject.stats().free_blocks == subject.stats().total_blocks
-    assert not subject.abort("a/0")
+    assert not subject.sequences.abort("a/0")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_an_abort_during_a_step_waits_for_the_step() -> None:
 )
 def test_impossible_prompts_are_refused(prompt: tuple[int, ...], field: str) -> None:
     subject = engine()
-    for take in (lambda r: subject.add(r, 0.0, hold=False), lambda r: subject.reserve(r, 0.0)):
+    for take in (lambda r: subject.add(r, 0.0, hold=False), lambda r: subject.reservations.reserve(r, 0.0)):
         with pytest.raises(InvalidRequest) as caught:
             take(request("a", prompt))
         assert caught.value.field == field
@@ -256,10 +256,10 @@ def test_impossible_prompts_are_refused(prompt: tuple[int, ...], field: str) -> 
 def test_calls_about_unknown_sequences_say_so() -> None:
     subject = engine()
     with pytest.raises(UnknownSequence):
-        subject.decode("nobody/0", [1], 0.0)
+        subject.reservations.decode("nobody/0", [1], 0.0)
     with pytest.raises(UnknownSequence):
-        subject.fetched("nobody/0", 0.0)
-    assert not subject.abort("nobody/0")
+        subject.reservations.fetched("nobody/0", 0.0)
+    assert not subject.sequences.abort("nobody/0")
 
 
 def test_a_resumed_request_counts_on_from_what_the_client_has() -> None:
@@ -299,23 +299,26 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
             made = request(f"r{count}", tuple(data.draw(st.integers(1, 2)) for _ in range(length)))
             count += 1
             try:
-                subject.reserve(made, now) if action == "reserve" else subject.add(made, now, hold=action == "hold")
+                if action == "reserve":
+                    subject.reservations.reserve(made, now)
+                else:
+                    subject.add(made, now, hold=action == "hold")
             except (Overloaded, InvalidRequest):
                 count -= 1
         elif action == "step":
             emitted += step(subject, now)[1]
         elif action == "abort":
-            subject.abort(key)
+            subject.sequences.abort(key)
         elif action == "expire":
             subject.expire(now)
         elif action == "fetch":
             try:
-                blocks = tuple(subject.reserved(key).blocks)
+                blocks = tuple(subject.reservations.get(key).blocks)
                 subject.pool.begin_transfer(blocks)
                 reading.append(blocks)
                 if data.draw(st.booleans()):
-                    subject.fetched(key, now)
-                    subject.decode(key, [5], now)
+                    subject.reservations.fetched(key, now)
+                    subject.reservations.decode(key, [5], now)
             except (UnknownSequence, InvalidRequest):
                 pass
             lands = bool(reading) and data.draw(st.booleans())
@@ -325,7 +328,7 @@ def test_whatever_happens_no_block_is_lost_and_no_token_doubled(data: st.DataObj
     for blocks in reading:
         subject.pool.end_transfer(blocks)
     for index in range(count):
-        subject.abort(f"r{index}/0")
+        subject.sequences.abort(f"r{index}/0")
     subject.expire(now + 100.0)
     emitted += run_to_end(subject, now)
     subject.check()
@@ -342,9 +345,9 @@ def test_a_reservation_waits_behind_earlier_prompts() -> None:
     subject.add(request("early", tuple(range(1, 30))), 1.0, hold=False)
     step(subject)
     with pytest.raises(Overloaded, match="earlier"):
-        subject.reserve(request("late", (1, 2, 3)), 2.0)
-    subject.abort("early/0")
-    subject.reserve(request("late", (1, 2, 3)), 2.0)
+        subject.reservations.reserve(request("late", (1, 2, 3)), 2.0)
+    subject.sequences.abort("early/0")
+    subject.reservations.reserve(request("late", (1, 2, 3)), 2.0)
 
 
 def test_a_reservation_does_not_wait_for_later_prompts() -> None:
@@ -353,7 +356,7 @@ def test_a_reservation_does_not_wait_for_later_prompts() -> None:
         subject.add(request(name, tuple(range(1, 33))), 1.0, hold=False)  # two steps each, one at a time
     step(subject)
     assert subject.stats().waiting, "one waits for the other's turn to be over"
-    subject.reserve(request("late", (1, 2, 3)), 2.0)
+    subject.reservations.reserve(request("late", (1, 2, 3)), 2.0)
     with pytest.raises(Overloaded, match="waited for"):
-        subject.reserve(request("later", (4, 5, 6)), 2.0)
+        subject.reservations.reserve(request("later", (4, 5, 6)), 2.0)
     subject.check()

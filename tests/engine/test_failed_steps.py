@@ -204,7 +204,7 @@ async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:
         hashed.append(len(tokens))
         return prefix_hashes(tokens, *args, **named)
 
-    monkeypatch.setattr("workers.engine.engine.prefix_hashes", counted)
+    monkeypatch.setattr("workers.engine.reserved.prefix_hashes", counted)
     subject = engine()
     reservations = ReservationQueue(subject, lambda request: None)
     taken = subject.pool.allocate(subject.pool.num_free - 2)

@@ -47,9 +47,9 @@ def test_an_invalid_cut_is_refused(hold: bool, cut: int) -> None:
 def test_the_reader_of_a_head_computes_the_tail_and_samples(arrived: int) -> None:
     subject, device = engine(), Device()
     sequence = device.know(request("a", tuple(range(1, 11)), max_tokens=3))
-    subject.reserve(sequence, 0.0)
-    device.fill(tuple(subject.reserved("a/0").blocks), sequence.prompt[:arrived])
-    subject.fetched("a/0", 1.0, num_tokens=arrived, starts_decoding=True)
+    subject.reservations.reserve(sequence, 0.0)
+    device.fill(tuple(subject.reservations.get("a/0").blocks), sequence.prompt[:arrived])
+    subject.reservations.fetched("a/0", 1.0, num_tokens=arrived, starts_decoding=True)
     plan, emitted = planned(subject, 2.0, device)
     assert len(plan.chunks[0].tokens) == max(1, 10 - arrived)
     (out,) = answers(emitted)
@@ -64,8 +64,8 @@ def test_a_cached_prefix_longer_than_the_cut_is_not_computed_again() -> None:
     subject.add(device.know(request("warm", tuple(range(1, 15)), max_tokens=1)), 0.0, hold=False)
     run_to_end(subject, 0.0, device)
     sequence = device.know(request("a", tuple(range(1, 15))))
-    assert subject.reserve(sequence, 0.0).cached_tokens == 12
-    subject.fetched("a/0", 1.0, num_tokens=7, starts_decoding=True)
+    assert subject.reservations.reserve(sequence, 0.0).cached_tokens == 12
+    subject.reservations.fetched("a/0", 1.0, num_tokens=7, starts_decoding=True)
     plan, _ = planned(subject, 2.0, device)
     assert [(chunk.first_position, len(chunk.tokens)) for chunk in plan.chunks] == [(12, 2)]
 
@@ -75,7 +75,7 @@ def test_a_migrating_decode_continues_and_digests_its_blocks_in_later_steps() ->
     subject, device = engine(max_batch_tokens=8), Device()
     subject.add(device.know(request("a", tuple(range(1, 23)), max_tokens=12)), 0.0, hold=False)
     emitted = [each for _ in range(5) for each in step(subject, 0.0, device)[1]]
-    lease = subject.offer_migration("a/0", 100, 0.0)
+    lease = subject.sequences.offer_migration("a/0", 100, 0.0)
     assert lease is not None and lease.num_tokens == 24
     ready = [subject.leases.progress("a/0", lease.epoch, 0, 0.0).ready_blocks]
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_a_decode_continues_when_its_offer_ends() -> None:
     subject = engine()
     subject.add(request("a", tuple(range(1, 11)), max_tokens=9), 0.0, hold=False)
     step(subject)
-    lease = subject.offer_migration("a/0", 100, 0.0)
+    lease = subject.sequences.offer_migration("a/0", 100, 0.0)
     assert lease is not None
     subject.expire(60.0)
     with pytest.raises(LeaseLost):
@@ -121,28 +121,28 @@ def test_preemption_and_the_last_token_end_an_offer() -> None:
     for index in range(3):
         subject.add(request(f"r{index}", (1 + index,) * 5, max_tokens=10), float(index), hold=False)
     step(subject)
-    lease = subject.offer_migration("r2/0", 100, 0.0)
+    lease = subject.sequences.offer_migration("r2/0", 100, 0.0)
     assert lease is not None
     while not subject.stats().preemptions:
         step(subject)
     with pytest.raises(LeaseLost):
         subject.leases.progress("r2/0", lease.epoch, 0, 0.0)
-    assert subject.offer_migration("r2/0", 100, 0.0) is None
-    assert subject.offer_migration("r0/0", 100, 0.0) is not None
+    assert subject.sequences.offer_migration("r2/0", 100, 0.0) is None
+    assert subject.sequences.offer_migration("r0/0", 100, 0.0) is not None
     run_to_end(subject)
     assert not len(subject.leases)
     with pytest.raises(UnknownSequence):
-        subject.offer_migration("r0/0", 100, 0.0)
+        subject.sequences.offer_migration("r0/0", 100, 0.0)
 
 
 def test_tokens_sampled_elsewhere_are_computed_before_decoding_continues() -> None:
     """More tokens than the blocks that were reserved hold, and nothing free at first: they come one by one."""
     subject, device = engine(kv_blocks=10), Device()
     sequence = device.know(request("a", tuple(range(1, 11)), max_tokens=16))
-    subject.reserve(sequence, 0.0)
-    device.fill(tuple(subject.reserved("a/0").blocks), sequence.prompt[:8])
-    subject.fetched("a/0", 1.0, num_tokens=8)
-    subject.decode("a/0", [next_token("a/0", 10 + n) for n in range(11)], 1.0)
+    subject.reservations.reserve(sequence, 0.0)
+    device.fill(tuple(subject.reservations.get("a/0").blocks), sequence.prompt[:8])
+    subject.reservations.fetched("a/0", 1.0, num_tokens=8)
+    subject.reservations.decode("a/0", [next_token("a/0", 10 + n) for n in range(11)], 1.0)
     taken = subject.pool.allocate(subject.pool.num_free - 1)
     plan = scheduled(subject, 2.0)
     assert len(plan.chunks[0].tokens) == 4, "up to the end of its third block"

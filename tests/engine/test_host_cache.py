@@ -114,10 +114,10 @@ def test_restored_blocks_do_not_migrate_before_their_step_has_ended() -> None:
     subject.add(device.know(request("moves", prompt(100))), 0.0, hold=False)
     plan = subject.schedule(0.0)
     assert plan is not None and plan.swap_in
-    assert subject.offer_migration("moves/0", 40, 0.0) is None
+    assert subject.sequences.offer_migration("moves/0", 40, 0.0) is None
     device.execute(plan)
     subject.commit(plan, result(plan), 0.0)
-    lease = subject.offer_migration("moves/0", 40, 0.0)
+    lease = subject.sequences.offer_migration("moves/0", 40, 0.0)
     assert lease is not None and len(lease.blocks) == 10
     device.check_leases(subject)
 

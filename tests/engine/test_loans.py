@@ -134,12 +134,14 @@ class Town:
                 self.borrower.moves.learn_move(self.move_s * move.count, move.count)
                 self.borrower.moves.learn_wait(1.0)
             return
-        self.borrower.not_moved(move, "no worker lends blocks")
+        self.borrower.sequences.not_moved(move, "no worker lends blocks")
 
     def _offer(self, wanted: SpanReturn) -> None:
         span = wanted.span
         try:
-            lease = self.lenders[span.lender].offer_loan(span.loan, span.num_blocks, self.now_s)
+            lender = self.lenders[span.lender]
+            blocks = lender.loans.ready(span.loan, span.num_blocks, self.now_s)
+            lease = lender.leases.offer_held(f"loan:{span.loan}", blocks, self.now_s)
         except LeaseLost:
             return self.borrower.moves.not_returned(wanted)
         self.moves.append(((wanted, lease), self.patience))
@@ -188,7 +190,7 @@ def test_blocks_move_in_whole_spans_and_one_lender_has_one_loan() -> None:
     town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
     most = 0
     while town.step():
-        for sequence in town.borrower._sequences.values():
+        for sequence in town.borrower.sequences:
             assert len(sequence.remote) <= 1 and sequence.num_remote * BLOCK % SPAN == 0
             most = max(most, sequence.num_remote)
     assert most * BLOCK > 1000 - 34 * BLOCK
@@ -221,7 +223,7 @@ def test_an_aborted_sequence_gives_its_loans_back_also_one_in_progress() -> None
     while not (town.num_moves and town.moves):
         town.step()
     assert len(town.lenders["a"].loans) == 1
-    town.borrower.abort("long/0")
+    town.borrower.sequences.abort("long/0")
     town.run()
     assert not len(town.lenders["a"].loans)
     assert town.borrower.stats().free_blocks == town.borrower.stats().total_blocks
@@ -231,7 +233,7 @@ def test_a_chunk_whose_remote_kv_is_lost_fails_alone_and_may_be_tried_again() ->
     town = Town(large(42), {"a": large(130)})
     for each in (request("long", prompt(900)), request("short", prompt(20), max_tokens=30)):
         town.borrower.add(town.device.know(each), 0.0, hold=False, borrows=each.id == "long")
-    while not any(each.remote for each in town.borrower._sequences.values()):
+    while not any(each.remote for each in town.borrower.sequences):
         town.step()
     plan = town.borrower.schedule(0.0)
     assert plan is not None
@@ -251,15 +253,15 @@ def test_a_chunk_whose_remote_kv_is_lost_fails_alone_and_may_be_tried_again() ->
 def test_a_migration_does_not_take_a_sequence_with_blocks_elsewhere() -> None:
     town = Town(large(34), {"a": large(130)})
     town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
-    while not any(each.remote for each in town.borrower._sequences.values()):
+    while not any(each.remote for each in town.borrower.sequences):
         town.step()
-    assert town.borrower.offer_migration("long/0", 1000, 0.0) is None
+    assert town.borrower.sequences.offer_migration("long/0", 1000, 0.0) is None
 
 
 def borrowing(town: Town, least: int = 1) -> Sequence:
     """The sequence that has at least this many blocks elsewhere, once there is one."""
     while True:
-        for each in town.borrower._sequences.values():
+        for each in town.borrower.sequences:
             if each.num_remote >= least and not each.num_moving:
                 return each
         assert town.step()
@@ -354,14 +356,14 @@ def test_pulls_take_no_more_time_than_the_waits_when_memory_comes_and_goes() -> 
     town.ask(town.borrower, long, borrows=True)
     number = num_waits = 0
     while town.step():
-        sequences = town.borrower._sequences
+        sequences = {each.key: each for each in town.borrower.sequences}
         if tokens_of(town.emitted, long.key) and sequences.keys() == {long.key} and not sequences[long.key].remote:
             number += 1
             fills = (town.borrower.pool.num_free - 6) * BLOCK
             town.ask(town.borrower, request(f"s{number}", prompt(fills + number)[number:], max_tokens=80))
         if long.key in sequences and sequences[long.key].remote:
             num_waits += 1
-            town.borrower.abort(f"s{number}/0")
+            town.borrower.sequences.abort(f"s{number}/0")
     assert town.num_back >= 3 and len(answer_of(town, long)) == 800
     assert town.blocks_back * 4.0 < num_waits * 1.0
 
@@ -392,7 +394,7 @@ def test_a_request_that_ends_while_its_span_comes_back_leaves_nothing() -> None:
         town.lenders["a"].loans.recall(1, town.now_s)
         while sequence.returning is None:
             town.step()
-        town.borrower.abort(sequence.key)
+        town.borrower.sequences.abort(sequence.key)
         town.run()
         for each in (town.borrower, *town.lenders.values()):
             assert each.stats().free_blocks == each.stats().total_blocks and not len(each.loans)
@@ -433,7 +435,7 @@ def test_every_answer_is_whole_or_fails_and_every_block_comes_back(
     aborted, steps = set(), 0
     while town.step() or steps <= 200:
         for key in [f"r{place}/0" for when, place in aborts if when == steps]:
-            aborted |= {key} if town.borrower.abort(key) else set()
+            aborted |= {key} if town.borrower.sequences.abort(key) else set()
         for place, (when, lender, length) in enumerate(own):
             if when == steps and lender < len(lenders) and length + 20 < (lenders[lender] - 2) * BLOCK:
                 asked.append(request(f"own{place}", prompt(length), max_tokens=20))

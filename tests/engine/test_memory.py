@@ -99,7 +99,7 @@ def test_a_sibling_goes_on_when_the_one_it_waits_for_is_aborted() -> None:
     subject, device = engine(max_batch_tokens=8), Device()
     first, second = siblings(subject, device, 2, prompt=tuple(range(1, 21)))
     step(subject, 0.0, device)
-    subject.abort(first)
+    subject.sequences.abort(first)
     emitted = run_to_end(subject, 0.0, device)
     assert tokens_of(emitted, second) == [next_token(second, 20 + n) for n in range(8)]
 
@@ -156,7 +156,7 @@ def test_a_held_sibling_that_gets_no_token_yet_is_leased_on_the_block_that_it_wi
 def test_a_block_is_not_given_away_before_the_step_that_copies_into_it() -> None:
     """A transfer could write to it at once, and the copy would then overwrite that."""
     subject, _, plan, second = admit_a_held_sibling_without_a_token()
-    subject.abort(second.key)
+    subject.sequences.abort(second.key)
     subject.check()
     targets = {target for _, target in plan.copies}
     assert targets and not targets & set(subject.pool.allocate(subject.pool.num_free))
@@ -168,12 +168,12 @@ def test_a_step_does_not_preempt_a_sequence_that_it_admitted() -> None:
     subject.add(device.know(request("r#0", PROMPT, max_tokens=1, group="r")), 0.0, hold=False)
     run_to_end(subject, 0.0, device)
     sequence = device.know(request("arrived", tuple(range(50, 57)), max_tokens=1))
-    subject.reserve(sequence, 0.0)
-    blocks = tuple(subject.reserved(sequence.key).blocks)
+    subject.reservations.reserve(sequence, 0.0)
+    blocks = tuple(subject.reservations.get(sequence.key).blocks)
     subject.pool.begin_transfer(blocks)  # not settled: its last block must be copied before it is written
     device.fill(blocks, sequence.prompt)
-    subject.fetched(sequence.key, 0.0)
-    subject.decode(sequence.key, [next_token(sequence.key, 7)], 0.0)
+    subject.reservations.fetched(sequence.key, 0.0)
+    subject.reservations.decode(sequence.key, [next_token(sequence.key, 7)], 0.0)
     subject.add(device.know(request("wide", tuple(range(70, 81)), max_tokens=1)), 1.0, hold=False)
     late = device.know(request("r#1", PROMPT, max_tokens=2, group="r"))
     subject.add(late, 2.0, hold=False)
@@ -197,12 +197,12 @@ def test_a_held_prompt_is_computed_in_its_leased_blocks() -> None:
 def test_the_reservation_of_a_sibling_waits_until_the_shared_kv_has_come() -> None:
     subject = engine()
     first, second = (request(f"r#{index}", PROMPT, group="r") for index in range(2))
-    subject.reserve(first, 0.0)
-    assert subject.waits_for_sibling(second)
+    subject.reservations.reserve(first, 0.0)
+    assert subject.reservations.waits_for_sibling(second)
     with pytest.raises(Overloaded, match="sibling"):
-        subject.reserve(second, 0.0)
-    subject.fetched(first.key, 0.0)
-    assert subject.reserve(second, 0.0).cached_tokens == 4
+        subject.reservations.reserve(second, 0.0)
+    subject.reservations.fetched(first.key, 0.0)
+    assert subject.reservations.reserve(second, 0.0).cached_tokens == 4
 
 
 def test_a_prompt_that_wants_its_own_logprobs_computes_all_of_it() -> None:
@@ -280,7 +280,7 @@ class EngineMachine(RuleBasedStateMachine):
     def reserve(self, length: int, most: int, group: str) -> None:
         made = request(f"r{self.count}", tuple(range(1, 1 + length)), max_tokens=most, group=group)
         try:
-            self.engine.reserve(self.device.know(made), self.now_s)
+            self.engine.reservations.reserve(self.device.know(made), self.now_s)
             self.alive[made.key] = made
             self.count += 1
         except (Overloaded, InvalidRequest):
@@ -292,7 +292,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Part of the prompt's KV arrives, with tokens sampled elsewhere; or with none, and it samples by itself."""
         key = data.draw(st.sampled_from(sorted(self.alive)))
         try:
-            sequence = self.engine.reserved(key)
+            sequence = self.engine.reservations.get(key)
             if sequence.fetched:
                 return
             length, most = sequence.request.num_tokens, sequence.request.sampling.max_tokens or 1
@@ -301,10 +301,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.pool.begin_transfer(blocks)
             self.reading.append(blocks)
             self.device.fill(tuple(sequence.blocks), sequence.request.prompt[: max(arrived, sequence.cached_tokens)])
-            self.engine.fetched(key, self.now_s, num_tokens=arrived, starts_decoding=starts_decoding)
+            self.engine.reservations.fetched(key, self.now_s, num_tokens=arrived, starts_decoding=starts_decoding)
             if not starts_decoding:
                 drawn = data.draw(st.integers(0, most - 1))
-                self.engine.decode(key, [next_token(key, length + n) for n in range(drawn)], self.now_s)
+                self.engine.reservations.decode(key, [next_token(key, length + n) for n in range(drawn)], self.now_s)
             if settle:
                 self.settle()
         except UnknownSequence:
@@ -337,7 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.alive)))
-        self.engine.abort(key)
+        self.engine.sequences.abort(key)
         del self.alive[key]
 
     @precondition(lambda self: self.alive)
@@ -345,7 +345,7 @@ class EngineMachine(RuleBasedStateMachine):
     def offer_migration(self, data: st.DataObject, most: int) -> None:
         key = data.draw(st.sampled_from(sorted(self.alive)))
         with contextlib.suppress(UnknownSequence):
-            lease = self.engine.offer_migration(key, most, self.now_s)
+            lease = self.engine.sequences.offer_migration(key, most, self.now_s)
             if lease is not None:
                 self.emitted.append(lease)
 
@@ -390,10 +390,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.settle()
         for key in [key for key in self.alive if self.engine.holds(key)]:
             try:
-                self.engine.reserved(key)
+                self.engine.reservations.get(key)
             except UnknownSequence:
                 continue
-            self.engine.abort(key)  # its KV will never come
+            self.engine.sequences.abort(key)  # its KV will never come
             del self.alive[key]
         for _ in range(2000):
             self.now_s += 1.0

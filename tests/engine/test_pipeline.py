@@ -245,7 +245,7 @@ def test_an_abort_waits_for_the_last_of_several_steps() -> None:
     flow = Pipeline(subject, 3)
     subject.add(request("a", prompt(40)), 0.0, hold=False)
     flow.fill()
-    assert subject.abort("a/0")
+    assert subject.sequences.abort("a/0")
     for _ in range(3):
         assert subject.stats().free_blocks < subject.stats().total_blocks
         assert flow.begin() is None  # nothing more of it is ordered

@@ -157,9 +157,9 @@ def test_a_failed_step_withdraws_the_leases_that_wait_for_its_digests() -> None:
 def answered(max_tokens: int) -> tuple[Engine, Request]:
     """A decode worker's engine after an answer, and the request of the next turn. The prompt's KV was fetched."""
     subject, prompt = engine(), request("a", tuple(range(1, 11)), max_tokens=max_tokens)
-    subject.reserve(prompt, 0.0)
-    subject.fetched("a/0", 0.0)
-    subject.decode("a/0", [next_token("a/0", 10)], 0.0)
+    subject.reservations.reserve(prompt, 0.0)
+    subject.reservations.fetched("a/0", 0.0)
+    subject.reservations.decode("a/0", [next_token("a/0", 10)], 0.0)
     answer = tokens_of(run_to_end(subject), "a/0")
     assert len(answer) == max_tokens - 1
     return subject, request("b", (*prompt.prompt, next_token("a/0", 10), *answer, 7, 7, 7))

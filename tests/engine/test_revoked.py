@@ -1,7 +1,8 @@
 """Reservations that are revoked: prompts wait for their blocks, nothing runs, and their own prompts have not begun."""
 
 from tests.engine.driving import engine, request, run_to_end, step
-from workers.engine.engine import REVOKE_S, Engine
+from workers.engine.engine import Engine
+from workers.engine.reserved import REVOKE_S
 from workers.request import FailedOut, Request
 
 
@@ -14,7 +15,7 @@ def starved(*reserved: Request, blocks: int = 18) -> Engine:
     """A prompt for another worker waits for reserved blocks from second 1 on."""
     subject = engine(staging_blocks=32)
     for number, each in enumerate(reserved):
-        subject.reserve(each, 0.1 * number)
+        subject.reservations.reserve(each, 0.1 * number)
     subject.add(prompt_of("P", blocks), 1.0, hold=True)
     assert step(subject, 1.0) == (None, [])
     return subject
@@ -32,7 +33,7 @@ def test_a_prompt_that_waited_gets_the_blocks_of_a_reservation_whose_prompt_has_
     assert plan is not None and plan.chunks[0].key == "P/0"
     assert FailedOut("a/0", "its reservation was revoked: prompts waited 2 s for its blocks") in emitted
     run_to_end(subject, 5.0)
-    subject.abort("P/0")
+    subject.sequences.abort("P/0")
     assert not subject.has_work and subject.stats().free_blocks == subject.stats().total_blocks
 
 
@@ -44,7 +45,7 @@ def test_as_few_as_needed_are_revoked_first_those_with_the_fewest_attempts_and_o
 
 def test_what_arrives_is_not_revoked_nor_anything_beside_what_runs() -> None:
     subject = starved(prompt_of("a", 18))
-    subject.begin_fetch("a/0")
+    subject.reservations.begin_fetch("a/0")
     assert revoked(subject) == [] and subject.wakes_at_s > 1.0 + REVOKE_S
     subject = starved(prompt_of("a", 18))
     subject.add(prompt_of("q", 2), 0.5, hold=False)
@@ -55,5 +56,5 @@ def test_what_arrives_is_not_revoked_nor_anything_beside_what_runs() -> None:
 
 def test_nothing_is_revoked_if_that_is_not_enough() -> None:
     subject = starved(prompt_of("a", 10), prompt_of("b", 10), blocks=30)
-    subject.begin_fetch("a/0")
+    subject.reservations.begin_fetch("a/0")
     assert revoked(subject) == []

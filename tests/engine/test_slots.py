@@ -28,44 +28,44 @@ def enforced(name: str, tpot_s: float | None, **fields: Any) -> Request:
 
 def test_a_slot_is_granted_while_the_tightest_slo_is_met() -> None:
     subject = engine(cost=COST, kv_blocks=200, max_running=8)
-    subject.reserve(enforced("a", 0.03), 0.0)
-    subject.reserve(enforced("b", None), 0.0)
-    subject.reserve(enforced("c", 1.0), 0.0)
+    subject.reservations.reserve(enforced("a", 0.03), 0.0)
+    subject.reservations.reserve(enforced("b", None), 0.0)
+    subject.reservations.reserve(enforced("c", 1.0), 0.0)
     with pytest.raises(Overloaded, match=r"a step for 4 would take 0.04 s, the TPOT SLO of a/0 is 0.03 s"):
-        subject.reserve(enforced("d", None), 0.0)
-    subject.abort("a/0")
-    subject.reserve(enforced("d", None), 0.0)
+        subject.reservations.reserve(enforced("d", None), 0.0)
+    subject.sequences.abort("a/0")
+    subject.reservations.reserve(enforced("d", None), 0.0)
     with pytest.raises(Overloaded, match=r"the TPOT SLO of e/0 is 0.03 s"):
-        subject.reserve(enforced("e", 0.03), 0.0)
+        subject.reservations.reserve(enforced("e", 0.03), 0.0)
     subject.check()
 
 
 def test_an_slo_that_is_not_enforced_limits_no_slots() -> None:
     subject = engine(cost=COST)
     for name in "abc":
-        subject.reserve(request(name, (ord(name),) * 4, slo=SLO(tpot_s=0.01)), 0.0)
+        subject.reservations.reserve(request(name, (ord(name),) * 4, slo=SLO(tpot_s=0.01)), 0.0)
 
 
 def test_an_empty_worker_accepts_any_request_and_an_impossible_slo_is_ignored() -> None:
     subject = engine(cost=COST)
-    subject.reserve(enforced("a", 0.001), 0.0)
-    subject.reserve(enforced("b", 0.001), 0.0)
+    subject.reservations.reserve(enforced("a", 0.001), 0.0)
+    subject.reservations.reserve(enforced("b", 0.001), 0.0)
 
 
 def test_a_retried_answer_always_gets_a_slot() -> None:
     subject = engine(cost=COST)
-    subject.reserve(enforced("a", 0.015), 0.0)
+    subject.reservations.reserve(enforced("a", 0.015), 0.0)
     for fields in ({}, {"attempt": 1}, {"generated": (1,), "num_moves": 1}):
         with pytest.raises(Overloaded):
-            subject.reserve(enforced("b", None, **fields), 0.0)
-    subject.reserve(enforced("b", None, attempt=1, generated=(1,)), 0.0)
+            subject.reservations.reserve(enforced("b", None, **fields), 0.0)
+    subject.reservations.reserve(enforced("b", None, attempt=1, generated=(1,)), 0.0)
 
 
 def test_a_prompt_held_for_a_reader_takes_no_slot() -> None:
     subject = engine(cost=COST)
     subject.add(enforced("p", 0.015), 0.0, hold=True)
     step(subject)
-    subject.reserve(enforced("a", 0.015), 0.0)
+    subject.reservations.reserve(enforced("a", 0.015), 0.0)
 
 
 def test_each_step_in_flight_has_an_equal_part_of_the_decodes() -> None:
@@ -76,8 +76,7 @@ def test_each_step_in_flight_has_an_equal_part_of_the_decodes() -> None:
 
 def decoding_in(subject: Engine) -> list[Sequence]:
     """Requests that decode here or have a reservation."""
-    sequences = subject._sequences.values()
-    return [each for each in sequences if each.state in (State.RESERVED, State.RUNNING) and not each.hold]
+    return [each for each in subject.sequences if each.state in (State.RESERVED, State.RUNNING) and not each.hold]
 
 
 PROMISES = st.sampled_from([None, 0.005, 0.02, 0.04, 0.07, 0.2])
@@ -95,7 +94,7 @@ def test_a_granted_slot_breaks_no_slo(
         )
         before, cost = decoding_in(subject), subject._estimate.cost
         try:
-            subject.reserve(wanted, 0.0)
+            subject.reservations.reserve(wanted, 0.0)
         except Overloaded:
             assert before, "an empty worker refuses no request"
         else:
@@ -106,8 +105,8 @@ def test_a_granted_slot_breaks_no_slo(
                 alone_s = cost.decode_seconds(1, each.request.num_tokens)
                 assert kept_s is None or kept_s < alone_s or step_s <= kept_s
             if comes:
-                subject.fetched(wanted.key, 0.0)
-                subject.decode(wanted.key, (1,), 0.0)
+                subject.reservations.fetched(wanted.key, 0.0)
+                subject.reservations.decode(wanted.key, (1,), 0.0)
         step(subject)
     subject.check()
 

@@ -454,7 +454,7 @@ class DiskMachine(HostMachine):
             elif end == "fail" and self.flow.plans:
                 self.fail_steps()
             elif end == "abort":
-                self.engine.abort(made.key)
+                self.engine.sequences.abort(made.key)
                 self.alive.pop(made.key, None)
             elif store.pending:
                 store.run(good=end == "read")

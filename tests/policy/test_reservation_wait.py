@@ -57,7 +57,7 @@ def test_a_wait_is_predicted_exactly_where_the_engine_would_make_it_wait(
         ask = story.ask(picture(), wanted)
         wait_s = reserving.seconds(ask, ask.view.workers[1])
         try:
-            engine.reserve(wanted, story.now_s)
+            engine.reservations.reserve(wanted, story.now_s)
         except Overloaded:
             assert wait_s > 0.0
             return
@@ -66,8 +66,8 @@ def test_a_wait_is_predicted_exactly_where_the_engine_would_make_it_wait(
         story.policy.reserved(wanted.key, story.now_s)
         if begun[number]:
             story.prefilled(wanted)
-            engine.fetched(wanted.key, story.now_s)
-            engine.decode(wanted.key, (1,), story.now_s)
+            engine.reservations.fetched(wanted.key, story.now_s)
+            engine.reservations.decode(wanted.key, (1,), story.now_s)
 
 
 def test_earlier_reservations_go_first() -> None:

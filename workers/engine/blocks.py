@@ -20,6 +20,7 @@ from workers.engine.cache_hits import CacheHits
 from workers.engine.cache_log import CacheLog, Tier
 from workers.engine.host_cache import HostCache
 from workers.engine.step import ELSEWHERE
+from workers.errors import InvalidRequest, Overloaded
 
 
 class OutOfBlocks(Exception):
@@ -207,6 +208,12 @@ class BlockPool:
         """Length of the longest known prefix, in blocks."""
         return next((place for place, name in enumerate(hashes) if name not in self._blocks), len(hashes))
 
+    def num_kept(self, hashes: Sequence[bytes]) -> int:
+        """Length of the longest known prefix and of what goes on in host memory, in blocks."""
+        here = self.num_known(hashes)
+        behind = (place for place in range(here, len(hashes)) if hashes[place] not in self.host)
+        return next(behind, len(hashes))
+
     def name(self, block: int, content: bytes, prefix: int | None = None, *, fetched: bool = False) -> None:
         """A held block is computed and has this `content` hash. The first block with a hash keeps it.
 
@@ -257,7 +264,16 @@ class BlockPool:
         return held
 
     def pin(self, names: Sequence[bytes], ttl_s: float, now_s: float) -> None:
-        """As `HostCache.pin`, and save what the device has."""
+        """As `HostCache.pin`, and save what the device has.
+
+        Raises `InvalidRequest` where nothing may be pinned, `Overloaded` beside too many other pins.
+        """
+        pins = self.host.pins
+        if not pins.most:
+            raise InvalidRequest("pin", "nothing can be pinned here; give the pool cache: {host: 8GiB, pins: 1GiB}")
+        if missing := pins.num_missing(names):
+            room = f"{len(pins)} of at most {pins.most} blocks are pinned already"
+            raise Overloaded(f"the prompt needs {missing} blocks more than may be pinned: {room}", retry_after_s=1.0)
         self.host.pin(names, ttl_s, now_s)
         for name in names:
             if name in self._blocks:

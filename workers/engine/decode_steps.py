@@ -6,14 +6,17 @@ allocated. `DecodeSteps` does these in the order in which single steps do them. 
 Source of the technique: multi-step scheduling, as in vLLM.
 """
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from workers.engine.blocks import BlockPool
+from workers.engine.estimate import StepEstimate
 from workers.engine.kv_cache import KVCacheManager
 from workers.engine.sequence import Sequence
+from workers.engine.step import StepPlan
 from workers.request import TokensOut
 
 Sample = Callable[[str, int, int], Items[int]]
@@ -54,14 +57,21 @@ def _missing_blocks(sequence: Sequence, steps: int, size: int) -> int:
 
 
 class DecodeSteps:
-    """Owned by an Engine while such steps run. `sequences` in the order of the step, which is in flight."""
+    """Made by an Engine, used by its MultiStep. `sequences` in the order of the step, which is in flight."""
 
-    def __init__(self, sequences: Items[Sequence], kv: KVCacheManager, pool: BlockPool, sample: Sample) -> None:
-        self.sequences = sequences
-        self.batch = len(sequences)
-        self.context_tokens = sum(len(each.tokens) for each in sequences)  # of the step in flight
+    def __init__(
+        self,
+        sequences: Items[Sequence],
+        kv: KVCacheManager,
+        pool: BlockPool,
+        estimate: StepEstimate,
+        sample: Sample,
+    ) -> None:
+        self._sequences = sequences
+        self._context_tokens = sum(len(each.tokens) for each in sequences)  # of the step in flight
         self._kv = kv
         self._pool = pool
+        self._estimate = estimate
         self._sample = sample
         self._ended = 0
         self._begun_with = {each: each.num_computed for each in sequences}
@@ -78,10 +88,16 @@ class DecodeSteps:
         index = bisect_right(self._stops, place)
         return (self._stops[index] if index < len(self._stops) else self._stops[0] + self._pool.block_size) - place
 
-    def advance(self, count: int) -> None:
-        """The step in flight and those behind it, `count` in all and at most `num_until_filled`, have ended."""
+    def commit(self, seconds: Items[float]) -> None:
+        """The step in flight and those behind it, at most `num_until_filled`, have ended: each took so long."""
+        count, batch = len(seconds), len(self._sequences)
+        self._estimate.learn_decodes(batch, self._context_tokens, seconds)
+        self._context_tokens += count * batch
         self._ended += count
-        self.context_tokens += count * self.batch
+        self._advance(count)
+        self._kv.take_missing()  # no loan could give it
+
+    def _advance(self, count: int) -> None:
         self.num_until_filled -= count
         if self.num_until_filled:
             return
@@ -107,7 +123,7 @@ class DecodeSteps:
         count, self._sent = self._ended - self._sent, self._ended
         if not count:
             return []
-        for each in self.sequences:
+        for each in self._sequences:
             self._append(each)
         times_s = tuple(ends_s[-count:])
         return [
@@ -119,5 +135,11 @@ class DecodeSteps:
                 cached_tokens=each.cached_tokens,
                 token_s=times_s,
             )
-            for each in self.sequences
+            for each in self._sequences
         ]
+
+    def last_plan(self, number: int, end_tokens: tuple[int, ...]) -> StepPlan:
+        """The plan of the step in flight, which is the last one."""
+        size, now_s = self._pool.block_size, math.nan  # all have begun
+        chunks = [each.chunk(each.num_computed, 1, size, end_tokens, now_s) for each in self._sequences]
+        return StepPlan(number, tuple(chunks))

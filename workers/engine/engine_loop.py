@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from workers.engine.engine import BrokenStep, Engine, EngineOutput
+from workers.engine.engine import Engine, EngineOutput
 from workers.engine.executor import Executor
 from workers.engine.multi_step import MultiStep
-from workers.engine.step import StepPlan, StepResult
+from workers.engine.step import BrokenStep, StepPlan, StepResult
 from workers.engine.timer import Timer
 from workers.errors import RankLost
 

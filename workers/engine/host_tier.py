@@ -4,12 +4,15 @@ Restored tokens count as scheduled, like computed ones: they have their KV when 
 migration or block hash exposes them before.
 """
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from workers.engine.blocks import BlockPool, Cached
 from workers.engine.cache_hits import HOST
 from workers.engine.estimate import StepEstimate
 from workers.engine.sequence import Sequence
+from workers.engine.step import Chunk, StepPlan
 from workers.stats import TierStats
 
 AHEAD = 4  # steps' worth of blocks that are saved before they are needed
@@ -42,6 +45,11 @@ class StepCopies:
         self.swap_in.append((host_block, block))
         self.leaving.append(block)
         self.held.append(host_block)
+
+    def plan(self, number: int, chunks: Items[Chunk], digests: Iterable[tuple[int, int]]) -> StepPlan:
+        """A step with these copies. A block that two held prompts share is digested once."""
+        once = tuple(dict.fromkeys(digests))
+        return StepPlan(number, tuple(chunks), once, tuple(self.swap_out), tuple(self.swap_in), tuple(self.copies))
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy blocks in this step, and free the sources when it has ended."""

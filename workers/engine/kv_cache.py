@@ -41,6 +41,7 @@ class KVCacheManager:
         self._step_blocks = -(-config.max_batch_tokens // config.block_size)
         self.tier = HostTier(pool, estimate, block_bytes, self._step_blocks)
         self.moves = Moves(pool, min(2 * self._step_blocks, pool.num_blocks // 2))
+        self.block_size = pool.block_size
         self._pool = pool
         self._estimate = estimate
         self._running = running

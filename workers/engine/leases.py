@@ -91,6 +91,12 @@ class LeaseBook:
         lease.finished = len(lease.digests) == len(blocks)
         return lease
 
+    def offer_held(self, key: str, blocks: Iterable[int], now_s: float) -> Lease:
+        """As `offer`, with references of its own to blocks that others hold."""
+        held = [*blocks]
+        self._pool.share(held)
+        return self.offer(key, held, now_s)
+
     def undigested(self, key: str, computed: int) -> list[tuple[int, int]]:
         """(block, slots with tokens) of a held prompt to digest once `computed` tokens have their KV; each once."""
         lease = self._leases.get(key)

@@ -9,7 +9,9 @@ somebody looks at the worker or changes it. Nothing else may tell the two ways a
 import asyncio
 from bisect import bisect_right
 from collections.abc import Callable
+from typing import NamedTuple
 
+from workers.engine.decode_steps import DecodeSteps
 from workers.engine.engine import Engine
 from workers.engine.executor import Executor, RunningDecodes
 from workers.engine.step import StepPlan, StepResult
@@ -17,6 +19,13 @@ from workers.request import LateReader, TokensOut
 from workers.stats import WorkerStats
 
 MOST_STEPS = 128
+
+
+class _Run(NamedTuple):
+    """Steps that run as one: in the executor and in the engine."""
+
+    steps: RunningDecodes
+    decodes: DecodeSteps
 
 
 class MultiStep:
@@ -40,7 +49,7 @@ class MultiStep:
         self._stats = stats
         self._now_s = now_s
         self._longest_s = longest_s
-        self._steps: RunningDecodes | None = None
+        self._run: _Run | None = None
         self._reader: dict[str, LateReader] = {}  # by sequence
         self._readers: tuple[LateReader, ...] = ()
         self._ended = self._committed = self._told = 0  # of the steps
@@ -65,21 +74,21 @@ class MultiStep:
         if max(steps.seconds) >= self._longest_s:
             steps.shorten(1)
             late = {}
-        self._steps, self._reader, self._readers = steps, late, tuple(dict.fromkeys(late.values()))
+        self._reader, self._readers = late, tuple(dict.fromkeys(late.values()))
         self._ended = self._committed = self._told = 0
         self._is_checked, self._logs = True, logs
+        self._run = _Run(steps, self._engine.begin_decodes(steps.sample, self._on_use))
         for reader in self._readers:
             reader.attach(self)
-        self._engine.begin_decodes(steps.sample, self._on_use)
         return steps.result
 
     @property
     def begun_s(self) -> float:
         """When the step in flight began, if it is one of these and not the first; else 0."""
-        if self._steps is None:
+        if self._run is None:
             return 0.0
-        ended = self._num_ended(self._steps)
-        return self._steps.ends_s[ended - 1] if ended else 0.0
+        ended = self._num_ended(self._run.steps)
+        return self._run.steps.ends_s[ended - 1] if ended else 0.0
 
     def _num_ended(self, steps: RunningDecodes) -> int:
         """By now, without the last one."""
@@ -87,52 +96,53 @@ class MultiStep:
 
     def is_told(self, reader: LateReader | None) -> bool:
         """Whether steps run whose outputs this reader gets late."""
-        return self._steps is not None and reader in self._readers
+        return self._run is not None and reader in self._readers
 
     def num_unreported(self, key: str) -> int:
-        if self._steps is None or key not in self._reader:
+        if self._run is None or key not in self._reader:
             return 0
-        return self._num_ended(self._steps) - self._told
+        return self._num_ended(self._run.steps) - self._told
 
     def catch_up(self, with_tokens: bool) -> None:
         """Count and tell what has ended by now, but for the last step."""
         self._catch_up(commits=with_tokens, tells=with_tokens)
 
     def _catch_up(self, *, commits: bool, tells: bool) -> None:
-        steps = self._steps
-        if steps is None or self._is_catching_up:
+        run = self._run
+        if run is None or self._is_catching_up:
             return
         self._is_catching_up = True
         try:
-            self._count(steps)
+            self._count(run)
             if commits and self._committed < self._ended:
-                self._commit(steps, self._ended)
+                self._commit(run, self._ended)
             if tells and self._told < self._ended:
-                self._tell_tokens(steps)
+                self._tell_tokens(run)
         finally:
             self._is_catching_up = False
 
-    def _count(self, steps: RunningDecodes) -> None:
+    def _count(self, run: _Run) -> None:
         """The steps that have ended by now, and tell the statistics."""
+        steps = run.steps
         if (ended := self._num_ended(steps)) > self._ended:
             self._engine.count_decodes(steps.seconds[self._ended : ended])
             self._ended = ended
-            while (filled := self._committed + self._engine.num_until_filled) <= ended:
-                self._commit(steps, filled)
+            while (filled := self._committed + run.decodes.num_until_filled) <= ended:
+                self._commit(run, filled)
             stats = self._stats()
             for reader in self._readers:
                 reader.on_late_stats(stats, steps.ends_s[ended - 1])
 
-    def _commit(self, steps: RunningDecodes, stop: int) -> None:
+    def _commit(self, run: _Run, stop: int) -> None:
         """The steps up to this one."""
-        steps.observe(self._committed, stop)
-        self._engine.commit_decodes(steps.seconds[self._committed : stop])
+        run.steps.observe(self._committed, stop)
+        run.decodes.commit(run.steps.seconds[self._committed : stop])
         self._committed = stop
 
-    def _tell_tokens(self, steps: RunningDecodes) -> None:
+    def _tell_tokens(self, run: _Run) -> None:
         self._told = self._ended
         outputs: dict[LateReader, list[TokensOut]] = {}
-        for output in self._engine.drain_decodes(steps.ends_s[: self._ended]):
+        for output in run.decodes.outputs(run.steps.ends_s[: self._ended]):
             outputs.setdefault(self._reader[output.key], []).append(output)
         for reader, group in outputs.items():
             reader.on_late_tokens(group)
@@ -147,17 +157,18 @@ class MultiStep:
     def _check(self) -> None:
         """The engine has changed: those behind the step in flight may no longer decode the same."""
         self._is_checked = True
-        if self._steps is not None:
-            left = len(self._steps.ends_s) - self._ended
+        if self._run is not None:
+            left = len(self._run.steps.ends_s) - self._ended
             count = max(1, self._engine.num_decode_steps(left, logs=self._logs))
             if count < left:
-                self._steps.shorten(self._ended + count)
+                self._run.steps.shorten(self._ended + count)
 
     def _last(self) -> StepPlan:
         """The last step has ended."""
         self.catch_up(True)
         for reader in self._readers:
             reader.attach(None)
-        self._steps = None
-        self.last_plan = self._engine.end_decodes()
+        assert self._run is not None, "the last step ends once"
+        self.last_plan = self._engine.end_decodes(self._run.decodes)
+        self._run = None
         return self.last_plan

@@ -70,12 +70,12 @@ class ReservationQueue:
         """Grant what fits now, in order. One that does not fit blocks the rest, unless it waits for a sibling's KV."""
         for asked in tuple(self._waiting):
             if not asked.future.done():
-                if self._engine.waits_for_sibling(asked.request):
+                if self._engine.reservations.waits_for_sibling(asked.request):
                     continue
                 try:
                     if asked.wanted is None:
-                        asked.wanted = self._engine.wanted(asked.request, asked.asked_s)
-                    asked.future.set_result(self._engine.grant(asked.wanted))
+                        asked.wanted = self._engine.reservations.wanted(asked.request, asked.asked_s)
+                    asked.future.set_result(self._engine.reservations.grant(asked.wanted))
                     self._granted(asked.request)
                 except Overloaded:
                     return

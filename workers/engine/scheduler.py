@@ -65,7 +65,7 @@ class Scheduler:
         self._estimate = estimate
         self._depth = depth
         self._flights: deque[_Flight] = deque()
-        self._steps = 0
+        self.steps = 0  # number of the newest step
 
     @property
     def runs_ahead(self) -> bool:
@@ -154,18 +154,19 @@ class Scheduler:
         return prompt_share(self._estimate.cost, num_tokens, self._depth)
 
     def _launch(self, step: StepBuilder) -> None:
-        self._steps += 1
+        self.steps += 1
         # The kernels want one-token runs first.
         step.slices.sort(key=lambda each: each.count > 1)
         restored = [sequence for sequence, _ in step.moves.restored]
         touched = tuple(dict.fromkeys([*[each.sequence for each in step.slices], *step.admitted, *restored]))
         for sequence in touched:
             sequence.in_flight += 1
-            sequence.last_step = self._steps
+            sequence.last_step = self.steps
         self._flights.append(_Flight(touched, step.moves))
 
     def launch(self, moves: StepCopies) -> None:
         """A step without sequences is in flight."""
+        self.steps += 1
         self._flights.append(_Flight((), moves))
 
     def land(self) -> Items[Sequence]:

@@ -93,6 +93,14 @@ class StepPlan(Struct, frozen=True, gc=False):
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
+class BrokenStep(Exception):
+    """The next step could not be built. `plan` is an empty stand-in for it until `Engine.steps_failed`."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        super().__init__(plan)
+        self.plan = plan
+
+
 class StepResult(Struct, frozen=True, gc=False):
     """`tokens[i]` belongs to the i-th chunk, `logprobs` likewise. None: nothing to sample, or logits were not finite.
 

@@ -16,6 +16,7 @@ from workers.engine.loads import Loads
 from workers.engine.queues import Queues
 from workers.engine.race import StepSeconds
 from workers.engine.sequence import Sequence, State
+from workers.engine.step import Chunk, StepPlan
 
 MOST_PASSED = 8  # in one step: each is looked at
 
@@ -87,6 +88,26 @@ class StepBuilder:
     @property
     def is_empty(self) -> bool:
         return not (self.slices or self.moves.restored or self.admitted)
+
+    def plan(
+        self,
+        number: int,
+        end_tokens: tuple[int, ...],
+        most_digests: int,
+        failed: Callable[[Sequence, Exception], None],
+    ) -> StepPlan:
+        """What the executor gets. A sequence whose chunk cannot be made has `failed`."""
+        chunks: list[Chunk] = []
+        digests: list[tuple[int, int]] = []
+        for each in self.slices:
+            try:
+                chunks.append(each.sequence.chunk(each.first, each.count, self._kv.block_size, end_tokens, self.now_s))
+            except Exception as error:
+                failed(each.sequence, error)
+                continue
+            if len(self._leases):
+                digests += self._leases.undigested(each.sequence.key, each.first + each.count)
+        return self.moves.plan(number, chunks, digests + self._leases.offered(number, most_digests, self.moves))
 
     def decode(self, sequence: Sequence) -> bool:
         if self._rows <= 0:

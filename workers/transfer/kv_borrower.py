@@ -124,7 +124,7 @@ class KVBorrower:
         except Exception as error:
             logger.exception("worker %s: move of %s", self._name, move.key, extra=log_fields(self._name, move.key))
             reason = f"unexpected {type(error).__name__}: {error}"
-        self._engine.not_moved(move, reason)
+        self._engine.sequences.not_moved(move, reason)
         self._changed()
 
     def _candidates(self, move: BlockMove) -> Iterator[tuple[PeerAddress, RemoteKV | None]]:
@@ -138,7 +138,7 @@ class KVBorrower:
 
     async def _move_to(self, lender: PeerAddress, last: RemoteKV | None, move: BlockMove) -> RemoteKV:
         client, _ = await self._peer_links.meet(lender)
-        ticket = self._ticket(self._engine.begin_move(move, _now_s()))
+        ticket = self._ticket(self._engine.sequences.offer_move(move, _now_s()))
         loan, held = (last.loan, last.num_blocks) if last is not None else (0, 0)
         begun_s = time.monotonic()
         number = await client.borrow(ticket, loan, held * self._block_size, MOVE_S)

@@ -69,10 +69,11 @@ class KVFetcher:
     async def reserved(self, key: str, ticket: TransferTicket, *, starts_decoding: bool) -> FetchedOut | None:
         """Pull a ticket's KV into the blocks of a reservation; None: it failed, and so did the sequence.
 
-        See `Engine.fetched` for `starts_decoding`.
+        See `Reservations.fetched` for `starts_decoding`.
         """
         try:
-            sequence, num_tokens, size = self._engine.reserved(key), ticket.num_tokens, self._config.engine.block_size
+            sequence, num_tokens = self._engine.reservations.get(key), ticket.num_tokens
+            size = self._config.engine.block_size
             if num_tokens > sequence.request.num_tokens:
                 raise TransferError(f"the ticket holds {num_tokens} tokens, {key} has {sequence.request.num_tokens}")
             if self.is_rounded(ticket) and not sequence.kv_dtype:
@@ -81,15 +82,15 @@ class KVFetcher:
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
             report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)
             now_s = asyncio.get_running_loop().time()
-            self._engine.fetched(key, now_s, num_tokens=num_tokens, starts_decoding=starts_decoding)
+            self._engine.reservations.fetched(key, now_s, num_tokens=num_tokens, starts_decoding=starts_decoding)
             return FetchedOut(key, report)
         except (TransferError, UnknownSequence) as error:
             kinds = {"corrupt": isinstance(error, DigestMismatch), "unlinked": isinstance(error, Unlinked)}
-            self._engine.fail(key, f"{type(error).__name__}: {error}", **kinds)
+            self._engine.sequences.fail(key, f"{type(error).__name__}: {error}", **kinds)
         except Exception as error:
             fields = log_fields(self._config.name, key)
             logger.exception("worker %s: fetch of %s", self._config.name, key, extra=fields)
-            self._engine.fail(key, f"unexpected {type(error).__name__}: {error}")
+            self._engine.sequences.fail(key, f"unexpected {type(error).__name__}: {error}")
         return None
 
     async def pull(

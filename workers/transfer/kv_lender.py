@@ -67,7 +67,8 @@ class KVLender:
         return self._engine.loans.renew(loans, _now_s())
 
     def offer(self, loan: int, num_tokens: int) -> TransferTicket:
-        return self._ticket(self._engine.offer_loan(loan, num_tokens // self._block_size, _now_s()))
+        blocks = self._engine.loans.ready(loan, num_tokens // self._block_size, _now_s())
+        return self._ticket(self._engine.leases.offer_held(f"loan:{loan}", blocks, _now_s()))
 
     def repay(self, loan: int) -> None:
         self._engine.loans.repay(loan)

@@ -1,0 +1,123 @@
+"""The statistics of an engine, made anew only when something has changed. Pure."""
+
+from collections.abc import Sequence as Items
+
+from msgspec import structs
+
+from workers.engine.blocks import BlockPool
+from workers.engine.cache_hits import DEVICE, FETCHED, HOST
+from workers.engine.leases import LeaseBook
+from workers.engine.loans import LoanBook
+from workers.engine.output_processor import OutputProcessor
+from workers.engine.scheduler import Scheduler
+from workers.engine.sequence import State
+from workers.engine.sequence_book import SequenceBook
+from workers.engine.store_tiers import StoreTier
+from workers.stats import BorrowStats, Pulls, TierStats, WorkerStats
+
+
+class EngineStats:
+    """Owned by an Engine, whose parts it reads."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        leases: LeaseBook,
+        loans: LoanBook,
+        stores: Items[StoreTier],
+        sequences: SequenceBook,
+        outputs: OutputProcessor,
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._leases = leases
+        self._loans = loans
+        self._stores = stores
+        self._sequences = sequences
+        self._outputs = outputs
+        self._step_s = 0.0
+        self._known: WorkerStats | None = None  # nothing has changed since but what decode steps change
+
+    def took(self, seconds: float) -> None:
+        """A step with chunks took so long."""
+        self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
+
+    def changed(self) -> None:
+        """More has changed than decode steps change."""
+        self._known = None
+
+    def read(
+        self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
+    ) -> WorkerStats:
+        known, given = self._known, (bubble_share, pulls, adapters, borrowed)
+        if known is None or self._stores or self._pool.host.num_blocks:  # which change by themselves
+            known = self._all(*given)
+        elif known.steps != self._scheduler.steps or given != (
+            known.bubble_share,
+            known.pulls,
+            known.adapters,
+            known.borrowed,
+        ):
+            known = structs.replace(
+                known,
+                free_blocks=self._pool.num_free,
+                cached_blocks=self._pool.num_cached,
+                steps=self._scheduler.steps,
+                step_s=self._step_s,
+                cache_number=self._pool.log.number,
+                bubble_share=bubble_share,
+                pulls=pulls,
+                adapters=adapters,
+                borrowed=borrowed,
+            )
+        self._known = known
+        return known
+
+    def _all(
+        self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
+    ) -> WorkerStats:
+        queued_tokens = num_reserved = 0
+        hits, queues = self._pool.hits, self._scheduler.queues
+        for each in self._sequences:
+            if each.state is State.RESERVED:
+                num_reserved += 1
+            else:
+                queued_tokens += len(each.tokens) - each.num_computed
+        return WorkerStats(
+            queued_tokens=queued_tokens,
+            waiting=len(queues.waiting),
+            running=len(queues.running),
+            reserved=num_reserved,
+            leases=len(self._leases),
+            free_blocks=self._pool.num_free,
+            cached_blocks=self._pool.num_cached,
+            quarantined_blocks=self._pool.num_quarantined,
+            total_blocks=self._pool.num_blocks,
+            steps=self._scheduler.steps,
+            step_s=self._step_s,
+            preemptions=queues.preemptions,
+            expired_leases=self._leases.expired,
+            lent_blocks=self._loans.num_blocks,
+            borrowed_blocks=sum(each.num_blocks for each in self._scheduler.kv.moves.remote()),
+            expired_loans=self._loans.expired,
+            borrowed=borrowed,
+            bubble_share=bubble_share,
+            cache_number=self._pool.log.number,
+            sought_tokens=hits.sought_tokens,
+            found_tokens=sum(hits.tokens.values()),
+            fetched_tokens=hits.tokens.get(FETCHED, 0),
+            fetched_saved_s=hits.saved_s[FETCHED],
+            device_saved_s=hits.saved_s[DEVICE],
+            device_lent_tokens=self._leases.lent_tokens.get(DEVICE, 0),
+            tiers=self._tiers(),
+            non_finite=self._outputs.non_finite,
+            pulls=pulls,
+            adapters=adapters,
+        )
+
+    def _tiers(self) -> tuple[TierStats, ...]:
+        if not self._pool.host.num_blocks:
+            return ()
+        host = structs.replace(self._scheduler.kv.tier.stats(), lent_tokens=self._leases.lent_tokens[HOST])
+        return host, *(store.stats() for store in self._stores)
