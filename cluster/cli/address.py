@@ -20,17 +20,23 @@ connection = grouped("Connection")
 security = grouped("Security")
 
 
-def default_endpoint(ctx: click.Context, option: click.Parameter, value: str | None) -> str:
-    return value or last_endpoint()
+def endpoint_option(text: str, *, several: bool = False) -> Callable[..., Any]:
+    """`--endpoint`. `several`: it may be repeated; the command gets all as `endpoints`."""
+
+    def default(ctx: click.Context, option: click.Parameter, given: Any) -> Any:
+        return given or ((last_endpoint(),) if several else last_endpoint())
+
+    names = ("--endpoint", "endpoints") if several else ("--endpoint",)
+    more: dict[str, Any] = {
+        "multiple": several,
+        "envvar": "DIPTYCH_ENDPOINT",
+        "metavar": "ADDRESS",
+        "callback": default,
+    }
+    return connection(*names, help=f"{text} {DEFAULT}", **more)
 
 
-ENDPOINT = connection(
-    "--endpoint",
-    envvar="DIPTYCH_ENDPOINT",
-    metavar="ADDRESS",
-    callback=default_endpoint,
-    help=f"Gateway to talk to: HOST:PORT, or grpcs://HOST:PORT for TLS. {DEFAULT}",
-)
+ENDPOINT = endpoint_option("Gateway to talk to: HOST:PORT, or grpcs://HOST:PORT for TLS.")
 FILE = click.Path(exists=True, dir_okay=False)
 ACCESS = (
     connection("--ca", type=FILE, envvar="DIPTYCH_CA", help="CA certificates (PEM) to verify the gateway with."),

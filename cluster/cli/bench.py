@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from cluster.cli.address import DEFAULT, access_options, connection, default_endpoint
+from cluster.cli.address import access_options, connection, endpoint_option
 from cluster.cli.groups import FOLDER, GroupedCommand, grouped, seconds
 
 workload = grouped("Load")
@@ -17,13 +17,7 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
 
 @click.command(cls=GroupedCommand)
 @click.argument("configurations", nargs=-1)
-@connection(
-    "--endpoint",
-    envvar="DIPTYCH_ENDPOINT",
-    metavar="ADDRESS",
-    callback=default_endpoint,
-    help=f"grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://). {DEFAULT}",
-)
+@endpoint_option("grpc://HOST:PORT, or http://HOST:PORT[/v1] of any OpenAI server (TLS: grpcs://, https://).")
 @access_options
 @connection(
     "--model", default="", show_default=False, metavar="NAME", help="Model to ask. [default: the only one there]"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cluster.cli.address import DEFAULT, access_options, connection
+from cluster.cli.address import access_options, endpoint_option
 from cluster.cli.groups import FILE, GroupedCommand
-from cluster.cli.local_servers import last_endpoint
 from cluster.cli.screen import say
 from diptych.access import Access
 
@@ -44,15 +43,7 @@ def _moment(ctx: click.Context, option: click.Parameter, given: str | None) -> i
 
 
 @click.command(cls=GroupedCommand)
-@connection(
-    "--endpoint",
-    "endpoints",
-    multiple=True,
-    envvar="DIPTYCH_ENDPOINT",
-    metavar="ADDRESS",
-    callback=lambda ctx, option, given: given or (last_endpoint(),),
-    help=f"Gateway to ask; repeatable, since each gateway knows only its own requests. {DEFAULT}",
-)
+@endpoint_option("Gateway to ask; repeatable, since each knows only its own requests.", several=True)
 @access_options
 @click.option("--last", "last_s", metavar="TIME", callback=duration, help="Up to now: 60s, 5m or 1h. [default: 60s]")
 @click.option("--from", "begin_ns", metavar="TIME", callback=_moment, help="Such as 14:05:09, by the gateway's clock.")

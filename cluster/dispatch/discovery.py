@@ -215,7 +215,7 @@ class WorkerDiscovery:
             view = None if member is None else member.view
             if client is not None and _departed(client, view):
                 if client.lost is None:
-                    client.give_up(_reason(client, view))
+                    client.give_up(_reason(view))
                 self._in_background(client.close())
                 del self.clients[name]
                 self._sent.pop(name, None)
@@ -305,8 +305,8 @@ def _departed(client: WorkerClient, view: WorkerView | None) -> bool:
     return view.state is WorkerState.READY and view.incarnation != client.view.incarnation
 
 
-def _reason(client: WorkerClient, view: WorkerView | None) -> str:
-    """Why this client's worker is gone, according to the membership."""
+def _reason(view: WorkerView | None) -> str:
+    """Why this worker is gone, according to the membership."""
     if view is None or view.state is not WorkerState.DEAD:
         return TAKEN_OUT if view is None else "it was restarted"
     return view.detail or "it died"

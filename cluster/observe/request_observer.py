@@ -8,6 +8,7 @@ outputs of its worker.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from cluster.events import Accepted, Completed
@@ -82,46 +83,19 @@ class SLOObserver(RequestObserver):
 
 
 class RequestObservers(RequestObserver):
-    """Calls several observers, in order."""
+    """Calls several observers, in order: of each event those that override its method."""
 
     def __init__(self, observers: Iterable[RequestObserver]) -> None:
         self._all = tuple(observers)
-
-    def on_arrived(self, request: Request, arrived_s: float, expected_tokens: int) -> None:
-        for each in self._all:
-            each.on_arrived(request, arrived_s, expected_tokens)
-
-    def on_placed(self, request: Request, accepted: Accepted) -> None:
-        for each in self._all:
-            each.on_placed(request, accepted)
-
-    def on_prefilled(self, worker: str, prompt_tokens: int, cached_tokens: int) -> None:
-        for each in self._all:
-            each.on_prefilled(worker, prompt_tokens, cached_tokens)
-
-    def on_first_token(self, request: Request) -> None:
-        for each in self._all:
-            each.on_first_token(request)
+        for name, ignored in vars(RequestObserver).items():
+            if name.startswith("on_"):
+                overriding = [each for each in self._all if getattr(type(each), name) is not ignored]
+                setattr(self, name, partial(_call_each, [getattr(each, name) for each in overriding]))
 
     def token_observers(self, request: Request, worker: str) -> tuple[OnTokens, ...]:
         return tuple(chain.from_iterable(each.token_observers(request, worker) for each in self._all))
 
-    def on_transfer(self, reader: str, report: TransferReport) -> None:
-        for each in self._all:
-            each.on_transfer(reader, report)
 
-    def on_moved(self, request: Request, source: str, target: str) -> None:
-        for each in self._all:
-            each.on_moved(request, source, target)
-
-    def on_replaced(self, request: Request, worker: str, reason: str) -> None:
-        for each in self._all:
-            each.on_replaced(request, worker, reason)
-
-    def on_end(self, end: RequestEnd) -> None:
-        for each in self._all:
-            each.on_end(end)
-
-    def on_turned_away(self, class_name: str, cause: str) -> None:
-        for each in self._all:
-            each.on_turned_away(class_name, cause)
+def _call_each(functions: Sequence[Callable[..., None]], *args: object) -> None:
+    for function in functions:
+        function(*args)

@@ -144,7 +144,7 @@ class Policy:
             return placement
         additional_s = max(0.0, wait_s - self._latency.queue_seconds(ask, self._worker(ask, placement.prefill)))
         predicted_s = placement.predicted_ttft_s + additional_s
-        return structs.replace(placement, predicted_ttft_s=predicted_s, reserve_s=wait_s)
+        return structs.replace(placement, predicted_ttft_s=predicted_s)
 
     def began(self, ask: PlacementRequest, placement: Placement) -> None:
         """The attempt was sent to the chosen workers."""

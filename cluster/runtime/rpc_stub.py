@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from cluster.runtime.runtime_errors import NoAnswer, WorkerGone
 from kvtransfer.errors import TransferError
-from kvtransfer.ticket import TransferTicket
-from workers.request import Bundle, LateReader, Request, Reservation
+from workers.request import Bundle, LateReader
 from workers.rpc import CONNECT_S, METHODS, WorkerConnection
 
 CALL_TIMEOUT_S = 10.0
 DISCONNECTED = "this end closed the connection"
+TIMED = ("reserve", "fetch_prefix", "warm")  # their last argument is the worker's own limit
 TIMEOUTS_S = {
     **dict.fromkeys(METHODS, CALL_TIMEOUT_S),
     "connect": 60.0,
@@ -66,25 +66,12 @@ class RpcStub:
         finally:
             self._on_bundle = _ignore
 
-    async def reserve(self, request: Request, timeout_s: float) -> Reservation:
-        limit_s = timeout_s + CALL_TIMEOUT_S
-        reservation: Reservation = await self._call("reserve", request, timeout_s, timeout_s=limit_s)
-        return reservation
-
-    async def fetch_prefix(self, request: Request, ticket: TransferTicket, timeout_s: float) -> int:
-        limit_s = timeout_s + CALL_TIMEOUT_S
-        num_tokens: int = await self._call("fetch_prefix", request, ticket, timeout_s, timeout_s=limit_s)
-        return num_tokens
-
-    async def warm(self, request: Request, ttl_s: float, timeout_s: float) -> int:
-        limit_s = timeout_s + CALL_TIMEOUT_S
-        num_tokens: int = await self._call("warm", request, ttl_s, timeout_s, timeout_s=limit_s)
-        return num_tokens
-
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """The methods with a fixed timeout; `WorkerStub` has their types."""
+        """The other methods; `WorkerStub` has their types."""
         if method not in METHODS:
             raise AttributeError(f"a worker has no method {method!r}")
+        if method in TIMED:
+            return lambda *args: self._call(method, *args, timeout_s=args[-1] + CALL_TIMEOUT_S)
         return partial(self._call, method, timeout_s=TIMEOUTS_S[method])
 
     async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:

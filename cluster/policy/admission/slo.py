@@ -82,7 +82,7 @@ class SLOAdmission(Admission):
                 return Refusal(reason, retry_after_s=start_s)  # a queued request loses nothing by waiting longer
             return Enqueue(reason, start_s, need_s, apart_s)
         if is_best_effort:
-            return self._behind_others(ask, placement, need_s)
+            return self._behind_others(placement, need_s)
         return None
 
     @staticmethod
@@ -183,7 +183,7 @@ class SLOAdmission(Admission):
         expected_s = ends_s[count - 1] if count <= len(ends_s) else math.inf
         return max(MIN_WAIT_S, min(count * apart_s, expected_s)), apart_s
 
-    def _behind_others(self, ask: PlacementRequest, placement: Placement, need_s: float) -> Enqueue | None:
+    def _behind_others(self, placement: Placement, need_s: float) -> Enqueue | None:
         """A request without an SLO must leave room on its prefill worker for prompts with one."""
         assert placement.predicted_ttft_s is not None
         queue_s = placement.predicted_ttft_s - need_s

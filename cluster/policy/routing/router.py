@@ -78,7 +78,6 @@ class Placement(Struct, frozen=True, gc=False):
     predicted_tpot_s: float | None = None
     prefill_s: float | None = None  # computing the prompt, once it is its turn; None: as predicted
     lenders: tuple[str, ...] = ()  # they hold a part of the KV of a request that is longer than any worker's pool
-    reserve_s: float = 0.0  # until the decode worker has reserved blocks and a slot; only then is the prompt sent
 
     @property
     def colocated(self) -> bool:
