@@ -51,19 +51,7 @@ def build_worker(
         stands_for = modelled or Modelled()
         facts = modelled_facts(config.engine.block_size, stands_for)
         speed = cost or config.cost or ZERO_COST
-        return open_modelled_executor(
-            config,
-            facts,
-            speed,
-            incarnation,
-            shared,
-            stands_for.calls,
-            observe=stands_for.observe,
-            pace=stands_for.pace,
-            servers=stands_for.servers,
-            multi_step=stands_for.multi_step,
-            idle_ratio=stands_for.idle_ratio,
-        )
+        return open_modelled_executor(config, facts, speed, incarnation, shared, stands_for)
 
     factories: dict[str, ExecutorFactory] = {"torch": open_torch, "modelled": open_modelled}
     return WorkerServer(config, factories[config.executor], heartbeat_s=heartbeat_s)

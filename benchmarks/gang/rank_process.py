@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from workers.engine.step import StepPlan
+from workers.engine.step import StepPlan, StepResult
 from workers.executor.rank_spec import RankSpec
 
 END_TIMEOUT_S = 5.0
@@ -58,10 +58,10 @@ def compute_nothing() -> None:
 
     module: Any = rank
 
-    def compute(*arguments: object) -> rank.RankStep:
+    def compute(*arguments: object) -> StepResult:
         (plan,) = (each for each in arguments if isinstance(each, StepPlan))
         tokens = tuple(None if chunk.draw is None else chunk.tokens[-1] for chunk in plan.chunks)
-        return rank.RankStep(tokens, (None,) * len(tokens), (), 0.0)
+        return StepResult(plan.number, tokens, (None,) * len(tokens), ((),), 0.0)
 
     module.compute = compute
 

@@ -12,8 +12,8 @@ import pytest
 from cluster.spec import ClusterSpec
 from tests.cluster.local import Cluster, cluster, mixed_spec, split_spec, tokens_of
 from tests.model.tiny import write_tiny_llama
-from workers.engine.step import PENDING, StepPlan
-from workers.executor.rank import Rank, RankStep
+from workers.engine.step import PENDING, StepPlan, StepResult
+from workers.executor.rank import Rank
 from workers.request import Request, SamplingParams
 
 SAMPLINGS = (
@@ -62,7 +62,7 @@ async def test_steps_ahead_change_no_token(model: Path, spec: ClusterSpec, monke
     pending: list[int] = []
     execute = Rank.execute
 
-    async def counts(self: Rank, plan: StepPlan) -> RankStep:
+    async def counts(self: Rank, plan: StepPlan) -> StepResult:
         pending.append(sum(chunk.tokens == (PENDING,) for chunk in plan.chunks))
         return await execute(self, plan)
 

@@ -17,7 +17,7 @@ from kvtransfer.open import SharedMemory
 from kvtransfer.transport import PullOrder
 from tests.model.test_executor import BLOCKS, PROMPT, config, open_tiny, prompt_plan
 from workers.config import WorkerConfig
-from workers.executor.rank import RankStep
+from workers.engine.step import StepResult
 from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.folder import ModelFolder
 from workers.ops.completion import beside_steps_on, mark_on
@@ -174,7 +174,7 @@ async def test_heartbeats_go_out_while_a_step_computes(tiny: ModelFolder, monkey
     """A step belongs to the compute thread, so a long one does not look like silence."""
     computing, go_on, compute = threading.Event(), threading.Event(), rank_module.compute
 
-    def slow(*args: Any) -> RankStep:
+    def slow(*args: Any) -> StepResult:
         computing.set()
         assert go_on.wait(DEADLINE_S)
         return compute(*args)

@@ -27,14 +27,14 @@ from tests.model.rank_processes import FORKS, MOMENTS, Fate, ProcessRanks, ended
 from tests.model.tiny import write_tiny_llama
 from workers.config import EngineConfig, ParallelConfig, TransferConfig, WorkerConfig
 from workers.engine.executor import SpanQuery
-from workers.engine.step import Chunk, Draw, StepPlan
+from workers.engine.step import Chunk, Draw, StepPlan, StepResult
 from workers.errors import ModelError, RankLost, WorkerError
 from workers.executor import gang as gang_module
 from workers.executor import rank as rank_module
 from workers.executor import remote_rank
 from workers.executor.gang import GangExecutor, open_gang
 from workers.executor.kv_pool import KVPool
-from workers.executor.rank import ModelPart, Rank, RankStep
+from workers.executor.rank import ModelPart, Rank
 from workers.executor.rank_server import RankTasks, serve_rank
 from workers.executor.rank_spec import RankSpec, Rendezvous
 from workers.executor.solo import open_solo
@@ -294,7 +294,7 @@ async def test_a_rank_that_raises_in_a_step_wakes_the_others(
 ) -> None:
     compute = rank_module.compute
 
-    def failing(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> RankStep:
+    def failing(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> StepResult:
         if plan.number == 1 and threading.current_thread().name.startswith("w/rank-1"):
             raise RuntimeError("no memory left\non this device")
         return compute(part, pool, plan, *more)
@@ -315,7 +315,7 @@ async def test_ticks_grow_while_a_step_makes_progress_and_stop_when_a_rank_hangs
 ) -> None:
     compute, hanging, go_on = rank_module.compute, threading.Event(), threading.Event()
 
-    def hangs(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> RankStep:
+    def hangs(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> StepResult:
         if plan.number == 2 and threading.current_thread().name.startswith("w/rank-1"):
             hanging.set()
             go_on.wait(SOON_S)
@@ -454,7 +454,7 @@ async def test_all_ranks_compute_the_same_plans_in_order_even_if_callers_leave(
 ) -> None:
     compute, computed = rank_module.compute, defaultdict[str, list[int]](list)
 
-    def noted(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> RankStep:
+    def noted(part: ModelPart, pool: KVPool, plan: StepPlan, *more: Any) -> StepResult:
         computed[threading.current_thread().name].append(plan.number)
         return compute(part, pool, plan, *more)
 

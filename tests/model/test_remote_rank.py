@@ -12,11 +12,10 @@ from kvtransfer.layout import KVLayout
 from kvtransfer.rpc.frames import FrameStream, Kind, pack_header
 from kvtransfer.ticket import ShardAddress
 from kvtransfer.transport import PullOrder
-from workers.engine.step import StepPlan
+from workers.engine.step import StepPlan, StepResult
 from workers.errors import RankLost
 from workers.executor import gang_wire as wire
 from workers.executor import remote_rank
-from workers.executor.rank import RankStep
 
 SOON_S = 25.0
 
@@ -55,7 +54,7 @@ class Wire:
 
 
 SHARD = ShardAddress(1, KVLayout("m", 1, 1, 8, 8), 4, ())
-STEP = RankStep((5,), (None,), (), 0.0)
+STEP = StepResult(1, (5,), (None,), ((),), 0.0)
 
 
 def frame(kind: int, number: int, body: object) -> bytes:

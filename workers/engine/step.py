@@ -107,7 +107,8 @@ class StepResult(Struct, frozen=True, gc=False):
     `prompt_logprobs[i]` has one entry for each of the i-th chunk's targets (all empty: none requested).
     `pooled[i]` has the sum of the i-th chunk's pooled hidden states, [hidden] float32; empty: there are none.
     `digests[rank][j]` are the cell digests of the plan's digest_blocks[j] on that rank (see `kvtransfer.digest`).
-    `seconds` is the device's time for the step, through all stages, without waits for other plans.
+    `seconds` is the device's time for the step, through all stages, without waits for other plans. In the result of one
+    rank of a gang, `wait_s` of them were waits for the previous stage's activations, and `comm_s` sums and gathers.
     `lost` are the indices of chunks whose remote KV could not be used; their token is None. So is that of a chunk in
     `stuck`, whose grammar allows no token: pairs (index, why). `forced` are pairs (index, tokens): what must follow the
     chunk's token by its grammar.
@@ -123,3 +124,5 @@ class StepResult(Struct, frozen=True, gc=False):
     stuck: tuple[tuple[int, str], ...] = ()
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     pooled: tuple[tuple[bytes, ...], ...] = ()
+    wait_s: float = 0.0
+    comm_s: float = 0.0

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
 
+from msgspec import structs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.errors import PeerLost, PeerRefused
@@ -37,7 +38,7 @@ from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_store import GangStore
 from workers.executor.gang_wire import GANG_PROTOCOL
 from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
-from workers.executor.rank import Rank, RankStep
+from workers.executor.rank import Rank
 from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous, sampling_rank
 from workers.executor.remote_kv import by_heads
 from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
@@ -77,7 +78,7 @@ class GangExecutor:
         self._others = others
         self._ranks: tuple[Rank | RemoteRank, ...] = (own, *others)
         self._connections = connections
-        self._steps: set[asyncio.Future[RankStep]] = set()
+        self._steps: set[asyncio.Future[StepResult]] = set()
         connections.failure.add_done_callback(lambda _: own.abort())
         self._stores = tuple(GangStore(cache, others, facts.layout.block_bytes) for cache in own.caches.values())
         self._bubble = BubbleMeter(config.parallel.pipeline)
@@ -116,18 +117,13 @@ class GangExecutor:
         stages = [steps[start : start + self._tensor] for start in range(0, len(steps), self._tensor)]
         busy = [max(step.seconds - step.wait_s for step in stage) for stage in stages]
         self._bubble.add(begun_s, asyncio.get_running_loop().time(), busy)
-        sampled = steps[self._sampling_rank]
-        return StepResult(
-            number=plan.number,
-            tokens=sampled.tokens,
-            logprobs=sampled.logprobs,
-            digests=tuple(step.digests for step in steps),
+        return structs.replace(
+            steps[self._sampling_rank],
+            digests=tuple(digests for step in steps for digests in step.digests),
             seconds=sum(busy),
-            prompt_logprobs=sampled.prompt_logprobs,
+            wait_s=0.0,
+            comm_s=0.0,
             lost=tuple(sorted({index for step in steps for index in step.lost})),
-            stuck=sampled.stuck,
-            forced=sampled.forced,
-            pooled=sampled.pooled,
         )
 
     @property
@@ -189,7 +185,7 @@ class GangExecutor:
         for store in self._stores:
             await store.close()
 
-    async def _cause(self, error: Exception, calls: "set[asyncio.Future[RankStep]]") -> Exception:
+    async def _cause(self, error: Exception, calls: "set[asyncio.Future[StepResult]]") -> Exception:
         """The failed rank's own error. It leaves the gang when it fails, so its neighbors' errors may arrive first."""
         loop, failure = asyncio.get_running_loop(), self._connections.failure
         deadline_s = loop.time() + CAUSE_TIMEOUT_S

@@ -21,8 +21,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, ReadStats
 from workers.engine.cache_log import Tier
 from workers.engine.executor import SpanQuery
-from workers.engine.step import RemoteKV, StepPlan
-from workers.executor.rank import RankStep
+from workers.engine.step import RemoteKV, StepPlan, StepResult
 from workers.request import Adapter, Grammar
 
 
@@ -118,7 +117,7 @@ GANG_PROTOCOL = RpcProtocol(
     name="gang",
     calls={
         Open: ShardAddress,
-        Execute: RankStep,
+        Execute: StepResult,
         Prepare: None,
         LoadAdapter: None,
         Connect: LinkReport,

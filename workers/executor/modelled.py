@@ -117,30 +117,21 @@ class ModelledExecutor:
         cost: CostModel,
         transports: TransportSet,
         region: Region,
+        model: Modelled,
         *,
         fill: bool,
         cache: CacheConfig,
-        servers: dict[str, ModelledRemoteServer],
         depth: int = 1,
-        calls: AttentionCalls = SMOLLM2_CALLS,
-        observe: Observe | None = None,
-        pace: Pace | None = None,
-        multi_step: bool = False,
-        idle_ratio: float = 1.0,
     ) -> None:
         self.depth = depth
-        has_multi_step = multi_step and depth == 1 and pace is None and not fill
+        has_multi_step = model.multi_step and depth == 1 and model.pace is None and not fill
         self.execute_decodes = self._execute_decodes if has_multi_step else None
-        self._calls = calls
+        self._model = model
         self._attend: RemoteAttend | None = None
         self._lender = ModelledLender(cost, self._is_busy)
         self._decodes: ModelledSteps | None = None  # the latest
         self._cache = cache
-        self._servers = servers
         self._stores: tuple[ModelledDisk | ModelledRemote, ...] = ()
-        self._observe = observe
-        self._pace = pace
-        self._idle_ratio = idle_ratio
         self._last_s = -inf  # end of the latest step
         self.facts = facts
         self._cost = cost
@@ -174,7 +165,7 @@ class ModelledExecutor:
         assert self._attend is not None, "the engine plans remote KV only after `borrow`"
         loop, block_size = asyncio.get_running_loop(), self._region.layout.block_size
         begin_s = loop.time()
-        lost = await ask_lenders(self._attend, self._calls, self._cost, plan, block_size)
+        lost = await ask_lenders(self._attend, self._model.calls, self._cost, plan, block_size)
         waited_s = loop.time() - begin_s
         local = local_part(plan, block_size)
         seconds = plan_seconds(self._cost, local)
@@ -186,12 +177,12 @@ class ModelledExecutor:
         loop = asyncio.get_running_loop()
         begin_s = loop.time()
         if begin_s > self._last_s + IDLE_S and any(len(chunk.tokens) > 1 for chunk in plan.chunks):
-            seconds *= self._idle_ratio
+            seconds *= self._model.idle_ratio
         seconds += self._lender.take_lent()
         if num_swapped := len(plan.swap_out) + len(plan.swap_in):
             seconds += num_swapped * self._region.layout.block_bytes * self._cost.swap_byte_s
-        if self._pace is not None:
-            return self._paced(self._pace, plan, begin_s, seconds)
+        if self._model.pace is not None:
+            return self._paced(self._model.pace, plan, begin_s, seconds)
         end_s = self._through_stages(begin_s, seconds / self.depth)
         step = _Running(plan, begin_s, end_s, seconds, loop.create_future())
         self._running.append(step)
@@ -210,7 +201,7 @@ class ModelledExecutor:
             asyncio.get_running_loop().time(),
             self._cost,
             lent_s=self._lender.take_lent(),
-            observe=self._observe,
+            observe=self._model.observe,
             last=last,
             finish=self._compute,
             never=frozenset(self.facts.eos_token_ids),
@@ -233,8 +224,8 @@ class ModelledExecutor:
 
     def _compute(self, plan: StepPlan, begin_s: float, end_s: float, seconds: float) -> StepResult:
         self._last_s = end_s
-        if self._observe:
-            self._observe(plan, (seconds,), (end_s,))
+        if self._model.observe:
+            self._model.observe(plan, (seconds,), (end_s,))
         self._bubble.add(begin_s, end_s, (seconds / self.depth,) * self.depth)
         digests = (self._no_digests,) * len(plan.digest_blocks)
         if self._pattern is not None:
@@ -267,7 +258,7 @@ class ModelledExecutor:
         if disk is not None:
             stores.append(ModelledDisk(disk.size, layout.block_bytes, disk.speed, host, changed))
         if remote is not None:
-            server = self._servers.setdefault(remote.url, ModelledRemoteServer(remote.size, remote.speed))
+            server = self._model.servers.setdefault(remote.url, ModelledRemoteServer(remote.size, remote.speed))
             stores.append(ModelledRemote(server, f"{remote.url} {layout}", layout.block_bytes, host, changed))
         self._stores = tuple(stores)
         return self._stores
@@ -320,14 +311,12 @@ def open_modelled(
     cost: CostModel,
     incarnation: str,
     shared: SharedMemory | None = None,
-    calls: AttentionCalls = SMOLLM2_CALLS,
-    observe: Observe | None = None,
-    pace: Pace | None = None,
-    servers: dict[str, ModelledRemoteServer] | None = None,
-    multi_step: bool = False,
-    idle_ratio: float = 1.0,
+    model: Modelled | None = None,
 ) -> ModelledExecutor:
-    """A modelled executor with real transports over a small real pool, or with the modelled transport."""
+    """A modelled executor with real transports over a small real pool, or with the modelled transport.
+
+    Sizes are those of `facts`, and all else is as in `model`.
+    """
     if facts.layout.block_size != config.engine.block_size:
         raise ValueError(
             f"{config.name}: engine.block_size is {config.engine.block_size}, the modelled KV has "
@@ -354,15 +343,10 @@ def open_modelled(
         cost,
         transports,
         region,
+        model or Modelled(),
         fill=fill,
         depth=config.parallel.pipeline,
-        calls=calls,
-        observe=observe,
-        pace=pace,
         cache=config.cache,
-        servers={} if servers is None else servers,
-        multi_step=multi_step,
-        idle_ratio=idle_ratio,
     )
 
 

@@ -22,7 +22,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.config import ParallelConfig
 from workers.engine.executor import RemoteAttend, SpanQuery
-from workers.engine.step import StepPlan
+from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest
 from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs
@@ -48,23 +48,6 @@ logger = logging.getLogger(__name__)
 
 MASKS_TIMEOUT_S = 60.0  # never reached: a mask is bounded by `workers.model.grammar.LIMITS`
 SLICE_BYTES = 32 << 20  # of logits at a time for prompt logprobs; scoring them takes as much again
-
-
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """One rank's result of a plan; see `StepResult` for the order."""
-
-    tokens: tuple[int | None, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
-    digests: tuple[bytes, ...]
-    seconds: float
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
-    wait_s: float = 0.0  # of `seconds`: until the previous stage had sent its activations
-    comm_s: float = 0.0  # of `seconds`: in sums and gathers with the ranks of the stage
-    lost: tuple[int, ...] = ()
-    stuck: tuple[tuple[int, str], ...] = ()
-    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    pooled: tuple[tuple[bytes, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +120,7 @@ class Rank:
         assert self._part.adapters is not None
         await self._part.adapters.load(adapter, drop)
 
-    async def execute(self, plan: StepPlan) -> RankStep:
+    async def execute(self, plan: StepPlan) -> StepResult:
         """A rank that fails in a step leaves its gang: peers would take its next messages for this step's."""
         states = self._states(plan)
         masks = self._masks.begin(plan) if self._masks is not None else None
@@ -147,7 +130,7 @@ class Rank:
             assert self._part.adapters is not None
             adapters = self._part.adapters.of_step(arrays)
 
-        def step() -> RankStep:
+        def step() -> StepResult:
             try:
                 if arrays is not None:
                     arrays.fill(lambda place: self._sampled[plan.chunks[place].key] or 0)  # None: its sequence fails
@@ -245,7 +228,7 @@ def compute(
     arrays: StepArrays | None = None,
     masks: "Future[StepMasks] | None" = None,
     adapters: Callable[[], StepAdapters] | None = None,
-) -> RankStep:
+) -> StepResult:
     """Run the plan on the calling thread: write the KV of all chunks, and sample one token per chunk with a draw.
 
     `arrays`: of the plan, if they are made already. `states`: of chunks with KV on other workers. `masks`: of sequences
@@ -265,10 +248,11 @@ def compute(
     part.model.ticks += 1
     digests = _digests(pool, plan.digest_blocks)
     wait(outputs.written or pool.mark())
-    return RankStep(
+    return StepResult(
+        number=plan.number,
         tokens=tuple(outputs.tokens),
         logprobs=tuple(outputs.logprobs),
-        digests=digests,
+        digests=(digests,),
         seconds=time.perf_counter() - begun,
         prompt_logprobs=outputs.prompt_logprobs,
         wait_s=part.link.take_wait_s() if part.link else 0.0,

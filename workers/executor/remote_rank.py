@@ -12,10 +12,9 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.engine.cache_log import Tier
 from workers.engine.executor import RemoteAttend, SpanQuery
-from workers.engine.step import StepPlan
+from workers.engine.step import StepPlan, StepResult
 from workers.errors import RankLost
 from workers.executor import gang_wire as wire
-from workers.executor.rank import RankStep
 from workers.request import Adapter, Grammar
 
 OPEN_TIMEOUT_S = 600.0  # for a rank to fetch and load its part of the model
@@ -63,7 +62,7 @@ class RemoteRank:
     async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
         await self._connection.begin(wire.LoadAdapter(adapter, drop))
 
-    def execute(self, plan: StepPlan) -> "asyncio.Future[RankStep]":
+    def execute(self, plan: StepPlan) -> "asyncio.Future[StepResult]":
         return self._connection.begin(wire.Execute(plan))
 
     async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:

@@ -35,19 +35,7 @@ class SoloExecutor:
         await self._rank.load_adapter(adapter, drop)
 
     async def execute(self, plan: StepPlan) -> StepResult:
-        step = await self._rank.execute(plan)
-        return StepResult(
-            number=plan.number,
-            tokens=step.tokens,
-            logprobs=step.logprobs,
-            digests=(step.digests,),
-            seconds=step.seconds,
-            prompt_logprobs=step.prompt_logprobs,
-            lost=step.lost,
-            stuck=step.stuck,
-            forced=step.forced,
-            pooled=step.pooled,
-        )
+        return await self._rank.execute(plan)
 
     @property
     def ticks(self) -> int:
