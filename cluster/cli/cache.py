@@ -1,4 +1,4 @@
-"""`diptych cache`: the prompts that stay in the prefix caches of a running cluster, and files of cached KV."""
+"""`diptych cache`: tiers of a running cluster's prefix caches, prompts that stay there, and files of cached KV."""
 
 import asyncio
 import json
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from cluster.cli.address import client_options
 from cluster.cli.groups import JSON, GroupedCommand, seconds
 from cluster.cli.screen import console, plain_table, print_json, progress_bar
+from cluster.cli.tiers import tier_troubles, tiers_table
 from diptych.access import Access
 
 if TYPE_CHECKING:
-    from diptych.view import CachedPrompt
+    from diptych.view import CachedPrompt, ClusterView
 
 POOL = click.option(
     "--pool", default="", show_default=False, help="Only on workers of this pool. [default: all that prefill]"
@@ -29,12 +31,39 @@ SHOWN_CHARS = 40
 
 @click.group()
 def cache() -> None:
-    """Keep prompts in prefix caches, and check files of cached KV.
+    """Show the tiers of prefix caches, keep prompts in them, and check files of cached KV.
 
     \b
     Example:
-      diptych cache warm system-prompts.txt
+      diptych cache status
     """
+
+
+@cache.command("status", cls=GroupedCommand)
+@client_options
+@JSON
+def status_command(endpoint: str, access: Access, as_json: bool) -> None:
+    """Show what each worker caches on its device, in host memory, on its disk and on a server.
+
+    \b
+    Example:
+      diptych cache status --endpoint 127.0.0.1:50051
+    """
+    from diptych.client import AsyncClient
+
+    async def view() -> "ClusterView":
+        async with AsyncClient(endpoint, access=access) as client:
+            return (await client.status()).view
+
+    found = asyncio.run(view())
+    if as_json:
+        tiers = ({"sources": each.stats.sources, "tiers": each.stats.tiers} for each in found.workers)
+        names = (each.name for each in found.workers)
+        return print_json(dict(zip(names, msgspec.to_builtins([*tiers]), strict=True)))
+    screen = console()
+    screen.print(tiers_table(found))
+    for line in tier_troubles(found):
+        screen.print(line, markup=False)
 
 
 @cache.command(cls=GroupedCommand)

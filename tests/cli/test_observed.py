@@ -138,6 +138,13 @@ def test_top_shows_pools_workers_and_slo_attainment(served: Served) -> None:
     assert "SLO attainment, since the gateway started: default TTFT 100% of 3 TPOT 100% of 3" in shown.stdout
 
 
+def test_cache_status_shows_the_tiers_of_each_worker(served: Served) -> None:
+    shown = served.run("cache", "status")
+    assert shown.exit_code == 0 and {"prefill-0", "decode-0", "decode-1"} <= {*shown.stdout.split()}, shown.output
+    found = json.loads(served.run("cache", "status", "--json").stdout)
+    assert {*found} == {"prefill-0", "decode-0", "decode-1"} and found["prefill-0"]["sources"], found
+
+
 def test_ctrl_c_leaves_the_terminal_as_it_was(served: Served) -> None:
     code, shown = in_terminal("--endpoint", served.endpoint, "--interval", "0.1")
     assert code == 0 and "prefill-0" in shown

@@ -91,7 +91,7 @@ async def test_what_cannot_be_verified_is_one_line(tmp_path: Path) -> None:
         assert result.exit_code == 1 and "is no file of cached KV of this version" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["cache", "cache warm", "cache drop", "cache verify"])
+@pytest.mark.parametrize("command", ["cache", "cache status", "cache warm", "cache drop", "cache verify"])
 def test_help_has_an_example(command: str) -> None:
     result = CliRunner().invoke(main, [*command.split(), "--help"])
     assert result.exit_code == 0 and "diptych cache " in result.output.partition("Example:")[2]

@@ -133,6 +133,10 @@ class Generation(Body):
     include_stop_str_in_output: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
     @property
     def client_names(self) -> Mapping[str, str]:

@@ -2,10 +2,12 @@
 
 response_format       {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}
 structured_outputs    {"json": ...}, or regex, choice, grammar or json_object, as in vLLM
+guided_json ...       as in vLLM before 0.12, with guided_regex, guided_choice and guided_grammar
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from cluster.frontend.http.unsupported import refuse_others
@@ -21,7 +23,9 @@ SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 
 def grammar_from(body: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     """The path of the field and its grammar; None: any text. Raises `InvalidRequest` for several grammars."""
+    readers: dict[str, Callable[[Any], tuple[str, Grammar] | None]]
     readers = {"response_format": _of_format, "structured_outputs": _of_structured}
+    readers |= {f"guided_{kind}": partial(_of_guided, kind) for kind in KINDS}
     given = ((read, body.get(name)) for name, read in readers.items())
     found = [each for read, value in given if value is not None and (each := read(value)) is not None]
     if len(found) > 1:
@@ -60,6 +64,11 @@ def _of_structured(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
             raise InvalidRequest(where, "must be true or false")
         return where, ANY_OBJECT
     return None
+
+
+def _of_guided(kind: str, value: Any) -> tuple[str, Grammar] | None:
+    where = f"guided_{kind}"
+    return None if value in (False, "", []) else (where, _of_kind(where, kind, value))  # requests nothing, as elsewhere
 
 
 def _of_kind(where: str, kind: str, value: Any) -> Grammar:

@@ -17,15 +17,11 @@ IGNORED = frozenset(
         *("service_tier", "prediction"),
     )
 )
-# vLLM removed these in 0.12.
-GUIDED = tuple(
-    f"guided_{each}" for each in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
-)
 # Fields of OpenAI, vLLM and SGLang, each with the values that pass.
 FIELDS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("suffix", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side", "prompt_embeds"), OFF),
     **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), OFF),
-    **dict.fromkeys(GUIDED, OFF),
+    **dict.fromkeys(("guided_decoding_backend", "guided_whitespace_pattern"), OFF),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logprob_token_ids", "logits_processors"), OFF),
     **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking", "repetition_detection"), OFF),
     **dict.fromkeys(
@@ -50,7 +46,7 @@ INSTEAD = {
     "request_id": "use the header x-request-id",
     "session_id": "use the header x-diptych-session",
     "priority": "use the header x-diptych-slo-class: a class has a priority",
-    **dict.fromkeys(("regex", "ebnf", "json_schema", *GUIDED), "use structured_outputs"),
+    **dict.fromkeys(("regex", "ebnf", "json_schema"), "use structured_outputs"),
 }
 MESSAGE_FIELDS = (*("function_call", "refusal", "annotations", "audio", "reasoning"),)
 STREAM_FIELDS = ("include_obfuscation",)
