@@ -17,17 +17,17 @@ from workers.model.store import (
     least_block_size,
     read_model_config,
     read_origin,
+    resolve,
 )
 
 # Device files of GPU drivers: NVIDIA on PCs, boards and WSL, AMD, Intel and others.
 _DEVICES = ("nvidia[0-9]*", "nvhost*", "nvgpu*", "dxg", "kfd", "dri/renderD*", "accel*")
 
 
-def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> ClusterSpec:
-    """The specification, with the block size that this model needs if its pools leave theirs out.
+def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> None:
+    """Raises `SpecError` for a pool that does not fit the model in `folder`, `ModelError` for a bad model.
 
-    `name`: of this model; empty: the only one. Raises `SpecError` for a pool that does not fit the model in `folder`,
-    `ModelError` for a bad model.
+    `name`: of this model; empty: the only one.
     """
     model = read_model_config(folder)
     pools = spec.pools_of(name or spec.model)
@@ -56,12 +56,23 @@ def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> ClusterSpec:
         raise SpecError(
             "pools: engine.dtype is auto, which means another dtype on a GPU than on a CPU; set it in each pool"
         )
-    least = max(least_block_size(model, _kv_dtype(pool)) for pool in pools)
-    if any(pool.engine.block_size != EngineConfig().block_size for pool in pools) or not least:
-        return spec
-    sized = (replace(pool, engine=replace(pool.engine, block_size=least)) if pool in pools else pool
-             for pool in spec.pools)  # fmt: skip
-    return replace(spec, pools=tuple(sized))
+
+
+def with_block_sizes(spec: ClusterSpec) -> ClusterSpec:
+    """The specification with the block size that each model needs, if its pools leave theirs out.
+
+    Downloads a model that is not on this host. Raises `ModelError`.
+    """
+    for name in spec.models if spec.executor != "modelled" else ():
+        pools = spec.pools_of(name)
+        if any(pool.engine.block_size != EngineConfig().block_size for pool in pools):
+            continue
+        model = read_model_config(resolve(name).path)
+        if least := max(least_block_size(model, _kv_dtype(pool)) for pool in pools):
+            sized = (replace(pool, engine=replace(pool.engine, block_size=least)) if pool in pools else pool
+                     for pool in spec.pools)  # fmt: skip
+            spec = replace(spec, pools=tuple(sized))
+    return spec
 
 
 def read_adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:

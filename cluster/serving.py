@@ -164,6 +164,13 @@ def _adapters(spec: ClusterSpec) -> tuple[Adapter, ...]:
     return read_adapters(spec)
 
 
+def _sized(spec: ClusterSpec) -> ClusterSpec:
+    """As `with_block_sizes`."""
+    from cluster.precheck import with_block_sizes
+
+    return with_block_sizes(spec)
+
+
 async def _spans(spec: ClusterSpec, gateway: str) -> "Spans | None":
     """Imports OpenTelemetry only if spans are sent, because that takes half a second."""
     if spec.tracing.otlp_endpoint is None:
@@ -370,6 +377,7 @@ async def serve(
     `scaling_policy`: used if `elastic` is on; None: `cluster.policy.scaling.elastic`. Without `gateways`, they join
     later (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
+    spec = await asyncio.to_thread(_sized, spec)
     serving = Serving(spec, await open_runtime(spec, runtime, progress), scaling_policy, gateways=gateways)
     try:
         await serving.open(make_server, progress)

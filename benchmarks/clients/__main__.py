@@ -37,7 +37,7 @@ Answer <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
 {% endif %}"""
 LIBRARIES: Mapping[str, PeerEnvironment] = {
     **dict.fromkeys(
-        ("langchain", "langchain_anthropic", "litellm", "instructor", "pydantic_ai", "openai_agents"), SDKS
+        ("openai", "langchain", "langchain_anthropic", "litellm", "instructor", "pydantic_ai", "openai_agents"), SDKS
     ),
     "llama_index": LLAMA_INDEX,
 }

@@ -34,6 +34,54 @@ def check(condition: Any, what: Any = "") -> None:
         raise AssertionError(str(what)[:400])
 
 
+def openai() -> Sequence[Case]:
+    import openai
+
+    client, later = openai.OpenAI(base_url=URL), openai.AsyncOpenAI(base_url=URL)
+    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": HELLO}], **LIMITS}
+    tell: Any = ask | {"messages": [{"role": "user", "content": TELL}]}
+    tool: Any = openai.pydantic_function_tool(Person)
+
+    def chat() -> None:
+        check(client.chat.completions.create(**ask).choices[0].message.content)
+
+    def stream() -> None:
+        parts = [each.choices[0].delta.content or "" for each in client.chat.completions.create(**ask, stream=True)]
+        check("".join(parts) == client.chat.completions.create(**ask).choices[0].message.content)
+
+    def tools() -> None:
+        (call, *_) = (
+            client.chat.completions.parse(**tell, tools=[tool], tool_choice="required").choices[0].message.tool_calls
+        )
+        check(isinstance(call.function.parsed_arguments, Person), call)
+
+    def structured() -> None:
+        check(client.chat.completions.parse(**tell, response_format=Person).choices[0].message.parsed)
+
+    def responses() -> None:
+        asked: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 96}
+        with client.responses.stream(input=HELLO, **asked) as events:
+            text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+        check(text and text == client.responses.create(input=HELLO, **asked).output_text)
+        check(client.responses.parse(input=TELL, text_format=Person, **asked).output_parsed)
+
+    def asynchronous() -> None:
+        async def all_of_them() -> None:
+            whole = await later.chat.completions.create(**ask)
+            parts = [
+                each.choices[0].delta.content or ""
+                async for each in await later.chat.completions.create(**ask, stream=True)
+            ]
+            check(whole.choices[0].message.content and whole.choices[0].message.content == "".join(parts))
+            called = await later.chat.completions.parse(**tell, tools=[tool], tool_choice="required")
+            check(called.choices[0].message.tool_calls)
+            check((await later.chat.completions.parse(**tell, response_format=Person)).choices[0].message.parsed)
+
+        asyncio.run(all_of_them())
+
+    return chat, stream, tools, structured, responses, asynchronous
+
+
 def langchain() -> Sequence[Case]:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -195,6 +243,9 @@ def openai_agents() -> Sequence[Case]:
         tools.__name__ = f"tools of {kind.__name__}"
         return tools
 
+    def chat() -> None:
+        check(asyncio.run(agents.Runner.run(agent(agents.OpenAIChatCompletionsModel), HELLO)).final_output)
+
     def stream() -> None:
         async def text() -> str:
             found = agents.Runner.run_streamed(agent(agents.OpenAIChatCompletionsModel), HELLO)
@@ -209,7 +260,7 @@ def openai_agents() -> Sequence[Case]:
         check(isinstance(asyncio.run(agents.Runner.run(asked, TELL)).final_output, Person))
 
     both = tools_of(agents.OpenAIChatCompletionsModel), tools_of(agents.OpenAIResponsesModel)
-    return *both, stream, structured
+    return chat, *both, stream, structured
 
 
 def llama_index() -> Sequence[Case]:
@@ -242,7 +293,7 @@ def llama_index() -> Sequence[Case]:
 
 CLIENTS: dict[str, Callable[[], Sequence[Case]]] = {
     each.__name__: each
-    for each in (langchain, langchain_anthropic, litellm, instructor, pydantic_ai, openai_agents, llama_index)
+    for each in (openai, langchain, langchain_anthropic, litellm, instructor, pydantic_ai, openai_agents, llama_index)
 }
 
 

@@ -47,7 +47,7 @@ def demo(kill: bool, prompt: str, model: str, max_tokens: int, runtime: str, as_
     spec = private(laptop_spec().with_model(model))
     # The default router would run a short prompt on the decode worker alone, without a KV handoff.
     spec = replace(spec, gateway=replace(spec.gateway, routing="least-loaded"))
-    spec = check_pools(spec, None, runtime)
+    check_pools(spec, None, runtime)
     try:
         run(kill_demo(spec, max_tokens, as_json) if kill else _demo(spec, runtime, prompt, max_tokens, as_json))
     except KeyboardInterrupt:

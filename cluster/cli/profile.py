@@ -56,7 +56,7 @@ def _measure_file(file: str, runtime: str, rounds: int) -> "ClusterProfile":
 
     spec = private(load_spec(file))
     spec.check_one_model("a profile")
-    spec = check_pools(spec, file, runtime)
+    check_pools(spec, file, runtime)
 
     async def measured() -> "ClusterProfile":
         async with running_cluster(spec, runtime, say) as serving:

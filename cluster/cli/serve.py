@@ -107,28 +107,27 @@ def serve(
     begin(spec.logs, "serve")
     if not no_gateways:
         check_servers(spec)
-    spec = check_pools(spec, file, runtime)
+    check_pools(spec, file, runtime)
     try:
         run(_serve(spec, runtime, grace_s, gateways=not no_gateways))
     except KeyboardInterrupt:
         click.echo("closed")  # the normal end
 
 
-def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> "ClusterSpec":
-    """Fetch the models and check the pools against them before workers start, as `check_model`. Raises `SpecError`."""
+def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
+    """Fetch the models and check the pools against them before workers start. Raises `SpecError`."""
     from cluster.precheck import check_devices, check_model, check_readers
     from cluster.spec import SpecError
     from cluster.spec_file import located
 
     if spec.executor == "modelled":
-        return spec
+        return
     try:
         if runtime == "local" or "RAY_ADDRESS" not in os.environ:
             check_devices(spec)
         check_readers(spec)
         for model in spec.models:
-            spec = check_model(spec, fetch_model(model), model)
-        return spec
+            check_model(spec, fetch_model(model), model)
     except SpecError as error:
         raise SpecError(located(file, Path(file).read_text(), str(error)) if file else str(error)) from None
 

@@ -1,5 +1,6 @@
 """Parses and tokenizes large inputs in child processes: both hold the GIL, for about a second per megabyte, which would
-delay the tokens of other requests. Another one compiles grammars to check them: that may take any time, and crash.
+delay the tokens of other requests. Others compile grammars to check them: that may take any time, and crash, so each is
+compiled in a process of its own, which is forked from one that has loaded the tokenizer.
 
     server ── function, arguments ──> queue: one call at a time, smallest first ──> child process ── result ──> server
 
@@ -12,6 +13,7 @@ import heapq
 import logging
 import os
 import pickle
+import signal
 import struct
 import sys
 import threading
@@ -20,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from cluster.events import Rejected
 from cluster.frontend.one_of import with_any_of_in
@@ -33,7 +35,9 @@ logger = logging.getLogger(__name__)
 LARGE_BYTES = 4096  # larger inputs are not tokenized in the event loop; this one takes 5 ms at most, measured
 HUGE_BYTES = 256 << 10  # larger inputs have a process of their own, so that others wait for less than a second
 PREPROCESS_S = 30.0  # limit of one call
-GRAMMAR_S = 2.0  # limit of a grammar
+QUICK_GRAMMAR_S = 0.3  # a grammar that takes longer begins again in a queue of such ones
+GRAMMAR_S = 1.5  # limit of a grammar there
+GRAMMAR_NICENESS = 10  # a grammar that takes long takes no core from a worker of this host
 GRAMMAR_STACK_BYTES = 1 << 20  # workers have more: what fits here does not overflow theirs
 PREPROCESS_WAIT_S = 60.0  # limit of a call and its wait
 PREPROCESS_START_S = 60.0  # until a process has loaded its tokenizer
@@ -47,6 +51,7 @@ HEADER = struct.Struct("!Q")
 
 DIED = Rejected("the tokenizer process died; try again", RETRY_AFTER_S)
 GRAMMAR_CRASHED = InvalidRequest("sampling.grammar", "cannot be compiled: it is too deep or too large; simplify it")
+GRAMMAR_TOO_LONG = InvalidRequest("sampling.grammar", f"takes more than {GRAMMAR_S:g} s to compile; simplify it")
 CLOSING = Rejected("this gateway is closing; try another one", RETRY_AFTER_S)
 
 T = TypeVar("T")
@@ -86,7 +91,8 @@ class InThread:
 
 
 class PreprocessingPool:
-    """Child processes: for large inputs, for huge ones, and for grammars. Owned by a gateway, which closes it.
+    """Child processes: for large inputs, for huge ones, for grammars and for those that take long. Owned by a gateway,
+    which closes it.
 
     `load` returns the tokenizer and must pickle. A process starts with its first call (or with `start`), and again
     after it died. A call that takes longer than `limit_s` raises `InvalidRequest`; one whose process died, or whose
@@ -97,10 +103,8 @@ class PreprocessingPool:
         rule = f"this gateway gives each prompt at most {limit_s:g} s"
         too_long = InvalidRequest("prompt", f"takes too long to tokenize; {rule}: shorten it")
         self._processes = [_QueuedProcess(load, limit_s, max_waiting, too_long, DIED) for _ in range(2)]
-        too_long = InvalidRequest("sampling.grammar", f"takes more than {GRAMMAR_S:g} s to compile; simplify it")
-        self._grammars = _QueuedProcess(
-            partial(_load_with_grammars, load), GRAMMAR_S, max_waiting, too_long, GRAMMAR_CRASHED, repeats=False
-        )
+        load = partial(_load_with_grammars, load)
+        self._grammars = [_QueuedProcess(load, limit_s, max_waiting, too_long, DIED) for _ in range(2)]
 
     def start(self) -> None:
         """Start the process for large inputs before its first call."""
@@ -111,11 +115,15 @@ class PreprocessingPool:
         return result
 
     async def check_grammar(self, grammar: Grammar) -> Grammar:
-        result: Grammar = await self._grammars.call(len(grammar.text), pickle.dumps((_check_grammar, (grammar,))))
-        return result
+        for process, limit_s in zip(self._grammars, (QUICK_GRAMMAR_S, GRAMMAR_S), strict=True):
+            call = pickle.dumps((_check_grammar, (grammar, limit_s)))
+            result: Grammar | None = await process.call(len(grammar.text), call)
+            if result is not None:
+                return result
+        raise GRAMMAR_TOO_LONG
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(process.close() for process in (*self._processes, self._grammars)))
+        await asyncio.gather(*(process.close() for process in (*self._processes, *self._grammars)))
 
 
 @dataclass(order=True, slots=True)
@@ -138,14 +146,8 @@ class _QueuedProcess:
         max_waiting: int,
         too_long: InvalidRequest,
         died: Exception,
-        *,
-        repeats: bool = True,
     ) -> None:
-        """`too_long` and `died` answer a call that took longer than `limit_s` or whose process died.
-
-        `repeats`: run the latter once more, since the process may have died before it.
-        """
-        self._repeats = repeats
+        """`too_long` and `died` answer a call that took longer than `limit_s` or whose process died."""
         self._load = load
         self._limit_s = limit_s
         self._too_long = too_long
@@ -222,7 +224,7 @@ class _QueuedProcess:
 
     async def _try(self, call: _Call) -> tuple[bool, Any]:
         """In the current process; if that turns out to be dead, in a new one."""
-        if self._process is not None and self._repeats:
+        if self._process is not None:
             try:
                 return await self._send(call)
             except TimeoutError:  # an OSError too, but no sign of a dead process
@@ -289,11 +291,40 @@ def _load_with_grammars(load: Load) -> Tokenizer:
     return tokenizer
 
 
-def _check_grammar(tokenizer: Tokenizer, grammar: Grammar) -> Grammar:
-    """In a thread with a small stack."""
+def _check_grammar(tokenizer: Tokenizer, grammar: Grammar, limit_s: float) -> Grammar | None:
+    """In a process of its own, which may crash. None: it takes longer than `limit_s`. Raises `InvalidRequest`."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        _end_with_check(tokenizer, grammar, limit_s, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as results:
+        found = results.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return None
+    if status != 0:
+        raise GRAMMAR_CRASHED
+    checked: Grammar | InvalidRequest = pickle.loads(found)
+    if isinstance(checked, InvalidRequest):
+        raise checked
+    return checked
+
+
+def _end_with_check(tokenizer: Tokenizer, grammar: Grammar, limit_s: float, writer: int) -> NoReturn:
+    """Write the result, in a thread with a small stack, and end the process."""
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    os.nice(GRAMMAR_NICENESS)
     threading.stack_size(GRAMMAR_STACK_BYTES)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(tokenizer.check_grammar, with_any_of_in(grammar)).result()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            result: Grammar | InvalidRequest = thread.submit(tokenizer.check_grammar, with_any_of_in(grammar)).result()
+    except InvalidRequest as error:
+        result = error
+    except BaseException:
+        os._exit(1)
+    with os.fdopen(writer, "wb") as results:
+        pickle.dump(result, results)
+    os._exit(0)
 
 
 def _settle(future: "asyncio.Future[Any]", ok: bool, result: Any) -> None:

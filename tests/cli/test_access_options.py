@@ -175,7 +175,7 @@ def test_serve_passes_absolute_paths_and_keeps_symbolic_links(served: Served, mo
         os.symlink("keys", "now")
     seen = []
     module = import_module("cluster.cli.serve")
-    monkeypatch.setattr(module, "check_pools", lambda spec, *_: spec)
+    monkeypatch.setattr(module, "check_pools", lambda *_: None)
     monkeypatch.setattr(module, "_serve", lambda spec, *_, **options: seen.append(spec))
     monkeypatch.setattr(module, "run", lambda work: None)
     files = "--tls-cert-file", "server.pem", "--tls-key-file", "./server-key.pem", "--api-keys-file", "now"

@@ -9,7 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from cluster.cli import main
-from cluster.precheck import check_devices, check_model
+from cluster.frontend.servers import open_servers
+from cluster.precheck import check_devices, check_model, with_block_sizes
+from cluster.serving import serve
 from cluster.spec import PoolSpec, Resources, Role, SpecError
 from cluster.spec_file import laptop_spec, load_spec
 from tests.model.families import write_family
@@ -143,13 +145,26 @@ def test_pools_that_leave_out_block_size_get_one_that_holds_a_state(
 ) -> None:
     """4 heads of 16 x 16 numbers and a convolution of 3 inputs are 4,864 bytes; 16 tokens of KV are 2,048."""
     hybrid = write_family(tmp_path / "hybrid", "qwen 3 next", linear_key_head_dim=16, linear_value_head_dim=16)
-    spec = check_model(load_spec(written(tmp_path, hybrid, engine=engine)), hybrid)
+    spec = with_block_sizes(load_spec(written(tmp_path, hybrid, engine=engine)))
     assert tuple(pool.engine.block_size for pool in spec.pools) == sizes
+
+
+async def test_a_cluster_that_python_starts_gets_it_too(tmp_path: Path) -> None:
+    hybrid = write_family(tmp_path / "hybrid", "qwen 3 next", linear_key_head_dim=16, linear_value_head_dim=16)
+    pool = PoolSpec("mixed", Role.MIXED, engine=EngineConfig(kv_blocks=16))
+    spec = dataclasses.replace(laptop_spec(), model=str(hybrid), pools=(pool,))
+    spec = dataclasses.replace(spec, gateway=dataclasses.replace(spec.gateway, grpc_port=0, http_port=None))
+    serving = await serve(spec, runtime="local", make_server=open_servers)
+    try:
+        spec, _ = await serving.controller.call("spec_and_models", 1.0)
+        assert spec.pools[0].engine.block_size == 48
+    finally:
+        await serving.close()
 
 
 def test_other_models_keep_their_block_size(tmp_path: Path, model: Path) -> None:
     spec = load_spec(written(tmp_path, model))
-    assert check_model(spec, model) == spec
+    assert with_block_sizes(spec) == spec
 
 
 def test_gpu_checks_are_skipped_with_ray_address_or_gpus(tmp_path: Path) -> None:

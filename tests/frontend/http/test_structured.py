@@ -1,5 +1,6 @@
 """A wrong grammar is refused by name before anything runs; a hostile one costs only its sender."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from functools import partial
@@ -110,7 +111,7 @@ async def test_a_hostile_grammar_ends_only_its_process(real: Clients, dispatcher
     """One overflows the compiler's stack, one never ends; the next request is served."""
     rules = "start: r0\n" + "\n".join(f"r{number}: r{number + 1}" for number in range(4000)) + '\nr4000: "a"'
     cross = "start: T\nT: " + " & ".join(f"/.*a.{{{number}}}b.*/" for number in range(3, 60))
-    for text, why in ((rules, "too deep or too large"), (cross, "takes more than 2 s to compile")):
+    for text, why in ((rules, "too deep or too large"), (cross, "takes more than 1.5 s to compile")):
         answer = await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": text}})
         assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
     good = await real.http.post(
@@ -119,6 +120,23 @@ async def test_a_hostile_grammar_ends_only_its_process(real: Clients, dispatcher
     assert good.status_code == 200, good.text
     (request,) = dispatcher.requests
     assert request.sampling.grammar is not None and request.sampling.grammar.kind == "lark"
+
+
+async def test_hostile_grammars_delay_no_other_new_grammar(real: Clients) -> None:
+    """Each ends after its own time; a new grammar of another client waits for the first 0.3 s of those before it."""
+    warm = await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"regex": "a"}})
+    assert warm.status_code == 200
+
+    async def hostile(number: int) -> Any:
+        cross = "start: T\nT: " + " & ".join(f"/.*{'abcd'[number]}.{{{each}}}b.*/" for each in range(3, 60))
+        return await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"grammar": cross}})
+
+    sent = [asyncio.ensure_future(hostile(number)) for number in range(4)]
+    await asyncio.sleep(0)
+    good = await real.http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"regex": "ab?"}})
+    assert good.status_code == 200 and not all(each.done() for each in sent)
+    for each in await asyncio.gather(*sent):
+        assert each.status_code == 400 and "takes more than 1.5 s" in each.json()["error"]["message"]
 
 
 async def test_a_large_body_keeps_its_grammar(real: Clients, dispatcher: FakeDispatcher) -> None:
