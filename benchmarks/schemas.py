@@ -2,8 +2,9 @@
 
 DIPTYCH_SCHEMAS (or --schemas) names a folder, such as `data` of a checkout of JSONSchemaBench; each folder in it that
 has schemas is a set. The package `jsonschema` checks two answers to each: random tokens that the masks allow, and what
-SmolLM2-135M answers over HTTP. Ends of strings and lists are preferred, or few would end; an answer that has not ended
-at its longest says nothing, and is counted apart.
+SmolLM2-135M answers over HTTP. Ends of strings and lists are preferred, or few would end; over HTTP that is a bias of
+quotes, which end strings wherever they are, and against commas. An answer that has not ended at its longest says
+nothing, and is counted apart.
 """
 
 import asyncio
@@ -124,7 +125,7 @@ async def _over_http(
     slots = asyncio.Semaphore(STREAMS)
     limits = aiohttp.ClientTimeout(total=TIMEOUT_S)
 
-    ends = {str(token): END_BIAS for token in end_tokens(ModelTokenizer(resolve(MODEL).path))}
+    biases = short_answers(ModelTokenizer(resolve(MODEL).path))
 
     async def ask(name: str, file: str) -> None:
         text = sets[name].accepted[file]
@@ -133,7 +134,7 @@ async def _over_http(
             "prompt": f"The schema {text[:PROMPT_CHARS]}\nA short document of this schema:\n",
             "max_tokens": MOST_TOKENS,
             "seed": len(text),
-            "logit_bias": ends,
+            "logit_bias": biases,
             "structured_outputs": {"json": json.loads(text)},
         }
         async with slots, session.post(f"{url}/v1/completions", json=body, timeout=limits) as reply:
@@ -183,6 +184,13 @@ def end_tokens(tokenizer: ModelTokenizer) -> set[int]:
     """Tokens that end a string, a list or an object, and begin no further part."""
     ends = [tokenizer.encode(text) for text in ('"', "}", "]", '"}', '"]', "}}", "}]")]
     return {each[0] for each in ends if len(each) == 1}
+
+
+def short_answers(tokenizer: ModelTokenizer) -> dict[str, float]:
+    """A bias for strings, objects and arrays that end. Brackets have none: in a string they would end nothing."""
+    biases = {'"': END_BIAS, '"}': END_BIAS, '"]': END_BIAS, ",": -END_BIAS, '",': -END_BIAS, ", ": -END_BIAS}
+    encoded = ((tokenizer.encode(text), bias) for text, bias in biases.items())
+    return {str(tokens[0]): bias for tokens, bias in encoded if len(tokens) == 1}
 
 
 def _evenly(number: int, most: int) -> list[int]:

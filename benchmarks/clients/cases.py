@@ -50,10 +50,8 @@ def openai() -> Sequence[Case]:
         check("".join(parts) == client.chat.completions.create(**ask).choices[0].message.content)
 
     def tools() -> None:
-        (call, *_) = (
-            client.chat.completions.parse(**tell, tools=[tool], tool_choice="required").choices[0].message.tool_calls
-        )
-        check(isinstance(call.function.parsed_arguments, Person), call)
+        found = client.chat.completions.parse(**tell, tools=[tool], tool_choice="required").choices[0].message
+        check(found.tool_calls and isinstance(found.tool_calls[0].function.parsed_arguments, Person), found)
 
     def structured() -> None:
         check(client.chat.completions.parse(**tell, response_format=Person).choices[0].message.parsed)
