@@ -139,9 +139,10 @@ def test_top_shows_pools_workers_and_slo_attainment(served: Served) -> None:
 
 
 def test_cache_status_shows_the_tiers_of_each_worker(served: Served) -> None:
-    shown = served.run("cache", "status")
+    ask = ["cache", "status", "--endpoint", served.endpoint]
+    shown = CliRunner().invoke(main, ask)
     assert shown.exit_code == 0 and {"prefill-0", "decode-0", "decode-1"} <= {*shown.stdout.split()}, shown.output
-    found = json.loads(served.run("cache", "status", "--json").stdout)
+    found = json.loads(CliRunner().invoke(main, [*ask, "--json"]).stdout)
     assert {*found} == {"prefill-0", "decode-0", "decode-1"} and found["prefill-0"]["sources"], found
 
 
