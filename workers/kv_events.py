@@ -71,3 +71,13 @@ def name_of_block(names: Sequence[int], index: int, block_size: int) -> int | No
     """The name in this chain of all tokens up to the end of this block; None: no name ends there."""
     end = (index + 1) * block_size
     return None if end % GRAIN else names[end // GRAIN - 1]
+
+
+def ends_of_names(names: Sequence[int], first: int, stop: int, block_size: int) -> dict[int, int]:
+    """`name_of_block` of the blocks from `first` to before `stop` that have one, by their index."""
+    found = {}
+    for number in range(first * block_size // GRAIN, min(len(names), stop * block_size // GRAIN)):
+        blocks, inside = divmod((number + 1) * GRAIN, block_size)
+        if not inside:
+            found[blocks - 1] = names[number]
+    return found

@@ -4,6 +4,7 @@ Owned by a Worker; knows no transport. Its size is bounded by the tokens of the 
 """
 
 import asyncio
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -14,15 +15,18 @@ from workers.request import Output, TokensOut
 class Mailbox:
     """Outputs for one subscriber. `close` it.
 
+    `beat` sends a heartbeat at once; None: `take` returns without outputs, and its caller sends one.
     `sending_since_s`: when the send that is still running began; None: there is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beat: Callable[[], object] | None = None) -> None:
         self.sending_since_s: float | None = None
+        self._beat = beat
+        self._wait_s = 0.0
         self._outputs: list[Output] = []
         self._latest: dict[str, int] = {}  # the index of each sequence's latest output
         self._arrived: asyncio.Future[None] | None = None  # while `take` waits
-        self._heartbeat = Timer(self.wake)
+        self._heartbeat = Timer(self._on_heartbeat)
 
     def put(self, output: Output) -> None:
         """Add an output; consecutive tokens of one sequence are merged."""
@@ -46,9 +50,21 @@ class Mailbox:
         self._heartbeat.close()
         self.wake()
 
+    def _on_heartbeat(self) -> None:
+        if self._beat is None:
+            return self.wake()
+        try:
+            self._beat()
+            self._heartbeat.start(self._wait_s)
+        except Exception as error:
+            assert self._arrived is not None, "the heartbeat runs while `take` waits"
+            if not self._arrived.done():
+                self._arrived.set_exception(error)
+
     async def take(self, wait_s: float) -> tuple[Output, ...]:
-        """The outputs since the last call, as soon as there are any; empty after `wait_s`."""
+        """The outputs since the last call, as soon as there are any. After `wait_s` a heartbeat is due."""
         if not self._outputs:
+            self._wait_s = wait_s
             self._heartbeat.start(wait_s)
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived

@@ -98,6 +98,7 @@ class Worker:
         self._sweeper: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
         self._late_sweeps = 0  # in a row: they expire nothing
+        self._num_remote = 0  # subscribers in other processes
         self._reservations = ReservationQueue(self.engine, self._granted)
         self._adapters = AdapterCache(executor, config.cache.adapters, self._adapters_in_use)
         self._peer_links = PeerLinks(config, executor)
@@ -367,10 +368,18 @@ class Worker:
         self._require_open()
         if subscriber in self._mailboxes:
             raise WorkerError(f"{subscriber} subscribed before; choose another name")
-        mailbox = self._mailboxes[subscriber] = Mailbox()
+
+        def beat() -> None:
+            if self._multi_step.is_told(late):  # the steps are its heartbeat
+                self._multi_step.catch_up(False)
+            else:
+                on_bundle(Bundle((), self._stats()))
+
+        mailbox = self._mailboxes[subscriber] = Mailbox(beat if room is None else None)
         outputs: tuple[Output, ...] = ()
         if late is not None:
             self._late_readers[subscriber] = late
+        self._num_remote += room is not None
         try:
             while True:
                 on_bundle(Bundle(outputs, self._stats()))
@@ -383,12 +392,9 @@ class Worker:
                         raise WorkerError(f"{subscriber} took no outputs for {seconds}; its requests ended")
                 outputs = await mailbox.take(self._heartbeat_s)
                 self._require_open()
-                while not outputs and self._multi_step.is_told(late):  # the steps are its heartbeat
-                    self._multi_step.catch_up(False)
-                    outputs = await mailbox.take(self._heartbeat_s)
-                    self._require_open()
         finally:
             mailbox.close()
+            self._num_remote -= room is not None
             self._late_readers.pop(subscriber, None)
             if self._mailboxes.get(subscriber) is mailbox:
                 self._unsubscribe(subscriber)
@@ -545,7 +551,8 @@ class Worker:
 
     def _arm(self) -> None:
         """Schedule a sweep while anything can expire."""
-        pending = self._routes or self._reservations or self.engine.may_expire
+        can_stall = self._num_remote > 0 and (self._routes or self._reservations)
+        pending = can_stall or self.engine.may_expire
         if self._sweeper is None and pending and not self._closed:
             self._sweep_due_s = self._now_s() + SWEEP_S
             self._sweeper = asyncio.get_running_loop().call_at(self._sweep_due_s, self._sweep)

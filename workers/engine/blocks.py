@@ -10,7 +10,7 @@ into it. A block is free once all of them release it. Knows ids and counts; know
 
 import heapq
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
@@ -51,14 +51,18 @@ def prefix_hashes(
     `end`: only of the first so many tokens.
     """
     hashes = list(known)
+    extend_hashes(hashes, tokens, block_size, salt, len(tokens) if end is None else end)
+    return hashes
+
+
+def extend_hashes(hashes: list[bytes], tokens: Sequence[int], block_size: int, salt: str, end: int) -> None:
+    """Add those of `prefix_hashes` that are missing."""
     name = hashes[-1] if hashes else _root(salt)
-    end = len(tokens) if end is None else end
     fresh = tokens[len(hashes) * block_size : end // block_size * block_size]
     content, stride = struct.pack(f"<{len(fresh)}I", *fresh), 4 * block_size
     for start in range(0, len(content), stride):
         name = blake2b(name + content[start : start + stride], digest_size=16).digest()
         hashes.append(name)
-    return hashes
 
 
 class Cached(NamedTuple):
@@ -215,25 +219,34 @@ class BlockPool:
         return next(behind, len(hashes))
 
     def name(self, block: int, content: bytes, prefix: int | None = None, *, fetched: bool = False) -> None:
-        """A held block is computed and has this `content` hash. The first block with a hash keeps it.
-
-        A tail block that has been filled since gets its new hash instead. `prefix`: the cache log's name of the prefix
-        that ends with this block, if it has one. `fetched`: another worker has computed it.
-        """
-        assert self._references[block] > 0, f"block {block} is named but not held"
-        if not self._prefix_caching or content in self._blocks:
-            return
-        if self._names[block] is not None:
-            self._forget(block)
-        self._blocks[content] = block
-        self._names[block] = content
-        if fetched:
+        """As `name_all`, of one block. `prefix`: as in `prefixes`. `fetched`: another worker has computed it."""
+        is_new = self._prefix_caching and content not in self._blocks
+        self.name_all((block,), (content,), {} if prefix is None else {block: prefix})
+        if fetched and is_new:
             self._fetched.add(block)
-        if self.host.pins.most:
-            self.host.on_device(content)
-        if prefix is not None:
-            self._prefixes[block] = prefix
-            self.log.add(Tier.DEVICE, prefix)
+
+    def name_all(self, blocks: Sequence[int], contents: Sequence[bytes], prefixes: Mapping[int, int]) -> None:
+        """Held blocks are computed and have these hashes. The first block with a hash keeps it.
+
+        A tail block that has been filled since gets its new hash instead. `prefixes`: for those of the blocks with which
+        a prefix of the cache log ends, its name.
+        """
+        if not self._prefix_caching:
+            return
+        known, names, references, has_pins = self._blocks, self._names, self._references, self.host.pins.most > 0
+        for block, content in zip(blocks, contents, strict=True):
+            assert references[block] > 0, f"block {block} is named but not held"
+            if content in known:
+                continue
+            if names[block] is not None:
+                self._forget(block)
+            known[content] = block
+            names[block] = content
+            if has_pins:
+                self.host.on_device(content)
+            if block in prefixes:
+                self._prefixes[block] = prefixes[block]
+                self.log.add(Tier.DEVICE, prefixes[block])
 
     def hold_oldest(self, most: int, among: int) -> list[Cached]:
         """Up to `most` of the next `among` cached blocks to be evicted, those whose content is not on the host.

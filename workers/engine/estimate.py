@@ -120,6 +120,8 @@ class StepEstimate:
     def learn_decodes(self, batch: int, context_tokens: int, seconds: Sequence[float]) -> None:
         """As `learn`, of steps in a row of the same decodes alone, without swaps. `context_tokens`: of the first."""
         given = self._given.steps_seconds(batch, context_tokens, len(seconds))
+        if given == seconds and self.cost is self._given:
+            return  # nothing to correct
         for step_s, took_s in zip(given, seconds, strict=True):
             if took_s != step_s or self.cost is not self._given:
                 self._correct(step_s, step_s, took_s)

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from workers.config import EngineConfig
-from workers.engine.blocks import BlockPool, prefix_hashes, tail_hash
+from workers.engine.blocks import BlockPool, extend_hashes, prefix_hashes, tail_hash
 from workers.engine.borrowing import Moves
 from workers.engine.cache_hits import DEVICE, FETCHED
 from workers.engine.cache_log import Tier
 from workers.engine.estimate import StepEstimate
 from workers.engine.host_tier import HostTier, StepCopies
 from workers.engine.sequence import Sequence, State
-from workers.kv_events import GRAIN, chain, name_of_block
+from workers.kv_events import GRAIN, chain, ends_of_names
 from workers.request import MIXED_KV
 
 
@@ -241,12 +241,13 @@ class KVCacheManager:
         if full > sequence.num_named:
             tokens, salt, size = sequence.tokens, sequence.salt, self._pool.block_size
             if len(sequence.hashes) < full:
-                sequence.hashes = prefix_hashes(tokens, size, sequence.hashes, salt, full * size)
+                extend_hashes(sequence.hashes, tokens, size, salt, full * size)
             if len(sequence.chain) < full * size // GRAIN:
                 sequence.chain = chain(tokens, known=sequence.chain, salt=salt, end=full * size)
-            for index in range(sequence.num_named, full):
-                prefix = None if sequence.kv_dtype else name_of_block(sequence.chain, index, size)
-                self._pool.name(sequence.blocks[index], sequence.hashes[index], prefix)
+            new = slice(sequence.num_named, full)
+            ends = {} if sequence.kv_dtype else ends_of_names(sequence.chain, new.start, full, size)
+            prefixes = {sequence.blocks[index]: name for index, name in ends.items()}
+            self._pool.name_all(sequence.blocks[new], sequence.hashes[new], prefixes)
             sequence.num_named = full
         if self._pool.has_state:
             return

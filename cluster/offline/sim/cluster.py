@@ -72,7 +72,8 @@ class Meter:
         busy_s, busy_to_s, used_block_s, since_s = self.busy_s, self._busy_to_s, self.used_block_s, self._used_since_s
         for took_s, end_s in zip(seconds, ends_s, strict=True):
             begin_s = end_s - took_s
-            busy_s += max(0.0, end_s - (begin_s if begin_s > busy_to_s else busy_to_s))
+            alone_s = end_s - (begin_s if begin_s > busy_to_s else busy_to_s)
+            busy_s += alone_s if alone_s > 0.0 else 0.0
             used_block_s += used_blocks * (end_s - since_s)
             busy_to_s = since_s = end_s
         self.busy_s, self._busy_to_s, self.used_block_s, self._used_since_s = busy_s, busy_to_s, used_block_s, since_s

@@ -4,7 +4,7 @@ Adding a value is one binary search over about twenty bounds. Memory grows only 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # The bounds of vLLM's time to first token.
@@ -60,16 +60,21 @@ class HistogramBuilder:
     def add(self, labels: tuple[str, ...], value: float) -> None:
         self.add_all(labels, (value,))
 
-    def add_all(self, labels: tuple[str, ...], values: Iterable[float]) -> None:
+    def add_all(self, labels: tuple[str, ...], values: Sequence[float]) -> None:
         counts = self._counts.get(labels)
         if counts is None:
             counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
             self._totals[labels] = 0.0
-        bounds, total = self._bounds, self._totals[labels]
+        if not values:
+            return
+        self._totals[labels] += sum(values)
+        bounds = self._bounds
+        place = bisect_left(bounds, values[0])
+        if len(values) == 1 or place == bisect_left(bounds, min(values)) == bisect_left(bounds, max(values)):
+            counts[place] += len(values)  # gaps between the tokens of an answer are much alike
+            return
         for value in values:
             counts[bisect_left(bounds, value)] += 1
-            total += value
-        self._totals[labels] = total
 
     def snapshot(self) -> Histograms:
         rows = (HistogramRow(labels, tuple(counts), self._totals[labels]) for labels, counts in self._counts.items())

@@ -76,7 +76,7 @@ class LearnedLengths:
         if num_output < 1:
             return
         if finish is not None:
-            self._score(replace(request, generated=()), num_output)
+            self._score(replace(request, generated=()) if request.generated else request, num_output)
         self._asked = None
         cut = finish in (None, FinishReason.LENGTH)
         size = len(request.prompt).bit_length()
