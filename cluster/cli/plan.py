@@ -10,7 +10,7 @@ import click
 
 from cluster.cli.address import access_options
 from cluster.cli.comparison import positive_slo
-from cluster.cli.groups import FILE, JSON, GroupedCommand
+from cluster.cli.groups import FILE, JSON, GroupedCommand, grouped
 from cluster.cli.screen import print_json, say
 from cluster.cli.search import INTERRUPTED, SearchProgress, cut_short, search
 from cluster.cli.trace import duration
@@ -65,47 +65,58 @@ class PlanOptions:
     as_json: bool
 
 
+machines = grouped("Cluster")
+load = grouped("Load")
+slos = grouped("SLO")
+instance = grouped("One instance")
+running = grouped("A running cluster")
+effort = grouped("Simulation")
+
+
 @click.command(cls=GroupedCommand)
-@click.option("--model", metavar="NAME", help="Model, such as llama-3-8b, or a folder with its config.json.")
-@click.option(
+@machines("--model", metavar="NAME", help="Model, such as llama-3-8b, or a folder with its config.json.")
+@machines(
     "--hardware",
     metavar="H[,H2]",
     help="GPU types, such as a100-80gb,h100-80gb; with --from-cluster: its ranks', for prices.",
 )
-@click.option("--gpus", type=click.IntRange(1, 4096), help="Maximum number of GPUs.")
-@click.option("--nodes", type=click.IntRange(1), help="Number of equal nodes. [default: by the GPU's data sheet]")
-@click.option("--workload", metavar="SPEC", help="Trace file, or a generator: poisson:rate=4,lengths=mixed.")
-@click.option(
-    "--own-times", is_flag=True, help="Keep the workload's own arrival times and prefixes. [default: Poisson]"
+@machines("--gpus", type=click.IntRange(1, 4096), help="Maximum number of GPUs.")
+@machines("--nodes", type=click.IntRange(1), help="Number of equal nodes. [default: by the GPU's data sheet]")
+@machines(
+    "--objective",
+    type=click.Choice(("gpus", "cost", "power", "throughput")),
+    default="gpus",
+    help="Goodput per GPU, dollar or watt, or goodput alone; with --rate the least GPUs, dollars or watts.",
 )
-@click.option("--rate", type=float, help="Requests/s to serve. [default: maximize goodput]")
-@click.option("--ttft", type=float, metavar="SECONDS", help="SLO: time to first token.")
-@click.option("--tpot", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
-@click.option("--target", type=float, default=0.9, help="Share of requests that must meet the SLO.")
-@click.option("--objective", type=click.Choice(("gpus", "cost", "power", "throughput")), default="gpus")
-@click.option("--network", type=click.Choice(("fast", "slow")), default="fast", help="Network between nodes.")
-@click.option(
+@machines("--network", type=click.Choice(("fast", "slow")), default="fast", help="Network between nodes.")
+@machines(
     "--price",
     multiple=True,
     metavar="NAME=DOLLARS",
     help="Dollars an hour of one GPU, or a JSON file of {name: dollars}; repeatable; with --from-cluster of a pool. "
     "[default: dated list prices]",
 )
-@click.option("--source", "costs", default="best", help="Source of step times: best, roofline, vidur, ...")
-@click.option("--kv-dtype", type=click.Choice(QUANTIZED), help="KV dtype. [default: of the weights]")
-@click.option("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
-@click.option("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
-@click.option("--users", default=USERS, help="With --prompt: numbers of concurrent users.")
-@click.option("--from-cluster", metavar="ADDRESS", help="Gateway of a running cluster: ask what it should change.")
-@click.option("--profile", type=FILE, help="With --from-cluster: its costs, the output of `diptych profile`.")
-@click.option(
+@machines("--source", "costs", default="best", help="Source of step times: best, roofline, vidur, ...")
+@machines("--kv-dtype", type=click.Choice(QUANTIZED), help="KV dtype. [default: of the weights]")
+@load("--workload", metavar="SPEC", help="Trace file, or a generator: poisson:rate=4,lengths=mixed.")
+@load("--own-times", is_flag=True, help="Keep the workload's own arrival times and prefixes. [default: Poisson]")
+@load("--rate", type=float, help="Requests/s to serve. [default: maximize goodput]")
+@slos("--ttft", type=float, metavar="SECONDS", help="SLO: time to first token.")
+@slos("--tpot", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
+@slos("--target", type=float, default=0.9, help="Share of requests that must meet the SLO.")
+@instance("--prompt", metavar="N[-M]", help="Prompt tokens: ask what one instance delivers.")
+@instance("--output", metavar="N[-M]", help="Output tokens: ask what one instance delivers.")
+@instance("--users", default=USERS, help="With --prompt: numbers of concurrent users.")
+@running("--from-cluster", metavar="ADDRESS", help="Gateway of a running cluster: ask what it should change.")
+@running("--profile", type=FILE, help="With --from-cluster: its costs, the output of `diptych profile`.")
+@running(
     "--last", "last_s", default="1h", metavar="TIME", callback=duration,
     help="With --from-cluster: its load of this time, as far as the gateway remembers.",
 )  # fmt: skip
-@click.option("--requests", type=click.IntRange(10, 100_000), default=300, help="Requests of one run.")
-@click.option("--seeds", type=click.IntRange(1, 100), default=3, help="Seeds of each run.")
-@click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
-@click.option(
+@effort("--requests", type=click.IntRange(10, 100_000), default=300, help="Requests of one run.")
+@effort("--seeds", type=click.IntRange(1, 100), default=3, help="Seeds of each run.")
+@effort("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
+@effort(
     "--limit",
     type=click.FloatRange(min=1.0, max=86_400.0),
     metavar="SECONDS",

@@ -1,6 +1,7 @@
 """`diptych simulate`: a workload on one or several systems, in virtual time, with the production scheduling code."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -227,18 +228,21 @@ def _run(
 
     made: list[SystemResult] = []
     total = len(cases) * (1 + bool(rates) + (search is not None))
-    with processes(num_processes) as each, progress_bar() as progress:
+    threads = ThreadPoolExecutor(len(cases))  # each hands one system's runs to the processes
+    with processes(num_processes) as each, progress_bar() as progress, threads:
         done = 0
         progress("simulating", done, total)
         for case, run in zip(cases, each(partial(run_case, workload=workload, options=options), cases), strict=True):
             made.append(SystemResult(case.name, figures(run, options.slo), run=run))
             progress("simulating", done := done + 1, total)
-        for number, case in enumerate(cases):
-            if rates:
-                runs = run_at(case, workload, rates, requests, options, each)
+        systems = map if num_processes == 1 else threads.map
+        if rates:
+            sweeps = systems(lambda case: run_at(case, workload, rates, requests, options, each), cases)
+            for number, runs in enumerate(sweeps):
                 made[number] = replace(made[number], sweep=tuple(figures(run, options.slo) for run in runs))
                 progress("simulating", done := done + 1, total)
-            if search is not None:
-                made[number] = replace(made[number], goodputs=goodputs(case, search, each))
+        if search is not None:
+            for number, found in enumerate(systems(partial(goodputs, options=search, each=each), cases)):
+                made[number] = replace(made[number], goodputs=found)
                 progress("simulating", done := done + 1, total)
     return made
