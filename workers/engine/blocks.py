@@ -228,8 +228,8 @@ class BlockPool:
     def name_all(self, blocks: Sequence[int], contents: Sequence[bytes], prefixes: Mapping[int, int]) -> None:
         """Held blocks are computed and have these hashes. The first block with a hash keeps it.
 
-        A tail block that has been filled since gets its new hash instead. `prefixes`: for those of the blocks with which
-        a prefix of the cache log ends, its name.
+        A tail block that has been filled since gets its new hash instead. `prefixes`: by block, the cache log's name of
+        the prefix that ends with it, for those that have one.
         """
         if not self._prefix_caching:
             return
