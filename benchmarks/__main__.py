@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from benchmarks import (
+    borrowed,
     capacity,
     chats,
     frontend,
@@ -21,6 +22,7 @@ from benchmarks import (
     overhead,
     peer,
     peers_frontend,
+    prefix_index,
     routing,
     schemas,
     simulator,
@@ -57,6 +59,8 @@ PARTS = {
     "tcp-links": Measurement(tcp_links.measure, tcp_links.ROUNDS, 3),
     "kv-store": Measurement(kv_store.measure, kv_store.ROUNDS),
     "loading": Measurement(loading.measure, loading.ROUNDS),
+    "borrowed": Measurement(borrowed.measure, borrowed.ROUNDS),
+    "prefix-index": Measurement(prefix_index.measure, prefix_index.ROUNDS),
     "kv-dtypes": Measurement(kv_dtypes.measure, kv_dtypes.ROUNDS),
     "turns": Measurement(turns.measure, turns.ROUNDS),
     "turns-host": Measurement(turns.measure_host, turns.ROUNDS),

@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
 from benchmarks.kv_tiers import measure_tiers
 from kvtransfer.layout import KVLayout
-from workers.kv_store.kv_store import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS, KVStore
+from workers.kv_store.io_threads import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS
+from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab, aligned_buffer
 from workers.kv_store.slot_format import NAME_BYTES, fingerprint
 from workers.kv_store.slot_index import SlotIndex

@@ -24,7 +24,8 @@ from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, 
 from workers.engine.step import StepPlan
 from workers.engine.step_timing import num_blocks, step_plan
 from workers.executor.solo import SoloExecutor, open_solo
-from workers.kv_store.kv_store import MOST_WRITES, KVStore
+from workers.kv_store.io_threads import MOST_WRITES
+from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab
 from workers.kv_store.slot_format import NAME_BYTES, fingerprint
 from workers.model.store import resolve

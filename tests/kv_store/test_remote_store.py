@@ -11,10 +11,11 @@ from redis import Redis
 
 from tests.kv_store.redis_server import RedisServer
 from workers.errors import KVStoreError
-from workers.kv_store import remote_store, server_health
+from workers.kv_store import health, remote_store
+from workers.kv_store.health import MOST_FAILURES
+from workers.kv_store.io_threads import READ_THREADS, WRITE_THREADS
 from workers.kv_store.known_blocks import KnownBlocks
 from workers.kv_store.remote_store import RemoteStore, open_remote_store
-from workers.kv_store.server_health import MOST_SERVER_FAILURES
 from workers.kv_store.slot_format import PAGE_BYTES, encode_header
 
 BLOCK_BYTES = 5000
@@ -36,7 +37,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hanging servers are noticed, and tried again, sooner."""
     monkeypatch.setattr(remote_store, "REPLY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(server_health, "PROBE_PAUSE_S", 0.2)
+    monkeypatch.setattr(health, "PROBE_PAUSE_S", 0.2)
 
 
 def opened(server: RedisServer, fingerprint: bytes = OURS, password: str | None = None) -> RemoteStore:
@@ -130,15 +131,10 @@ async def test_a_killed_server_is_a_miss_and_is_used_again_when_it_is_back(serve
     store.known.gone = gone.append
     assert await store.write(NAMES[0], BLOCKS[0])
     server.kill()
-    for _ in range(MOST_SERVER_FAILURES):
+    for _ in range(MOST_FAILURES):
         assert await read(store, 0) is None and not await store.write(NAMES[1], BLOCKS[1])
     stats = store.stats()
-    assert (
-        stats.stopped_reads
-        and stats.stopped_writes
-        and stats.failures == 2 * MOST_SERVER_FAILURES
-        and gone == NAMES[:1]
-    )
+    assert stats.stopped_reads and stats.stopped_writes and stats.failures == 2 * MOST_FAILURES and gone == NAMES[:1]
     assert await store.find(NAMES, WAIT_S) == 0 and not await store.write(NAMES[1], BLOCKS[1])
     assert store.stats().writes_dropped == 1, "nobody waits for a server that is stopped"
     server.start()
@@ -153,8 +149,8 @@ async def test_a_server_that_hangs_is_late_and_is_used_again_when_it_goes_on(ser
     await store.write(NAMES[0], BLOCKS[0])
     with server.stopped():
         assert await store.find(NAMES, 0.05) == 0
-        assert [await read(store, 0, 0.05) for _ in range(MOST_SERVER_FAILURES)] == [None] * MOST_SERVER_FAILURES
-        assert store.stats().late >= MOST_SERVER_FAILURES and store.stats().stopped_reads
+        assert [await read(store, 0, 0.05) for _ in range(MOST_FAILURES)] == [None] * MOST_FAILURES
+        assert store.stats().late >= MOST_FAILURES and store.stats().stopped_reads
     await until(lambda: not store.stats().stopped_reads)
     assert await read(store, 0) == BLOCKS[0]
     with server.stopped():
@@ -172,9 +168,7 @@ async def test_a_full_server_refuses_writes_and_still_answers_reads(tmp_path: Pa
         assert await store.write(NAMES[0], BLOCKS[0])
         client = Redis(port=server.port)
         client.config_set("maxmemory", 1)
-        assert [await store.write(name, BLOCKS[1]) for name in NAMES[1 : 1 + MOST_SERVER_FAILURES]] == [
-            False
-        ] * MOST_SERVER_FAILURES
+        assert [await store.write(name, BLOCKS[1]) for name in NAMES[1 : 1 + MOST_FAILURES]] == [False] * MOST_FAILURES
         assert "maxmemory" in store.stats().stopped_writes and not store.stats().stopped_reads
         assert await read(store, 0) == BLOCKS[0]
         client.config_set("maxmemory", 0)
@@ -247,7 +241,7 @@ async def test_more_writes_than_may_wait_are_dropped(server: RedisServer, monkey
     with server.stopped():
         writing = [asyncio.ensure_future(store.write(*each)) for each in zip(NAMES, BLOCKS, strict=True)]
         await asyncio.sleep(0.05)
-        assert store.stats().writes_dropped >= len(NAMES) - 2 * remote_store.WRITE_THREADS - 2
+        assert store.stats().writes_dropped >= len(NAMES) - 2 * WRITE_THREADS - 2
     await asyncio.gather(*writing)
     await store.close()
 
@@ -268,4 +262,22 @@ async def test_a_server_that_speaks_another_language_is_a_problem_and_no_error()
         store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
         store.start()
         assert store.stats().stopped_reads and not await store.write(NAMES[0], BLOCKS[0])
+        await store.close()
+
+
+@pytest.mark.parametrize("reply", [b":5\r\n", b"$-1\r\n", b"*1\r\n$2\r\nno\r\n", b"*1\r\n" * 3000, b"+\r\n"])
+async def test_replies_of_any_kind_are_misses_and_leave_the_threads_at_work(reply: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(reply)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        url = f"redis://127.0.0.1:{other.sockets[0].getsockname()[1]}/0"
+        store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
+        found = [await read(store, number) for number in range(2 * READ_THREADS)]
+        assert found == [None] * len(found) and not await store.find(NAMES, WAIT_S)
+        await store.write(NAMES[0], BLOCKS[0])
+        stats = store.stats()
+        assert (stats.reads, stats.late) == (0, 0), "each read was answered"
         await store.close()

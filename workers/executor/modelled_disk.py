@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from workers.engine.cache_log import Tier
-from workers.kv_store.kv_store import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS, WRITE_TIMEOUT_S
+from workers.kv_store.io_threads import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS
+from workers.kv_store.kv_store import WRITE_TIMEOUT_S
 from workers.kv_store.slot_index import SlotIndex
 from workers.stats import TierStats
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from workers.engine.cache_log import Tier
 from workers.executor.modelled_disk import ModelledJobs
+from workers.kv_store.io_threads import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.known_blocks import KnownBlocks
-from workers.kv_store.kv_store import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS, WRITE_TIMEOUT_S
+from workers.kv_store.kv_store import WRITE_TIMEOUT_S
 from workers.stats import TierStats
 
 ROUND_TRIP_S = 0.0005

@@ -5,14 +5,44 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from workers.kv_store.health import StoreHealth
 from workers.kv_store.slab import aligned_buffer
 
+READ_THREADS = 4
+WRITE_THREADS = 2
+MOST_READS = 256  # that wait for a thread
+MOST_WRITES = 64
+CLOSE_TIMEOUT_S = 5.0
+
 T = TypeVar("T")
+
+
+class IOOutcome(Enum):
+    """Of a job on a thread."""
+
+    GOOD = "good"
+    MISS = "miss"  # a server has no such key
+    LATE = "late"  # its deadline passed before it was the job's turn, or while it read
+    CORRUPT = "corrupt"  # the slot, or the server, has something else
+    FAILED = "failed"
+
+
+class IOResult(NamedTuple):
+    """`why` it failed. `found`: names that a server has. `prefix`: of the block that was read."""
+
+    outcome: IOOutcome
+    why: str = ""
+    found: int = 0
+    prefix: int | None = None
+
+
+GOOD, MISS, LATE, CORRUPT = map(IOResult, (IOOutcome.GOOD, IOOutcome.MISS, IOOutcome.LATE, IOOutcome.CORRUPT))
 
 
 class IOThreads:
@@ -96,3 +126,42 @@ class BlockCopy:
     def _expire(self) -> None:
         self.finish(False)
         self._late(self)
+
+
+class BlockCopies:
+    """A store's copies in progress that are in time. `late`: how many were not. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self.late = 0
+        self._in_time: dict[BlockCopy, tuple[StoreHealth, int]] = {}  # -> `answers` at its begin
+
+    def __len__(self) -> int:
+        return len(self._in_time)
+
+    def begin(self, health: StoreHealth, timeout_s: float) -> BlockCopy:
+        copy = BlockCopy(timeout_s, self._is_late)
+        self._in_time[copy] = health, health.answers
+        return copy
+
+    def ended(self, copy: BlockCopy, result: IOResult) -> bool:
+        """Whether it was in time. Its result then tells whether the device or the server works."""
+        health, _ = self._in_time.pop(copy, (None, 0))
+        if health is None:
+            return False
+        if result.outcome is IOOutcome.FAILED:
+            health.failed(result.why)
+        elif result is not LATE:
+            health.succeeded()
+        return True
+
+    def _is_late(self, copy: BlockCopy) -> None:
+        """A deadline has passed. The device or the server is at fault only if it answered nothing meanwhile."""
+        self.late += 1
+        health, answers = self._in_time.pop(copy)
+        if health.answers == answers:
+            health.failed("no answer in time")
+
+    def finish(self) -> None:
+        """End all of them without success."""
+        for copy in list(self._in_time):
+            copy.finish(False)

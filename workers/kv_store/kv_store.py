@@ -14,14 +14,27 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
 
 from workers.errors import KVStoreError
 from workers.kv_store.abandoned import remove_abandoned
-from workers.kv_store.device_health import DeviceHealth
-from workers.kv_store.io_threads import BlockCopy, IOThreads
+from workers.kv_store.health import StoreHealth
+from workers.kv_store.io_threads import (
+    CLOSE_TIMEOUT_S,
+    CORRUPT,
+    GOOD,
+    LATE,
+    MOST_READS,
+    MOST_WRITES,
+    READ_THREADS,
+    WRITE_THREADS,
+    BlockCopies,
+    BlockCopy,
+    IOOutcome,
+    IOResult,
+    IOThreads,
+)
 from workers.kv_store.peer_slabs import PeerSlab, PeerSlabs
 from workers.kv_store.shared_index import SharedIndex, SlotContent, index_bytes, index_path
 from workers.kv_store.slab import Slab, open_slab, slab_bytes
@@ -37,24 +50,7 @@ from workers.kv_store.slot_index import SlotIndex
 
 logger = logging.getLogger(__name__)
 
-READ_THREADS = 4
-WRITE_THREADS = 2
-MOST_READS = 256  # that wait for a thread
-MOST_WRITES = 64
 WRITE_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 5.0
-
-
-class IOOutcome(Enum):
-    """Of a job on an I/O thread."""
-
-    GOOD = "good"
-    LATE = "late"  # its deadline passed before it was the job's turn, or while it read
-    CORRUPT = "corrupt"  # the slot holds something else
-    FAILED = "failed"
-
-
-Result = tuple[IOOutcome, str]  # with the reason of a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +110,11 @@ class KVStore:
         self.found_prefixes = self._peers.found_prefixes | prefixes
         self._readers = IOThreads("kv-store-read", READ_THREADS, MOST_READS, slab.slot_bytes)
         self._writers = IOThreads("kv-store-write", WRITE_THREADS, MOST_WRITES, slab.slot_bytes)
-        self._reads = DeviceHealth("reads of the KV store", self._all_gone)
-        self._writes = DeviceHealth("writes of the KV store")
-        self._copies: dict[BlockCopy, tuple[DeviceHealth, int]] = {}  # in progress, in time -> `good` at its begin
+        self._reads = StoreHealth("reads of the KV store", self._all_gone)
+        self._writes = StoreHealth("writes of the KV store")
+        self._copies = BlockCopies()
         self._unwanted: set[bytes] = set()  # being written, but to be forgotten
-        self._corrupt = self._dropped = self._late = self._peer_reads = self._peer_failures = 0
+        self._num_read = self._num_written = self._corrupt = self._dropped = self._peer_reads = self._peer_failures = 0
         self._closed = False
 
     @property
@@ -137,14 +133,14 @@ class KVStore:
             num_stored=len(self._index),
             recovered=self._recovered,
             is_direct=self._slab.is_direct,
-            reads=self._reads.good + self._peer_reads,
+            reads=self._num_read + self._peer_reads,
             peer_reads=self._peer_reads,
             read_failures=self._reads.failures + self._peer_failures,
             corrupt=self._corrupt,
-            writes=self._writes.good,
+            writes=self._num_written,
             write_failures=self._writes.failures,
             writes_dropped=self._dropped,
-            late=self._late,
+            late=self._copies.late,
             stopped_reads=self._reads.stopped,
             stopped_writes=self._writes.stopped,
             stopped_peers="; ".join(self._peers.stopped),
@@ -181,7 +177,7 @@ class KVStore:
         if reserved.gone is not None:
             self._tell_gone(reserved.gone)
         self._number += 1
-        copy = self._begin(self._writes, WRITE_TIMEOUT_S)
+        copy = self._copies.begin(self._writes, WRITE_TIMEOUT_S)
         self._writers.submit(
             partial(self._write_slot, reserved.slot, name, prefix, self._number, copy, block),
             partial(self._written, copy, name),
@@ -197,34 +193,29 @@ class KVStore:
         copy: BlockCopy,
         block: memoryview,
         buffer: memoryview,
-    ) -> Result:
+    ) -> IOResult:
         """On a thread."""
         staged = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
         if not copy.copy(block, staged):
-            return IOOutcome.LATE, ""
+            return LATE
         buffer[:PAGE_BYTES] = encode_header(self._fingerprint, name, prefix, number, staged)
         try:
             self._shared.change(SlotContent(slot))
             self._slab.write(slot, buffer)
             self._shared.change(SlotContent(slot, name, prefix))
         except OSError as error:
-            return IOOutcome.FAILED, str(error)
-        return IOOutcome.GOOD, ""
+            return IOResult(IOOutcome.FAILED, str(error))
+        return GOOD
 
-    def _written(self, copy: BlockCopy, name: bytes, result: Result) -> None:
-        outcome, why = result
-        in_time = self._copies.pop(copy, None) is not None
-        is_wanted = name not in self._unwanted
-        self._unwanted.discard(name)
-        if outcome is IOOutcome.FAILED and in_time:
-            self._writes.failed(why)
-        if outcome is IOOutcome.GOOD and in_time:
-            self._writes.succeeded()
-        good = outcome is IOOutcome.GOOD and in_time and is_wanted
-        if good:
+    def _written(self, copy: BlockCopy, name: bytes, result: IOResult) -> None:
+        good = self._copies.ended(copy, result) and result is GOOD
+        self._num_written += good
+        if good and name not in self._unwanted:
             self._index.publish(name)
         else:
+            good = False
             self._erase(self._index.abandon(name))
+        self._unwanted.discard(name)
         copy.finish(good)
 
     # ---- read ----------------------------------------------------------------------------------------------------
@@ -250,7 +241,7 @@ class KVStore:
         slot = None if self._readers.is_full else self._index.pin(name)
         if slot is None:
             return None
-        copy = self._begin(self._reads, timeout_s)
+        copy = self._copies.begin(self._reads, timeout_s)
         self._readers.submit(
             partial(self._read_slot, self._slab.read, slot, name, copy, target),
             partial(self._was_read, copy, name, slot),
@@ -262,7 +253,7 @@ class KVStore:
         if found is None:
             return None
         peer, slot = found
-        copy = self._begin(peer.reads, timeout_s)
+        copy = self._copies.begin(peer.reads, timeout_s)
         self._peers.readers.submit(
             partial(self._read_slot, peer.read, slot, name, copy, target),
             partial(self._was_read_at_peer, copy, name, peer, slot),
@@ -277,49 +268,40 @@ class KVStore:
         copy: BlockCopy,
         target: memoryview,
         buffer: memoryview,
-    ) -> Result:
+    ) -> IOResult:
         """On a thread."""
         if copy.is_over:
-            return IOOutcome.LATE, ""
+            return LATE
         try:
             read(slot, buffer)
         except OSError as error:
-            return IOOutcome.FAILED, str(error)
+            return IOResult(IOOutcome.FAILED, str(error))
         block = buffer[PAGE_BYTES : PAGE_BYTES + self._slab.block_bytes]
         header = decode_header(buffer[:PAGE_BYTES], self._fingerprint, self._slab.block_bytes)
         if header is None or header.name != name or not is_intact(header, block):
-            return IOOutcome.CORRUPT, ""
-        return (IOOutcome.GOOD if copy.copy(block, target) else IOOutcome.LATE), ""
+            return CORRUPT
+        return GOOD if copy.copy(block, target) else LATE
 
-    def _was_read(self, copy: BlockCopy, name: bytes, slot: int, result: Result) -> None:
-        self._judge(self._reads, copy, result)
-        outcome, _ = result
-        if outcome is IOOutcome.CORRUPT:
+    def _was_read(self, copy: BlockCopy, name: bytes, slot: int, result: IOResult) -> None:
+        self._copies.ended(copy, result)
+        self._num_read += result is GOOD
+        if result is CORRUPT:
             self._corrupt += 1
             if self._corrupt == 1:
                 logger.warning("slot %d of the KV store is corrupt: a miss; later ones are only counted", slot)
-        if outcome in (IOOutcome.CORRUPT, IOOutcome.FAILED) and self._index.slot_of(name) == slot:
+        if result is not GOOD and result is not LATE and self._index.slot_of(name) == slot:
             self.forget([name])
         self._index.unpin(slot)
-        copy.finish(outcome is IOOutcome.GOOD)
+        copy.finish(result is GOOD)
 
-    def _was_read_at_peer(self, copy: BlockCopy, name: bytes, peer: PeerSlab, slot: int, result: Result) -> None:
+    def _was_read_at_peer(self, copy: BlockCopy, name: bytes, peer: PeerSlab, slot: int, result: IOResult) -> None:
         """Another block, or a part of one, is no error: the owner has reused the slot."""
-        self._judge(peer.reads, copy, result)
-        outcome, _ = result
-        self._peer_reads += outcome is IOOutcome.GOOD
-        self._peer_failures += outcome is IOOutcome.FAILED
-        if outcome in (IOOutcome.CORRUPT, IOOutcome.FAILED):
+        self._copies.ended(copy, result)
+        self._peer_reads += result is GOOD
+        self._peer_failures += result.outcome is IOOutcome.FAILED
+        if result is not GOOD and result is not LATE:
             self._peers.misread(peer, name, slot)
-        copy.finish(outcome is IOOutcome.GOOD)
-
-    def _judge(self, health: DeviceHealth, copy: BlockCopy, result: Result) -> None:
-        outcome, why = result
-        in_time = self._copies.pop(copy, None) is not None
-        if outcome is IOOutcome.GOOD and in_time:
-            health.succeeded()
-        if outcome is IOOutcome.FAILED and in_time:
-            health.failed(why)
+        copy.finish(result is GOOD)
 
     # ---- the rest ------------------------------------------------------------------------------------------------
 
@@ -361,23 +343,10 @@ class KVStore:
 
         self._writers.submit(work, lambda _: self._index.unpin(slot))
 
-    def _begin(self, health: DeviceHealth, timeout_s: float) -> BlockCopy:
-        copy = BlockCopy(timeout_s, self._is_late)
-        self._copies[copy] = health, health.good
-        return copy
-
-    def _is_late(self, copy: BlockCopy) -> None:
-        """A deadline has passed. The device is at fault only if it finished nothing meanwhile."""
-        self._late += 1
-        health, good = self._copies.pop(copy)
-        if health.good == good:
-            health.failed("no answer in time")
-
     async def close(self) -> None:
         """End what is in progress without success, then close the file. What is stored stays there."""
         self._closed = True
-        for copy in list(self._copies):
-            copy.finish(False)
+        self._copies.finish()
         own = self._readers, self._writers
         for threads in own:
             threads.stop()

@@ -14,15 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from workers.kv_store.device_health import DeviceHealth
-from workers.kv_store.io_threads import IOThreads
+from workers.kv_store.health import StoreHealth
+from workers.kv_store.io_threads import MOST_READS, READ_THREADS, IOThreads
 from workers.kv_store.shared_index import SharedIndexReader, SlotChange, index_path
 from workers.kv_store.slab import SLAB_FILES, Slab, whole
 
 LOOK_S = 0.25
 MOST_CHANGES = 4096  # told to the event loop at once
-READ_THREADS = 4
-MOST_READS = 256  # that wait for a thread
 
 
 class PeerSlab:
@@ -33,7 +31,7 @@ class PeerSlab:
     ):
         self.inode = inode
         self.slots: dict[bytes, int] = {}  # by name; the event loop's
-        self.reads = DeviceHealth(f"reads of {path}", partial(on_stop, self.slots))
+        self.reads = StoreHealth(f"reads of {path}", partial(on_stop, self.slots))
         self.unreported: deque[SlotChange] = deque()  # the looking thread's
         self._offset = own.offset
         self._index = SharedIndexReader(index_path(path), fingerprint)

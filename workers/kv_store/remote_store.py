@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from redis import Redis
@@ -27,47 +26,35 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from workers.errors import KVStoreError
-from workers.kv_store.io_threads import BlockCopy, IOThreads
+from workers.kv_store.health import StoreHealth
+from workers.kv_store.io_threads import (
+    CLOSE_TIMEOUT_S,
+    CORRUPT,
+    GOOD,
+    LATE,
+    MISS,
+    MOST_READS,
+    MOST_WRITES,
+    READ_THREADS,
+    WRITE_THREADS,
+    BlockCopies,
+    BlockCopy,
+    IOOutcome,
+    IOResult,
+    IOThreads,
+)
 from workers.kv_store.known_blocks import MOST_KNOWN, KnownBlocks
-from workers.kv_store.server_health import ServerHealth
 from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact, slot_bytes
 
 logger = logging.getLogger(__name__)
 
-READ_THREADS = 4
-WRITE_THREADS = 2
-MOST_READS = 256  # that wait for a thread
-MOST_WRITES = 64
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0  # without a byte from the server
 UPLOAD_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 5.0
 MOST_ASKED = 256  # names in one question
 DEFAULT_BYTE_S = 1e-8  # of a server that does not answer at the start
 PROBE_READS = 8
 READ_BYTES = 1 << 20  # that the client takes from its socket at once: fewer, larger copies
-
-FAILURES = (RedisError, OSError, ValueError)  # the last: a reply that is none
-
-
-class _Outcome(Enum):
-    """Of a job on a thread."""
-
-    GOOD = "good"
-    MISS = "miss"  # the server has no such key
-    LATE = "late"  # its deadline passed before it was the job's turn, or while it read
-    CORRUPT = "corrupt"  # the value is something else
-    FAILED = "failed"
-
-
-class _Result(NamedTuple):
-    outcome: _Outcome
-    why: str = ""  # of a failure
-    found: int = 0  # names that are there
-    prefix: int | None = None  # of the block that was read
-
-
-_GOOD, _MISS, _LATE, _CORRUPT = (_Result(_Outcome(each)) for each in ("good", "miss", "late", "corrupt"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +92,12 @@ class RemoteStore:
         self._readers = IOThreads("kv-remote-read", READ_THREADS, MOST_READS, PAGE_BYTES)
         self._writers = IOThreads("kv-remote-write", WRITE_THREADS, MOST_WRITES, slot_bytes(block_bytes))
         self.known = KnownBlocks()
-        self._reads = ServerHealth(
-            "reads of the remote KV store", partial(self._probe, self._readers), self.known.clear
-        )
-        self._writes = ServerHealth("writes of the remote KV store", partial(self._probe, self._writers))
-        self._jobs: dict[BlockCopy, tuple[ServerHealth, int]] = {}  # in progress, in time -> `good` at its begin
+        self._reads = StoreHealth("reads of the remote KV store", self.known.clear, partial(self._probe, self._readers))
+        self._writes = StoreHealth("writes of the remote KV store", probe=partial(self._probe, self._writers))
+        self._copies = BlockCopies()
         self._writing: set[bytes] = set()
         self._doubtful: OrderedDict[bytes, None] = OrderedDict()  # forgotten, and not yet written again or deleted
-        self._read = self._written = self._corrupt = self._dropped = self._late = 0
+        self._read = self._written = self._corrupt = self._dropped = 0
         self._closed = False
 
     def start(self) -> None:
@@ -129,7 +114,7 @@ class RemoteStore:
             failures=self._reads.failures + self._writes.failures,
             corrupt=self._corrupt,
             writes_dropped=self._dropped,
-            late=self._late,
+            late=self._copies.late,
             stopped_reads=self._reads.stopped,
             stopped_writes=self._writes.stopped,
         )
@@ -142,26 +127,27 @@ class RemoteStore:
             return 0
         count = 0
 
-        def ended(result: _Result) -> None:
+        def ended(result: IOResult) -> None:
             nonlocal count
             count = result.found
-            if result.outcome is _Outcome.GOOD:
+            if result.outcome is IOOutcome.GOOD:
                 for name in names[count : count + 1]:
                     self.known.lost(name)
-            self._ended(job, self._reads, result)
+            self._copies.ended(job, result)
+            job.finish(result.outcome is IOOutcome.GOOD)
 
-        job = self._begin(self._reads, timeout_s)
+        job = self._copies.begin(self._reads, timeout_s)
         self._readers.submit(partial(self._ask, names, job), ended)
         await self._wait(job)
         return next((place for place, name in enumerate(names[:count]) if name in self._doubtful), count)
 
-    def _ask(self, names: Sequence[bytes], job: BlockCopy, _: memoryview) -> _Result:
+    def _ask(self, names: Sequence[bytes], job: BlockCopy, _: memoryview) -> IOResult:
         """On a thread. A value of another size is not there."""
         count = 0
         try:
             for first in range(0, len(names), MOST_ASKED):
                 if job.is_over:
-                    return _LATE
+                    return LATE
                 asked = self._client.pipeline(transaction=False)
                 for name in names[first : first + MOST_ASKED]:
                     asked.strlen(self._key(name))
@@ -170,9 +156,9 @@ class RemoteStore:
                 count += [*there, False].index(False)
                 if not all(there):
                     break
-        except FAILURES as error:
-            return _Result(_Outcome.FAILED, str(error))
-        return _Result(_Outcome.GOOD, found=count)
+        except Exception as error:  # a reply may be anything
+            return _failed(error)
+        return IOResult(IOOutcome.GOOD, found=count)
 
     # ---- write ---------------------------------------------------------------------------------------------------
 
@@ -191,16 +177,17 @@ class RemoteStore:
             self._dropped += 1
             return False
         self._writing.add(name)
-        job = self._begin(self._writes, UPLOAD_TIMEOUT_S)
+        job = self._copies.begin(self._writes, UPLOAD_TIMEOUT_S)
         is_doubtful = name in self._doubtful
 
-        def ended(result: _Result) -> None:
+        def ended(result: IOResult) -> None:
             self._writing.discard(name)
-            if result is _GOOD:
+            if result is GOOD:
                 self._written += 1
                 if is_doubtful:
                     self._doubtful.pop(name, None)
-            self._ended(job, self._writes, result)
+            self._copies.ended(job, result)
+            job.finish(result is GOOD or result is MISS)  # a miss: another worker has written it
 
         self._writers.submit(partial(self._set, name, prefix, job, block, is_doubtful), ended)
         is_there = await self._wait(job) and name not in self._doubtful
@@ -210,22 +197,22 @@ class RemoteStore:
 
     def _set(
         self, name: bytes, prefix: int | None, job: BlockCopy, block: memoryview, is_doubtful: bool, buffer: memoryview
-    ) -> _Result:
+    ) -> IOResult:
         """On a thread. What another worker has written is not sent again."""
         value = buffer[: PAGE_BYTES + self._block_bytes]
         if job.is_over:
-            return _LATE
+            return LATE
         key = self._key(name)
         try:
             if not is_doubtful and self._client.strlen(key) == len(value):
-                return _MISS
+                return MISS
             if not job.copy(block, value[PAGE_BYTES:]):
-                return _LATE
+                return LATE
             value[:PAGE_BYTES] = encode_header(self._fingerprint, name, prefix, 0, value[PAGE_BYTES:])
             self._client.set(key, value)
-        except FAILURES as error:
-            return _Result(_Outcome.FAILED, str(error))
-        return _GOOD
+        except Exception as error:  # a reply may be anything
+            return _failed(error)
+        return GOOD
 
     # ---- read ----------------------------------------------------------------------------------------------------
 
@@ -237,42 +224,43 @@ class RemoteStore:
         assert target.nbytes == self._block_bytes and not target.readonly
         if self._closed or self._reads.stopped or self._readers.is_full or name in self._doubtful:
             return False
-        job = self._begin(self._reads, timeout_s)
+        job = self._copies.begin(self._reads, timeout_s)
 
-        def ended(result: _Result) -> None:
-            if result.outcome is _Outcome.GOOD:
+        def ended(result: IOResult) -> None:
+            if result.outcome is IOOutcome.GOOD:
                 self._read += 1
                 if result.prefix is not None and name not in self.known:
                     self.added(name, result.prefix)
-            elif result is _CORRUPT:
+            elif result is CORRUPT:
                 self._corrupt += 1
                 if self._corrupt == 1:
                     logger.warning("a block of the remote KV store is corrupt: a miss; later ones are only counted")
-            self._ended(job, self._reads, result)
+            self._copies.ended(job, result)
+            job.finish(result.outcome is IOOutcome.GOOD)
 
         self._readers.submit(partial(self._get, name, job, target), ended)
         arrived = await self._wait(job)
         (self.known.found if arrived else self.known.lost)(name)
         return arrived
 
-    def _get(self, name: bytes, job: BlockCopy, target: memoryview, _: memoryview) -> _Result:
+    def _get(self, name: bytes, job: BlockCopy, target: memoryview, _: memoryview) -> IOResult:
         """On a thread."""
         if job.is_over:
-            return _LATE
+            return LATE
         key, size = self._key(name), PAGE_BYTES + self._block_bytes
         try:
             value = memoryview(cast(bytes, self._client.getrange(key, 0, size)))  # not more, whatever is there
             if not value:
-                return _MISS
+                return MISS
             header = (
                 decode_header(value[:PAGE_BYTES], self._fingerprint, self._block_bytes) if len(value) == size else None
             )
             if header is None or header.name != name or not is_intact(header, value[PAGE_BYTES:]):
                 self._client.delete(key)  # so that it is written again
-                return _CORRUPT
-        except FAILURES as error:
-            return _Result(_Outcome.FAILED, str(error))
-        return _Result(_Outcome.GOOD, prefix=header.prefix) if job.copy(value[PAGE_BYTES:], target) else _LATE
+                return CORRUPT
+        except Exception as error:  # a reply may be anything
+            return _failed(error)
+        return IOResult(IOOutcome.GOOD, prefix=header.prefix) if job.copy(value[PAGE_BYTES:], target) else LATE
 
     # ---- the rest ------------------------------------------------------------------------------------------------
 
@@ -288,7 +276,7 @@ class RemoteStore:
 
         def delete(_: memoryview) -> None:
             """Also for the other workers."""
-            with suppress(*FAILURES):
+            with suppress(Exception):
                 self._client.delete(*keys)
 
         if keys and not (self._closed or self._writes.stopped or self._writers.is_full):
@@ -297,32 +285,11 @@ class RemoteStore:
     def _key(self, name: bytes) -> str:
         return f"diptych:{self._fingerprint.hex()}:{name.hex()}"
 
-    def _begin(self, health: ServerHealth, timeout_s: float) -> BlockCopy:
-        job = BlockCopy(timeout_s, self._is_late)
-        self._jobs[job] = health, health.good
-        return job
-
     async def _wait(self, job: BlockCopy) -> bool:
         try:
             return await job.done
         finally:
             job.finish(False)  # for a caller that was cancelled
-
-    def _ended(self, job: BlockCopy, health: ServerHealth, result: _Result) -> None:
-        if self._jobs.pop(job, None) is not None:  # in time
-            if result.outcome is _Outcome.FAILED:
-                health.failed(result.why)
-            elif result is not _LATE:
-                health.succeeded()
-        is_there = result.outcome is _Outcome.GOOD or (health is self._writes and result is _MISS)
-        job.finish(is_there)
-
-    def _is_late(self, job: BlockCopy) -> None:
-        """A deadline has passed. The server is at fault only if it answered nothing meanwhile."""
-        self._late += 1
-        health, good = self._jobs.pop(job)
-        if health.good == good:
-            health.failed("no answer in time")
 
     def _probe(self, threads: IOThreads) -> None:
         health = self._reads if threads is self._readers else self._writes
@@ -330,8 +297,8 @@ class RemoteStore:
         def ask(_: memoryview) -> str:
             try:
                 self._client.set("diptych:probe", b"", px=1000) if health is self._writes else self._client.ping()
-            except FAILURES as error:
-                return str(error)
+            except Exception as error:  # a reply may be anything
+                return _failed(error).why
             return ""
 
         def ended(problem: str) -> None:
@@ -345,8 +312,7 @@ class RemoteStore:
         self._closed = True
         for each in (self._reads, self._writes):
             each.close()
-        for job in list(self._jobs):
-            job.finish(False)
+        self._copies.finish()
         for threads in (self._readers, self._writers):
             threads.stop()
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
@@ -355,6 +321,11 @@ class RemoteStore:
             self._client.close()
         else:
             logger.error("the remote KV store's server hangs; its connections stay open until the process ends")
+
+
+def _failed(error: Exception) -> IOResult:
+    """Of the client, which gets whatever the server sends."""
+    return IOResult(IOOutcome.FAILED, str(error) or repr(error))
 
 
 def open_remote_store(
@@ -383,8 +354,8 @@ def open_remote_store(
         if _answers_without_tls(url):
             raise RedisError("the server answers without TLS: write redis:// for it")
         read_byte_s = _measure(client, f"diptych:{fingerprint.hex()}:probe", PAGE_BYTES + block_bytes)
-    except FAILURES as error:
-        problem = str(error)
+    except Exception as error:  # a reply may be anything
+        problem = _failed(error).why
     return RemoteStore(client, fingerprint, block_bytes, read_byte_s, problem)
 
 

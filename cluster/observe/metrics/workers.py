@@ -56,7 +56,7 @@ TIER_GAUGES: tuple[tuple[str, str, TierValue], ...] = (
     ("blocks", "Blocks that the tier holds.", lambda tier: tier.blocks),
     ("capacity_blocks", "Blocks that it has room for.", lambda tier: tier.capacity_blocks),
     ("pinned_blocks", "Pinned blocks that it holds.", lambda tier: tier.pinned_blocks),
-    ("healthy", "0: it is no longer read or written.", lambda tier: not tier.problem),
+    ("healthy", "0: it is no longer read or written, or has stored nothing.", lambda tier: not tier.trouble),
 )
 TIER_COUNTERS: tuple[tuple[str, str, TierValue], ...] = (
     ("read_bytes", "KV read from the tier.", lambda tier: tier.read_bytes),

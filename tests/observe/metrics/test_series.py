@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -296,3 +297,13 @@ def test_every_finish_reason_has_a_vllm_reason() -> None:
         each for each in vllm_families(series_of, "gateway-1", ClusterView(0, "", None, ())) if "success" in each.name
     ]
     assert sum(sample.value for sample in ends.samples) == len(FinishReason)
+
+
+def test_a_tier_that_stopped_or_stores_nothing_is_unhealthy() -> None:
+    for tier in (
+        structs.replace(TIER, problem="reads stopped"),
+        TierStats("disk", dropped_blocks=7),
+    ):
+        worker = WorkerView("d0", "decode", Role.DECODE, WorkerState.READY, stats=WorkerStats(tiers=(tier,)))
+        text = exposition(GatewayAttainment(), "gateway-0", ClusterView(1, "c", None, (worker,)))
+        assert value(text, "diptych_worker_cache_healthy", tier="disk") == 0

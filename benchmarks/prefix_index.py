@@ -1,0 +1,85 @@
+"""A gateway's prefix index of 1, 10 and 100 million blocks on 64 workers: memory, lookups and changes.
+
+Each size in a process of its own. Blocks of 16 tokens have a name for every eighth. CPU time, because nothing waits.
+"""
+
+import gc
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from resource import getpagesize
+
+from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
+from cluster.policy.routing.prefix_index import GRAIN, PrefixIndex
+from workers.engine.cache_log import MOST_NAMES
+from workers.kv_events import KVEvents, NameChanges
+
+ROUNDS = 3
+BLOCK_SIZE = 16
+NUM_WORKERS = 64
+BLOCKS, QUICK_BLOCKS = (1_000_000, 10_000_000, 100_000_000), (1_000_000,)  # of all workers
+PROMPTS = (1000, 8000)  # tokens
+HOT = 100  # prompts that every worker has; half of the lookups
+COUNT = 5000  # lookups, and changes
+Measured = dict[tuple[str, str], float]  # (column, unit) -> value
+
+
+def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
+    figures: list[Figure] = []
+    for num_blocks in QUICK_BLOCKS if quick else BLOCKS:
+        row, taken = f"{num_blocks:,} blocks", defaultdict[tuple[str, str], list[float]](list)
+        for _ in range(rounds):
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                for key, value in process.submit(measured, num_blocks).result().items():
+                    taken[key].append(value)
+        figures += [Figure("Prefix index", row, column, unit, spread(all_)) for (column, unit), all_ in taken.items()]
+        progress(row)
+    return BenchmarkPart("prefix-index", tuple(figures))
+
+
+def measured(num_blocks: int) -> Measured:
+    """In a new process: an index of blocks of which each is on one worker, and of `HOT` prompts that are on all."""
+    draw, index, taking_s = random.Random(0), PrefixIndex(), 0.0
+    begin_bytes = _memory_bytes()
+    each = num_blocks * BLOCK_SIZE // GRAIN // NUM_WORKERS
+    longest = max(PROMPTS) // GRAIN
+    some: list[tuple[int, ...]] = []  # of one worker
+    for number in range(NUM_WORKERS):
+        for left in range(each, 0, -MOST_NAMES):
+            names = tuple(draw.getrandbits(60) for _ in range(min(left, MOST_NAMES)))
+            events = KVEvents(0, 1, 1, GRAIN, disk=NameChanges(names))
+            taking_s += _seconds(partial(index.take, f"w{number}", "1", events))
+            if len(some) < COUNT // 20:
+                some.append(names[:longest])
+    million = 1_000_000 * BLOCK_SIZE / (each * NUM_WORKERS * GRAIN)
+    found: Measured = {("memory of a million blocks", "MiB"): (_memory_bytes() - begin_bytes) * million}
+    hot = [tuple(draw.getrandbits(60) for _ in range(longest)) for _ in range(HOT)]
+    for number in range(NUM_WORKERS):
+        for names in hot:
+            index.take(f"w{number}", "1", KVEvents(1, 2, 2, GRAIN, device=NameChanges(names)))
+    for num_tokens in PROMPTS:
+        prompts = [draw.choice(hot if number % 2 else some)[: num_tokens // GRAIN] for number in range(COUNT)]
+        seconds = sum(_seconds(partial(index.matches, prompt)) for prompt in prompts)
+        found[f"lookups of {num_tokens:,} tokens", "1/s"] = COUNT / seconds
+    found["take a million blocks", "s"] = taking_s * million
+    gone = tuple(draw.getrandbits(60) for _ in range(COUNT))
+    index.take("w0", "1", KVEvents(2, 3, 3, GRAIN, disk=NameChanges(gone)))
+    changes = [KVEvents(3, 4, 4, GRAIN, disk=NameChanges((draw.getrandbits(60),), (name,))) for name in gone]
+    change_s = sum(_seconds(partial(index.take, "w0", "1", change)) for change in changes) / COUNT
+    return found | {("change of a name", "us"): change_s}
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun_s = time.process_time()
+    work()
+    return time.process_time() - begun_s
+
+
+def _memory_bytes() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * getpagesize()
