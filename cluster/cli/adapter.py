@@ -3,8 +3,8 @@
 import click
 
 from cluster.cli.address import client_options
-from cluster.cli.admin import REVISION, change, print_change
-from cluster.cli.groups import JSON, GroupedCommand
+from cluster.cli.admin import REVISION, change
+from cluster.cli.groups import GroupedCommand
 from diptych.access import Access
 
 
@@ -24,29 +24,27 @@ def adapter() -> None:
 @client_options
 @click.option("--model", default="", show_default=False, help="That it changes. [default: the only one]")
 @REVISION
-@JSON
-def load(name: str, path: str, endpoint: str, access: Access, model: str, revision: int, as_json: bool) -> None:
+def load(name: str, path: str, endpoint: str, access: Access, model: str, revision: int) -> None:
     """Serve the PEFT folder PATH, the same on every node, as NAME. Requests name it as their model.
 
     \b
     Example:
       diptych adapter load sql /models/sql-lora
     """
-    new = change(endpoint, access, lambda client: client.load_adapter(name, path, model=model, revision=revision))
-    print_change(as_json, new, f"{name}: served from {path}", adapter=name, path=path)
+    text = f"{name}: served from {path}"
+    change(endpoint, access, text, lambda client: client.load_adapter(name, path, model=model, revision=revision))
 
 
 @adapter.command(cls=GroupedCommand)
 @click.argument("name")
 @client_options
 @REVISION
-@JSON
-def unload(name: str, endpoint: str, access: Access, revision: int, as_json: bool) -> None:
+def unload(name: str, endpoint: str, access: Access, revision: int) -> None:
     """Refuse new requests for an adapter. Running ones go on.
 
     \b
     Example:
       diptych adapter unload sql
     """
-    new = change(endpoint, access, lambda client: client.unload_adapter(name, revision=revision))
-    print_change(as_json, new, f"{name}: not served any more", adapter=name)
+    text = f"{name}: not served any more"
+    change(endpoint, access, text, lambda client: client.unload_adapter(name, revision=revision))

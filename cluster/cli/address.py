@@ -26,14 +26,8 @@ def endpoint_option(text: str, *, several: bool = False) -> Callable[..., Any]:
     def default(ctx: click.Context, option: click.Parameter, given: Any) -> Any:
         return given or ((last_endpoint(),) if several else last_endpoint())
 
-    names = ("--endpoint", "endpoints") if several else ("--endpoint",)
-    more: dict[str, Any] = {
-        "multiple": several,
-        "envvar": "DIPTYCH_ENDPOINT",
-        "metavar": "ADDRESS",
-        "callback": default,
-    }
-    return connection(*names, help=f"{text} {DEFAULT}", **more)
+    shown = {"envvar": "DIPTYCH_ENDPOINT", "metavar": "ADDRESS", "help": f"{text} {DEFAULT}"}
+    return connection("--endpoint", *["endpoints"] * several, multiple=several, callback=default, **shown)
 
 
 ENDPOINT = endpoint_option("Gateway to talk to: HOST:PORT, or grpcs://HOST:PORT for TLS.")

@@ -32,12 +32,7 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
     help="With http://: folder of the model's tokenizer.",
 )
 @workload("--workload", "source", metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4,count=100.")
-@workload(
-    "--concurrency",
-    type=click.IntRange(1, 4096),
-    metavar="N",
-    help="Keep N requests in flight, ignoring arrival times.",
-)
+@workload("--concurrency", type=click.IntRange(1, 4096), metavar="N", help="Keep N in flight, ignoring arrival times.")
 @workload("--count", type=click.IntRange(1), metavar="N", help="Requests in all, with --concurrency and no --workload.")
 @workload("--lengths", metavar="P/O", help="Prompt/output tokens, with --count. [default: 128/64]")
 @goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")

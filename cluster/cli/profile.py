@@ -10,7 +10,7 @@ from cluster.cli.address import client_options
 from cluster.cli.groups import FILE, GroupedCommand
 from cluster.cli.launch import private
 from cluster.cli.lifetime import run, running_cluster
-from cluster.cli.screen import console, print_json, progress_bar, say
+from cluster.cli.screen import console, progress_bar, say
 from cluster.cli.serve import check_pools
 from diptych.access import Access
 
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 @click.option("--runtime", type=click.Choice(["ray", "local"]), default="ray", help="With -f.")
 @click.option("-o", "--output", type=FILE, default="profile.json", help="Output file.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=3, help="Measurements of every step.")
-@click.option("--json", "as_json", is_flag=True, help="Also print the profile as JSON.")
-def profile(
-    endpoint: str, access: Access, file: str | None, runtime: str, output: Path, rounds: int, as_json: bool
-) -> None:
+def profile(endpoint: str, access: Access, file: str | None, runtime: str, output: Path, rounds: int) -> None:
     """Measure the workers of an idle cluster and fit a cost model to each pool.
 
     Takes some minutes on CPUs. Requests are served first: a worker that has work is not measured.
@@ -42,12 +39,7 @@ def profile(
         raise click.BadParameter(f"{output.parent} is not a folder; create it first", param_hint="--output")
     found = asyncio.run(_measure(endpoint, access, rounds)) if file is None else _measure_file(file, runtime, rounds)
     save(found, output)
-    if as_json:
-        import msgspec
-
-        print_json(msgspec.to_builtins(found))
-    else:
-        _show(found)
+    _show(found)
     say(f"written: {output}")
 
 

@@ -46,11 +46,7 @@ output = grouped("Output")
 @goodput("--tpot", "tpot_s", type=float, metavar="SECONDS", help="SLO: time per output token after the first.")
 @goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
 @goodput(
-    "--target",
-    "targets",
-    type=float,
-    multiple=True,
-    help="Share of requests that must meet it; repeatable. [default: 0.9 and 0.99]",
+    "--target", "targets", type=float, multiple=True, help="Share that must meet it; repeatable. [default: 0.9, 0.99]"
 )
 @load("--rates", metavar="R,R,...", help="Also run at these requests/s, for latency curves.")
 @goodput("--requests", type=click.IntRange(10), default=300, help="Minimum requests of a goodput probe.")
