@@ -138,10 +138,10 @@ def served_spec() -> ClusterSpec:
     """One prefill and one decode worker whose steps take `PERIOD_S` and no CPU time."""
     spec = split_spec("servers", executor="modelled")
     cost = LinearCost(PERIOD_S, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    roomy = [
+    with_room = [
         replace(each.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=MAX_REQUESTS) for each in spec.pools
     ]
-    pools = tuple(replace(each, engine=engine, cost=cost) for each, engine in zip(spec.pools, roomy, strict=True))
+    pools = tuple(replace(each, engine=engine, cost=cost) for each, engine in zip(spec.pools, with_room, strict=True))
     gateway = GatewaySpec(grpc_port=0, http_port=0, max_requests=MAX_REQUESTS)
     return replace(spec, pools=pools, transfer=TransferConfig(backends=("modelled",)), gateway=gateway)
 

@@ -45,7 +45,7 @@ COLUMNS: dict[str, tuple[str, Callable[[AnswerTiming], float]]] = {
     "TPOT": ("ms", lambda each: each.times.step_s),
 }
 MOST = {"KV moved": 0.27, "TTFT": 1.05, "TPOT": 1.05}
-LEAST_AGREEMENT = {"int8": 0.97, "fp8": 0.94}
+MIN_AGREEMENT = {"int8": 0.97, "fp8": 0.94}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def beside_exact(samples: Samples, dtype: str, column: str) -> Spread:
 
 def claims(texts: Texts, samples: Samples) -> tuple[BenchmarkClaim, ...]:
     made: list[BenchmarkClaim] = []
-    for dtype, least in LEAST_AGREEMENT.items():
+    for dtype, least in MIN_AGREEMENT.items():
         share, _ = agreement(texts, dtype)
         made.append(BenchmarkClaim(f"{dtype}: same likeliest token as float32", share, least, "%", at_least=True))
         for column, most in MOST.items():

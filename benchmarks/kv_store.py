@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.figures import BenchmarkPart, Figure, Progress, ratios, spread
 from benchmarks.kv_tiers import measure_tiers
 from kvtransfer.layout import KVLayout
-from workers.kv_store.io_threads import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS
+from workers.kv_store.io_threads import MAX_READS, MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab, aligned_buffer
 from workers.kv_store.slot_format import NAME_BYTES, fingerprint
@@ -47,22 +47,22 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
 
 async def _io(slab: Slab, rounds: int, progress: Progress) -> Rates:
     made: Rates = defaultdict(list)
-    blocks = [memoryview(bytearray(os.urandom(LAYOUT.block_bytes))) for _ in range(MOST_READS)]
+    blocks = [memoryview(bytearray(os.urandom(LAYOUT.block_bytes))) for _ in range(MAX_READS)]
     _raw(slab.write, slab, WRITE_THREADS)  # the first write of an allocated file is slower
     store = KVStore(slab, fingerprint(LAYOUT))
     for number in range(rounds):
         names = [_name(number * slab.num_slots + place) for place in range(slab.num_slots)]
 
         async def read(place: int, names: list[bytes] = names) -> bool:
-            return await store.read(names[place], blocks[place % MOST_READS], TIMEOUT_S)
+            return await store.read(names[place], blocks[place % MAX_READS], TIMEOUT_S)
 
         async def write(place: int, names: list[bytes] = names) -> bool:
-            return await store.write(names[place], blocks[place % MOST_READS])
+            return await store.write(names[place], blocks[place % MAX_READS])
 
         _note(made, "raw write", slab, lambda: _raw(slab.write, slab, WRITE_THREADS))
         _note(made, "raw read", slab, lambda: _raw(slab.read, slab, READ_THREADS))
-        await _note_each(made, "write", slab, write, MOST_WRITES)
-        await _note_each(made, "read", slab, read, MOST_READS)
+        await _note_each(made, "write", slab, write, MAX_WRITES)
+        await _note_each(made, "read", slab, read, MAX_READS)
         begun = time.perf_counter()
         slab.scan(lambda page: None)
         made["open", "headers read"].append(slab.num_slots / (time.perf_counter() - begun))

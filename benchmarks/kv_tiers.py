@@ -24,7 +24,7 @@ from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, 
 from workers.engine.step import StepPlan
 from workers.engine.step_timing import num_blocks, step_plan
 from workers.executor.solo import SoloExecutor, open_solo
-from workers.kv_store.io_threads import MOST_WRITES
+from workers.kv_store.io_threads import MAX_WRITES
 from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab
 from workers.kv_store.slot_format import NAME_BYTES, fingerprint
@@ -34,7 +34,7 @@ SHAPE = Shape(batch=8, context=512)
 STEPS = 12  # of each turn
 COPIED = 256  # blocks, 180 MiB
 NUM_SLOTS = 512
-MOST_SLOWER = 1.03
+MAX_SLOWER = 1.03
 ALONE, FILLED, FULL = "nothing is written", "what they fill is written", "as much as possible is written"
 HOST_TABLE = "Blocks restored from host memory, and memcpy of as many bytes"
 DECODE_TABLE = f"Step of {SHAPE.batch} decodes with {SHAPE.context} tokens each, while the disk tier writes"
@@ -57,7 +57,7 @@ class TierTimes:
 
     def claim(self) -> BenchmarkClaim:
         slower = [taken / alone for taken, alone in zip(self.steps[FILLED], self.steps[ALONE], strict=True)]
-        return BenchmarkClaim("decodes while what they fill is written / alone", median(slower), MOST_SLOWER, "x")
+        return BenchmarkClaim("decodes while what they fill is written / alone", median(slower), MAX_SLOWER, "x")
 
 
 async def measure_tiers(folder: Path, rounds: int, progress: Progress) -> TierTimes:
@@ -125,7 +125,7 @@ class Writer:
 async def _decode(executor: SoloExecutor, writer: Writer, row: str, block_size: int) -> float:
     """The median seconds of a step, at its caller."""
     plan = step_plan(SHAPE, range(num_blocks(SHAPE, block_size)), block_size, executor.facts.vocab_size)
-    at_once = MOST_WRITES // 2 if row == FULL else 0
+    at_once = MAX_WRITES // 2 if row == FULL else 0
     tasks = [asyncio.ensure_future(writer.write_on()) for _ in range(at_once)]
     filled, ends_s = 0.0, [time.perf_counter()]
     for _ in range(STEPS):

@@ -32,7 +32,7 @@ SHORT, LONG = 2, 258  # output tokens; a single token needs no KV handoff
 PROMPT_TOKENS = 32
 BLOCKS = 3072  # enough for the largest burst; never written, so they take no memory
 VOCABULARY = 1000  # of modelled workers
-LEAST_REQUESTS, REQUESTS_EACH = 32, 4
+MIN_REQUESTS, REQUESTS_EACH = 32, 4
 QUICK_REQUESTS = 16
 ROUNDS = 3
 
@@ -90,7 +90,7 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
         systems = {system: stack.enter_context(hosted([_spec(system)], system)) for system in SYSTEMS}
         for number in range(rounds):
             for concurrency in QUICK_CONCURRENCIES if quick else CONCURRENCIES:
-                requests = QUICK_REQUESTS if quick else max(LEAST_REQUESTS, REQUESTS_EACH * concurrency)
+                requests = QUICK_REQUESTS if quick else max(MIN_REQUESTS, REQUESTS_EACH * concurrency)
                 for system, clusters in systems.items():
                     sample = asyncio.run(_sample(clusters, system, concurrency, max(requests, concurrency)))
                     samples[concurrency, system].append(sample)
@@ -100,8 +100,8 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
 
 def _spec(system: str) -> ClusterSpec:
     spec = split_spec(system, executor="modelled")
-    roomy = [replace(pool.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=64) for pool in spec.pools]
-    pools = tuple(replace(pool, engine=engine) for pool, engine in zip(spec.pools, roomy, strict=True))
+    with_room = [replace(pool.engine, kv_blocks=BLOCKS, max_batch_tokens=2048, max_running=64) for pool in spec.pools]
+    pools = tuple(replace(pool, engine=engine) for pool, engine in zip(spec.pools, with_room, strict=True))
     return replace(spec, pools=pools, transfer=TransferConfig(backends=("modelled",)))
 
 

@@ -16,7 +16,7 @@ from resource import getpagesize
 
 from benchmarks.figures import BenchmarkPart, Figure, Progress, spread
 from cluster.policy.routing.prefix_index import GRAIN, PrefixIndex
-from workers.engine.cache_log import MOST_NAMES
+from workers.engine.cache_log import MAX_NAMES
 from workers.kv_events import KVEvents, NameChanges
 
 ROUNDS = 3
@@ -50,8 +50,8 @@ def measured(num_blocks: int) -> Measured:
     longest = max(PROMPTS) // GRAIN
     some: list[tuple[int, ...]] = []  # of one worker
     for number in range(NUM_WORKERS):
-        for left in range(each, 0, -MOST_NAMES):
-            names = tuple(draw.getrandbits(60) for _ in range(min(left, MOST_NAMES)))
+        for left in range(each, 0, -MAX_NAMES):
+            names = tuple(draw.getrandbits(60) for _ in range(min(left, MAX_NAMES)))
             events = KVEvents(0, 1, 1, GRAIN, disk=NameChanges(names))
             taking_s += _seconds(partial(index.take, f"w{number}", "1", events))
             if len(some) < COUNT // 20:

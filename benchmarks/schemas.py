@@ -37,10 +37,10 @@ from workers.request import Grammar, SamplingParams
 
 VARIABLE = "DIPTYCH_SCHEMAS"
 MOST_OF_SET, QUICK_OF_SET = 1000, 5  # schemas
-MOST_OVER_HTTP = 250
+MAX_OVER_HTTP = 250
 LONGEST_ANSWER = 600  # tokens of a random answer
 END_PREFERRED, END_BIAS = 0.7, 10.0
-MOST_TOKENS, STREAMS, TIMEOUT_S = 300, 12, 300.0  # of the answers over HTTP
+MAX_TOKENS, STREAMS, TIMEOUT_S = 300, 12, 300.0  # of the answers over HTTP
 PROMPT_CHARS = 500
 RESULTS, REFUSED = "Schemas", "Refused schemas, by reason"
 
@@ -93,7 +93,7 @@ async def _measure(sets: Mapping[str, SchemaSet], progress: Progress) -> Benchma
     finally:
         await gateway.aclose()
     accepted = [(name, file) for name, each in sets.items() for file in each.accepted]
-    chosen = [accepted[at] for at in _evenly(len(accepted), MOST_OVER_HTTP)]
+    chosen = [accepted[at] for at in _evenly(len(accepted), MAX_OVER_HTTP)]
     if chosen:
         with served(replace(mixed_spec("schemas"), gateway=GatewaySpec(grpc_port=0, http_port=0))) as server:
             await _over_http(server.addresses["HTTP"], sets, chosen, progress)
@@ -132,7 +132,7 @@ async def _over_http(
         body = {
             "model": MODEL,
             "prompt": f"The schema {text[:PROMPT_CHARS]}\nA short document of this schema:\n",
-            "max_tokens": MOST_TOKENS,
+            "max_tokens": MAX_TOKENS,
             "seed": len(text),
             "logit_bias": biases,
             "structured_outputs": {"json": json.loads(text)},

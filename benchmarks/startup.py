@@ -90,7 +90,7 @@ def measure(rounds: int, quick: bool, progress: Progress) -> BenchmarkPart:
         floor_s, floor_cpu_s, floor, bare = _floor(QUICK_IDLE_S if quick else IDLE_S)
         samples.append(StartupSample(phases_s, cpu_s, usage, floor_s, floor_cpu_s, floor, bare))
         progress(f"round {number + 1} of {rounds}: ours {sum(phases_s.values()):.1f} s, the floor {floor_s:.1f} s")
-    return BenchmarkPart("startup", figures(samples, least_bytes(folder)), (), NOTES)
+    return BenchmarkPart("startup", figures(samples, min_bytes(folder)), (), NOTES)
 
 
 def _ours(idle_s: float) -> tuple[dict[str, float], float, dict[str, ProcessUsage]]:
@@ -201,7 +201,7 @@ def _kind(process: psutil.Process, root: int, workers: Mapping[int, str], port: 
     return RAY
 
 
-def least_bytes(folder: Path) -> dict[str, int]:
+def min_bytes(folder: Path) -> dict[str, int]:
     """Lower bound of each worker's memory: the model's weights on disk and its KV pool."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]

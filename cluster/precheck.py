@@ -14,7 +14,7 @@ from workers.model.store import (
     ModelConfig,
     check_parallel,
     find_adapter,
-    least_block_size,
+    min_block_size,
     read_model_config,
     read_origin,
     resolve,
@@ -68,7 +68,7 @@ def with_block_sizes(spec: ClusterSpec) -> ClusterSpec:
         if any(pool.engine.block_size != EngineConfig().block_size for pool in pools):
             continue
         model = read_model_config(resolve(name).path)
-        if least := max(least_block_size(model, _kv_dtype(pool)) for pool in pools):
+        if least := max(min_block_size(model, _kv_dtype(pool)) for pool in pools):
             sized = (replace(pool, engine=replace(pool.engine, block_size=least)) if pool in pools else pool
                      for pool in spec.pools)  # fmt: skip
             spec = replace(spec, pools=tuple(sized))

@@ -148,7 +148,7 @@ class PoolSpec:
         return self.replicas * self.parallel.world_size
 
     @property
-    def most_ranks(self) -> int:
+    def max_ranks(self) -> int:
         """Ranks when it has grown to its maximum."""
         return self.bounds[1] * self.parallel.world_size
 
@@ -215,7 +215,7 @@ class GatewaySpec:
     """Admission control: refuses or queues requests whose SLO cannot be met. See docs/routing.md."""
     rebalance: bool = False
     """Move decodes after role changes, and waiting prompts to better workers. Draining workers are always emptied."""
-    cache_news_s: float = 0.25
+    cache_events_interval_s: float = 0.25
     """Shortest interval between two updates of a worker's prefix index, for routers that use it."""
     slo: SLO = field(default_factory=SLO)
     """SLO of requests without one of their own and without a class."""
@@ -277,7 +277,7 @@ class GatewaySpec:
         counts = ("replicas", "max_requests", "max_prompt_bytes", "default_max_tokens", "max_attempts")
         _check(self, counts, lambda value: value >= 1, "at least 1")
         _check(self, ["max_queued", "trace_requests"], lambda value: value >= 0, "0 (none) or more")
-        _check_above_0(self, "trace_s", "cache_news_s", "placement_timeout_s")
+        _check_above_0(self, "trace_s", "cache_events_interval_s", "placement_timeout_s")
         for tenant, share in self.tenants.items():
             if not 0 < share <= 1:
                 raise ValueError(f"tenants.{tenant} is {share}; a share lies above 0 and is at most 1")

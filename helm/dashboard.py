@@ -179,7 +179,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (
                     (
                         "{{worker}}",
-                        f"{worker_rate('prefix_found_tokens')} / {worker_rate('prefix_sought_tokens')}",
+                        f"{worker_rate('prefix_hit_tokens')} / {worker_rate('prefix_query_tokens')}",
                     ),
                 ),
                 description="Hit rate: share of looked-up tokens found.",
@@ -222,7 +222,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     ("{{pool}} ready", f"max by (pool) (diptych_pool_workers{{{ALL}}})"),
-                    ("{{pool}} wanted", f"max by (pool) (diptych_pool_wanted_workers{{{ALL}}})"),
+                    ("{{pool}} wanted", f"max by (pool) (diptych_pool_target_workers{{{ALL}}})"),
                 ),
             ),
             Panel("Roles", "short", (("{{worker}} {{role}}", WORKERS_BY_ROLE),), stacked=True),
@@ -239,7 +239,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Migrations",
                 "ops",
-                (("{{reason}} {{outcome}}", f"sum by (reason, outcome) ({rate('diptych_moves_total')})"),),
+                (("{{reason}} {{outcome}}", f"sum by (reason, outcome) ({rate('diptych_migrations_total')})"),),
             ),
         ),
     ),

@@ -107,7 +107,7 @@ async def pull(
     begun = loop.time()
     await run.follow()
     await client.release(ticket.lease, ticket.epoch)
-    run.prove()
+    run.confirm()
     return TransferReport(
         lease=ticket.lease,
         transport=link.transport,
@@ -164,8 +164,8 @@ class _Pull:
         self._read_timeout_s = read_timeout_s
         self._loop = asyncio.get_running_loop()
         self._order = order
-        self._proves_reads = proves_reads
-        self._unproven: list[PullOrder] = []  # that have landed without digests
+        self._confirms_reads = proves_reads
+        self._unconfirmed: list[PullOrder] = []  # that have landed without digests
         self._ready = self._skipped
         self._digests: list[tuple[int, ...]] = []  # [piece][block - self._skipped]; none: unchecked
         self._finished = self._skipped == len(ticket.blocks)
@@ -183,9 +183,9 @@ class _Pull:
         try:
             while not self._order.is_done or self._in_flight:
                 period_s = min(LONGEST_WATCH_S, ttl_s / HEARTBEATS_PER_TTL)
-                due_s = beat + period_s - self._loop.time() if self._finished and not self._unproven else 0.0
+                due_s = beat + period_s - self._loop.time() if self._finished and not self._unconfirmed else 0.0
                 if watch is None and due_s <= 0:
-                    beat, num_proven = self._loop.time(), len(self._unproven)
+                    beat, num_proven = self._loop.time(), len(self._unconfirmed)
                     watch = self._loop.create_task(self._watch(period_s))
                 waiting: set[asyncio.Future[ReadStats] | asyncio.Task[Progress]] = {*self._in_flight}
                 if watch:
@@ -194,7 +194,7 @@ class _Pull:
                 self._collect()
                 if watch and watch.done():
                     ttl_s = self._take(watch.result())
-                    self.prove(num_proven)
+                    self.confirm(num_proven)
                     watch = None
                 self._request()
         finally:
@@ -251,11 +251,11 @@ class _Pull:
                 self._busy_since = self._loop.time()
             self._in_flight[self._reader(order).done] = order
 
-    def prove(self, count: int | None = None) -> None:
+    def confirm(self, count: int | None = None) -> None:
         """The lease was still valid after the first `count` of the reads that landed without digests, or after all."""
-        for order in self._unproven[:count]:
+        for order in self._unconfirmed[:count]:
             self._order.landed(order.first_token)
-        del self._unproven[:count]
+        del self._unconfirmed[:count]
 
     def _collect(self) -> None:
         """Take in the reads that ended. Raises the first failure."""
@@ -264,7 +264,7 @@ class _Pull:
             self.landed.append(done.result())
             if order.digests:
                 self._order.landed(order.first_token)
-            elif self._proves_reads:
-                self._unproven.append(order)
+            elif self._confirms_reads:
+                self._unconfirmed.append(order)
             if not self._in_flight:
                 self.busy_s += self._loop.time() - self._busy_since

@@ -21,11 +21,11 @@ from workers.config import EngineConfig
 from workers.errors import InvalidRequest
 from workers.stats import WorkerStats
 
-MOST_BIASES = 1024
-MOST_ANSWERS = 64
+MAX_BIASES = 1024
+MAX_ANSWERS = 64
 MOST_REPEATS = 256  # repetitions of a timed step
 LONGEST_SHOWN = 80  # characters of an invalid list in an error message
-MOST_GRAMMAR_BYTES = 64 << 10  # of a grammar's text
+MAX_GRAMMAR_BYTES = 64 << 10  # of a grammar's text
 MIXED_KV = "mixed"  # the `kv_dtype` of KV computed in several dtypes
 
 
@@ -68,8 +68,8 @@ BOUNDS = {
     "prompt_logprobs": Bound(0, 20, "between 0 and 20"),
     "presence_penalty": Bound(-2.0, 2.0, "between -2 and 2; 0 is off"),
     "frequency_penalty": Bound(-2.0, 2.0, "between -2 and 2; 0 is off"),
-    "n": Bound(1, MOST_ANSWERS, f"between 1 and {MOST_ANSWERS}"),
-    "best_of": Bound(1, MOST_ANSWERS, f"between n and {MOST_ANSWERS}"),
+    "n": Bound(1, MAX_ANSWERS, f"between 1 and {MAX_ANSWERS}"),
+    "best_of": Bound(1, MAX_ANSWERS, f"between n and {MAX_ANSWERS}"),
 }
 
 
@@ -132,18 +132,16 @@ class SamplingParams:
         need(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 strings, none of them empty")
         need(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", "token ids, 0 or more")
         biased = dict(self.logit_bias)
-        if len(self.logit_bias) > MOST_BIASES or len(biased) < len(self.logit_bias):
-            rule = f"at most {MOST_BIASES}, each token once"
+        if len(self.logit_bias) > MAX_BIASES or len(biased) < len(self.logit_bias):
+            rule = f"at most {MAX_BIASES}, each token once"
             raise InvalidRequest("sampling.logit_bias", f"has {len(self.logit_bias)} entries; it must have {rule}")
         for token, bias in self.logit_bias:
             if token < 0 or not -100.0 <= bias <= 100.0:
                 rule = "a token id is 0 or more, a bias lies between -100 and 100"
                 raise InvalidRequest("sampling.logit_bias", f"has {token}: {bias}; {rule}")
-        need(self.best_of is None or self.n <= self.best_of, "best_of", f"between n ({self.n}) and {MOST_ANSWERS}")
-        if self.grammar is not None and len(self.grammar.text.encode(errors="replace")) > MOST_GRAMMAR_BYTES:
-            raise InvalidRequest(
-                "sampling.grammar", f"has more than {MOST_GRAMMAR_BYTES >> 10} KiB of text; shorten it"
-            )
+        need(self.best_of is None or self.n <= self.best_of, "best_of", f"between n ({self.n}) and {MAX_ANSWERS}")
+        if self.grammar is not None and len(self.grammar.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest("sampling.grammar", f"has more than {MAX_GRAMMAR_BYTES >> 10} KiB of text; shorten it")
 
     @property
     def needs_whole_prompt(self) -> bool:

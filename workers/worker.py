@@ -52,7 +52,7 @@ REMEMBERED_CANCELS = 4096  # a cancel may arrive before the call that it cancels
 SUBSCRIBER_TIMEOUT_S = 10.0  # a gateway that takes no outputs for this long is gone, and its requests with it
 SWEEP_S = 0.5
 WARM_POLL_S = 0.02
-MOST_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; a loop that is always late must still reclaim
+MAX_LATE_SWEEPS = 8  # late sweeps in a row that expire nothing; a loop that is always late must still reclaim
 
 
 class Worker:
@@ -79,7 +79,7 @@ class Worker:
             depth=executor.depth,
             cost=config.cost,
             host_cache_blocks=facts.host_cache_blocks,
-            most_pinned=config.cache.pins // facts.layout.block_bytes,
+            max_pinned=config.cache.pins // facts.layout.block_bytes,
             stores=stores,
             has_state=bool(facts.layout.state_layers),
         )
@@ -562,7 +562,7 @@ class Worker:
         now = self._now_s()
         is_late = now - self._sweep_due_s > SWEEP_S
         self._late_sweeps = self._late_sweeps + 1 if is_late else 0
-        if 0 < self._late_sweeps < MOST_LATE_SWEEPS:
+        if 0 < self._late_sweeps < MAX_LATE_SWEEPS:
             return self._arm()  # our own loop was blocked: read what arrived meanwhile first
         if self.engine.may_expire:
             self.engine.expire(now)

@@ -36,12 +36,12 @@ class ScenarioProbe:
         until_s = last_deadline_s(workload, slo)
         environment = Environment(stale_s=self.view.stale_s)
         options = RunOptions(seed, slo, trace, until_s, missed, self.contender.name, environment)
-        with quietly():
+        with log_errors():
             return simulate(case.spec, case.models, replace(workload, name=scenario.name), options)
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def log_errors() -> Iterator[None]:
     """Suppress warnings: missed and aborted requests are expected in a search."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

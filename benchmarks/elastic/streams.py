@@ -94,4 +94,4 @@ def denser(workload: Workload, factor: float, seed: int) -> Workload:
             prefix = tuple(block + number * ids for block in each.prefix)
             made.append(replace(each, at_s=min(max(0.0, each.at_s + off_s), last_s), prefix=prefix))
     made.sort(key=lambda each: each.at_s)
-    return workload.noted(made, f"{factor:.4g} times the requests in the same time (seed {seed})")
+    return workload.with_note(made, f"{factor:.4g} times the requests in the same time (seed {seed})")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.elastic.contenders import OURS, case_of
-from benchmarks.elastic.probe import quietly
+from benchmarks.elastic.probe import log_errors
 from benchmarks.elastic.record import TIMETABLE
 from benchmarks.elastic.scenarios import Scenario
 from benchmarks.elastic.search import TARGET, Job, SearchEffort
@@ -81,7 +81,7 @@ class TimetableProbe:
         spec = replace(case.spec, elastic=ElasticSpec(mode="act", period_s=PERIOD_S))
         until_s = last_deadline_s(workload, scenario.slo)
         options = RunOptions(seed, scenario.slo, until_s=until_s, max_missed=missed, environment=environment)
-        with quietly():
+        with log_errors():
             run = simulate(spec, case.models, replace(workload, name=scenario.name), options)
         return attainment(run, scenario.slo)
 

@@ -82,5 +82,5 @@ def most_tokens(size: DecoderSize, column: Column, weights: str, measured: Mappi
         for name, rate in measured.items()
         if not name.startswith("read ") and (weights != "float32" or name.startswith("float32 "))
     ]
-    least_s = max(size.read_bytes(column, weights) / read, size.operations(column) / max(products))
-    return column.tokens / least_s
+    min_s = max(size.read_bytes(column, weights) / read, size.operations(column) / max(products))
+    return column.tokens / min_s

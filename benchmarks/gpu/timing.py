@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int = 5, least_s: float = 0.02) -> float:
-    """The median over rounds of a call's seconds; a round repeats it for at least `least_s`."""
+def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int = 5, min_s: float = 0.02) -> float:
+    """The median over rounds of a call's seconds; a round repeats it for at least `min_s`."""
     call()
     _settle(device)
     once = max(_elapsed(call, device, 1), 1e-7)
-    repeats = max(1, min(1000, int(least_s / once)))
+    repeats = max(1, min(1000, int(min_s / once)))
     return statistics.median(_elapsed(call, device, repeats) / repeats for _ in range(rounds))
 
 

@@ -13,7 +13,7 @@ import msgspec
 from cluster.cli.address import client_options
 from cluster.cli.groups import JSON, GroupedCommand, seconds
 from cluster.cli.screen import console, plain_table, print_json, progress_bar
-from cluster.cli.tiers import tier_troubles, tiers_table
+from cluster.cli.tiers import tier_problems, tiers_table
 from diptych.access import Access
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def status_command(endpoint: str, access: Access, as_json: bool) -> None:
         return print_json(dict(zip(names, msgspec.to_builtins([*tiers]), strict=True)))
     screen = console()
     screen.print(tiers_table(found))
-    for line in tier_troubles(found):
+    for line in tier_problems(found):
         screen.print(line, markup=False)
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from cluster.cli.loans import loan_lines
 from cluster.cli.rates import Rates, StatusWindow, WorkerRates
 from cluster.cli.screen import decision_text, models_text, named_class, size
-from cluster.cli.tiers import tier_lines, tier_troubles
+from cluster.cli.tiers import tier_lines, tier_problems
 from cluster.observe.history import ClusterEvent, Traffic
 from cluster.policy.slo_attainment import SLOCount
 from diptych.client import ClusterStatus
@@ -203,7 +203,7 @@ def duration_text(seconds: float) -> str:
 
 def _footer(status: ClusterStatus, width: int) -> Iterator[Text]:
     """Tiers of caches, borrowed memory and problems that have no column, then decisions and events, newest first."""
-    for line in [*tier_troubles(status.view), *tier_lines(status.view)][:MAX_FOOTER_LINES]:
+    for line in [*tier_problems(status.view), *tier_lines(status.view)][:MAX_FOOTER_LINES]:
         yield _line(line)
     for line in islice(loan_lines(status.view), MAX_FOOTER_LINES):
         yield _line(line)

@@ -277,7 +277,7 @@ def _measure_instances(options: PlanOptions) -> None:
     from cluster.offline.plan.instance_report import instance_estimate_lines, instance_json, instance_lines
     from cluster.offline.plan.load import PlanLoad
     from cluster.offline.plan.request import PlanError
-    from workers.profiles.capacity import least_gpus
+    from workers.profiles.capacity import min_gpus
 
     _need(options, "model", "hardware", "prompt", "output")
     lengths = LengthRanges(parse_range(options.prompt or "", "--prompt"), parse_range(options.output or "", "--output"))
@@ -285,7 +285,7 @@ def _measure_instances(options: PlanOptions) -> None:
     load = PlanLoad.of(lengths.workload())
     slo = positive_slo(options.ttft or TTFT_S, options.tpot or TPOT_S)
     requests = [
-        _request(options, [name], options.gpus or least_gpus(options.model or "", name)[0], load, slo)
+        _request(options, [name], options.gpus or min_gpus(options.model or "", name)[0], load, slo)
         for name in _kinds(options)
     ]
     instances: list[Instance] = []

@@ -301,7 +301,7 @@ def links_table(view: ClusterView) -> "Table":
     return table
 
 
-def trouble_lines(view: ClusterView) -> list[str]:
+def problem_lines(view: ClusterView) -> list[str]:
     """Problems of pools, pairs, gateways and background tasks. The table of workers has their problems."""
     lines = [
         f"pool {pool.name} has no ready worker: other pools serve its requests"
@@ -309,13 +309,13 @@ def trouble_lines(view: ClusterView) -> list[str]:
         if _is_empty(pool, view)
     ]
     pairs = sorted(view.unlinked)
-    lines += [f"no KV can move from {owner} to {reader}; preflight tries again" for owner, reader in pairs[:MAX_PAIRS]]
+    lines += [f"no KV can move from {owner} to {reader}; preflight will retry" for owner, reader in pairs[:MAX_PAIRS]]
     if len(pairs) > MAX_PAIRS:
         lines.append(f"the same holds for {len(pairs) - MAX_PAIRS} further pairs")
     for each in view.served_gateways:
         counts = ", ".join(
             f"{count} {word}{'s' * (count != 1)}"
-            for count, word in ((each.restarts, "restart"), (each.silences, "silence"))
+            for count, word in ((each.restarts, "restart"), (each.silences, "missed health check"))
             if count
         )
         if counts or each.state is not GatewayState.OPEN:

@@ -20,11 +20,11 @@ from cluster.cli.screen import (
     plain_table,
     pools_table,
     print_json,
-    trouble_lines,
+    problem_lines,
     view_json,
     workers_table,
 )
-from cluster.cli.tiers import has_tiers, tier_troubles, tiers_table
+from cluster.cli.tiers import has_tiers, tier_problems, tiers_table
 from diptych.access import Access
 from diptych.slo import Calibration, Errors, SLOAttainment, SLOCount
 
@@ -77,7 +77,7 @@ def status(endpoint: str, access: Access, wait_s: float | None, audit: bool, as_
     screen.print(f"{named}, {found.gateway}: {load}", markup=False)
     for table in _tables(view):
         screen.print(table)
-    for line in (*trouble_lines(view), *tier_troubles(view)):
+    for line in (*problem_lines(view), *tier_problems(view)):
         screen.print(line, markup=False)
     if view.links:
         screen.print(links_table(view))

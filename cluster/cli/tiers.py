@@ -56,7 +56,7 @@ def tier_lines(view: ClusterView) -> Iterator[str]:
         yield f"{pool} cache: {', '.join(blocks)}; tokens found: {found}; saved {saved_s:.1f} s"
 
 
-def tier_troubles(view: ClusterView) -> Iterator[str]:
+def tier_problems(view: ClusterView) -> Iterator[str]:
     """Tiers that stopped, or store nothing."""
     for worker, tier in _tiers(view.workers):
         if tier.trouble:

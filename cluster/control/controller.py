@@ -48,7 +48,7 @@ NOT_BEGUN = "the controller was restarted and has not begun"
 SILENT_S = 5.0  # a gateway that does not poll for this long after an answer is gone
 QUIET_S = 1.0  # how long a draining worker must be empty; requests in transit arrive within this time
 REVISIONS_APART = 1_000_000  # more than a controller makes between two keep-alives, so that none is used twice
-MOST_ADAPTERS = 1024  # each membership has them all
+MAX_ADAPTERS = 1024  # each membership has them all
 NOTHING_REPORTED = ServerReport()
 
 
@@ -363,8 +363,8 @@ class Controller:
                 return self._revisions.now
             if known is not None:
                 raise ChangeRefused(f"adapter {adapter.name!r} is {known.path} with other content; unload it first")
-            if len(self._adapters) >= MOST_ADAPTERS:
-                raise ChangeRefused(f"{MOST_ADAPTERS} adapters are served already; unload one first")
+            if len(self._adapters) >= MAX_ADAPTERS:
+                raise ChangeRefused(f"{MAX_ADAPTERS} adapters are served already; unload one first")
             return self._set_adapters({**self._adapters, adapter.name: adapter})
 
     async def unload_adapter(self, name: str, revision: int = 0) -> int:

@@ -305,7 +305,7 @@ def _memory_part(spec: ClusterSpec, pool: PoolSpec) -> float:
     """The share of a GPU that Ray reserves; without GPUs, an equal share of the host per possible rank."""
     if pool.resources.gpu:
         return min(1.0, pool.resources.gpu)
-    return 1.0 / max(1, sum(each.most_ranks for each in spec.pools if not each.resources.gpu))
+    return 1.0 / max(1, sum(each.max_ranks for each in spec.pools if not each.resources.gpu))
 
 
 def pause_s(failures: int, *, died: bool) -> float:

@@ -154,7 +154,7 @@ class AdmissionQueue:
         """Ask the policy about the next requests. Admits at most one; `_left` starts the next round."""
         now_s = asyncio.get_running_loop().time()
         self._round_due = None
-        for entry in self.queue.hopeless(now_s):
+        for entry in self.queue.to_reject(now_s):
             self._ask(self._waiting[entry], only_refusals=True)
         wake_s = RECHECK_S
         for entry in self.queue.in_order(now_s, ASKED_AT_ONCE):

@@ -224,7 +224,7 @@ class Attempt:
         if self.transfers:
             self._prefill.done()
         else:
-            self._lap_prompt(None)
+            self._end_prompt_phase(None)
             self.phase = Phase.TRANSFER
 
     def _on_head_fetched(self, output: FetchedOut) -> None:
@@ -254,7 +254,7 @@ class Attempt:
                 continue
             self._emit(output)
             if output.finish is not None:
-                self.close_lap()
+                self.end_phase()
                 self.decode.done()
                 return output.finish
 
@@ -356,7 +356,7 @@ class Attempt:
     def _emit_first(self, output: TokensOut, phase: Phase) -> None:
         """Emit the attempt's first token, and enter `phase`."""
         self._cached(output)
-        self._lap_prompt(output.timing)
+        self._end_prompt_phase(output.timing)
         self._watch.first_token()
         self.phase, self._latest = phase, None
         self._on_tokens(output)
@@ -376,7 +376,7 @@ class Attempt:
 
     # ---- laps, migrations, the end -----------------------------------------------------------------------------
 
-    def close_lap(self) -> None:
+    def end_phase(self) -> None:
         """End the lap, divided by the worker's own timing."""
         timing = self._latest
         if self.phase is Phase.QUEUEING:
@@ -391,7 +391,7 @@ class Attempt:
                 "decode_wire", (waited, ("decode_queue", timing.queue_s), ("decode_compute", timing.compute_s))
             )
 
-    def _lap_prompt(self, timing: SequenceTiming | None) -> None:
+    def _end_prompt_phase(self, timing: SequenceTiming | None) -> None:
         """End a lap of the prompt, divided into queueing and computing, of its head and its tail."""
         parts = [each for each in (self._head, timing) if each is not None]
         self._head = None
@@ -404,7 +404,7 @@ class Attempt:
 
     def moved_to(self, call: WorkerCall) -> None:
         """The decode has migrated to this worker."""
-        self.close_lap()
+        self.end_phase()
         self._latest = None
         owner, self.decode = self.decode, call
         self.decode_workers.append(call.name)

@@ -254,7 +254,7 @@ class WorkerDiscovery:
         reader: CacheReader | None = None
         if self._caches is not None:
             take = partial(self._caches.take, view.name, view.incarnation, server=view.remote_store)
-            reader = CacheReader(handle, take, self._spec.gateway.cache_news_s)
+            reader = CacheReader(handle, take, self._spec.gateway.cache_events_interval_s)
         client = WorkerClient(
             view,
             handle,

@@ -60,7 +60,7 @@ class Dispatcher:
         self.load_reporter = LoadReporter(name, spec.gateway.slo, lambda: asyncio.get_running_loop().time(), model.name)
         own = SLOObserver(self._slo_scores), self._metrics, self.history, self.load_reporter, RequestLog(name)
         self._observer = RequestObservers((*own, *observers))
-        caches = self._policy.index if self._policy.wants_caches else None
+        caches = self._policy.index if self._policy.uses_prefix_index else None
         self.discovery = WorkerDiscovery(spec, model, controller, name, caches, self.history)
         self._admission_queue = AdmissionQueue(
             spec.gateway, self._policy, spec.health.heartbeat_s, self.discovery.change
@@ -158,14 +158,14 @@ class Dispatcher:
             moved_bytes=self._runner.moved_bytes,
             role_changes=self.discovery.role_changes(),
             queued=len(self._admission_queue.queue),
-            uncovered=self._runner.uncovered,
+            fallbacks=self._runner.fallbacks,
             dropped_names=self._policy.index.dropped,
             totals=self._metrics.snapshot(),
         )
 
     def count_refusal(self, class_name: str, cause: str) -> None:
         """Count a request that the frontend refused."""
-        self._observer.on_turned_away(class_name, cause)
+        self._observer.on_rejected(class_name, cause)
 
     def recent(self) -> Recent:
         """Traffic of each worker since this gateway started, and the latest events."""

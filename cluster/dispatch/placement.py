@@ -40,7 +40,7 @@ class Placer:
     ) -> None:
         self._gateway = gateway = spec.gateway
         self._stats_s = spec.health.heartbeat_s
-        self.uncovered = {pool.role: 0 for pool in spec.pools if pool.role is not Role.MIXED}  # requests
+        self.fallbacks = {pool.role: 0 for pool in spec.pools if pool.role is not Role.MIXED}  # requests
         self._classes = Classes(gateway)
         self._policy = policy
         self._admission_queue = admission_queue
@@ -74,7 +74,7 @@ class Placer:
                 what, cause = "healthy worker", "no-worker"
             raise Rejected(f"no {what} within {limit_s:.0f} s", retry_after_s=5.0, cause=cause) from None
         if isinstance(answer, Placement):
-            self.count_uncovered(answer)
+            self.count_fallback(answer)
         return answer, query.avoid
 
     async def _change(self, request: Request) -> None:
@@ -120,11 +120,11 @@ class Placer:
         placement = self._policy.better_placement(ask := self.ask(query), key)
         return None if placement is None else self._policy.replace(ask, key, placement)
 
-    def count_uncovered(self, placement: Placement) -> None:
+    def count_fallback(self, placement: Placement) -> None:
         """Count a request that runs on workers of another role because no worker of its role is ready."""
         if placement.colocated:
-            for role in self.uncovered:
-                self.uncovered[role] += not self._discovery.has_ready(role, Role.MIXED)
+            for role in self.fallbacks:
+                self.fallbacks[role] += not self._discovery.has_ready(role, Role.MIXED)
 
     def ask(self, query: PlacementQuery, *, alone: bool = True) -> PlacementRequest:
         request, now_s = query.request, asyncio.get_running_loop().time()

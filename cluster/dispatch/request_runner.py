@@ -69,9 +69,9 @@ class RequestRunner:
             await asyncio.wait(self._background, timeout=1.0)
 
     @property
-    def uncovered(self) -> tuple[tuple[str, int], ...]:
+    def fallbacks(self) -> tuple[tuple[str, int], ...]:
         """By role, requests that ran on workers of another role because none of that role was ready."""
-        return tuple((role.value, count) for role, count in self._placer.uncovered.items())
+        return tuple((role.value, count) for role, count in self._placer.fallbacks.items())
 
     def traces(self) -> Iterable[RequestTrace]:
         """Traces of the running requests, oldest first."""
@@ -238,7 +238,7 @@ class RequestRunner:
         if not self._placer.is_live(replacement.placement):
             self._policy.ended(state.request.key, _now_s())
             return None
-        self._placer.count_uncovered(replacement.placement)
+        self._placer.count_fallback(replacement.placement)
         return replacement.placement
 
     @staticmethod
@@ -288,7 +288,7 @@ class RequestRunner:
     async def _run_attempt(self, state: RequestState, attempt: Attempt) -> FinishReason | None:
         """The finish reason: STOP if the caller ended it, None if it was replaced. Closes the open lap."""
         if state.is_stopped:
-            attempt.close_lap()
+            attempt.end_phase()
             return FinishReason.STOP
         task = asyncio.current_task()
         assert task is not None
@@ -301,7 +301,7 @@ class RequestRunner:
                 raise
         except Exception:
             if not state.is_replaced:
-                attempt.close_lap()
+                attempt.end_phase()
                 raise
         finally:
             state.running = None
@@ -309,7 +309,7 @@ class RequestRunner:
         if state.is_replaced:
             state.watch.lap("prefill_queue")
             return None
-        attempt.close_lap()
+        attempt.end_phase()
         return FinishReason.STOP
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -49,7 +49,7 @@ from workers.errors import InvalidRequest, ModelError
 from workers.request import SLO, Grammar, Request, SamplingParams
 
 MAX_STOP_CHARS = 1024  # the search for a partial stop string is quadratic in it
-MOST_GRAMMARS = 64  # checked ones that are remembered
+MAX_GRAMMARS = 64  # checked ones that are remembered
 RETRY_AFTER_S = 1.0
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
 Run = Callable[[Request, Callable[[Event], None]], Coroutine[Any, Any, None]]
@@ -272,7 +272,7 @@ class Gateway:
         if checked is None:
             checked = await self.preprocessing.check_grammar(grammar)
         self._grammars[grammar] = checked
-        while len(self._grammars) > MOST_GRAMMARS:
+        while len(self._grammars) > MAX_GRAMMARS:
             self._grammars.popitem(last=False)
         return checked
 

@@ -6,7 +6,7 @@ from cluster.events import ClusterError
 from diptych.view import Adapter
 
 MAX_NAME_CHARS = 128  # of a name that an error repeats
-MOST_NAMES = 16  # that an error lists
+MAX_NAMES = 16  # that an error lists
 
 
 class UnknownModel(ClusterError):
@@ -29,7 +29,7 @@ def resolve(model: str, served: Sequence[str], adapters: Collection[str] = ()) -
         return model
     if not model and len(served) == 1:
         return served[0]
-    names = ", ".join(map(repr, [*served, *adapters][:MOST_NAMES]))
+    names = ", ".join(map(repr, [*served, *adapters][:MAX_NAMES]))
     if len(served) == 1:
         one_of = "one of " if adapters else ""
         raise UnknownModel(f"model {_shown(model)} is not served here; leave it empty or ask for {one_of}{names}")

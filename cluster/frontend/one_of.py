@@ -11,8 +11,8 @@ from typing import Any
 
 from workers.request import Grammar
 
-MOST_COMPARED = 2000  # alternatives, properties and values of a schema
-MOST_DEPTH = 8  # of properties, and of references
+MAX_COMPARED = 2000  # alternatives, properties and values of a schema
+MAX_DEPTH = 8  # of properties, and of references
 LITERALS = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # have schemas by name
 OF_TYPE = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
@@ -46,7 +46,7 @@ class _Prover:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._left = MOST_COMPARED
+        self._left = MAX_COMPARED
 
     def changed(self, node: Any, *, is_named: bool = False) -> Any:
         """`is_named`: the node's keys are names of schemas, and no keywords."""
@@ -77,7 +77,7 @@ class _Prover:
     def _exclude(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Whether it is proved that no value matches both."""
         self._left -= 1
-        if self._left < 0 or depth > MOST_DEPTH:
+        if self._left < 0 or depth > MAX_DEPTH:
             return False
         one, other = self._resolved(one), self._resolved(other)
         shared, values, others = _types(one) & _types(other), self._values(one), self._values(other)
@@ -100,7 +100,7 @@ class _Prover:
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
         """What a reference leads to, without what stands beside it. Empty, which allows all, where it is not known."""
-        for _ in range(MOST_DEPTH):
+        for _ in range(MAX_DEPTH):
             if schema is False:
                 return {"type": []}
             if not self._is_inside(schema):

@@ -82,7 +82,7 @@ class History(RequestObserver):
         if self._keeps_traces:
             self.add_trace(end.trace())
 
-    def on_turned_away(self, class_name: str, cause: str) -> None:
+    def on_rejected(self, class_name: str, cause: str) -> None:
         self.add_event("refused", "", cause)
 
     # ---- entries ------------------------------------------------------------------------------------------------

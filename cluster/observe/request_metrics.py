@@ -58,7 +58,7 @@ class RequestMetrics(RequestObserver):
     def on_end(self, end: RequestEnd) -> None:
         self.add(end.score, end.completed, end.transfers)
 
-    def on_turned_away(self, class_name: str, cause: str) -> None:
+    def on_rejected(self, class_name: str, cause: str) -> None:
         self.add(Ended("refused", class_name, cause), None, ())
 
     def add(self, ended: Ended, completed: Completed | None, transfers: Iterable[TransferReport]) -> None:

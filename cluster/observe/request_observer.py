@@ -65,7 +65,7 @@ class RequestObserver:
     def on_end(self, end: RequestEnd) -> None:
         """A request has ended; once per request."""
 
-    def on_turned_away(self, class_name: str, cause: str) -> None:
+    def on_rejected(self, class_name: str, cause: str) -> None:
         """The frontend refused a request, for one of `cluster.policy.slo_attainment.REASONS`."""
 
 
@@ -78,7 +78,7 @@ class SLOObserver(RequestObserver):
     def on_end(self, end: RequestEnd) -> None:
         self._scores.ended(end.score)
 
-    def on_turned_away(self, class_name: str, cause: str) -> None:
+    def on_rejected(self, class_name: str, cause: str) -> None:
         self._scores.ended(Ended("refused", class_name, cause))
 
 

@@ -99,9 +99,9 @@ class Policy:
         return self._router.links_all
 
     @property
-    def wants_caches(self) -> bool:
+    def uses_prefix_index(self) -> bool:
         """Whether the router reads the prefix index, so that the dispatcher must feed it workers' cache events."""
-        return self._router.wants_caches
+        return self._router.uses_prefix_index
 
     @property
     def queues(self) -> bool:
@@ -169,7 +169,7 @@ class Policy:
             first_token_s=ask.now_s + queue_s + prefill_s,
             correction=self._latency.prompt_correction(prefill),
             plain_tpot_s=self._latency.plain_tpot_seconds(ask, decode),
-            is_guess=not (self._latency.is_sure(prefill) and self._latency.is_sure(decode)),
+            is_guess=not (self._latency.has_costs(prefill) and self._latency.has_costs(decode)),
             tpot_slo_s=request.slo.tpot_s,
             borrows=bool(placement.lenders),
             is_cut=cut_tokens > 0,
@@ -234,7 +234,7 @@ class Policy:
         `worker`: decoded the answer's end.
         """
         self.lengths.ended(request, len(output), finish)
-        if finish is not None and self.wants_caches:
+        if finish is not None and self.uses_prefix_index:
             self.index.answered(worker, (*request.prompt, *output), request.cache_salt)
 
 
@@ -250,7 +250,7 @@ def open_policy(spec: ClusterSpec, seed: int, lengths: LengthPredictor | None = 
     active = ActiveRequests()
     latency = LatencyPredictor(spec, active)
     lengths = lengths or LearnedLengths()
-    index = PrefixIndex(expect_s=EXPECT_S + spec.gateway.cache_news_s)
+    index = PrefixIndex(expect_s=EXPECT_S + spec.gateway.cache_events_interval_s)
     parts = RouterContext(active, latency, SplitMix64(seed), lengths, index, spec.gateway.slo)
     judges: dict[str, Callable[[], Admission]] = {
         "none": Admission,

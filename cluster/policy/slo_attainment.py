@@ -84,7 +84,7 @@ class GatewayAttainment(SLOAttainment):
     moves: tuple[tuple[str, str, int], ...] = ()  # (reason, outcome, count) of migrations and, "anew", requeued prompts
     moved_bytes: int = 0
     role_changes: tuple[tuple[str, str, int], ...] = ()  # (old role, new role, count) that this gateway has seen
-    uncovered: tuple[tuple[str, int], ...] = ()  # (role, requests served elsewhere because no worker of it was ready)
+    fallbacks: tuple[tuple[str, int], ...] = ()  # (role, requests served elsewhere because no worker of it was ready)
     dropped_names: tuple[tuple[str, int], ...] = ()  # (tier, names for which the prefix index had no room)
     totals: RequestTotals = field(default_factory=RequestTotals)
 

@@ -51,7 +51,7 @@ def own_resources(spec: ClusterSpec) -> dict[str, float]:
     totals: dict[str, float] = {}
     for pool in spec.pools:
         for kind, amount in pool.resources.custom.items():
-            totals[kind] = totals.get(kind, 0.0) + amount * pool.most_ranks
+            totals[kind] = totals.get(kind, 0.0) + amount * pool.max_ranks
     return totals
 
 

@@ -131,5 +131,5 @@ def _without_monitors() -> Iterator[None]:
 
 def _cpus(spec: ClusterSpec) -> int:
     """The pools' maximum, even if this machine has fewer: they share its CPUs."""
-    wanted = sum(pool.resources.cpu * pool.most_ranks for pool in spec.pools)
+    wanted = sum(pool.resources.cpu * pool.max_ranks for pool in spec.pools)
     return max(os.cpu_count() or 1, math.ceil(wanted))

@@ -159,7 +159,7 @@ class NixlAgent:
 
     def add_peer(self, peer: str, address: NixlAddress) -> NixlPeer:
         """Register a peer's metadata. Raises `TransportUnavailable` if reads would go over emulated TCP."""
-        safe_route(self._identity, self._region.device, address)
+        read_route(self._identity, self._region.device, address)
         try:
             name = self._agent.add_remote_agent(address.metadata).decode()
             memory, device = ("DRAM", 0) if address.device == "cpu" else ("VRAM", _ordinal(address.device))
@@ -184,7 +184,7 @@ class NixlAgent:
 
     def trial_path(self, peer: NixlPeer, log_position: int) -> str:
         """The path as text, from UCX's report on the trial read. Raises `TransportUnavailable` for a path over TCP."""
-        route = safe_route(self._identity, self._region.device, peer.address)
+        route = read_route(self._identity, self._region.device, peer.address)
         paths = ucx_report.read_paths(log_position)
         if any(path.startswith("tcp") or "emulation" in path for path in paths):
             raise TransportUnavailable(f"UCX would read over {', '.join(paths)}, which can crash the owner")
@@ -221,28 +221,28 @@ class NixlAgent:
 
     def progress(self) -> None:
         """Answer readers that connect."""
-        quietly("making progress", self._agent.get_new_notifs)
+        log_errors("making progress", self._agent.get_new_notifs)
 
     def remove_peer(self, peer: NixlPeer) -> None:
         """Forget a peer that has no read in flight."""
-        quietly("releasing a peer's blocks", peer.blocks.release)
+        log_errors("releasing a peer's blocks", peer.blocks.release)
         peer.blocks = None
-        quietly("removing a peer", self._agent.remove_remote_agent, peer.name)
+        log_errors("removing a peer", self._agent.remove_remote_agent, peer.name)
 
     def destroy(self, peers: list[NixlPeer], *, idle: bool) -> None:
         """Drop every reference. `idle`: nothing is in flight, so the memory can be deregistered."""
         for peer in peers:
-            quietly("releasing a peer's blocks", peer.blocks.release)
+            log_errors("releasing a peer's blocks", peer.blocks.release)
             peer.blocks = None  # a list keeps the agent alive
-        quietly("releasing our blocks", self._blocks.release)
+        log_errors("releasing our blocks", self._blocks.release)
         if idle:
             for registered in self._registered:
-                quietly("deregistering", self._agent.deregister_memory, registered)
+                log_errors("deregistering", self._agent.deregister_memory, registered)
         self._agent.agent = None
         del self._agent, self._blocks
 
 
-def quietly(what: str, action: Callable[..., object], *arguments: object) -> None:
+def log_errors(what: str, action: Callable[..., object], *arguments: object) -> None:
     """Call `action` and log its error: NIXL raises for peers that it has dropped itself."""
     try:
         action(*arguments)
@@ -250,7 +250,7 @@ def quietly(what: str, action: Callable[..., object], *arguments: object) -> Non
         logger.debug("%s failed: %s", what, error)
 
 
-def safe_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
+def read_route(ours: HostIdentity, device: str, theirs: NixlAddress) -> str:
     """Why a one-sided read is safe between the two. Raises `TransportUnavailable` if none is."""
     if set(fabrics()) & set(theirs.fabrics):
         return "rdma on both sides"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtransfer.backends import ucx_report
-from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, NixlPeer, quietly
+from kvtransfer.backends.nixl_agent import NixlAddress, NixlAgent, NixlPeer, log_errors
 from kvtransfer.backends.pending_read import PendingRead
 from kvtransfer.copies import refuse_outside
 from kvtransfer.errors import PeerLost, TransferError, TransportUnavailable
@@ -217,7 +217,7 @@ class NixlPump:
         pending.post(pending.complete, time.monotonic() - posted.begun_s)
 
     def _end(self, posted: _Posted) -> None:
-        quietly("releasing a read", posted.handle.release)
+        log_errors("releasing a read", posted.handle.release)
         self._posted.remove(posted)
         self._release_forgotten()
 
@@ -261,7 +261,7 @@ class NixlPump:
         peers = {id(each): each for each in (*self._peers.values(), *self._forgotten, *reading)}
         self._peers, self._forgotten = {}, []
         for each in posted:
-            quietly("releasing a read", each.handle.release)
+            log_errors("releasing a read", each.handle.release)
             each.handle = None  # a handle keeps the agent alive
         if agent:
             agent.destroy(list(peers.values()), idle=not posted)

@@ -15,17 +15,17 @@ from diptych.events import TextDelta
 class Retry:
     """The client retries for `patience_s` after the first of consecutive failures.
 
-    Waits double from `wait_s` to `most_wait_s`, with jitter, so that clients do not all return at once. They are at
+    Waits double from `wait_s` to `max_wait_s`, with jitter, so that clients do not all return at once. They are at
     least as long as the server's `retry_after_s`.
     """
 
     patience_s: float = 60.0
     wait_s: float = 0.1
-    most_wait_s: float = 5.0
+    max_wait_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.wait_s <= self.most_wait_s or not self.patience_s > 0.0:
-            raise ValueError(f"{self} cannot be: patience_s is above 0, and 0 < wait_s <= most_wait_s")
+        if not 0.0 < self.wait_s <= self.max_wait_s or not self.patience_s > 0.0:
+            raise ValueError(f"{self} cannot be: patience_s is above 0, and 0 < wait_s <= max_wait_s")
 
 
 class Tries:
@@ -51,7 +51,7 @@ class Tries:
         if retry is None or not is_temporary(failure):
             raise failure
         self._failed, self._failing_since_s = self._failed + 1, since_s
-        jittered_s = min(retry.most_wait_s, retry.wait_s * 2.0 ** min(self._failed - 1, 30)) * random.uniform(0.5, 1.0)
+        jittered_s = min(retry.max_wait_s, retry.wait_s * 2.0 ** min(self._failed - 1, 30)) * random.uniform(0.5, 1.0)
         wait_s = max(jittered_s, failure.retry_after_s or 0.0)
         ends_s = since_s + retry.patience_s
         if now_s + wait_s > (ends_s if self._deadline_s is None else min(ends_s, self._deadline_s)):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from cluster.cli.dashboard import screen
 from cluster.cli.rates import Snapshot, StatusWindow
-from cluster.cli.tiers import tier_lines, tier_troubles, tiers_table
+from cluster.cli.tiers import tier_lines, tier_problems, tiers_table
 from diptych.client import ClusterStatus
 from diptych.v1 import admin_pb2
 from diptych.view import ClusterView, TierStats
@@ -73,9 +73,9 @@ def test_a_table_has_each_tier_of_each_worker() -> None:
 
 
 def test_a_tier_that_stopped_or_stores_nothing_is_named() -> None:
-    assert [*tier_troubles(seen(HOST, STOPPED))] == [f"prefill-0: disk cache: {STOPPED.problem}"]
-    assert [*tier_troubles(seen(HOST, DISK))] == ["prefill-0: disk cache: stores nothing: dropped 7 blocks"]
-    assert not [*tier_troubles(seen(HOST, structs.replace(DISK, dropped_blocks=0)))]
+    assert [*tier_problems(seen(HOST, STOPPED))] == [f"prefill-0: disk cache: {STOPPED.problem}"]
+    assert [*tier_problems(seen(HOST, DISK))] == ["prefill-0: disk cache: stores nothing: dropped 7 blocks"]
+    assert not [*tier_problems(seen(HOST, structs.replace(DISK, dropped_blocks=0)))]
 
 
 def test_top_has_a_line_for_a_pool_with_tiers() -> None:

@@ -30,7 +30,7 @@ class Source:
     """A worker that has a cache and nothing else; calls to it take time and may be made to go wrong."""
 
     def __init__(self) -> None:
-        self.log = CacheLog(1, most_removed=4)
+        self.log = CacheLog(1, max_removed=4)
         self.calls: list[float] = []
         self.under_way = 0
         self.trouble: list[str] = []  # of the next calls
@@ -185,7 +185,7 @@ async def index_of(subject: Cluster, expected: dict[str, int], wanted: tuple[int
 
 async def test_a_gateway_learns_cached_and_evicted_blocks() -> None:
     spec = split_spec(2, 1)
-    spec = replace(spec, gateway=replace(spec.gateway, routing="mooncake-local", cache_news_s=0.02))
+    spec = replace(spec, gateway=replace(spec.gateway, routing="mooncake-local", cache_events_interval_s=0.02))
     async with cluster(spec) as subject:
         wanted = request("first", 300, max_tokens=2)
         events = await subject.run(wanted)
@@ -200,7 +200,7 @@ async def test_a_gateway_learns_cached_and_evicted_blocks() -> None:
 
 async def test_the_cache_of_a_restarted_worker_is_read_from_the_start() -> None:
     spec = split_spec(1, 1)
-    spec = replace(spec, gateway=replace(spec.gateway, routing="mooncake-local", cache_news_s=0.02))
+    spec = replace(spec, gateway=replace(spec.gateway, routing="mooncake-local", cache_events_interval_s=0.02))
     async with cluster(spec) as subject:
         wanted = request("first", 300, max_tokens=2)
         await subject.run(wanted)

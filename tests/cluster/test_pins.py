@@ -17,10 +17,10 @@ SYSTEM = request("system", 160, first=5)
 
 
 @asynccontextmanager
-async def cached_cluster(most_pinned: int = 20) -> AsyncIterator[Cluster]:
+async def cached_cluster(max_pinned: int = 20) -> AsyncIterator[Cluster]:
     """A worker with 38 blocks on its device and 100 in host memory."""
     spec = mixed_spec(kv_blocks=40)
-    cache = CacheConfig(ByteSize(100 * BLOCK_BYTES), pins=ByteSize(most_pinned * BLOCK_BYTES))
+    cache = CacheConfig(ByteSize(100 * BLOCK_BYTES), pins=ByteSize(max_pinned * BLOCK_BYTES))
     async with cluster(replace(spec, pools=(replace(spec.pools[0], cache=cache),))) as subject:
         yield subject
 
@@ -61,7 +61,7 @@ async def test_a_prompt_can_be_warmed_without_a_pin() -> None:
 
 
 async def test_a_worker_that_refuses_is_part_of_the_answer() -> None:
-    async with cached_cluster(most_pinned=5) as subject:
+    async with cached_cluster(max_pinned=5) as subject:
         (refused,) = await subject.dispatcher.warm(SYSTEM, "", 60.0)
         assert refused.tokens == 0 and "needs 5 blocks more than may be pinned" in refused.problem
         assert not subject.workers["mixed-0"].engine.has_work

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import cluster.control.replicas as cluster_pool
-from cluster.cli.screen import trouble_lines, workers_table
+from cluster.cli.screen import problem_lines, workers_table
 from cluster.control.replicas import CRASH_LOOP, MAX_RESTART_PAUSE_S, STEADY_S, pause_s
 from cluster.offline.sim.clock import run
 from cluster.offline.sim.cluster import PoolModel, virtual
@@ -158,7 +158,7 @@ def test_a_crash_loop_shows_in_view_metrics_and_events_until_it_ends() -> None:
         assert worker.detail == scene
         assert kinds(runtime) == ["lost", "crash loop"]
         text = exposition(GatewayAttainment(), "gateway-0", dispatcher(runtime).view)
-        assert 'diptych_worker_failures_in_a_row{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
+        assert 'diptych_worker_consecutive_failures{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
         assert 'diptych_worker_restarts_total{gateway="gateway-0",pool="decode",worker="decode-0"} 4.0' in text
         await asyncio.sleep(200.0)
         starts_s = [round(each - began_s) for each in runtime.started_s["decode-0"][1:]]
@@ -216,16 +216,16 @@ def block(seconds: float) -> None:
 async def test_requests_served_by_another_role_are_counted_and_status_shows_it() -> None:
     async with cluster(split_spec(1, 1)) as subject:
         assert completed(await subject.run(request("a"))).transfers
-        assert subject.dispatcher.slo_attainment().uncovered == (("prefill", 0), ("decode", 0))
-        assert trouble_lines(subject.dispatcher.view) == []
+        assert subject.dispatcher.slo_attainment().fallbacks == (("prefill", 0), ("decode", 0))
+        assert problem_lines(subject.dispatcher.view) == []
         stays_away = asyncio.get_running_loop().create_future()
         runtime: Any = subject.runtime
         runtime.restart_worker = lambda *scene: stays_away
         subject.workers["prefill-0"]._mark_unhealthy(RuntimeError("the device was lost"))
         await subject.until(lambda view: not view.ready(Role.PREFILL))
         assert not completed(await subject.run(request("b"))).transfers
-        assert subject.dispatcher.slo_attainment().uncovered == (("prefill", 1), ("decode", 0))
-        assert trouble_lines(subject.dispatcher.view) == [
+        assert subject.dispatcher.slo_attainment().fallbacks == (("prefill", 1), ("decode", 0))
+        assert problem_lines(subject.dispatcher.view) == [
             "pool prefill has no ready worker: other pools serve its requests"
         ]
         stays_away.cancel()

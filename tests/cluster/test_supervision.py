@@ -8,7 +8,7 @@ from typing import Any, Never
 
 import pytest
 
-from cluster.cli.screen import trouble_lines
+from cluster.cli.screen import problem_lines
 from cluster.control.gateway_manager import ANSWER_S, HUNG_S, POLL_S
 from cluster.control.keep_alive import CONTROLLER_HUNG_S, ORPHAN_AFTER_S
 from cluster.control.supervised import MAX_PAUSE_S, Failures, supervised
@@ -211,12 +211,12 @@ def test_status_shows_failed_gateways_and_tasks() -> None:
     served = (GatewayView("gateway-0", GatewayState.SILENT, 2, 1, "no answer for 5 s"), OPEN)
     failures = (TaskFailures("controller", "linking workers", 3),)
     view = ClusterView(3, "llm", None, (), served_gateways=served, failures=failures)
-    assert trouble_lines(VIEW.decode(VIEW.encode(view))) == [
-        "gateway-0 is silent: no answer for 5 s; 2 restarts, 1 silence",
+    assert problem_lines(VIEW.decode(VIEW.encode(view))) == [
+        "gateway-0 is silent: no answer for 5 s; 2 restarts, 1 missed health check",
         "controller: linking workers failed 3 times and continued; see its log",
     ]
     assert VIEW.decode(VIEW.encode(view)).served_gateways == served
-    assert trouble_lines(ClusterView(3, "llm", None, (), served_gateways=(OPEN,))) == []
+    assert problem_lines(ClusterView(3, "llm", None, (), served_gateways=(OPEN,))) == []
 
 
 def test_opening_a_gateway_twice_opens_it_once() -> None:

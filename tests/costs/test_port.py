@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.costs import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     CostModel,
     LayeredCost,
     LinearCost,
@@ -80,7 +80,7 @@ def test_the_longest_chunk_within_a_time_is_the_inverse_of_the_step(
 ) -> None:
     seconds = cost.mixed_seconds((*chunks, (1024, cached)), batch, context) * share
     found = cost.prompt_tokens_within(seconds, cached, chunks, batch, context)
-    assert 0 <= found < MOST_TOKENS
+    assert 0 <= found < MAX_TOKENS
     if found:
         assert cost.mixed_seconds((*chunks, (found, cached)), batch, context) <= seconds * LITTLE
     # One more does not fit. A closed form and the step round differently: two more surely do not.
@@ -110,8 +110,8 @@ def test_prefill_and_decode_are_mixed_steps_of_one_kind(cost: CostModel) -> None
 def test_no_time_holds_no_prompt_and_free_prompts_are_bounded(cost: CostModel) -> None:
     assert cost.prompt_tokens_within(0.0) == cost.prompt_tokens_within(-1.0) == 0
     free = LinearCost(1.0, 0.0, 0.0, 0.0, 0.0)
-    assert free.prompt_tokens_within(1.5) == CostModel.prompt_tokens_within(free, 1.5) == MOST_TOKENS
-    assert cost.prompt_tokens_within(math.inf) == MOST_TOKENS
+    assert free.prompt_tokens_within(1.5) == CostModel.prompt_tokens_within(free, 1.5) == MAX_TOKENS
+    assert cost.prompt_tokens_within(math.inf) == MAX_TOKENS
 
 
 @given(seconds=st.floats(0, 100), cached=st.integers(0, 10**5), pair=st.floats(0, 1e-3), token=st.floats(1e-6, 1))

@@ -55,8 +55,8 @@ def test_one_decode_is_the_weights_and_a_long_prompt_is_the_arithmetic() -> None
     for model in ("llama-2-7b", "llama-3-8b", "mistral-7b"):
         shape, sheet = SHAPES[model], hardware_of("h100-80gb")
         cost = profile_of(shape, sheet, source="roofline").cost
-        least_s = shape.weight_bytes * 0.9 / sheet.memory_byte_s
-        assert least_s < cost.decode_seconds(1, 1) < 2.5 * least_s
+        min_s = shape.weight_bytes * 0.9 / sheet.memory_byte_s
+        assert min_s < cost.decode_seconds(1, 1) < 2.5 * min_s
         ideal_s = shape.prefill_flops(8192) / sheet.flops_of(2)
         assert ideal_s < cost.prefill_seconds(8192) < 1.5 * ideal_s
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from workers.profiles.capacity import kv_capacity_tokens, least_gpus
+from workers.profiles.capacity import kv_capacity_tokens, min_gpus
 from workers.profiles.computed import roofline
 from workers.profiles.hardware import DATA, hardware_of, known_hardware, read_hardware
 from workers.profiles.profile_errors import DoesNotFit, ProfileError, UnknownName
@@ -220,7 +220,7 @@ def test_capacity_is_what_the_weights_leave() -> None:
 def test_a_model_that_does_not_fit_says_how_many_gpus_would_do(model: str, hardware: str) -> None:
     with pytest.raises(DoesNotFit, match=r"does not fit on 1 .*it needs \d+ at least") as refused:
         kv_capacity_tokens(model, hardware)
-    count, (tensor, pipeline) = least_gpus(model, hardware)
+    count, (tensor, pipeline) = min_gpus(model, hardware)
     assert f"it needs {count} at least" in str(refused.value) and count == tensor * pipeline
     assert kv_capacity_tokens(model, hardware, tensor, pipeline) > 0
     assert (count - 1) * 0.9 * hardware_of(hardware).memory_bytes < SHAPES[model].weight_bytes * 1.2

@@ -29,7 +29,7 @@ def engine(
     depth: int = 1,
     prefix_tokens: int = 1,
     host_cache_blocks: int = 0,
-    most_pinned: int = 0,
+    max_pinned: int = 0,
     stores: Sequence[BlockStore] = (),
     context_length: int = 128,
     has_state: bool = False,
@@ -48,7 +48,7 @@ def engine(
         depth=depth,
         prefix_tokens=prefix_tokens,
         host_cache_blocks=host_cache_blocks,
-        most_pinned=most_pinned,
+        max_pinned=max_pinned,
         stores=stores,
         has_state=has_state,
     )

@@ -49,7 +49,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = CacheLog(16, most_removed=4)
+        self.log = CacheLog(16, max_removed=4)
         self.truth: dict[Tier, set[int]] = {tier: set() for tier in Tier}
         self.readers = [Reader(), Reader()]
 
@@ -105,7 +105,7 @@ def test_a_reply_is_bounded_and_the_next_one_continues() -> None:
 
 
 def test_endless_changes_take_bounded_memory_and_old_names_stay() -> None:
-    log, reader = CacheLog(16, most_removed=100), Reader()
+    log, reader = CacheLog(16, max_removed=100), Reader()
     for name in range(50):
         log.add(Tier.DISK, name)
     for name in range(50, 20_000):
@@ -119,7 +119,7 @@ def test_endless_changes_take_bounded_memory_and_old_names_stay() -> None:
 
 
 def test_a_reader_that_is_too_far_behind_gets_everything() -> None:
-    log, reader = CacheLog(16, most_removed=10), Reader()
+    log, reader = CacheLog(16, max_removed=10), Reader()
     for name in range(20):
         log.add(Tier.DEVICE, name)
     reader.catch_up(log, 100)

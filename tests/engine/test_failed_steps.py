@@ -10,7 +10,7 @@ from tests.engine.driving import Device, engine, next_token, request, result, ru
 from workers.costs import LinearCost
 from workers.engine.blocks import prefix_hashes
 from workers.engine.engine import Engine, EngineOutput
-from workers.engine.engine_loop import MOST_FAILURES, EngineLoop
+from workers.engine.engine_loop import MAX_FAILURES, EngineLoop
 from workers.engine.reservations import ReservationQueue
 from workers.engine.sequence import Sequence
 from workers.engine.step import StepPlan, StepResult
@@ -76,11 +76,11 @@ async def test_a_failed_step_fails_its_sequences_and_no_others(depth: int, error
 
 async def test_a_device_that_fails_every_step_makes_its_worker_unfit() -> None:
     subject, executor = engine(max_running=1), Computes(lambda plan: RuntimeError("it is broken"))
-    for index in range(2 * MOST_FAILURES):
+    for index in range(2 * MAX_FAILURES):
         subject.add(request(f"r{index}", (1, 2)), 0.0, hold=False)
     with pytest.raises(RuntimeError, match="it is broken"):
         await pumped(subject, executor)
-    assert executor.steps == MOST_FAILURES
+    assert executor.steps == MAX_FAILURES
 
 
 async def test_a_failed_check_after_a_failed_step_makes_the_worker_unfit() -> None:
@@ -150,7 +150,7 @@ def test_a_step_that_fails_before_it_has_a_sequence_is_not_repeated_forever(monk
     def broken(draft: object) -> None:
         raise RuntimeError("the policy is broken")
 
-    monkeypatch.setattr(subject._scheduler._policy, "compose", broken)
+    monkeypatch.setattr(subject._scheduler._policy, "fill_step", broken)
     with pytest.raises(RuntimeError, match="the policy is broken"):
         subject.schedule(0.0)
 

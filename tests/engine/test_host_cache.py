@@ -211,7 +211,7 @@ class HostMachine(EngineMachine):
         self.engine = engine(
             kv_blocks=blocks,
             host_cache_blocks=host,
-            most_pinned=host // 2,
+            max_pinned=host // 2,
             max_running=5,
             max_batch_tokens=budget,
             batching=batching,

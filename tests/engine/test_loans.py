@@ -134,7 +134,7 @@ class Town:
                 self.borrower.moves.learn_move(self.move_s * move.count, move.count)
                 self.borrower.moves.learn_wait(1.0)
             return
-        self.borrower.sequences.not_moved(move, "no worker lends blocks")
+        self.borrower.sequences.move_failed(move, "no worker lends blocks")
 
     def _offer(self, wanted: SpanReturn) -> None:
         span = wanted.span

@@ -13,10 +13,10 @@ TTL_S = 60.0
 SYSTEM = request("system", prompt(100), max_tokens=1)  # ten blocks
 
 
-def small(most_pinned: int = 12, cost: CostModel = CHEAP) -> tuple[Engine, Device]:
+def small(max_pinned: int = 12, cost: CostModel = CHEAP) -> tuple[Engine, Device]:
     """Sixteen blocks on the device, 24 in host memory, twelve of which may be pinned."""
     device = Device()
-    subject = engine(kv_blocks=18, host_cache_blocks=24, most_pinned=most_pinned, block_bytes=1000, cost=cost)
+    subject = engine(kv_blocks=18, host_cache_blocks=24, max_pinned=max_pinned, block_bytes=1000, cost=cost)
     return subject, device
 
 
@@ -74,7 +74,7 @@ def test_pins_never_take_more_than_their_budget() -> None:
         subject.pin(request("other", prompt(300)), TTL_S, 0.0)
     subject.pin(request("short", prompt(300, 8)), TTL_S, 0.0)
     with pytest.raises(InvalidRequest, match=r"pins: 1GiB"):
-        small(most_pinned=0)[0].pin(SYSTEM, TTL_S, 0.0)
+        small(max_pinned=0)[0].pin(SYSTEM, TTL_S, 0.0)
     answer(subject, device, request("rest", prompt(300, 8), max_tokens=1))
     answer(subject, device, SYSTEM)
     flood(subject, device)
@@ -122,7 +122,7 @@ def test_a_failed_step_loses_the_content_and_not_the_pin() -> None:
 
 
 def test_tenants_pin_their_own_prefix() -> None:
-    subject, device = small(most_pinned=20)
+    subject, device = small(max_pinned=20)
     mine, other = (request(name, prompt(100), max_tokens=1, tenant=name) for name in ("mine", "other"))
     subject.pin(mine, TTL_S, 0.0)
     answer(subject, device, mine)

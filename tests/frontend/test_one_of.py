@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
-from cluster.frontend.one_of import MOST_COMPARED, with_any_of
+from cluster.frontend.one_of import MAX_COMPARED, with_any_of
 
 SCALARS: list[Any] = [None, True, False, 0, 1, 1.0, 1.5, "a", "b"]
 OBJECTS: list[Any] = [{"t": each} for each in (*SCALARS, {"t": "a"})]
@@ -101,7 +101,7 @@ OVERLAPPING: dict[str, Any] = {
     },
     "fields of what may be no object": {"oneOf": [{**constant(each), "required": ["t"]} for each in "ab"]},
     "a reference to itself": {"oneOf": [{"$ref": "#"}, {"type": "null"}]},
-    "more than are compared": {"oneOf": [{"const": each} for each in range(MOST_COMPARED)]},
+    "more than are compared": {"oneOf": [{"const": each} for each in range(MAX_COMPARED)]},
 }  # fmt: skip
 
 

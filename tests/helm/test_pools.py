@@ -75,9 +75,9 @@ def test_every_worker_has_room_and_no_pod_is_left_over(path: Path, tmp_path: Pat
         if pods.least is None or pods.most is None:
             assert path.stem.startswith("native-autoscaled") and pool.bounds[0] < pool.bounds[1]
             continue
-        assert pods.most * per_pod == pool.most_ranks
+        assert pods.most * per_pod == pool.max_ranks
         scaled = bool(of_kind(objects, "RayCluster"))
-        assert pods.least * per_pod == (pool.num_ranks if scaled else pool.most_ranks)
+        assert pods.least * per_pod == (pool.num_ranks if scaled else pool.max_ranks)
 
 
 @EACH

@@ -13,8 +13,8 @@ import pytest
 
 from tests.kv_store.slabs import BLOCK_BYTES, FILE, WAIT_S, Hang, Opened, block_of, name_of
 from workers.kv_store import kv_store
-from workers.kv_store.health import MOST_FAILURES
-from workers.kv_store.io_threads import MOST_WRITES, READ_THREADS, WRITE_THREADS
+from workers.kv_store.health import MAX_FAILURES
+from workers.kv_store.io_threads import MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.slot_format import PAGE_BYTES
 
 LATE_S = 0.05
@@ -143,9 +143,9 @@ async def test_a_write_that_ends_in_the_middle_stores_nothing(opened: Opened) ->
 async def test_a_device_whose_writes_fail_is_no_longer_written_to(opened: Opened) -> None:
     await opened.put(1)
     opened.slab.on_write = fails(errno.EIO)
-    assert await opened.put(*range(2, 2 + MOST_FAILURES)) == [False] * MOST_FAILURES
+    assert await opened.put(*range(2, 2 + MAX_FAILURES)) == [False] * MAX_FAILURES
     stats = opened.store.stats()
-    assert stats.write_failures == MOST_FAILURES and "Input/output error" in stats.stopped_writes
+    assert stats.write_failures == MAX_FAILURES and "Input/output error" in stats.stopped_writes
     opened.slab.on_write = None
     assert await opened.put(9) == [False] and opened.store.stats().writes_dropped == 1
     assert await opened.get(1) == block_of(1), "reads go on"
@@ -163,7 +163,7 @@ async def test_a_read_that_fails_is_a_miss_and_so_is_the_block_afterwards(opened
 async def test_a_device_whose_reads_fail_is_no_longer_read(opened: Opened) -> None:
     await opened.put(1, 2, 3, 4)
     opened.slab.on_read = fails(errno.EIO)
-    assert [await opened.get(number) for number in range(1, 1 + MOST_FAILURES)] == [None] * MOST_FAILURES
+    assert [await opened.get(number) for number in range(1, 1 + MAX_FAILURES)] == [None] * MAX_FAILURES
     opened.slab.on_read = None
     assert await opened.get(4) is None and opened.store.match([name_of(4)]) == 0
     assert "Input/output error" in opened.store.stats().stopped_reads
@@ -203,7 +203,7 @@ async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_leaves_the_target
 async def test_a_device_that_hangs_delays_a_few_reads_and_then_none(opened: Opened) -> None:
     await opened.put(1)
     opened.slab.on_read = hang = Hang(opened.slab.really_read)
-    waits = [opened.get(1, LATE_S) for _ in range(READ_THREADS + MOST_FAILURES)]
+    waits = [opened.get(1, LATE_S) for _ in range(READ_THREADS + MAX_FAILURES)]
     assert await asyncio.gather(*waits) == [None] * len(waits)
     assert opened.store.stats().stopped_reads == "no answer in time"
     async with asyncio.timeout(WAIT_S / 2):
@@ -223,7 +223,7 @@ async def test_reads_that_are_late_on_a_device_that_works_do_not_stop_it(opened:
 
     opened.slab.on_read = read
     found = await asyncio.gather(*(opened.get(1 + number % 2, LATE_S) for number in range(40)))
-    assert found.count(None) > MOST_FAILURES
+    assert found.count(None) > MAX_FAILURES
     if found.count(None) < len(found):  # one was in time
         assert not opened.store.stats().stopped_reads
 
@@ -246,9 +246,9 @@ async def test_a_write_that_hangs_releases_its_memory_and_a_full_queue_drops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_store, "WRITE_TIMEOUT_S", LATE_S)
-    opened = Opened(tmp_path, 2 * MOST_WRITES)
+    opened = Opened(tmp_path, 2 * MAX_WRITES)
     opened.slab.on_write = hang = Hang(opened.slab.really_write)
-    blocks = [bytearray(block_of(number)) for number in range(WRITE_THREADS + MOST_WRITES + 1)]
+    blocks = [bytearray(block_of(number)) for number in range(WRITE_THREADS + MAX_WRITES + 1)]
     writes = [opened.store.write(name_of(number), memoryview(blocks[number])) for number in range(WRITE_THREADS)]
     await until(opened.store._writers._queue.empty)
     writes += [

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kv_store.slabs import BLOCK_BYTES, FINGERPRINT, WAIT_S, Hang, Opened, block_of, name_of
 from workers.kv_store import peer_slabs
-from workers.kv_store.health import MOST_FAILURES
+from workers.kv_store.health import MAX_FAILURES
 from workers.kv_store.kv_store import open_kv_store, store_bytes
 from workers.kv_store.peer_slabs import PeerSlab
 from workers.kv_store.shared_index import index_path
@@ -205,9 +205,9 @@ async def test_a_peers_slab_whose_reads_fail_is_no_longer_read(pair: tuple[Opene
     await a.put(1, 2, 3, 4)
     await until(lambda: has(b, 1, 2, 3, 4))
     os.truncate(a.slab.path, 4096)
-    assert [await b.get(number) for number in range(1, 1 + MOST_FAILURES)] == [None] * MOST_FAILURES
+    assert [await b.get(number) for number in range(1, 1 + MAX_FAILURES)] == [None] * MAX_FAILURES
     stats = b.store.stats()
-    assert stats.read_failures == MOST_FAILURES and not has(b, 4) and not stats.stopped_reads
+    assert stats.read_failures == MAX_FAILURES and not has(b, 4) and not stats.stopped_reads
     assert str(a.slab.path) in stats.stopped_peers and name_of(4) in b.gone
 
 

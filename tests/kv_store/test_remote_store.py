@@ -12,7 +12,7 @@ from redis import Redis
 from tests.kv_store.redis_server import RedisServer
 from workers.errors import KVStoreError
 from workers.kv_store import health, remote_store
-from workers.kv_store.health import MOST_FAILURES
+from workers.kv_store.health import MAX_FAILURES
 from workers.kv_store.io_threads import READ_THREADS, WRITE_THREADS
 from workers.kv_store.known_blocks import KnownBlocks
 from workers.kv_store.remote_store import RemoteStore, open_remote_store
@@ -131,10 +131,10 @@ async def test_a_killed_server_is_a_miss_and_is_used_again_when_it_is_back(serve
     store.known.gone = gone.append
     assert await store.write(NAMES[0], BLOCKS[0])
     server.kill()
-    for _ in range(MOST_FAILURES):
+    for _ in range(MAX_FAILURES):
         assert await read(store, 0) is None and not await store.write(NAMES[1], BLOCKS[1])
     stats = store.stats()
-    assert stats.stopped_reads and stats.stopped_writes and stats.failures == 2 * MOST_FAILURES and gone == NAMES[:1]
+    assert stats.stopped_reads and stats.stopped_writes and stats.failures == 2 * MAX_FAILURES and gone == NAMES[:1]
     assert await store.find(NAMES, WAIT_S) == 0 and not await store.write(NAMES[1], BLOCKS[1])
     assert store.stats().writes_dropped == 1, "nobody waits for a server that is stopped"
     server.start()
@@ -149,8 +149,8 @@ async def test_a_server_that_hangs_is_late_and_is_used_again_when_it_goes_on(ser
     await store.write(NAMES[0], BLOCKS[0])
     with server.stopped():
         assert await store.find(NAMES, 0.05) == 0
-        assert [await read(store, 0, 0.05) for _ in range(MOST_FAILURES)] == [None] * MOST_FAILURES
-        assert store.stats().late >= MOST_FAILURES and store.stats().stopped_reads
+        assert [await read(store, 0, 0.05) for _ in range(MAX_FAILURES)] == [None] * MAX_FAILURES
+        assert store.stats().late >= MAX_FAILURES and store.stats().stopped_reads
     await until(lambda: not store.stats().stopped_reads)
     assert await read(store, 0) == BLOCKS[0]
     with server.stopped():
@@ -168,7 +168,7 @@ async def test_a_full_server_refuses_writes_and_still_answers_reads(tmp_path: Pa
         assert await store.write(NAMES[0], BLOCKS[0])
         client = Redis(port=server.port)
         client.config_set("maxmemory", 1)
-        assert [await store.write(name, BLOCKS[1]) for name in NAMES[1 : 1 + MOST_FAILURES]] == [False] * MOST_FAILURES
+        assert [await store.write(name, BLOCKS[1]) for name in NAMES[1 : 1 + MAX_FAILURES]] == [False] * MAX_FAILURES
         assert "maxmemory" in store.stats().stopped_writes and not store.stats().stopped_reads
         assert await read(store, 0) == BLOCKS[0]
         client.config_set("maxmemory", 0)
@@ -236,7 +236,7 @@ async def test_known_names_are_bounded(server: RedisServer, monkeypatch: pytest.
 
 
 async def test_more_writes_than_may_wait_are_dropped(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_store, "MOST_WRITES", 2)
+    monkeypatch.setattr(remote_store, "MAX_WRITES", 2)
     store = opened(server)
     with server.stopped():
         writing = [asyncio.ensure_future(store.write(*each)) for each in zip(NAMES, BLOCKS, strict=True)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.backends import nixl_agent
-from kvtransfer.backends.nixl_agent import FRAME_VERSION, NixlAddress, safe_route
+from kvtransfer.backends.nixl_agent import FRAME_VERSION, NixlAddress, read_route
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.host import host_identity
 from kvtransfer.ticket import HostIdentity
@@ -23,21 +23,21 @@ def no_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_of_one_host_are_read_over_cuda_ipc() -> None:
-    assert safe_route(host_identity(), "cuda:0", owner("cuda:1")) == "GPUs of one host"
+    assert read_route(host_identity(), "cuda:0", owner("cuda:1")) == "GPUs of one host"
 
 
 def test_gpus_of_two_hosts_need_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = replace(host_identity(), boot_id="another")
     with pytest.raises(TransportUnavailable, match="another host"):
-        safe_route(host_identity(), "cuda:0", owner("cuda:0", elsewhere, fabrics=("rdma",)))
+        read_route(host_identity(), "cuda:0", owner("cuda:0", elsewhere, fabrics=("rdma",)))
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: ("mlx5_0",))
-    assert safe_route(host_identity(), "cuda:0", owner("cuda:0", elsewhere, fabrics=("rdma",))) == "rdma on both sides"
+    assert read_route(host_identity(), "cuda:0", owner("cuda:0", elsewhere, fabrics=("rdma",))) == "rdma on both sides"
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("cpu", "cuda:0"), ("cuda:0", "cpu")])
 def test_a_gpu_and_host_memory_of_one_host_are_refused(ours: str, theirs: str) -> None:
     with pytest.raises(TransportUnavailable, match="only one pool lies on a GPU"):
-        safe_route(host_identity(), ours, owner(theirs))
+        read_route(host_identity(), ours, owner(theirs))
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_ucx_without_a_safe_path_is_refused(
 ) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
     with pytest.raises(TransportUnavailable, match=f"forbids {path}"):
-        safe_route(host_identity(), device, owner(device))
+        read_route(host_identity(), device, owner(device))

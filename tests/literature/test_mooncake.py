@@ -82,7 +82,7 @@ def test_routers_with_more_information_have_lower_ttft() -> None:
 def test_routers_on_the_papers_trace() -> None:
     """The paper: 19.65, 5.27, 3.58 and 3.07 s (FAST'25, figure 5)."""
     trace = load_workload(f"{shared(TRACE)}:first=2500,speed=1.3", seed=0)
-    short = trace.noted([replace(each, output_tokens=4) for each in trace.arrivals], "answers of 4 tokens")
+    short = trace.with_note([replace(each, output_tokens=4) for each in trace.arrivals], "answers of 4 tokens")
     times = by_router(short, workers=16)
     assert times["random"] > times["least-loaded"] > times["mooncake-local"] > times["mooncake"]
 
@@ -92,7 +92,7 @@ def test_an_engine_finds_what_a_cache_of_its_size_would_hold(capacity: int) -> N
     """One worker, requests one by one: hits are those of an LRU list, up to the blocks that a prompt itself needs."""
     trace = load_workload(f"{shared(TRACE)}:first=120,jitter=off,clip=20000", seed=0)
     apart = [replace(each, at_s=30.0 * n, output_tokens=1) for n, each in enumerate(trace.arrivals)]
-    workload = trace.noted(apart, "one by one")
+    workload = trace.with_note(apart, "one by one")
     engine = replace(ENGINE, block_size=BLOCK, kv_blocks=capacity + 2, max_batch_tokens=1 << 15)
     run = simulate(colocated(engine=engine), models(colocated()), workload)
     found = sum(each.cached_tokens for each in run.served) / sum(each.prompt_tokens for each in run.served)

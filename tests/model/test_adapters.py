@@ -17,7 +17,7 @@ from tests.model.paging import next_tokens, pool_for, ragged, scattered_tables
 from tests.model.tiny import write_tiny_llama
 from workers.config import ParallelConfig
 from workers.errors import ModelError
-from workers.model.adapter import MOST_RANK, WEIGHTS, adapter_of, read_adapter
+from workers.model.adapter import MAX_RANK, WEIGHTS, adapter_of, read_adapter
 from workers.model.adapter_load import load_adapter
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
@@ -153,7 +153,7 @@ def tiny(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"r": MOST_RANK + 1}, "r is 257; the largest possible value is 256"),
+        ({"r": MAX_RANK + 1}, "r is 257; the largest possible value is 256"),
         ({"r": 8}, "lora_A.weight has shape [4, 64]; r and this model need [8, 64]"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'; it must be a number"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported; supported: LORA"),

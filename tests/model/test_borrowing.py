@@ -230,11 +230,11 @@ async def test_a_lender_that_never_answers_loses_its_chunk_at_the_deadline(
         assert here.lost == (2,) and here.tokens[0] == whole.tokens[0] and here.logprobs[0] == whole.logprobs[0]
 
 
-@pytest.mark.parametrize("most", [0, remote_kv.MOST_AT_ONCE], ids=["thread", "at once"])
+@pytest.mark.parametrize("most", [0, remote_kv.MAX_AT_ONCE], ids=["thread", "at once"])
 async def test_a_lender_answers_during_its_own_steps(
     workers: Workers, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_kv, "MOST_AT_ONCE", most)
+    monkeypatch.setattr(remote_kv, "MAX_AT_ONCE", most)
     release = threading.Event()
     steps = [asyncio.ensure_future(each._rank._thread.run(release.wait)) for each in workers.lenders.values()]
     try:

@@ -130,7 +130,7 @@ def test_the_cache_serves_the_files_as_they_are_now(tmp_path: Path, monkeypatch:
 
 
 def test_the_cache_keeps_the_newest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_files, "MOST_FILES", 2)
+    monkeypatch.setattr(tokenizer_files, "MAX_FILES", 2)
     for number in range(4):
         tokenizer_files.read_tokenizer(folder_with(tmp_path / f"model-{number}", f"template {number}"))
     kept = [path.read_text() for path in (tmp_path / "cache" / "tokenizers").iterdir()]

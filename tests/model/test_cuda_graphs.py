@@ -15,7 +15,7 @@ from tests.model.paging import pool_for
 from tests.model.tiny import write_tiny_llama
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor.cuda_graphs import (
-    LEAST_CONTEXT,
+    MIN_CONTEXT,
     DecodeGraphs,
     context_bucket,
     padded,
@@ -65,7 +65,7 @@ def test_decodes_by_graphs_give_the_same_tokens(tmp_path: Path) -> None:
 def test_buckets_hold_what_they_are_for_with_little_waste(sequences: int, context: int) -> None:
     bucket = sequences_bucket(sequences)
     assert sequences <= bucket < sequences + 8 and (bucket <= 2 * sequences)
-    assert context <= context_bucket(context) < max(LEAST_CONTEXT + 1, 2 * context)
+    assert context <= context_bucket(context) < max(MIN_CONTEXT + 1, 2 * context)
 
 
 def test_sequences_that_fill_a_bucket_use_a_block_of_their_own() -> None:

@@ -24,7 +24,7 @@ from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
 from workers.executor.solo import SoloExecutor, open_solo
 from workers.kv_events import chain
-from workers.kv_store.health import MOST_FAILURES
+from workers.kv_store.health import MAX_FAILURES
 from workers.kv_store.slab import Slab
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
@@ -165,7 +165,7 @@ async def test_a_disk_whose_writes_fail_changes_no_token_and_is_in_the_statistic
     found, _, disk = await answers(tiny, config(tmp_path), range(10))
     assert found == expected and disk is not None
     tier = disk.stats()
-    assert tier.trouble == "writes stopped: [Errno 5] Input/output error" and tier.failures >= MOST_FAILURES
+    assert tier.trouble == "writes stopped: [Errno 5] Input/output error" and tier.failures >= MAX_FAILURES
     assert (tier.blocks, tier.written_bytes) == (0, 0) and tier.dropped_blocks > 0
 
 

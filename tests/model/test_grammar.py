@@ -14,12 +14,12 @@ from tests.model.test_sampler import draw
 from tests.model.tiny import EOS, write_tiny_llama
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import InvalidRequest
-from workers.executor.grammar_masks import MOST_MATCHERS, GrammarMasks, StepMasks, unpacked
+from workers.executor.grammar_masks import MAX_MATCHERS, GrammarMasks, StepMasks, unpacked
 from workers.executor.sampler import sample
 from workers.model.folder import ModelFolder
-from workers.model.grammar import MOST_COMPILED, GrammarCompiler, grammar_compiler, lark_grammar
+from workers.model.grammar import MAX_COMPILED, GrammarCompiler, grammar_compiler, lark_grammar
 from workers.model.tokenizer import ModelTokenizer
-from workers.request import MOST_GRAMMAR_BYTES, Grammar, SamplingParams
+from workers.request import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 
 VOCAB = 320  # of which the tokenizer has 259
 ABC = Grammar("regex", "a?b?c?")
@@ -102,9 +102,9 @@ def test_a_matcher_that_does_not_fit_the_answer_is_replaced(masks: GrammarMasks)
     assert allowed(masks, ABC, [a]) == sorted([EOS, b, c])
     assert allowed(masks, ABC, [b]) == sorted([EOS, c])  # the same key, another answer
     assert allowed(masks, Grammar("regex", "ba"), [b]) == [a]  # and another grammar
-    for number in range(MOST_MATCHERS + 1):
+    for number in range(MAX_MATCHERS + 1):
         allowed(masks, ABC, key=str(number))
-    assert allowed(masks, Grammar("regex", "ba"), [b]) == [a] and len(masks._matchers) == MOST_MATCHERS
+    assert allowed(masks, Grammar("regex", "ba"), [b]) == [a] and len(masks._matchers) == MAX_MATCHERS
 
 
 class ModelTokenizerIds:
@@ -141,9 +141,9 @@ def test_an_answer_that_does_not_match_is_stuck_alone(masks: GrammarMasks) -> No
 
 
 def test_compiled_grammars_are_bounded(compiler: GrammarCompiler) -> None:
-    for number in range(2 * MOST_COMPILED):
+    for number in range(2 * MAX_COMPILED):
         compiler.matcher(Grammar("regex", f"a{{{number}}}"))
-    assert len(compiler._compiled) == MOST_COMPILED
+    assert len(compiler._compiled) == MAX_COMPILED
 
 
 def test_json_allows_some_whitespace(compiler: GrammarCompiler) -> None:
@@ -225,9 +225,9 @@ def test_gbnf_becomes_lark(compiler: GrammarCompiler) -> None:
 
 
 def test_a_grammar_has_a_largest_size() -> None:
-    SamplingParams(grammar=Grammar("regex", "é" * (MOST_GRAMMAR_BYTES // 2)))
+    SamplingParams(grammar=Grammar("regex", "é" * (MAX_GRAMMAR_BYTES // 2)))
     with pytest.raises(InvalidRequest, match=r"sampling\.grammar: has more than 64 KiB"):
-        SamplingParams(grammar=Grammar("regex", "é" * (MOST_GRAMMAR_BYTES // 2) + "a"))
+        SamplingParams(grammar=Grammar("regex", "é" * (MAX_GRAMMAR_BYTES // 2) + "a"))
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])

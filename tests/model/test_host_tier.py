@@ -55,7 +55,7 @@ async def answers(
         cost=LinearCost(swap_byte_s=0.0),
         depth=depth,
         host_cache_blocks=facts.host_cache_blocks,
-        most_pinned=host // 2,
+        max_pinned=host // 2,
         has_state=bool(facts.layout.state_layers),
     )
     for number in range(pinned):

@@ -14,7 +14,7 @@ from workers.model.config import ModelConfig
 from workers.model.description import LinearAttentionConfig
 from workers.model.families import describe
 from workers.model.fields import Fields
-from workers.model.kv_layers import STATE_BYTES, kv_layout, kv_places, kv_range, least_block_size
+from workers.model.kv_layers import STATE_BYTES, kv_layout, kv_places, kv_range, min_block_size
 from workers.model.shard import shard_of
 
 # As their config.json files on the hub say, but for what has a default.
@@ -41,7 +41,7 @@ def test_the_published_model_has_the_sizes_that_the_documentation_says() -> None
     config = published()
     assert sum(layer.is_linear for layer in config.layers) == 36 and config.layers[3].rope is not None
     assert config.layers[3].rope.rotary_dim == 64
-    assert least_block_size(config, "bfloat16") == 1072
+    assert min_block_size(config, "bfloat16") == 1072
     plain = kv_layout(replace(config, layers=config.layers[3::4], linear=None), "m", 16, "bfloat16")
     assert plain.block_bytes == 16 * 24 * 1024
     for block_size, times in ((16, 202), (1072, 4), (1616, 3), (3232, 2)):

@@ -59,5 +59,5 @@ def test_spans_cover_all_columns_and_are_whole_tiles(out: int, size: int) -> Non
     for tiles in (triton_linear.HALF, triton_linear.SINGLE):
         span = triton_linear.span_of(out, size, tiles)
         assert span % tiles.depth == 0
-        assert span >= min(size, triton_linear.LEAST_SPAN)
-        assert -(-size // span) <= triton_linear.MOST_SPANS
+        assert span >= min(size, triton_linear.MIN_SPAN)
+        assert -(-size // span) <= triton_linear.MAX_SPANS

@@ -32,7 +32,7 @@ def test_mooncake_goes_where_the_prefix_is() -> None:
 
 def test_reported_prefixes_count_and_evicted_ones_do_not() -> None:
     story, wanted = Story("mooncake-local"), request("a", length=1000, first=5)
-    assert story.policy.wants_caches
+    assert story.policy.uses_prefix_index
     names = tuple(chain(wanted.prompt))
     story.policy.index.take("p1", "1", KVEvents(0, 7, 7, 128, whole=True, device=NameChanges(names)))
     found = story.choose(TWO, wanted)

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from cluster.policy.active_requests import Work
 from cluster.policy.policy import open_policy
-from cluster.policy.routing.lending import MOST_LENDERS, Lending
+from cluster.policy.routing.lending import MAX_LENDERS, Lending
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import ROUTING, ClusterSpec, GatewaySpec, PoolSpec, Role
 from diptych.view import ClusterView, WorkerState, WorkerView
@@ -112,9 +112,9 @@ def test_workers_of_one_dtype_hold_three_quarters_of_their_memory_together() -> 
     assert lending.longest([worker("a"), worker("h", pool="half")]) == 0
     assert lending.longest([worker("a"), worker("b"), worker("h", pool="half")]) == POOL * 3 // 2
     many = [worker(f"w{number}") for number in range(50)]
-    assert lending.longest(many) == (MOST_LENDERS + 1) * POOL * 3 // 4
+    assert lending.longest(many) == (MAX_LENDERS + 1) * POOL * 3 // 4
     placement = lending.choose(ask(3 * POOL, *many))
-    assert placement is not None and len(placement.lenders) == MOST_LENDERS
+    assert placement is not None and len(placement.lenders) == MAX_LENDERS
 
 
 def test_no_sequence_is_longer_than_the_engine_allows() -> None:

@@ -49,7 +49,7 @@ LONG = st.lists(st.integers(1, 100_000), min_size=1, max_size=40)
 def test_without_censoring_the_curve_is_the_empirical_one(lengths: list[int], seen: int, more: int) -> None:
     curve, most = learned_from(lengths).curve, seen + more
     left = [min(length, most) - seen for length in lengths if length > seen]
-    assert curve.num_beyond(seen) == pytest.approx(len(left))
+    assert curve.num_longer(seen) == pytest.approx(len(left))
     if not left:
         return
     assert curve.mean(seen, most) == pytest.approx(sum(left) / len(left))
@@ -61,7 +61,7 @@ def test_a_prediction_lies_within_what_was_seen_and_what_is_allowed(lengths: lis
     curve, most = learned_from(lengths).curve, seen + more
     shares = [curve.share(length) for length in sorted({0, seen, most, *lengths})]
     assert shares == sorted(shares, reverse=True) and shares[-1] >= 0.0 and shares[0] <= 1.0
-    if curve.num_beyond(seen) < 0.5:
+    if curve.num_longer(seen) < 0.5:
         return
     assert 0.0 <= curve.mean(seen, most) <= more + 1e-6
 

@@ -73,7 +73,7 @@ def test_who_computed_an_answer_has_it_to_its_end() -> None:
 
 
 def test_few_answers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.policy.routing.prefix_index.MOST_ANSWERS", 2)
+    monkeypatch.setattr("cluster.policy.routing.prefix_index.MAX_ANSWERS", 2)
     index = PrefixIndex(grain=4)
     prompts = [(first, 1, 2, 3, 4, 5) for first in range(3)]
     index.take("a", "1", news([name for each in prompts for name in chain(each, 4)], grain=4))
@@ -275,7 +275,7 @@ def test_endless_changes_of_a_worker_take_bounded_memory() -> None:
 
 
 def test_a_full_index_knows_no_further_names_until_others_are_gone() -> None:
-    index = PrefixIndex(grain=1, most_names=3)
+    index = PrefixIndex(grain=1, max_names=3)
     index.take("a", "1", news([1, 2, 3]))
     index.take("b", "1", news([1, 4]))
     assert index.matches([1]) == {"a": Match(1), "b": Match(1)} and index.matches([4]) == {}

@@ -50,9 +50,9 @@ def test_a_request_that_rejects_is_refused_once_it_is_too_late() -> None:
     room.enter(request("batch", "batch"), 0.0, 0.1)
     room.enter(request("relaxed", "relaxed"), 0.0, 0.1)
     seat = room.enter(request("soon"), 0.0, 0.1)
-    assert not room.hopeless(1.9) and room.hopeless(1.91) == [seat]
+    assert not room.to_reject(1.9) and room.to_reject(1.91) == [seat]
     room.leave(seat)
-    assert not room.hopeless(3.0)
+    assert not room.to_reject(3.0)
     room.check()
 
 

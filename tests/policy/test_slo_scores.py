@@ -120,9 +120,9 @@ def test_metrics_count_migrations_and_role_changes() -> None:
     result = replace(result, dropped_names=(("disk", 7),))
     lines = exposition(result, "g").splitlines()
     for line in (
-        'diptych_moves_total{gateway="g",outcome="moved",reason="anew"} 4.0',
-        'diptych_moves_total{gateway="g",outcome="stayed",reason="role"} 1.0',
-        'diptych_moved_bytes_total{gateway="g"} 5000.0',
+        'diptych_migrations_total{gateway="g",outcome="moved",reason="anew"} 4.0',
+        'diptych_migrations_total{gateway="g",outcome="stayed",reason="role"} 1.0',
+        'diptych_migrated_bytes_total{gateway="g"} 5000.0',
         'diptych_role_changes_total{from="decode",gateway="g",to="prefill"} 2.0',
         'diptych_prefix_index_dropped_total{gateway="g",tier="disk"} 7.0',
     ):

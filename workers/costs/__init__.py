@@ -11,11 +11,11 @@ The router predicts with a `CostModel`; the modelled executor and the simulator 
 """
 
 from workers.costs.linear import LinearCost
-from workers.costs.port import MOST_TOKENS, CostModel, step_seconds
+from workers.costs.port import MAX_TOKENS, CostModel, step_seconds
 from workers.costs.profiled import LayeredCost, PhasedCost, RooflineCost, StepCurve, TableCost
 
 __all__ = [
-    "MOST_TOKENS",
+    "MAX_TOKENS",
     "CostModel",
     "LayeredCost",
     "LinearCost",

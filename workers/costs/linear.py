@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from workers.costs.port import MOST_TOKENS, CostModel, check_non_negative
+from workers.costs.port import MAX_TOKENS, CostModel, check_non_negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class LinearCost(CostModel):
         if seconds <= 0.0:
             return 0
         if seconds == math.inf:
-            return MOST_TOKENS
+            return MAX_TOKENS
         # tokens * linear + tokens² * square <= seconds
         square = self.prefill_pair_s / 2
         linear = self.prefill_token_s + self.prefill_pair_s * (cached_tokens + 0.5)
         if square > 0.0:
             # Not (sqrt(…) - linear) / (2 * square), which loses all digits when the square is small.
-            return int(min(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)), MOST_TOKENS))
-        return int(min(seconds / linear, MOST_TOKENS)) if linear > 0.0 else MOST_TOKENS
+            return int(min(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)), MAX_TOKENS))
+        return int(min(seconds / linear, MAX_TOKENS)) if linear > 0.0 else MAX_TOKENS
 
     def scaled(self, ratio: float) -> "LinearCost":
         steps = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")

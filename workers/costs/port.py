@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from diptych.shapes import Shape
 
-MOST_TOKENS = 1 << 40  # more than any prompt has
+MAX_TOKENS = 1 << 40  # more than any prompt has
 
 
 class CostModel(ABC):
@@ -56,7 +56,7 @@ class CostModel(ABC):
     ) -> int:
         """The longest chunk after `cached_tokens` with which the whole step takes at most `seconds`.
 
-        0 when the step takes longer even without it; at most `MOST_TOKENS`.
+        0 when the step takes longer even without it; at most `MAX_TOKENS`.
         """
 
         def fits(num_tokens: int) -> bool:
@@ -64,8 +64,8 @@ class CostModel(ABC):
 
         most = 1
         while fits(most):
-            if most >= MOST_TOKENS:
-                return MOST_TOKENS
+            if most >= MAX_TOKENS:
+                return MAX_TOKENS
             most *= 2
         least = most // 2  # fits, or is 0
         while most - least > 1:

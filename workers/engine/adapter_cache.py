@@ -17,7 +17,7 @@ class AdapterCache:
 
     def __init__(self, executor: Executor, most_bytes: int, in_use: Callable[[], Collection[str]]) -> None:
         self._executor = executor
-        self._most_bytes = most_bytes
+        self._max_bytes = most_bytes
         self._in_use = in_use
         self._held: OrderedDict[str, int] = OrderedDict()  # id -> bytes, least recently used first
         self._dropped: list[str] = []  # of which the executor does not know yet
@@ -39,14 +39,14 @@ class AdapterCache:
         self._held.move_to_end(adapter.id)
 
     async def _load(self, adapter: Adapter) -> None:
-        if adapter.num_bytes > self._most_bytes:
-            fits = f"cache.adapters ({self._most_bytes} bytes)"
+        if adapter.num_bytes > self._max_bytes:
+            fits = f"cache.adapters ({self._max_bytes} bytes)"
             raise ModelError(f"adapter {adapter.name!r} takes {adapter.num_bytes} bytes, more than {fits}; raise it")
-        while sum(self._held.values()) + adapter.num_bytes > self._most_bytes:
+        while sum(self._held.values()) + adapter.num_bytes > self._max_bytes:
             in_use = self._in_use()
             oldest = next((each for each in self._held if each not in in_use), None)
             if oldest is None:
-                full = f"{len(self._held)} adapters of running requests fill cache.adapters ({self._most_bytes} bytes)"
+                full = f"{len(self._held)} adapters of running requests fill cache.adapters ({self._max_bytes} bytes)"
                 raise Overloaded(f"{full}; try again, or raise it", retry_after_s=1.0)
             del self._held[oldest]
             self._dropped.append(oldest)

@@ -70,7 +70,7 @@ class Batching(Protocol):
 
     reserves_answer: bool
 
-    def compose(self, step: Step) -> None:
+    def fill_step(self, step: Step) -> None:
         """Fill the next step."""
         ...
 
@@ -92,7 +92,7 @@ class Static:
     def __init__(self) -> None:
         self._batch: tuple[Sequence, ...] = ()
 
-    def compose(self, step: Step) -> None:
+    def fill_step(self, step: Step) -> None:
         self._batch = tuple(each for each in self._batch if each.state is State.RUNNING)
         prompts = step.unfinished
         if not self._batch:
@@ -109,7 +109,7 @@ class Static:
 class Orca:
     reserves_answer = True
 
-    def compose(self, step: Step) -> None:
+    def fill_step(self, step: Step) -> None:
         for sequence in step.decodable:
             step.decode(sequence)
         _whole_prompts(step)
@@ -118,7 +118,7 @@ class Orca:
 class PrefillFirst:
     reserves_answer = False
 
-    def compose(self, step: Step) -> None:
+    def fill_step(self, step: Step) -> None:
         if not _whole_prompts(step):
             for sequence in step.decodable:
                 step.decode(sequence)
@@ -133,11 +133,11 @@ class Chunked:
 
     reserves_answer = False
 
-    def __init__(self, tpot_slo_s: float | None = None, least_chunk: int = 16) -> None:
+    def __init__(self, tpot_slo_s: float | None = None, min_chunk: int = 16) -> None:
         self._tpot_slo_s = tpot_slo_s
-        self._least_chunk = least_chunk
+        self._least_chunk = min_chunk
 
-    def compose(self, step: Step) -> None:
+    def fill_step(self, step: Step) -> None:
         decoding = [sequence for sequence in step.decodable if step.decode(sequence)]
         if not step.unfinished and not step.has_waiting:
             return
@@ -194,15 +194,15 @@ class Adaptive(Chunked):
     CATCH_UP_SHARE = 0.13
     ARRIVALS_SPAN_S = 10.0
 
-    def __init__(self, tpot_slo_s: float | None = None, least_chunk: int = 16) -> None:
-        super().__init__(tpot_slo_s, least_chunk)
+    def __init__(self, tpot_slo_s: float | None = None, min_chunk: int = 16) -> None:
+        super().__init__(tpot_slo_s, min_chunk)
         self._arrivals_s: deque[float] = deque()  # when KV arrived, within `ARRIVALS_SPAN_S`
         self._last_step_s = 0.0
         self._can_catch_up = False
 
-    def compose(self, step: Step) -> None:
+    def fill_step(self, step: Step) -> None:
         if not step.decodable and not step.beside:
-            self._compose_prompts(step)
+            self._fill_prompts(step)
             return
         new = [sequence for sequence in step.decodable if self._is_new(sequence)]
         self._count_arrivals(new, step.now_s)
@@ -211,9 +211,9 @@ class Adaptive(Chunked):
             for sequence in step.decodable:
                 step.decode(sequence)
         else:
-            super().compose(step)
+            super().fill_step(step)
 
-    def _compose_prompts(self, step: Step) -> None:
+    def _fill_prompts(self, step: Step) -> None:
         first = step.unfinished[0] if step.unfinished else step.admit()
         if first is None:
             return
@@ -271,7 +271,7 @@ class Adaptive(Chunked):
 class PrefillOnly:
     reserves_answer = False
 
-    def compose(self, step: Step) -> None:
+    def fill_step(self, step: Step) -> None:
         prompts = chain(step.unfinished, iter(step.admit, None))
         computed = 0
         while step.left > 0 and (sequence := next(prompts, None)) is not None:
@@ -287,8 +287,8 @@ def batching(name: str, *, tpot_slo_s: float | None, block_size: int) -> Batchin
         "static": Static,
         "orca": Orca,
         "prefill-first": PrefillFirst,
-        "chunked": lambda: Chunked(tpot_slo_s, least_chunk=min(16, block_size)),
-        "adaptive": lambda: Adaptive(tpot_slo_s, least_chunk=min(16, block_size)),
+        "chunked": lambda: Chunked(tpot_slo_s, min_chunk=min(16, block_size)),
+        "adaptive": lambda: Adaptive(tpot_slo_s, min_chunk=min(16, block_size)),
         "prefill-only": PrefillOnly,
     }
     return policies[name]()

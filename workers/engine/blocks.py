@@ -76,7 +76,7 @@ class Cached(NamedTuple):
 class BlockPool:
     """Owned by one Engine. The first `reserved` block ids belong to preflight and are never handed out.
 
-    `host_blocks` of host memory keep the content of evicted blocks, and of up to `most_pinned` pinned ones.
+    `host_blocks` of host memory keep the content of evicted blocks, and of up to `max_pinned` pinned ones.
     `has_state`: a block also has a state, which is that after its last computed token; so a sequence can go on behind
     all tokens of a block, but not behind some of them.
     """
@@ -89,7 +89,7 @@ class BlockPool:
         reserved: int = 0,
         prefix_caching: bool = True,
         host_blocks: int = 0,
-        most_pinned: int = 0,
+        max_pinned: int = 0,
         has_state: bool = False,
     ) -> None:
         if num_blocks <= reserved:
@@ -111,7 +111,7 @@ class BlockPool:
         self._fetched: set[int] = set()  # named blocks from another worker that no prompt has used yet
         self.hits = CacheHits()
         self.log = CacheLog(block_size)
-        self.host = HostCache(host_blocks, self.log, most_pinned)
+        self.host = HostCache(host_blocks, self.log, max_pinned)
         self.forget_in_stores: Callable[[Sequence[bytes]], object] = len  # set by an Engine with stores
 
     def __contains__(self, name: bytes) -> bool:

@@ -93,7 +93,7 @@ class Moves:
         return any(each.num_moving or each.returning for each in self._borrowing.values())
 
     def take_due(self) -> list[BlockMove]:
-        """Moves to begin; each ends with `moved` or `not_moved`."""
+        """Moves to begin; each ends with `moved` or `move_failed`."""
         due, self._due = self._due, []
         return due
 
@@ -135,7 +135,7 @@ class Moves:
         self.settle()
         return True
 
-    def not_moved(self, move: BlockMove) -> bool:
+    def move_failed(self, move: BlockMove) -> bool:
         """No lender took them. Returns whether the sequence cannot go on without."""
         sequence = self._moving(move)
         if sequence is None:
@@ -152,7 +152,7 @@ class Moves:
 
     def _growth(self, sequence: Sequence) -> int:
         """Blocks that it may still need."""
-        num_tokens = len(sequence.tokens) + sequence.most_to_come
+        num_tokens = len(sequence.tokens) + sequence.max_remaining_tokens
         return -(-num_tokens // self._pool.block_size) - len(sequence.blocks)
 
     def _can_move(self, sequence: Sequence) -> bool:
@@ -180,7 +180,7 @@ class Moves:
             span = sequence.remote[-1]
             room = self._pool.num_free - self._growth(sequence) - self._low
             since = sequence.num_computed - max(sequence.moved_at, sequence.num_given)  # a prompt waits once
-            if span.num_blocks <= room and self._pays(span.num_blocks, since, sequence.most_to_come):
+            if span.num_blocks <= room and self._pays(span.num_blocks, since, sequence.max_remaining_tokens):
                 self._return(sequence, span, here=True)
 
     def _pays(self, num_blocks: int, tokens_since: int, tokens_to_come: int) -> bool:

@@ -17,7 +17,7 @@ from itertools import takewhile
 
 from workers.kv_events import GRAIN, KVEvents, NameChanges
 
-MOST_NAMES = 4096  # additions, and removals, that one reply covers: the reader asks again for more
+MAX_NAMES = 4096  # additions, and removals, that one reply covers: the reader asks again for more
 
 
 class Tier(Enum):
@@ -40,17 +40,17 @@ _PLACES = {tier: place for place, tier in enumerate(TIERS)}
 class CacheLog:
     """Owned by a BlockPool of this block size. Numbers count events from 1; `number` is the newest.
 
-    `most_removed`: how many removals are remembered.
+    `max_removed`: how many removals are remembered.
     """
 
-    def __init__(self, block_size: int, most_removed: int = MOST_NAMES) -> None:
+    def __init__(self, block_size: int, max_removed: int = MAX_NAMES) -> None:
         self.number = 0
         self.grain = math.lcm(GRAIN, block_size)
         self._there: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}  # name -> its event
         self._num_there = 0
-        self._slack = most_removed
+        self._slack = max_removed
         self._added = _Additions()
-        self._removed: deque[tuple[int, Tier, int]] = deque(maxlen=most_removed)  # (event, tier, name)
+        self._removed: deque[tuple[int, Tier, int]] = deque(maxlen=max_removed)  # (event, tier, name)
         self._forgotten = 0  # the newest removal that `_removed` has lost
 
     def add(self, tier: Tier, name: int) -> None:
@@ -84,7 +84,7 @@ class CacheLog:
         """The names cached there now."""
         return frozenset(self._there[tier])
 
-    def since(self, last: int, reach: int, most: int = MOST_NAMES) -> KVEvents:
+    def since(self, last: int, reach: int, most: int = MAX_NAMES) -> KVEvents:
         """What changed for a reader at `last` and `reach` (see `KVEvents`); (0, 0): a reader that knows nothing."""
         whole = not last or not reach <= last <= self.number or last < self._forgotten
         if whole:

@@ -45,7 +45,7 @@ class Engine:
 
     `cost` is the initial estimate of step times. A block has `block_bytes`. `depth` is the number of plans that the
     executor runs at once; the scheduler spreads work over that many. `host_cache_blocks` of host memory keep what the
-    device evicts, up to `most_pinned` of them what is pinned; `stores` get what is there. `has_state`: see `BlockPool`.
+    device evicts, up to `max_pinned` of them what is pinned; `stores` get what is there. `has_state`: see `BlockPool`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Engine:
         prefix_tokens: int = 1,
         depth: int = 1,
         host_cache_blocks: int = 0,
-        most_pinned: int = 0,
+        max_pinned: int = 0,
         stores: Items[BlockStore] = (),
         has_state: bool = False,
     ) -> None:
@@ -74,7 +74,7 @@ class Engine:
             reserved=reserved,
             prefix_caching=config.prefix_caching,
             host_blocks=host_cache_blocks,
-            most_pinned=most_pinned,
+            max_pinned=max_pinned,
             has_state=has_state,
         )
         self._longest = min(context_length, config.max_model_len or context_length)  # of a sequence that borrows
@@ -243,7 +243,7 @@ class Engine:
         if plan.chunks:  # a step that only copies or digests says nothing about others
             self._stats.took(result.seconds)
             self._estimate.learn(plan, result.seconds)
-        touched = self._scheduler.land()
+        touched = self._scheduler.commit_copies()
         saved = self._kv.tier.take_saved()
         for store in self._stores:
             store.save(saved)
@@ -306,7 +306,7 @@ class Engine:
         """
         touched: dict[Sequence, None] = {}
         for _ in plans:
-            touched.update(dict.fromkeys(self._scheduler.land()))
+            touched.update(dict.fromkeys(self._scheduler.commit_copies()))
         self._kv.tier.take_saved()  # not saved
         self._pool.clear_cache()
         self._leases.steps_failed()

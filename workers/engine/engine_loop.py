@@ -24,7 +24,7 @@ STEP_TIMEOUT_S = 120.0  # a device that hangs makes its worker unhealthy; no ste
 STALLED_S = 10.0  # a step hangs when no rank makes progress for so long
 BEAT_S = 1.0  # stalls are counted in beats of this process, so a pause of the process is no stall
 FIRST_STEPS = 8  # these may compile or load from disk: only `STEP_TIMEOUT_S` bounds them
-MOST_FAILURES = 3  # this many failed steps in a row: the device is at fault, not the requests
+MAX_FAILURES = 3  # this many failed steps in a row: the device is at fault, not the requests
 
 
 class EngineLoop:
@@ -168,7 +168,7 @@ class EngineLoop:
         self._engine.steps_failed(plans, f"a step failed: {type(error).__name__}: {error}")
         self._engine.check()
         self._failures += 1
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= MAX_FAILURES:
             raise error
 
     def _check_progress(self) -> None:

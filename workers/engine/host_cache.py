@@ -24,18 +24,18 @@ PROTECTED_SHARE = 0.2  # of the blocks; see decision 0060
 class HostCache:
     """Owned by a BlockPool. Its block ids are below `num_blocks`. `prefix`: a name in the cache log.
 
-    At most `most_pinned` blocks are pinned. `unsaved`: pinned, on the device, and not here yet.
+    At most `max_pinned` blocks are pinned. `unsaved`: pinned, on the device, and not here yet.
     """
 
-    def __init__(self, num_blocks: int, log: CacheLog, most_pinned: int = 0) -> None:
+    def __init__(self, num_blocks: int, log: CacheLog, max_pinned: int = 0) -> None:
         self.num_blocks = num_blocks
         self._log = log
         self._free = dict.fromkeys(range(num_blocks))
-        self._most_protected = int(num_blocks * PROTECTED_SHARE)
+        self._max_protected = int(num_blocks * PROTECTED_SHARE)
         self._probation: OrderedDict[bytes, int] = OrderedDict()  # name -> host block, oldest first
         self._protected: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that were hit
         self._pinned: OrderedDict[bytes, int] = OrderedDict()  # the same, of those that are pinned
-        self.pins = Pins(most_pinned)
+        self.pins = Pins(max_pinned)
         self.unsaved: dict[bytes, None] = {}
         self._prefixes: dict[bytes, int] = {}
         self._held: dict[int, int] = {}  # block -> steps and writes to stores that use it
@@ -171,7 +171,7 @@ class HostCache:
             self._probation.pop(name, None)
             self._protected[name] = block
             self._protected.move_to_end(name)
-        while len(self._protected) > self._most_protected:
+        while len(self._protected) > self._max_protected:
             name, block = self._protected.popitem(last=False)
             self._probation[name] = block
         return found
@@ -206,7 +206,7 @@ class HostCache:
         segments = (self._probation, self._protected, self._pinned)
         ids = sorted([*self._free, *(block for each in segments for block in each.values()), *self._loading])
         assert ids == list(range(self.num_blocks)), "host cache blocks do not balance"
-        assert len(self._protected) <= self._most_protected, "too much is protected"
+        assert len(self._protected) <= self._max_protected, "too much is protected"
         assert len(self.pins) <= self.pins.most and set(self._pinned) | set(self.unsaved) <= set(self.pins), (
             "pins differ"
         )

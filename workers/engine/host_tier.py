@@ -159,7 +159,7 @@ class HostTier:
         saved, self._saved = self._saved, []
         return saved
 
-    def land(self, moves: StepCopies) -> None:
+    def commit_copies(self, moves: StepCopies) -> None:
         """The step has ended."""
         self._pool.free_oldest(moves.saving)
         for block in moves.held:

@@ -271,7 +271,7 @@ class KVCacheManager:
         self._pool.free(sequence.blocks)
         sequence.blocks = []
 
-    def land(self, moves: StepCopies) -> None:
+    def commit_copies(self, moves: StepCopies) -> None:
         """The step that made these moves has ended."""
         self._pool.free(moves.leaving)
-        self.tier.land(moves)
+        self.tier.commit_copies(moves)

@@ -10,7 +10,7 @@ from diptych.view import BorrowStats
 from kvtransfer.errors import LoanRefused, PeerLost, TransferError, TransferTimeout, Unlinked
 from workers.engine.step import RemoteKV
 
-MOST_LENDERS = 256  # whose counts are kept
+MAX_LENDERS = 256  # whose counts are kept
 
 _REASONS = {PeerLost: "lost", Unlinked: "lost", TransferTimeout: "timeout"}
 
@@ -81,6 +81,6 @@ class LoanRecords:
 
     def _of(self, worker: str) -> _Counts:
         counts = self._counts.setdefault(worker, _Counts())
-        if len(self._counts) > MOST_LENDERS:
+        if len(self._counts) > MAX_LENDERS:
             del self._counts[next(iter(self._counts))]
         return counts

@@ -18,7 +18,7 @@ from workers.engine.step import StepPlan, StepResult
 from workers.request import LateReader, TokensOut
 from workers.stats import WorkerStats
 
-MOST_STEPS = 128
+MAX_STEPS = 128
 
 
 class _Run(NamedTuple):
@@ -68,7 +68,7 @@ class MultiStep:
         readers = {chunk.key: self._reader_of(chunk.key) for chunk in plan.chunks}
         late = {key: reader for key, reader in readers.items() if reader is not None}
         logs = any(reader.reads_cache for reader in late.values())
-        if len(late) < len(readers) or (count := self._engine.num_decode_steps(MOST_STEPS, logs=logs)) < 2:
+        if len(late) < len(readers) or (count := self._engine.num_decode_steps(MAX_STEPS, logs=logs)) < 2:
             return None
         steps = self._executor.execute_decodes(plan, count, self._last)
         if max(steps.seconds) >= self._longest_s:

@@ -102,7 +102,7 @@ class Scheduler:
             coming=sum(len(each.moves.leaving) + len(each.moves.saving) for each in self._flights),
         )
         try:
-            self._policy.compose(step)
+            self._policy.fill_step(step)
         except Exception as error:
             step.error = error
             if step.at_hand is None:  # no sequence to fail: it would repeat forever
@@ -169,10 +169,10 @@ class Scheduler:
         self.steps += 1
         self._flights.append(_Flight((), moves))
 
-    def land(self) -> Items[Sequence]:
+    def commit_copies(self) -> Items[Sequence]:
         """The oldest step in flight has ended, with its copies. Returns its sequences."""
         flight = self._flights.popleft()
-        self.kv.land(flight.moves)
+        self.kv.commit_copies(flight.moves)
         for sequence in flight.sequences:
             sequence.in_flight -= 1
         return flight.sequences

@@ -196,7 +196,7 @@ class Sequence:
         return not (self.hold or self.borrows or sampling.penalises or sampling.grammar is not None)
 
     @property
-    def most_to_come(self) -> int:
+    def max_remaining_tokens(self) -> int:
         """How many more tokens it can get."""
         most, room = self.request.sampling.max_tokens, self.max_length - len(self.tokens)
         return room if most is None else min(room, most - self.num_output)
@@ -204,7 +204,7 @@ class Sequence:
     @property
     def ends_next(self) -> bool:
         """Whether the next token is certainly the last one."""
-        return self.most_to_come <= 1
+        return self.max_remaining_tokens <= 1
 
     def draw(self, position: int, end_tokens: tuple[int, ...]) -> Draw:
         """How to sample the token at this position."""

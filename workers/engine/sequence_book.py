@@ -77,10 +77,10 @@ class SequenceBook:
         blocks = sequence.blocks[move.first : move.first + move.count]
         return self._leases.offer_held(f"{move.key}:move", blocks, now_s)
 
-    def not_moved(self, move: BlockMove, reason: str) -> None:
+    def move_failed(self, move: BlockMove, reason: str) -> None:
         """No lender took them: the sequence fails if it needs their memory."""
         self._leases.drop(f"{move.key}:move")
-        if self._scheduler.kv.moves.not_moved(move):
+        if self._scheduler.kv.moves.move_failed(move):
             self.fail(move.key, reason)
 
     def abort(self, key: str) -> bool:

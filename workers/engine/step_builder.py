@@ -18,7 +18,7 @@ from workers.engine.race import StepSeconds
 from workers.engine.sequence import Sequence, State
 from workers.engine.step import Chunk, StepPlan
 
-MOST_PASSED = 8  # in one step: each is looked at
+MAX_PASSED = 8  # in one step: each is looked at
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class StepBuilder:
         return count
 
     def admit(self, fits: Callable[[int], bool] | None = None) -> Sequence | None:
-        while len(self._passed) < MOST_PASSED:
+        while len(self._passed) < MAX_PASSED:
             sequence = self._queues.next(self.now_s, self._passed)
             if sequence is None or (fits is not None and not fits(len(sequence.tokens) - sequence.num_computed)):
                 return None

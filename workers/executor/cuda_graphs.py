@@ -18,7 +18,7 @@ from workers.model.decoder import Decoder
 from workers.model.feed_forward import Experts
 from workers.ops.staging import staged, views_of
 
-LEAST_CONTEXT = 1024
+MIN_CONTEXT = 1024
 STEP = 8  # from 8 sequences on, buckets are multiples of it
 
 Work = Callable[[], None]
@@ -27,17 +27,17 @@ Capture = Callable[[Work], Work]
 
 
 class DecodeGraphs:
-    """The captured decodes of one whole model and pool, for steps of up to `most_sequences`.
+    """The captured decodes of one whole model and pool, for steps of up to `max_sequences`.
 
     Nothing else may use the pool's last block. Owned by a rank; used by its compute thread only.
     """
 
-    def __init__(self, model: Decoder, pool: Tensor, most_sequences: int, capture: Capture) -> None:
+    def __init__(self, model: Decoder, pool: Tensor, max_sequences: int, capture: Capture) -> None:
         self._model = model
         self._pool = pool
-        self._most = most_sequences
+        self._most = max_sequences
         self._capture = capture
-        rows = sequences_bucket(most_sequences)
+        rows = sequences_bucket(max_sequences)
         self._logits = torch.empty(rows, model.config.vocab_size, dtype=model.dtype, device=pool.device)
         self._graphs: dict[tuple[int, int], tuple[Tensor, Work]] = {}  # by bucket: its inputs, and its replay
 
@@ -113,7 +113,7 @@ def sequences_bucket(sequences: int) -> int:
 
 def context_bucket(context: int) -> int:
     """Powers of two."""
-    return max(LEAST_CONTEXT, 1 << (context - 1).bit_length())
+    return max(MIN_CONTEXT, 1 << (context - 1).bit_length())
 
 
 def cuda_capture() -> Capture:

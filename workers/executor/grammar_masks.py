@@ -27,8 +27,8 @@ from workers.request import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MOST_MATCHERS = 512  # the least recently used are dropped
-MOST_FORCED = 64  # tokens behind a sampled one
+MAX_MATCHERS = 512  # the least recently used are dropped
+MAX_FORCED = 64  # tokens behind a sampled one
 
 Mask = NDArray[np.int32]  # [vocab / 32]: bit i of word w is token 32 * w + i
 Allowed = Mapping[int, Mask]  # of a row of logits; rows without a grammar are missing
@@ -75,7 +75,7 @@ class StepMasks:
             return ()
         running.consume((sampled,))
         tokens: list[int] = []
-        while len(tokens) < MOST_FORCED and (token := running.forced()) is not None:
+        while len(tokens) < MAX_FORCED and (token := running.forced()) is not None:
             running.consume((token,))
             tokens.append(token)
         return tuple(tokens)
@@ -156,7 +156,7 @@ class GrammarMasks:
             running = _Running(grammar, self._compiler.matcher(grammar), b"")
         running.consume(np.frombuffer(answer[len(running.answer) :], np.int32).tolist())
         self._matchers[key] = running
-        while len(self._matchers) > MOST_MATCHERS:
+        while len(self._matchers) > MAX_MATCHERS:
             self._matchers.popitem(last=False)
         return running
 

@@ -55,7 +55,7 @@ class KVPool:
             for first, into, count in _runs(pairs):
                 target[into : into + count].copy_(source[first : first + count], non_blocking=True)
 
-    def scrub(self, blocks: tuple[int, ...]) -> None:
+    def zero_blocks(self, blocks: tuple[int, ...]) -> None:
         """Zero blocks with unverified bytes: a NaN would leak through a masked attention weight of 0.
 
         Returns when they are zero, since the next transfer may write there. Called on the compute thread.

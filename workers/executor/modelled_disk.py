@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from workers.engine.cache_log import Tier
-from workers.kv_store.io_threads import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS
+from workers.kv_store.io_threads import MAX_READS, MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.kv_store import WRITE_TIMEOUT_S
 from workers.kv_store.slot_index import SlotIndex
 from workers.stats import TierStats
@@ -84,8 +84,8 @@ class ModelledDisk:
         self._block_bytes = block_bytes
         self._index = SlotIndex(size_bytes // block_bytes)
         readers, writers = (_Threads(count, count * block_bytes / speed) for count in (READ_THREADS, WRITE_THREADS))
-        self._readers = ModelledJobs(READ_THREADS + MOST_READS, readers.end_s)
-        self._writers = ModelledJobs(WRITE_THREADS + MOST_WRITES, writers.end_s)
+        self._readers = ModelledJobs(READ_THREADS + MAX_READS, readers.end_s)
+        self._writers = ModelledJobs(WRITE_THREADS + MAX_WRITES, writers.end_s)
         self._host = host
         self._content: dict[bytes, Any] = {}  # of blocks, where `host` has it
         self._changed = changed

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from workers.engine.cache_log import Tier
 from workers.executor.modelled_disk import ModelledJobs
-from workers.kv_store.io_threads import MOST_READS, MOST_WRITES, READ_THREADS, WRITE_THREADS
+from workers.kv_store.io_threads import MAX_READS, MAX_WRITES, READ_THREADS, WRITE_THREADS
 from workers.kv_store.known_blocks import KnownBlocks
 from workers.kv_store.kv_store import WRITE_TIMEOUT_S
 from workers.stats import TierStats
@@ -90,9 +90,9 @@ class ModelledRemote:
         self.read_byte_s = server.read_byte_s
         self._server = server
         self._block_bytes = block_bytes
-        self._asks = ModelledJobs(MOST_READS, lambda now_s, deadline_s: now_s + ROUND_TRIP_S)
-        self._reads = ModelledJobs(READ_THREADS + MOST_READS, partial(server.sends.end_s, block_bytes))
-        self._writes = ModelledJobs(WRITE_THREADS + MOST_WRITES, partial(server.receives.end_s, block_bytes))
+        self._asks = ModelledJobs(MAX_READS, lambda now_s, deadline_s: now_s + ROUND_TRIP_S)
+        self._reads = ModelledJobs(READ_THREADS + MAX_READS, partial(server.sends.end_s, block_bytes))
+        self._writes = ModelledJobs(WRITE_THREADS + MAX_WRITES, partial(server.receives.end_s, block_bytes))
         self._host = host
         self._changed = changed
         self._known = KnownBlocks()

@@ -43,7 +43,7 @@ from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, tokenizer_id
 from workers.model.grammar import GrammarCompiler, grammar_compiler, has_grammars
-from workers.model.kv_layers import kv_layout, kv_range, least_block_size
+from workers.model.kv_layers import kv_layout, kv_range, min_block_size
 from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention
@@ -200,7 +200,7 @@ def _load_shard(
     )
     facts = model_facts(folder, shape, engine)
     facts = replace(facts, host_cache_blocks=host_cache_blocks(config.cache, facts.layout.block_bytes))
-    if engine.block_size < (least := least_block_size(shape, engine.dtype)):
+    if engine.block_size < (least := min_block_size(shape, engine.dtype)):
         logger.warning(
             "%s: engine.block_size %d: a block takes %.1f MiB, most of it state of linear attention; with %d or more a "
             "layer's state takes no more than KV would",

@@ -87,7 +87,7 @@ class Rank:
         self._pool = pool
         self._transports = transports
         self._thread = thread
-        self._scrubbing: set[asyncio.Task[None]] = set()
+        self._zeroing: set[asyncio.Task[None]] = set()
         self._shard = part.shard or shard_of(part.model.config, ParallelConfig(), 0)
         self._lender = Lender(part.model, self._shard, pool.blocks, "diptych")
         self._remote_attend: RemoteAttend | None = None
@@ -180,18 +180,18 @@ class Rank:
         def settle(_: "asyncio.Future[None]") -> None:
             arrived = read.done.done() and not read.done.cancelled() and read.done.exception() is None
             if not arrived:
-                scrubbing = asyncio.ensure_future(self._scrub(order.target_blocks, settled))
-                self._scrubbing.add(scrubbing)
-                scrubbing.add_done_callback(self._scrubbing.discard)
+                scrubbing = asyncio.ensure_future(self._zero_blocks(order.target_blocks, settled))
+                self._zeroing.add(scrubbing)
+                scrubbing.add_done_callback(self._zeroing.discard)
             elif not settled.done():
                 settled.set_result(None)
 
         read.settled.add_done_callback(settle)
         return Read(read.done, settled)
 
-    async def _scrub(self, blocks: tuple[int, ...], settled: "asyncio.Future[None]") -> None:
+    async def _zero_blocks(self, blocks: tuple[int, ...], settled: "asyncio.Future[None]") -> None:
         try:
-            await self._thread.run(lambda: self._pool.scrub(blocks))
+            await self._thread.run(lambda: self._pool.zero_blocks(blocks))
         except Exception:  # a lost device fails the next step too
             logger.exception("blocks %s could not be zeroed", blocks)
         finally:
@@ -208,7 +208,7 @@ class Rank:
     async def close(self) -> None:
         try:
             await self._transports.close()
-            await asyncio.gather(*self._scrubbing)
+            await asyncio.gather(*self._zeroing)
             await self._lender.close()
             for cache in self.caches.values():
                 await cache.close()

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 REMOTE_TIMEOUT_S = 5.0  # for the states of one layer
 STEP_WAIT_S = 60.0  # for those of all layers, in all stages; below the engine loop's limit for a step
 MAX_QUERY_BYTES = 4 << 20  # of one call; longer queries take several
-MOST_AT_ONCE = 1 << 22  # numbers of a query times keys: at most some 2 ms on a CPU
+MAX_AT_ONCE = 1 << 22  # numbers of a query times keys: at most some 2 ms on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Lender:
         work = self._checked(blocks, query)
         num_keys = len(blocks) * self._blocks.shape[4]
         # More threads would compete with the compute thread.
-        if not self._blocks.is_cuda and len(query.query) // 4 * num_keys <= MOST_AT_ONCE:
+        if not self._blocks.is_cuda and len(query.query) // 4 * num_keys <= MAX_AT_ONCE:
             if not self._is_single:
                 torch.set_num_threads(1)  # of the event loop's thread
                 self._is_single = True

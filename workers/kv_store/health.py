@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILURES = 3  # in a row: the device or the server is at fault
+MAX_FAILURES = 3  # in a row: the device or the server is at fault
 PROBE_PAUSE_S = 5.0  # until the first probe; then twice as long each time
 MAX_PROBE_PAUSE_S = 60.0
 
@@ -41,7 +41,7 @@ class StoreHealth:
     def failed(self, why: str) -> None:
         self.failures += 1
         self._in_a_row += 1
-        if self._in_a_row >= MOST_FAILURES or self.stopped:
+        if self._in_a_row >= MAX_FAILURES or self.stopped:
             self.stop(why)
 
     def stop(self, why: str) -> None:

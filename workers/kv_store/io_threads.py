@@ -16,8 +16,8 @@ from workers.kv_store.slab import aligned_buffer
 
 READ_THREADS = 4
 WRITE_THREADS = 2
-MOST_READS = 256  # that wait for a thread
-MOST_WRITES = 64
+MAX_READS = 256  # that wait for a thread
+MAX_WRITES = 64
 CLOSE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")

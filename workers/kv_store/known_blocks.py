@@ -3,13 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Callable
 
-MOST_KNOWN = 1 << 16
+MAX_KNOWN = 1 << 16
 
 
 class KnownBlocks:
     """By content hash; beyond `most` the least recently used is forgotten. `gone` gets each that leaves."""
 
-    def __init__(self, most: int = MOST_KNOWN) -> None:
+    def __init__(self, most: int = MAX_KNOWN) -> None:
         self.gone: Callable[[bytes], object] = len
         self._names: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self._most = most

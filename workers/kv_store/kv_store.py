@@ -25,8 +25,8 @@ from workers.kv_store.io_threads import (
     CORRUPT,
     GOOD,
     LATE,
-    MOST_READS,
-    MOST_WRITES,
+    MAX_READS,
+    MAX_WRITES,
     READ_THREADS,
     WRITE_THREADS,
     BlockCopies,
@@ -108,8 +108,8 @@ class KVStore:
         self._peers = PeerSlabs(slab, fingerprint)
         prefixes = {header.name: header.prefix for _, header in found if header.prefix is not None}
         self.found_prefixes = self._peers.found_prefixes | prefixes
-        self._readers = IOThreads("kv-store-read", READ_THREADS, MOST_READS, slab.slot_bytes)
-        self._writers = IOThreads("kv-store-write", WRITE_THREADS, MOST_WRITES, slab.slot_bytes)
+        self._readers = IOThreads("kv-store-read", READ_THREADS, MAX_READS, slab.slot_bytes)
+        self._writers = IOThreads("kv-store-write", WRITE_THREADS, MAX_WRITES, slab.slot_bytes)
         self._reads = StoreHealth("reads of the KV store", self._all_gone)
         self._writes = StoreHealth("writes of the KV store")
         self._copies = BlockCopies()
@@ -300,7 +300,7 @@ class KVStore:
         self._peer_reads += result is GOOD
         self._peer_failures += result.outcome is IOOutcome.FAILED
         if result is not GOOD and result is not LATE:
-            self._peers.misread(peer, name, slot)
+            self._peers.report_corrupt(peer, name, slot)
         copy.finish(result is GOOD)
 
     # ---- the rest ------------------------------------------------------------------------------------------------

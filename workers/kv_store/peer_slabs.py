@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from workers.kv_store.health import StoreHealth
-from workers.kv_store.io_threads import MOST_READS, READ_THREADS, IOThreads
+from workers.kv_store.io_threads import MAX_READS, READ_THREADS, IOThreads
 from workers.kv_store.shared_index import SharedIndexReader, SlotChange, index_path
 from workers.kv_store.slab import SLAB_FILES, Slab, whole
 
 LOOK_S = 0.25
-MOST_CHANGES = 4096  # told to the event loop at once
+MAX_CHANGES = 4096  # told to the event loop at once
 
 
 class PeerSlab:
@@ -40,9 +40,9 @@ class PeerSlab:
         weakref.finalize(self, os.close, self._file)
 
     def look(self) -> list[SlotChange]:
-        """Up to `MOST_CHANGES` that were not reported yet."""
+        """Up to `MAX_CHANGES` that were not reported yet."""
         self.unreported += self._index.changes()
-        return [self.unreported.popleft() for _ in range(min(len(self.unreported), MOST_CHANGES))]
+        return [self.unreported.popleft() for _ in range(min(len(self.unreported), MAX_CHANGES))]
 
     def read(self, slot: int, buffer: memoryview) -> None:
         """As `Slab.read`. The owner may write to the slot meanwhile."""
@@ -67,7 +67,7 @@ class PeerSlabs:
         self._peers: list[PeerSlab] = []
         self._timer: asyncio.TimerHandle | None = None
         self._looker = IOThreads("kv-store-look", 1, 1, 1)
-        self.readers = IOThreads("kv-store-peers", READ_THREADS, MOST_READS, own.slot_bytes)
+        self.readers = IOThreads("kv-store-peers", READ_THREADS, MAX_READS, own.slot_bytes)
         self._added: Callable[[bytes, int], object] = self.found_prefixes.__setitem__
         self._gone: Callable[[bytes], object] = len
         more = True
@@ -105,7 +105,7 @@ class PeerSlabs:
         if [peer for peer in self._peers if peer.slots.pop(name, None) is not None]:
             self._gone(name)
 
-    def misread(self, peer: PeerSlab, name: bytes, slot: int) -> None:
+    def report_corrupt(self, peer: PeerSlab, name: bytes, slot: int) -> None:
         """The slot has no such block."""
         if peer.slots.get(name) == slot:
             del peer.slots[name]

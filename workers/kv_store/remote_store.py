@@ -32,9 +32,9 @@ from workers.kv_store.io_threads import (
     CORRUPT,
     GOOD,
     LATE,
+    MAX_READS,
+    MAX_WRITES,
     MISS,
-    MOST_READS,
-    MOST_WRITES,
     READ_THREADS,
     WRITE_THREADS,
     BlockCopies,
@@ -43,7 +43,7 @@ from workers.kv_store.io_threads import (
     IOResult,
     IOThreads,
 )
-from workers.kv_store.known_blocks import MOST_KNOWN, KnownBlocks
+from workers.kv_store.known_blocks import MAX_KNOWN, KnownBlocks
 from workers.kv_store.slot_format import NAME_BYTES, PAGE_BYTES, decode_header, encode_header, is_intact, slot_bytes
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0  # without a byte from the server
 UPLOAD_TIMEOUT_S = 5.0
-MOST_ASKED = 256  # names in one question
+MAX_ASKED = 256  # names in one question
 DEFAULT_BYTE_S = 1e-8  # of a server that does not answer at the start
 PROBE_READS = 8
 READ_BYTES = 1 << 20  # that the client takes from its socket at once: fewer, larger copies
@@ -89,8 +89,8 @@ class RemoteStore:
         self._problem = problem
         self.read_byte_s = read_byte_s
         self.added: Callable[[bytes, int], object] = lambda name, prefix: None
-        self._readers = IOThreads("kv-remote-read", READ_THREADS, MOST_READS, PAGE_BYTES)
-        self._writers = IOThreads("kv-remote-write", WRITE_THREADS, MOST_WRITES, slot_bytes(block_bytes))
+        self._readers = IOThreads("kv-remote-read", READ_THREADS, MAX_READS, PAGE_BYTES)
+        self._writers = IOThreads("kv-remote-write", WRITE_THREADS, MAX_WRITES, slot_bytes(block_bytes))
         self.known = KnownBlocks()
         self._reads = StoreHealth("reads of the remote KV store", self.known.clear, partial(self._probe, self._readers))
         self._writes = StoreHealth("writes of the remote KV store", probe=partial(self._probe, self._writers))
@@ -145,11 +145,11 @@ class RemoteStore:
         """On a thread. A value of another size is not there."""
         count = 0
         try:
-            for first in range(0, len(names), MOST_ASKED):
+            for first in range(0, len(names), MAX_ASKED):
                 if job.is_over:
                     return LATE
                 asked = self._client.pipeline(transaction=False)
-                for name in names[first : first + MOST_ASKED]:
+                for name in names[first : first + MAX_ASKED]:
                     asked.strlen(self._key(name))
                 sizes = asked.execute(raise_on_error=False)
                 there = [size == PAGE_BYTES + self._block_bytes for size in sizes]
@@ -271,7 +271,7 @@ class RemoteStore:
             self.known.lost(name)
             self._doubtful[name] = None
             keys.append(self._key(name))
-            if len(self._doubtful) > MOST_KNOWN:
+            if len(self._doubtful) > MAX_KNOWN:
                 self._doubtful.popitem(last=False)
 
         def delete(_: memoryview) -> None:

@@ -20,8 +20,8 @@ from typing import TypeVar
 from workers.errors import KVStoreError
 from workers.kv_store.slot_format import PAGE_BYTES, slot_bytes
 
-MOST_SLABS = 64  # of a path
-SLAB_FILES = tuple([f"blocks-{number}.slab" for number in range(MOST_SLABS)])
+MAX_SLABS = 64  # of a path
+SLAB_FILES = tuple([f"blocks-{number}.slab" for number in range(MAX_SLABS)])
 SCAN_THREADS = 8
 MEASURED_BYTES = 32 << 20
 _ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES)).toreadonly()
@@ -212,7 +212,7 @@ def open_slab(folder: Path, num_slots: int, block_bytes: int, title: bytes) -> S
             return Slab(path, num_slots, block_bytes, title)
         except SlabInUse:
             continue
-    raise KVStoreError(f"{folder} has {MOST_SLABS} slabs that workers use; give some of them another folder")
+    raise KVStoreError(f"{folder} has {MAX_SLABS} slabs that workers use; give some of them another folder")
 
 
 def _unlike(path: Path, num_bytes: int, title: bytes) -> int:

@@ -20,7 +20,7 @@ from workers.model.tensors import tensor_shapes
 from workers.request import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_RANK = 256
+MAX_RANK = 256
 NUMBER_BYTES = 4  # numbers are counted as float32, whatever a device holds
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 # What changes the computation in a way that is not implemented, with the values that do not.
@@ -76,7 +76,7 @@ def read_adapter(path: Path, model: ModelConfig) -> AdapterFolder:
     for name in _EMPTY:
         if value := fields.get(name):
             fields.refuse(f"{name} {value!r} is not supported; train the adapter without it")
-    rank, alpha = fields.count("r", most=MOST_RANK), fields.number("lora_alpha")
+    rank, alpha = fields.count("r", most=MAX_RANK), fields.number("lora_alpha")
     scale = alpha / (math.sqrt(rank) if fields.flag("use_rslora", default=False) else rank)
     shapes = _linear_shapes(model)
     _check_targets(fields, sorted({name.rpartition(".")[2] for name in shapes}))

@@ -24,7 +24,7 @@ from workers.model.folder import ModelFolder, read_header, weight_files
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20  # hashed by one thread at a time; changes the id. The hash of a smaller file is not cached
-MOST_THREADS = 8  # beyond that, storage is the bottleneck
+MAX_THREADS = 8  # beyond that, storage is the bottleneck
 ID_LENGTH = 32
 
 
@@ -67,7 +67,7 @@ def hash_file(path: Path) -> str:
     size = path.stat().st_size
     if size == 0:
         return xxh3_128_hexdigest(b"")
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    threads = min(MAX_THREADS, os.cpu_count() or 1)
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,

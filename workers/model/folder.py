@@ -15,7 +15,7 @@ from workers.errors import ModelError
 from workers.model.config import read_model_config
 from workers.model.description import NO_OPINION, GenerationDefaults, ModelConfig
 from workers.model.fields import read_fields
-from workers.model.tensors import FP8_BLOCK, FP8_SCALES, is_harmless, tensor_shapes
+from workers.model.tensors import FP8_BLOCK, FP8_SCALES, is_ignored, tensor_shapes
 
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1}
@@ -77,7 +77,7 @@ def check_tensors(path: Path, config: ModelConfig) -> None:
         if entry.shape != shape:
             raise ModelError(f"{path}: {name} has shape {list(entry.shape)}, config.json says {list(shape)}")
     known_names = {*shapes, *(name + FP8_SCALES for name in shapes if entries[name].dtype == "F8_E4M3")}
-    unknown = sorted(name for name in entries if name not in known_names and not is_harmless(config, name))
+    unknown = sorted(name for name in entries if name not in known_names and not is_ignored(config, name))
     if unknown:
         raise ModelError(
             f"{path}: tensor {unknown[0]} (one of {len(unknown)}) is not part of {config.architecture} "

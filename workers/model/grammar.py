@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_COMPILED = 32  # grammars kept
+MAX_COMPILED = 32  # grammars kept
 LIMITS: Any = {
     "max_grammar_size": 50_000,
     "initial_lexer_fuel": 200_000,
@@ -80,7 +80,7 @@ class GrammarCompiler:
             compiled = self._compile(grammar)
         with self._lock:
             self._compiled[grammar] = compiled
-            while len(self._compiled) > MOST_COMPILED:
+            while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled.deep_copy()
 

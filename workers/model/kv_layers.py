@@ -55,7 +55,7 @@ def kv_layout(config: ModelConfig, model: str, block_size: int, dtype: str) -> K
     )
 
 
-def least_block_size(config: ModelConfig, dtype: str) -> int:
+def min_block_size(config: ModelConfig, dtype: str) -> int:
     """The smallest multiple of 16 tokens with which a linear layer's state fits a cell; 0 without such layers."""
     if config.linear is None:
         return 0

@@ -32,7 +32,7 @@ from workers.model.folder import ModelFolder, check_folder, count_parameters, re
 from workers.model.gguf.file import CONVERTER_VERSION, Progress, convert_gguf
 from workers.model.gguf.origin import find_origin, write_origin
 from workers.model.gguf.origin import read_origin as read_origin
-from workers.model.kv_layers import least_block_size as least_block_size
+from workers.model.kv_layers import min_block_size as min_block_size
 from workers.model.pooling import read_pooling as read_pooling
 from workers.model.shard import check_parallel as check_parallel
 from workers.profiles.shapes import SHAPES, WEIGHTS, canonical

@@ -13,7 +13,7 @@ FP8_BLOCK = 128  # rows, and columns, of a float8 matrix that share a scale
 FP8_SCALES = "_scale_inv"  # after the matrix's name
 
 # Constants that old checkpoints include.
-_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
@@ -31,11 +31,11 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
     return shapes
 
 
-def is_harmless(config: ModelConfig, name: str) -> bool:
+def is_ignored(config: ModelConfig, name: str) -> bool:
     """Whether an unknown tensor can be ignored: a constant, a copy, or part of an ignored component."""
     copy_of_embedding = config.tie_embeddings and name == f"{config.names.head}.weight"
     foreign = bool(config.names.foreign) and name.startswith(config.names.foreign)
-    return copy_of_embedding or foreign or _HARMLESS.search(name) is not None
+    return copy_of_embedding or foreign or _IGNORED.search(name) is not None
 
 
 def _layer(config: ModelConfig, layer: LayerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

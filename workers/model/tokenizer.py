@@ -59,7 +59,7 @@ class ModelTokenizer:
         self._folder = folder
         self._variables = _variables(self._templates)
         self._check_end_tokens(folder)
-        self._most_tokens = most_tokens
+        self._max_tokens = most_tokens
         self._bytes = None if most_tokens is None else token_bytes(self._backend)
         _trim()
 
@@ -78,9 +78,9 @@ class ModelTokenizer:
     @property
     def longest_text_bytes(self) -> int | None:
         """A longer text certainly has more than `most_tokens` tokens; None: there is no bound."""
-        if self._bytes is None or self._most_tokens is None:
+        if self._bytes is None or self._max_tokens is None:
             return None
-        return int(self._bytes.most * self._most_tokens)
+        return int(self._bytes.most * self._max_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -114,9 +114,9 @@ class ModelTokenizer:
         Raises `InvalidRequest` for invalid Unicode (lone surrogates), and `PromptTooLong`.
         """
         try:
-            if self._bytes is not None and self._most_tokens is not None:
+            if self._bytes is not None and self._max_tokens is not None:
                 least_tokens = self._bytes.least_tokens(text.encode())
-                if least_tokens > self._most_tokens:
+                if least_tokens > self._max_tokens:
                     raise PromptTooLong(least_tokens)
             return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (UnicodeError, TypeError) as error:

@@ -22,7 +22,7 @@ from workers.model.content import cache_folder
 logger = logging.getLogger(__name__)
 
 LAYOUT = "1"  # of the cached file
-MOST_FILES = 32  # kept in the cache; one of a large model takes up to 20 MB
+MAX_FILES = 32  # kept in the cache; one of a large model takes up to 20 MB
 LIBRARIES = ("transformers", "tokenizers")
 LOADING = Lock()  # threads that import transformers at once may find half of it
 READ = (".json", ".jinja", ".model")  # kinds of files that transformers reads of a tokenizer
@@ -107,7 +107,7 @@ def _keep(found: TokenizerFiles, path: Path) -> None:
             made.write_bytes(msgspec.json.encode(found))
             made.replace(path)
         with suppress(FileNotFoundError):  # another process removes the same files
-            for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-MOST_FILES]:
+            for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-MAX_FILES]:
                 old.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be written (%s): each start loads transformers", path.parent, error)

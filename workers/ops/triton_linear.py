@@ -17,8 +17,8 @@ from torch import Tensor
 
 FEW_ROWS = 128  # at most, for the first kernel
 PROGRAMS = 128  # of the first kernel for up to 64 rows, at least: an H100 or H200 has 132 multiprocessors
-LEAST_SPAN = 256
-MOST_SPANS = 8
+MIN_SPAN = 256
+MAX_SPANS = 8
 _GROUP = 16  # tiles of rows that run side by side and so read the same weights
 _ADDED = 1024  # numbers of a program that adds spans
 
@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def span_of(out: int, size: int, tiles: Tiles) -> int:
     """Columns of x in a span: as many spans as fill the device for a single tile of rows."""
     spans, columns = 1, triton.cdiv(out, tiles.columns)
-    while spans < MOST_SPANS and spans * columns < PROGRAMS and size >= 2 * spans * LEAST_SPAN:
+    while spans < MAX_SPANS and spans * columns < PROGRAMS and size >= 2 * spans * MIN_SPAN:
         spans *= 2
     return int(triton.cdiv(triton.cdiv(size, spans), tiles.depth) * tiles.depth)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.random import philox_impl
 
 CLEAR = tl.constexpr(1.0 - 1e-5)  # the second-best value must be below this part of the best
-LEAST_TILE, TILE = 16, 1024  # tokens
+MIN_TILE, TILE = 16, 1024  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def choose(
 
 def _tile(vocab_size: int) -> int:
     size: int = min(TILE, triton.next_power_of_2(vocab_size))
-    return max(LEAST_TILE, size)
+    return max(MIN_TILE, size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

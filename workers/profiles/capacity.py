@@ -34,7 +34,7 @@ def kv_capacity_tokens(
             return known
     tokens = _tokens(shape, sheet, tensor, pipeline, utilization)
     if tokens < shape.block_size:
-        least, best = least_gpus(shape, sheet, utilization)
+        least, best = min_gpus(shape, sheet, utilization)
         raise DoesNotFit(
             f"{shape.name} does not fit on {tensor * pipeline} {sheet.name} (TP {tensor}, PP {pipeline}): its weights "
             f"take {shape.weight_bytes / 2**30:.1f} GiB, and {utilization:.0%} of the memory is "
@@ -44,7 +44,7 @@ def kv_capacity_tokens(
     return tokens
 
 
-def least_gpus(
+def min_gpus(
     model: str | ModelShape, hardware: str | Hardware, utilization: float = UTILIZATION
 ) -> tuple[int, tuple[int, int]]:
     """The fewest GPUs that hold the model and a block, and their (tensor, pipeline), the most tensor ranks first.

@@ -13,7 +13,7 @@ from workers.errors import ModelError
 from workers.model.description import LatentConfig, LinearAttentionConfig, ModelConfig
 from workers.model.families import FAMILIES, describe
 from workers.model.fields import Fields
-from workers.model.kv_layers import STATE_BYTES, least_block_size
+from workers.model.kv_layers import STATE_BYTES, min_block_size
 from workers.profiles.profile_errors import ProfileError, UnknownName
 
 
@@ -324,7 +324,7 @@ def _served(path: Path, config: dict[str, Any], model: ModelConfig) -> ModelShap
         latent=model.latent,
         experts=experts,
         linear=linear,
-        block_size=max(16, least_block_size(model, "float32" if element_bytes == 4 else "bfloat16")),
+        block_size=max(16, min_block_size(model, "float32" if element_bytes == 4 else "bfloat16")),
     )
 
 

@@ -124,7 +124,7 @@ class KVBorrower:
         except Exception as error:
             logger.exception("worker %s: move of %s", self._name, move.key, extra=log_fields(self._name, move.key))
             reason = f"unexpected {type(error).__name__}: {error}"
-        self._engine.sequences.not_moved(move, reason)
+        self._engine.sequences.move_failed(move, reason)
         self._changed()
 
     def _candidates(self, move: BlockMove) -> Iterator[tuple[PeerAddress, RemoteKV | None]]:

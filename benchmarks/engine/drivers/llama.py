@@ -10,7 +10,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, PhaseTimer, Task, driver_config, serve
 
 UNTIMED_STEPS = 2
 MAX_SEQUENCES = 32
@@ -83,7 +83,7 @@ class LlamaContext:
         self._computed[sequence] = prompt, token
         return token
 
-    def _prompt(self, sequence: int, prompt: tuple[int, ...]) -> tuple[int, LapTimer]:
+    def _prompt(self, sequence: int, prompt: tuple[int, ...]) -> tuple[int, PhaseTimer]:
         last = len(prompt) - 1
         (token,), watch = self._run(prompt, range(len(prompt)), [sequence] * len(prompt), [last])
         return token, watch
@@ -94,7 +94,7 @@ class LlamaContext:
         positions: "list[int] | range",
         sequences: list[int],
         rows: list[int],
-    ) -> tuple[list[int], LapTimer]:
+    ) -> tuple[list[int], PhaseTimer]:
         """The most likely token after each of `rows`."""
         batch = self._batch
         batch.n_tokens = len(tokens)
@@ -104,7 +104,7 @@ class LlamaContext:
             batch.logits[row] = False
         for row in rows:
             batch.logits[row] = True
-        watch = LapTimer()
+        watch = PhaseTimer()
         status = llama_cpp.llama_decode(self._context, batch)
         best = [int(self._logits(row).argmax()) for row in rows]
         watch.lap()

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from benchmarks.bundle_reader import BundleReader
-from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, PhaseTimer, Task, driver_config, serve
 from workers.build import build_worker
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.request import Bundle, FailedOut, Request, SamplingParams, TokensOut
@@ -66,7 +66,7 @@ class DiptychWorker:
         self._runner.run(self._end(keys))
 
     async def _prefill(self, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
-        watch = LapTimer()
+        watch = PhaseTimer()
         await self._submit(prompt, 1, fresh=True)
         await self._tokens()
         watch.lap()
@@ -83,7 +83,7 @@ class DiptychWorker:
         return keys
 
     async def _steps(self, task: Task) -> list[tuple[float, float]]:
-        watch = LapTimer()
+        watch = PhaseTimer()
         while len(watch.laps) < task.steps:
             given = await self._tokens()
             steps = set(given.values())

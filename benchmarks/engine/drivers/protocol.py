@@ -39,7 +39,7 @@ class Task:
         return json.dumps(asdict(self))
 
 
-class LapTimer:
+class PhaseTimer:
     """Laps of wall time and of CPU time (user and system, all threads of this process)."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.engine.drivers.ours import DiptychWorker, worker_config
-from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, PhaseTimer, Task, driver_config, serve
 from workers.executor import rank
 
 VOCABULARY = 1000  # of modelled workers
@@ -59,8 +59,8 @@ class StepParts:
         for call in ("schedule", "commit", "drain"):
             self._times.wrap(engine, call, call)
         self._times.count_device(engine)
-        roomy = EngineDriverConfig(config.model, config.threads, (("kv_blocks", "4096"),))
-        self._zero = DiptychWorker(worker_config(roomy, "modelled"))
+        with_room = EngineDriverConfig(config.model, config.threads, (("kv_blocks", "4096"),))
+        self._zero = DiptychWorker(worker_config(with_room, "modelled"))
 
     def measure(self, task: Task) -> dict[str, float]:
         """Seconds of a step by part ("step": the whole), and tokens per second of the worker that computes nothing."""
@@ -75,7 +75,7 @@ class StepParts:
         prompts = tuple(tuple(token % VOCABULARY for token in prompt) for prompt in task.prompts)
         decode = Task(prompts, ZERO_STEPS)
         keys = self._zero.begin(decode)
-        watch = LapTimer()
+        watch = PhaseTimer()
         steps = len(self._zero.steps(decode))
         watch.lap()
         self._zero.end(keys)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, PhaseTimer, Task, driver_config, serve
 
 UNTIMED_STEPS = 2
 
@@ -22,7 +22,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def measure(self, task: Task) -> list[tuple[float, float]]:
-        watch = LapTimer()
+        watch = PhaseTimer()
         if not task.steps:
             self._forward(torch.tensor(task.prompts))[:, -1:].argmax(-1)
             watch.lap()

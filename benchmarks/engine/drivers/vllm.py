@@ -8,7 +8,7 @@ import itertools
 import torch
 from vllm import LLM, SamplingParams
 
-from benchmarks.engine.drivers.protocol import EngineDriverConfig, LapTimer, Task, driver_config, serve
+from benchmarks.engine.drivers.protocol import EngineDriverConfig, PhaseTimer, Task, driver_config, serve
 
 UNTIMED_STEPS = 2
 MAX_TOKENS = 700  # more than any measurement decodes
@@ -35,7 +35,7 @@ class VllmEngine:
         if not task.steps:
             return self._prefill(task.prompts[0])
         self._start_decodes(task.prompts)
-        watch = LapTimer()
+        watch = PhaseTimer()
         for _ in range(task.steps):
             outputs = self._engine.step()
             watch.lap()
@@ -44,7 +44,7 @@ class VllmEngine:
 
     def _prefill(self, prompt: tuple[int, ...]) -> list[tuple[float, float]]:
         self._end_all()
-        watch = LapTimer()
+        watch = PhaseTimer()
         self._add(prompt, 1)
         while self._engine.has_unfinished_requests():
             self._engine.step()

@@ -84,7 +84,7 @@ def _conversions(device: torch.device, layout: KVLayout, num_blocks: int) -> dic
             raise AssertionError(
                 f"{name}: {float((found != expected).float().mean()):.2g} of the bytes are not the host's"
             )
-        pool.scrub((0,))
+        pool.zero_blocks((0,))
         if pool.blocks[0].view(torch.uint8).any():
             raise AssertionError(f"{our_dtype}: a scrubbed block is not zero")
         place = partial(pool.place, pool.region.staging_offset, owner, targets, 5, num_tokens)

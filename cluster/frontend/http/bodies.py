@@ -24,7 +24,7 @@ from cluster.frontend.http.unsupported import (
 )
 from cluster.frontend.text import RawPrompt, TextPrompt, TokenPrompt
 from workers.errors import InvalidRequest
-from workers.request import MOST_BIASES, Grammar, SamplingParams
+from workers.request import MAX_BIASES, Grammar, SamplingParams
 
 MAX_PROMPTS = 1024  # of one request; `cluster.frontend.http.reply` bounds how many of them run at once
 # Scalar fields with the same name and meaning in `SamplingParams`.
@@ -321,8 +321,8 @@ def _seed(value: int | None) -> int | None:
 def _biases(value: object) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise InvalidRequest("logit_bias", f"must be an object of at most {MOST_BIASES} token ids and biases")
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise InvalidRequest("logit_bias", f"must be an object of at most {MAX_BIASES} token ids and biases")
     try:
         return tuple(sorted((int(token), float(bias)) for token, bias in value.items()))
     except (TypeError, ValueError, OverflowError):

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 from workers.errors import InvalidRequest
 
-MOST_RESPONSES = 1024
-MOST_BYTES = 64 << 20
+MAX_RESPONSES = 1024
+MAX_BYTES = 64 << 20
 History = tuple[bytes, ...]  # lists of items, as JSON
 
 
 class ResponseStore:
     """Bounded: the least recently used are dropped. A tenant finds only its own. Owned by the routes."""
 
-    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most = most
-        self._most_bytes = most_bytes
+        self._max_bytes = most_bytes
         self._kept: OrderedDict[tuple[str, str], History] = OrderedDict()
         self._bytes = 0
 
@@ -23,7 +23,7 @@ class ResponseStore:
         """`history`, of an earlier response or empty, and `new` lists: the conversation up to this response's end."""
         self._kept[tenant, name] = kept = (*history, *new)
         self._bytes += size_of(kept)
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
+        while len(self._kept) > self._most or self._bytes > self._max_bytes:
             self._bytes -= size_of(self._kept.popitem(last=False)[1])
 
     def history(self, tenant: str, name: str | None) -> History:

@@ -27,20 +27,20 @@ def tool_request(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paralle
         return None
     schemas = _schemas(tools)
     is_strict = any(tool["function"].get("strict") is True for tool in tools)
-    most_calls = 1 if parallel is False else None
+    max_calls = 1 if parallel is False else None
     match choice:
         case "none":
             return None
         case None | "auto":
-            return ToolRequest(schemas, is_strict=is_strict, most_calls=most_calls)
+            return ToolRequest(schemas, is_strict=is_strict, max_calls=max_calls)
         case "required":
-            return ToolRequest(schemas, must_call=True, most_calls=most_calls)
+            return ToolRequest(schemas, must_call=True, max_calls=max_calls)
         case {"type": "function", "function": {"name": str(name), **rest}, **more} if not rest and not more:
             if name not in schemas:
                 raise InvalidRequest(
                     "tool_choice.function.name", f"{name[:64]!r} is none of the tools; name one of them"
                 )
-            return ToolRequest({name: schemas[name]}, must_call=True, most_calls=1)
+            return ToolRequest({name: schemas[name]}, must_call=True, max_calls=1)
     raise InvalidRequest("tool_choice", f"is not supported; {CHOICES} are")
 
 

@@ -45,10 +45,10 @@ class AnswerOutput:
     of white space only is content.
     """
 
-    def __init__(self, most_calls: int | None = None) -> None:
-        """`most_calls`: what follows them is dropped."""
+    def __init__(self, max_calls: int | None = None) -> None:
+        """`max_calls`: what follows them is dropped."""
         self.num_calls = 0
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[int, str, list[str]]] = []  # index, name, parts of the arguments
@@ -91,7 +91,7 @@ class AnswerOutput:
 
     def begin(self, name: str) -> None:
         """A call of this tool begins."""
-        self._is_full = self._is_full or self.num_calls == self._most_calls
+        self._is_full = self._is_full or self.num_calls == self._max_calls
         if not self._is_full:
             self._part = "call"
             self._calls.append((self.num_calls, name, []))

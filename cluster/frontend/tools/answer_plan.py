@@ -27,7 +27,7 @@ class ToolRequest:
     schemas: Schemas
     must_call: bool = False
     is_strict: bool = False
-    most_calls: int | None = None
+    max_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class AnswerPlanner:
         is_reasoning = reasoning is not None and reasoning.is_open(text_from(self._tokenizer, prompt[-LAST_TOKENS:]))
         ids = self._tokenizer.special_ids
         special = {each: ids[each] for each in form.markers if each in ids}
-        parser = partial(AnswerParser, form, tools.schemas, is_reasoning=is_reasoning, most_calls=tools.most_calls)
+        parser = partial(AnswerParser, form, tools.schemas, is_reasoning=is_reasoning, max_calls=tools.max_calls)
         content = wanted.text if wanted is not None and wanted.kind == "json" else None
         grammar = None
         if tools.must_call or tools.is_strict or content is not None:
@@ -83,7 +83,7 @@ class AnswerPlanner:
                 tools.schemas,
                 special,
                 is_reasoning=is_reasoning,
-                is_single=tools.most_calls == 1,
+                is_single=tools.max_calls == 1,
                 content=None if tools.must_call else content or "",
             )
         return AnswerPlan(parser, grammar, special.values())

@@ -12,12 +12,12 @@ from cluster.frontend.one_of import with_any_of
 from cluster.frontend.tools.answer import Schemas
 from cluster.frontend.tools.formats import AnswerFormat, CallFormat, Pairs
 from workers.errors import InvalidRequest
-from workers.request import MOST_GRAMMAR_BYTES, Grammar
+from workers.request import MAX_GRAMMAR_BYTES, Grammar
 
 # As for other structured output (`workers.model.grammar`).
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{0,20}", "lenient": True}
 NO_RULES = {"type", "title", "description", "default", "examples", "minLength", "maxLength", "enum", "const"}
-MOST_VALUES, MAX_DEPTH = 256, 16  # of a tool's values: references may go round
+MAX_VALUES, MAX_DEPTH = 256, 16  # of a tool's values: references may go round
 NOT_ENFORCED = "set tool_choice to auto without strict and response_format"
 SCALARS = ("number", "integer", "boolean", "null")
 
@@ -83,8 +83,8 @@ class _Rules:
 
     def add(self, name: str, body: str) -> None:
         self._num_chars += len(body)
-        if self._num_chars > MOST_GRAMMAR_BYTES:
-            why = f"need a grammar of more than {MOST_GRAMMAR_BYTES >> 10} KiB"
+        if self._num_chars > MAX_GRAMMAR_BYTES:
+            why = f"need a grammar of more than {MAX_GRAMMAR_BYTES >> 10} KiB"
             raise InvalidRequest("tools", f"{why}; send fewer or simpler ones, or {NOT_ENFORCED}")
         self.lines.append(f"{name}: {body}")
 
@@ -144,8 +144,8 @@ class _Written:
     def _value(self, given: Any, after: str) -> str:
         self._num_values += 1
         self._depth += 1
-        if self._num_values > MOST_VALUES or self._depth > MAX_DEPTH:
-            raise self._refused(f"more than {MOST_VALUES} values, or are nested more than {MAX_DEPTH} levels deep")
+        if self._num_values > MAX_VALUES or self._depth > MAX_DEPTH:
+            raise self._refused(f"more than {MAX_VALUES} values, or are nested more than {MAX_DEPTH} levels deep")
         found = self._any(given, after)
         self._depth -= 1
         return found

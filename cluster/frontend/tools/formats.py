@@ -254,11 +254,11 @@ class AnswerParser:
     """Parses one answer as it comes; its parts do not depend on how its text was cut. Owned by its reply."""
 
     def __init__(
-        self, form: AnswerFormat, schemas: Schemas, *, is_reasoning: bool = False, most_calls: int | None = None
+        self, form: AnswerFormat, schemas: Schemas, *, is_reasoning: bool = False, max_calls: int | None = None
     ) -> None:
         """`form` without calls: calls are text. `is_reasoning`: the prompt has begun the reasoning."""
         self._text = TextInput()
-        self._output = AnswerOutput(most_calls)
+        self._output = AnswerOutput(max_calls)
         self._reading = self._read(form, schemas, is_reasoning)
         next(self._reading)
 

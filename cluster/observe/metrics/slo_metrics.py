@@ -38,13 +38,13 @@ def slo_families(attainment: GatewayAttainment, gateway: str) -> Iterator[Metric
     yield from _calibration(attainment, gateway)
     text = "Decodes migrated, and waiting prompts placed on other workers."
     labels = ("gateway", "reason", "outcome")
-    yield counter("diptych_moves", text, labels, _pairs(gateway, MOVES, attainment.moves))
+    yield counter("diptych_migrations", text, labels, _pairs(gateway, MOVES, attainment.moves))
     text = "Requests served by workers of another role, since none of this role was ready."
-    yield counter("diptych_uncovered_requests", text, ("gateway", "role"), rows(attainment.uncovered))
+    yield counter("diptych_fallback_requests", text, ("gateway", "role"), rows(attainment.fallbacks))
     text = "Cached prefixes for which this gateway's prefix index had no room."
     yield counter("diptych_prefix_index_dropped", text, ("gateway", "tier"), rows(attainment.dropped_names))
     moved = [((gateway,), attainment.moved_bytes)]
-    yield counter("diptych_moved_bytes", "KV fetched for migrations of decodes.", ("gateway",), moved)
+    yield counter("diptych_migrated_bytes", "KV fetched for migrations of decodes.", ("gateway",), moved)
     labels = ("gateway", "from", "to")
     changes = _pairs(gateway, CHANGES, attainment.role_changes)
     yield counter("diptych_role_changes", "Role changes of workers.", labels, changes)

@@ -18,12 +18,12 @@ def supervision_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     yield gauge("diptych_gateways", "Gateways that the server started, by state.", ("gateway", "state"), by_state)
     for name, text, count in (
         ("restarts", "How often gateways died or were replaced.", sum(each.restarts for each in served)),
-        ("silences", "How often gateways did not answer in time.", sum(each.silences for each in served)),
+        ("unresponsive", "How often gateways did not answer in time.", sum(each.silences for each in served)),
     ):
         yield counter(f"diptych_gateway_{name}", text, ("gateway",), [(first, count)])
     failed = Counter[str]()
     for each in view.failures:
         failed["gateway" if each.process == gateway else each.process] += each.count
-    text = "Exceptions that background tasks survived."
+    text = "Exceptions in background tasks; the tasks continue."
     failures = (((gateway, process), failed[process]) for process in PROCESSES)
     yield counter("diptych_background_failures", text, ("gateway", "process"), failures)

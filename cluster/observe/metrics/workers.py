@@ -33,8 +33,8 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("steps", "Steps.", lambda worker: worker.stats.steps),
     ("preemptions", "Preempted sequences.", lambda worker: worker.stats.preemptions),
-    ("prefix_sought_tokens", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
-    ("prefix_found_tokens", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
+    ("prefix_query_tokens", "Tokens looked up in the prefix cache.", lambda worker: worker.stats.sought_tokens),
+    ("prefix_hit_tokens", "Tokens found in the prefix cache.", lambda worker: worker.stats.found_tokens),
     ("non_finite_requests", "Requests whose logits were not finite.", lambda worker: worker.stats.non_finite),
     ("expired_leases", "Leases that expired.", lambda worker: worker.stats.expired_leases),
     ("expired_loans", "Loans of blocks that expired.", lambda worker: worker.stats.expired_loans),
@@ -61,8 +61,8 @@ TIER_GAUGES: tuple[tuple[str, str, TierValue], ...] = (
 TIER_COUNTERS: tuple[tuple[str, str, TierValue], ...] = (
     ("read_bytes", "KV read from the tier.", lambda tier: tier.read_bytes),
     ("written_bytes", "KV written to it.", lambda tier: tier.written_bytes),
-    ("dropped_blocks", "Blocks that it should have got.", lambda tier: tier.dropped_blocks),
-    ("late", "Reads and writes past their deadline.", lambda tier: tier.late),
+    ("dropped_blocks", "Blocks that the tier did not store.", lambda tier: tier.dropped_blocks),
+    ("timeouts", "Reads and writes past their deadline.", lambda tier: tier.late),
     ("failures", "Reads and writes that failed, and reads of other bytes.", lambda tier: tier.failures),
 )
 
@@ -75,7 +75,7 @@ LOAN_GAUGES: tuple[tuple[str, str, LoanValue], ...] = (
 )
 LOAN_COUNTERS: tuple[tuple[str, str, LoanValue], ...] = (
     ("loans", "Loans from this lender.", lambda loan: loan.loans),
-    ("loan_recalls", "Loans that this lender wanted back.", lambda loan: loan.recalls),
+    ("loan_recalls", "Loans that this lender recalled.", lambda loan: loan.recalls),
 )
 
 
@@ -93,11 +93,11 @@ def worker_families(gateway: str, view: ClusterView) -> Iterator[Metric]:
     there = (((gateway, pool.name), ready[pool.name]) for pool in view.pools)
     wanted = (((gateway, pool.name), pool.wanted) for pool in view.pools)
     yield gauge("diptych_pool_workers", "Workers of a pool that are ready.", ("gateway", "pool"), there)
-    yield gauge("diptych_pool_wanted_workers", "Target number of workers of a pool.", ("gateway", "pool"), wanted)
+    yield gauge("diptych_pool_target_workers", "Target number of workers of a pool.", ("gateway", "pool"), wanted)
     all_workers = tuple((gateway, worker.name, worker.pool) for worker in view.workers)
     failures = zip(all_workers, (worker.failures for worker in view.workers), strict=True)
     text = "Starts in a row that failed or did not last; 0: it runs."
-    yield gauge("diptych_worker_failures_in_a_row", text, LABELS, failures)
+    yield gauge("diptych_worker_consecutive_failures", text, LABELS, failures)
     restarts = zip(all_workers, (worker.restarts for worker in view.workers), strict=True)
     yield counter("diptych_worker_restarts", "How often the worker was replaced.", LABELS, restarts)
     for name, text, value in GAUGES:
@@ -136,7 +136,7 @@ def _loan_families(gateway: str, live: tuple[WorkerView, ...]) -> Iterator[Metri
     for name, text, value in LOAN_COUNTERS:
         yield counter(f"diptych_worker_{name}", text, labels, [(values, value(loan)) for values, loan in pairs])
     refused = [((*values, reason), dict(loan.refusals).get(reason, 0)) for values, loan in pairs for reason in REFUSALS]
-    text = "Wishes to borrow that this lender did not fulfill, by reason."
+    text = "Requests for a loan that this lender refused, by reason."
     yield counter("diptych_worker_loan_refusals", text, (*labels, "reason"), refused)
 
 

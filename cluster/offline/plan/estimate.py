@@ -20,7 +20,7 @@ from cluster.spec import Role
 CAVEAT = "Estimate from step costs alone, without queueing: a load near these rates waits, and attains less"
 SAMPLED = 64
 GRAIN = 0.1  # closed forms do not tell layouts apart that differ by less
-NEAR, MOST_CONTENDERS = 0.8, 4  # share of the best closed form that is simulated too, and how many at most
+NEAR, MAX_CONTENDERS = 0.8, 4  # share of the best closed form that is simulated too, and how many at most
 Lengths = tuple[int, int]  # tokens of a prompt and of its answer
 
 
@@ -156,7 +156,7 @@ class Outline:
         ranked = sorted((each for each in self.estimates if each.rate), key=merit, reverse=True)
         best = {each.layout.kind: each for each in reversed(ranked)}
         near = [each for each in ranked if each in best.values() or merit(each) >= NEAR * merit(ranked[0])]
-        layouts = [each.layout for each in near][:MOST_CONTENDERS]
+        layouts = [each.layout for each in near][:MAX_CONTENDERS]
         if request.rate is not None or request.objective == "throughput":
             return layouts
         return [each.times(1) if each.kind == "colocated" else each for each in layouts]  # equal by value

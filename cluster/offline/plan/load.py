@@ -46,11 +46,11 @@ class PlanLoad:
         workload = self._part(seed, count, rate) if self.own_times else resampled(self.source, count, rate, seed)
         if not self.one_token:
             return workload
-        return workload.noted([replace(each, output_tokens=1) for each in workload.arrivals], "one token wanted")
+        return workload.with_note([replace(each, output_tokens=1) for each in workload.arrivals], "one token wanted")
 
     def _part(self, seed: int, count: int, rate: float) -> Workload:
         arrivals = self.source.arrivals
         begin = random.Random(f"{self.source.name}, part, {seed}").randint(0, max(0, len(arrivals) - count))
         part = arrivals[begin : begin + count]
         moved = [replace(each, at_s=each.at_s - part[0].at_s) for each in part]
-        return at_rate(self.source.noted(moved, f"{len(part)} requests from number {begin}"), rate)
+        return at_rate(self.source.with_note(moved, f"{len(part)} requests from number {begin}"), rate)

@@ -26,8 +26,8 @@ from workers.config import EngineConfig, ParallelConfig
 from workers.profiles.measured import ClusterProfile, PoolProfile
 from workers.request import SLO
 
-MOST_TRIED = 32  # arrangements, those closest to the current one first
-MOST_REQUESTS = 2000  # of the load, the latest ones
+MAX_TRIED = 32  # arrangements, those closest to the current one first
+MAX_REQUESTS = 2000  # of the load, the latest ones
 BLOCK_SIZE = 16
 RARE_HEARTBEATS = HealthSpec(heartbeat_s=1.0, dead_after_s=10.0)
 
@@ -98,7 +98,7 @@ def observed_load(window: Window) -> Workload:
     done = sorted(
         (each for each in window.traces if each.prompt_tokens and each.output_tokens and each.outcome == "completed"),
         key=lambda each: each.arrived_ns,
-    )[-MOST_REQUESTS:]
+    )[-MAX_REQUESTS:]
     if len(done) < 2:
         raise PlanError(
             f"the gateway remembers {len(done)} finished requests of this time, too few to plan for; give a longer "
@@ -146,20 +146,20 @@ def arrangements(running: RunningCluster) -> list[Arrangement]:
     largest, ranks = max(map(_ranks, pools)), running.now.ranks(profile)
     found = [each for each in _all(running, pools, ranks + largest) if each.ranks(profile) >= ranks - largest]
     found.sort(key=lambda each: (each.distance(running.now), each.ranks(profile)))
-    return [running.now, *(each for each in found if each != running.now)][:MOST_TRIED]
+    return [running.now, *(each for each in found if each != running.now)][:MAX_TRIED]
 
 
-def _all(running: RunningCluster, pools: list[PoolProfile], most_ranks: int) -> Iterator[Arrangement]:
+def _all(running: RunningCluster, pools: list[PoolProfile], max_ranks: int) -> Iterator[Arrangement]:
     """With at most this many ranks. Of pools with the same parallel setting, the one that has the role now stands."""
     now = {role: pool for role, pool, _ in running.now.parts}
     for role, pool in product((Role.MIXED,), _kinds(pools, now.get(Role.MIXED))):
-        for count in range(1, most_ranks // _ranks(pool) + 1):
+        for count in range(1, max_ranks // _ranks(pool) + 1):
             yield Arrangement(((role, pool.pool, count),))
     if not running.profile.links:
         return
     for one, two in product(_kinds(pools, now.get(Role.PREFILL)), _kinds(pools, now.get(Role.DECODE))):
-        for count in range(1, most_ranks // _ranks(one) + 1):
-            for other in range(1, (most_ranks - count * _ranks(one)) // _ranks(two) + 1):
+        for count in range(1, max_ranks // _ranks(one) + 1):
+            for other in range(1, (max_ranks - count * _ranks(one)) // _ranks(two) + 1):
                 yield Arrangement(((Role.DECODE, two.pool, other), (Role.PREFILL, one.pool, count)))
 
 

@@ -10,7 +10,7 @@ from cluster.offline.plan.deploy import WorkerGroup
 from cluster.offline.plan.request import PlanError, PlanRequest
 from cluster.offline.sim.systems import PROMPT_BATCH
 from cluster.spec import Role
-from workers.profiles.capacity import kv_capacity_tokens, least_gpus
+from workers.profiles.capacity import kv_capacity_tokens, min_gpus
 from workers.profiles.hardware import Hardware
 from workers.profiles.profile_errors import ProfileError
 from workers.profiles.sources import profile_of
@@ -58,7 +58,7 @@ def _fitting(request: PlanRequest, sheet: Hardware) -> Iterator[tuple[int, int]]
 def _needs(request: PlanRequest) -> str:
     def needed(name: str, sheet: Hardware) -> str:
         try:
-            gpus, (tensor, pipeline) = least_gpus(request.shape, sheet)
+            gpus, (tensor, pipeline) = min_gpus(request.shape, sheet)
         except ProfileError:
             return f"no number of {name} holds it"
         return f"it needs {gpus} {name} at least, as TP {tensor}, PP {pipeline}"

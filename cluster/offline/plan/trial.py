@@ -205,7 +205,7 @@ def capacity(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], tpot_
     if pool.role is Role.PREFILL or output <= 1:
         bound = stages / max(prefill_s, 1e-9)
         return Capacity(bound, bound)
-    max_batch = _most_at_once(pool, context)
+    max_batch = _max_concurrent(pool, context)
     batch, _ = decode_batch(pool, cost, arrivals, tpot_s)
     decode_s = output * cost.decode_seconds(batch, batch * context) / batch
     bound = stages / max(prefill_s, decode_s, 1e-9)
@@ -220,7 +220,7 @@ def held_at_once(engine: EngineConfig, tokens: int) -> int:
     return engine.kv_blocks // -(-tokens // engine.block_size)
 
 
-def _most_at_once(pool: PoolSpec, context: int) -> int:
+def _max_concurrent(pool: PoolSpec, context: int) -> int:
     """Decodes of one step; the sequences of a worker are spread over its stages."""
     engine = pool.engine
     room = min(engine.max_running, held_at_once(engine, context))
@@ -231,7 +231,7 @@ def decode_batch(pool: PoolSpec, cost: CostModel, arrivals: Sequence[Arrival], t
     """The largest batch that fits and meets the TPOT SLO, and the mean context of its sequences."""
     prompt = round(sum(each.prompt_tokens for each in arrivals) / len(arrivals))
     context = prompt + round(sum(each.output_tokens for each in arrivals) / len(arrivals) / 2)
-    return _largest_batch(cost, _most_at_once(pool, context), context, tpot_s), context
+    return _largest_batch(cost, _max_concurrent(pool, context), context, tpot_s), context
 
 
 def _largest_batch(cost: CostModel, max_batch: int, context: int, tpot_s: float | None) -> int:

@@ -109,9 +109,9 @@ class RequestRecorder:
         if slo.ttft_s is not None and late_s > slo.ttft_s:
             return False
         if not done:
-            least_s = (slo.ttft_s or 0.0) + (slo.tpot_s or 0.0) * (self.arrival.output_tokens - 1)
+            min_s = (slo.ttft_s or 0.0) + (slo.tpot_s or 0.0) * (self.arrival.output_tokens - 1)
             bounded = slo.ttft_s is not None and slo.tpot_s is not None
-            return not bounded or now_s - self.arrival.at_s <= least_s
+            return not bounded or now_s - self.arrival.at_s <= min_s
         met = so_far.tpot_s is not None and (slo.tpot_s is None or so_far.tpot_s <= slo.tpot_s)
         return self.outcome is RequestOutcome.FINISHED and met
 

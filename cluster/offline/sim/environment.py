@@ -75,8 +75,8 @@ class SharedMachine:
     def _end(self) -> None:
         now_s = asyncio.get_running_loop().time()
         self._advance(now_s)
-        least_s = min(step.left_s for step in self._steps)
-        for step in [step for step in self._steps if step.left_s <= max(least_s, 0.0) + 1e-12]:
+        min_s = min(step.left_s for step in self._steps)
+        for step in [step for step in self._steps if step.left_s <= max(min_s, 0.0) + 1e-12]:
             self._steps.remove(step)
             if not step.done.done():
                 step.done.set_result(None)

@@ -86,6 +86,6 @@ class Workload:
         """Mean requests/s; 0 if all arrive at once."""
         return (len(self.arrivals) - 1) / self.duration_s if self.duration_s else 0.0
 
-    def noted(self, arrivals: Sequence[Arrival], note: str) -> "Workload":
+    def with_note(self, arrivals: Sequence[Arrival], note: str) -> "Workload":
         """The workload with other arrivals and one more note."""
         return replace(self, arrivals=tuple(arrivals), notes=(*self.notes, note))

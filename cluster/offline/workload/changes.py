@@ -64,21 +64,21 @@ def at_rate(workload: Workload, rate: float) -> Workload:
 def _divided(workload: Workload, factor: float, note: str) -> Workload:
     if not 0.0 < factor < math.inf:
         raise WorkloadError(f"{workload.name} cannot be {note}; rates and factors are above 0")
-    return workload.noted([replace(each, at_s=each.at_s / factor) for each in workload.arrivals], note)
+    return workload.with_note([replace(each, at_s=each.at_s / factor) for each in workload.arrivals], note)
 
 
 def redrawn(workload: Workload, process: Process, seed: int) -> Workload:
     """The same requests in the same order at generated times, as in the Splitwise study."""
     times = process.times(random.Random(f"{workload.name}, gaps, {seed}"))
     moved = [replace(each, at_s=at_s) for each, at_s in zip(workload.arrivals, times, strict=False)]
-    return workload.noted(moved, f"arrivals generated again: {process}")
+    return workload.with_note(moved, f"arrivals generated again: {process}")
 
 
 def resampled(workload: Workload, count: int, rate: float, seed: int) -> Workload:
     """`count` requests with lengths drawn from this workload's, Poisson at `rate`. They share no prefixes."""
     lengths = Resampled.of(workload.arrivals)
     sample = synthetic(workload.name, Poisson(rate), lengths, key=workload.name, seed=seed, count=count)
-    return workload.noted(sample.arrivals, f"{count} requests with lengths drawn from it, Poisson at {rate:g}/s")
+    return workload.with_note(sample.arrivals, f"{count} requests with lengths drawn from it, Poisson at {rate:g}/s")
 
 
 def tick_s(times: Sequence[float]) -> float:
@@ -105,14 +105,14 @@ def jittered(workload: Workload, tick: float, seed: int) -> Workload:
         room_s = min(tick, next_s - begin_s)
         offsets = sorted(source.random() * room_s for _ in together)
         moved += [replace(each, at_s=min(begin_s + off, next_s)) for each, off in zip(together, offsets, strict=True)]
-    return workload.noted(moved, f"spread evenly inside ticks of {tick:.4g} s (seed {seed})")
+    return workload.with_note(moved, f"spread evenly inside ticks of {tick:.4g} s (seed {seed})")
 
 
 def first(workload: Workload, count: int) -> Workload:
     """The first `count` requests; all, if there are fewer."""
     if count > len(workload.arrivals):
         return workload
-    return workload.noted(workload.arrivals[: max(count, 0)], f"the first {count} requests")
+    return workload.with_note(workload.arrivals[: max(count, 0)], f"the first {count} requests")
 
 
 def window(workload: Workload, begin_s: float, end_s: float) -> Workload:
@@ -123,7 +123,7 @@ def window(workload: Workload, begin_s: float, end_s: float) -> Workload:
             f"{workload.name} has no requests from {begin_s:g} s to {end_s:g} s; its last arrives at "
             f"{workload.arrivals[-1].at_s:g} s"
         )
-    return workload.noted(kept, f"from {begin_s:g} s to {end_s:g} s")
+    return workload.with_note(kept, f"from {begin_s:g} s to {end_s:g} s")
 
 
 def clipped(workload: Workload, context_tokens: int) -> Workload:
@@ -133,7 +133,9 @@ def clipped(workload: Workload, context_tokens: int) -> Workload:
     cut = [_clip(each, context_tokens, workload.block_tokens) for each in workload.arrivals]
     count = sum(new is not old for new, old in zip(cut, workload.arrivals, strict=True))
     return (
-        workload.noted(cut, f"{count} of {len(cut)} requests clipped to {context_tokens} tokens") if count else workload
+        workload.with_note(cut, f"{count} of {len(cut)} requests clipped to {context_tokens} tokens")
+        if count
+        else workload
     )
 
 
@@ -155,7 +157,7 @@ def fitting(workload: Workload, context_tokens: int) -> Workload:
     if not dropped:
         return workload
     note = f"{dropped} of {len(workload.arrivals)} requests longer than {context_tokens} tokens dropped"
-    return workload.noted(kept, note)
+    return workload.with_note(kept, note)
 
 
 def with_distinct_prompts(workload: Workload, number: int) -> Workload:

@@ -124,5 +124,5 @@ def _spread(workload: Workload, options: WorkloadOptions, seed: int, ticked: boo
     if not tick:
         return workload
     if wish == "off":
-        return workload.noted(workload.arrivals, f"arrivals left on their ticks of {tick:.4g} s")
+        return workload.with_note(workload.arrivals, f"arrivals left on their ticks of {tick:.4g} s")
     return changes.jittered(workload, tick, seed)

@@ -218,7 +218,7 @@ class RequestQueue:
         for _, level in sorted(self._levels.items()):
             yield from (queued for queued in level.in_order(now_s) if queued.claim_s > now_s)
 
-    def hopeless(self, now_s: float) -> list[QueuedRequest]:
+    def to_reject(self, now_s: float) -> list[QueuedRequest]:
         """Requests to refuse, because they can no longer meet their deadline."""
         found = []
         for level in self._levels.values():

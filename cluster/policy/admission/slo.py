@@ -104,7 +104,7 @@ class SLOAdmission(Admission):
         worker = _worker(ask, placement.prefill)
         stats, sent = worker.stats, ask.sent_to(worker.name)
         idle = not (stats.waiting or stats.running or stats.reserved or sent.sequences)
-        return idle and not self._latency.is_sure(worker) and not self._active.prefilling(worker.name)
+        return idle and not self._latency.has_costs(worker) and not self._active.prefilling(worker.name)
 
     def _no_slot(
         self, ask: PlacementRequest, placement: Placement, decode: WorkerView, most_s: float, more: int = 0
@@ -151,7 +151,7 @@ class SLOAdmission(Admission):
     def _impossible(self, ask: PlacementRequest, decode: WorkerView) -> str:
         """Why waiting does not help: even an empty worker would miss the TPOT SLO. Empty: it helps."""
         slo_s = ask.request.slo.tpot_s
-        if slo_s is None or ask.tokens_left == 1 or not self._latency.is_sure(decode):
+        if slo_s is None or ask.tokens_left == 1 or not self._latency.has_costs(decode):
             return ""
         alone_s = self._latency.step_seconds(decode, 1, ask.request.num_tokens)
         if alone_s <= slo_s:

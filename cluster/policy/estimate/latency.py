@@ -21,7 +21,7 @@ _MAX_PROMPT_SHARE = 0.3  # of an answer's time: with more of it spent on prompts
 _MAX_STEPS = 32  # of one answer that count as samples
 WHOLE_PROMPTS = ("static", "orca", "prefill-first")  # batching policies that do not cut prompts
 APART = ("static", "prefill-first", "prefill-only")  # batching policies whose steps with prompts have no decodes
-LEAST_CHUNK = 16  # prompt tokens; a smaller chunk beside decodes does not pay
+MIN_CHUNK = 16  # prompt tokens; a smaller chunk beside decodes does not pay
 ADAPTER_BYTES_S = 1e9  # at which workers load adapters, as assumed: a file in memory takes less, one on a disk more
 _YARDSTICK = 1024  # prompt tokens by which the speeds of pools are compared
 _MAX_SCALED = 1024  # scaled cost models in memory
@@ -79,7 +79,7 @@ class LatencyPredictor:
         self._scaled: dict[tuple[str, float], CostModel] = {}  # pool, ratio -> its costs times that
         self._now_s = 0.0  # the latest time seen
 
-    def is_sure(self, worker: WorkerView) -> bool:
+    def has_costs(self, worker: WorkerView) -> bool:
         """Whether the worker's pool has a `cost`."""
         return self._pools[worker.pool].is_given
 
@@ -89,8 +89,8 @@ class LatencyPredictor:
 
     def knows(self, prefill: WorkerView, decode: WorkerView) -> bool:
         """Whether predictions for these two workers rest on more than default costs."""
-        prompts = self.is_sure(prefill) or prefill.name in self._prompts
-        return prompts and (self.is_sure(decode) or decode.name in self._steps or _decodes(decode))
+        prompts = self.has_costs(prefill) or prefill.name in self._prompts
+        return prompts and (self.has_costs(decode) or decode.name in self._steps or _decodes(decode))
 
     def kv_tokens(self, worker: WorkerView) -> int:
         """Tokens that fit into the worker's KV pool."""
@@ -320,11 +320,11 @@ def _chunk(pool: _Pool, cost: CostModel, num_tokens: int, cached_tokens: int, de
     context_tokens, midway = decodes.context_tokens, cached_tokens + num_tokens // 2
     for each in (cost,) if cost is pool.cost else (cost, pool.cost):
         within = each.prompt_tokens_within(bound_s * pool.margin, midway, (), batch, context_tokens)
-        if within >= min(LEAST_CHUNK, num_tokens):
+        if within >= min(MIN_CHUNK, num_tokens):
             return min(budget, max(1, within)), True
     loose_s = MISSED_SLO_SLOWDOWN * cost.decode_seconds(batch, context_tokens)
     within = cost.prompt_tokens_within(loose_s, midway, (), batch, context_tokens)
-    return min(budget, max(LEAST_CHUNK, within)), False
+    return min(budget, max(MIN_CHUNK, within)), False
 
 
 def _foreign_tokens(ask: PlacementRequest, worker: WorkerView, ours: WorkerLoad) -> int:

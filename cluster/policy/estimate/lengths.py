@@ -99,7 +99,7 @@ class LearnedLengths:
         seen = len(request.generated)
         most = seen + longest_answer(request)
         for group in self._groups(request):
-            if group is not None and group.num >= _ENOUGH and group.curve.num_beyond(seen) >= _ENOUGH:
+            if group is not None and group.num >= _ENOUGH and group.curve.num_longer(seen) >= _ENOUGH:
                 return group.curve, seen, most
         return None, seen, most
 

@@ -99,7 +99,7 @@ class Curve:
         sums = (_straight_sum(*knots) for knots in zip(lengths, lengths[1:], shares, shares[1:], strict=False))
         self._sums = list(accumulate(sums, initial=0.0))  # of the shares at all lengths before each knot
 
-    def num_beyond(self, length: int) -> float:
+    def num_longer(self, length: int) -> float:
         """Weight of longer samples, in units of the newest one."""
         return self._beyond[bisect_right(self._ends, length)]
 

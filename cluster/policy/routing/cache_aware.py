@@ -22,7 +22,7 @@ def prompt_of(request: Request) -> tuple[int, ...]:
 class CacheAware(LeastLoaded):
     """Looks prompts up in the prefix index: what workers reported, and what this gateway sent them."""
 
-    wants_caches: ClassVar[bool] = True
+    uses_prefix_index: ClassVar[bool] = True
 
     def __init__(self, latency: LatencyPredictor, index: PrefixIndex) -> None:
         self.latency = latency

@@ -14,7 +14,7 @@ from cluster.spec import ClusterSpec
 from diptych.view import WorkerState, WorkerView
 from workers.config import KEPT_SHARE, SPAN
 
-MOST_LENDERS = 8  # of a request
+MAX_LENDERS = 8  # of a request
 UNSEEN_S = 2.0  # statistics may not show a request yet that began so recently
 
 
@@ -43,7 +43,7 @@ class Lending:
             if worker.pool in self._dtypes:
                 size, capacity = self._block_sizes[worker.pool], worker.capacity_tokens
                 memories[self._dtypes[worker.pool]].append(Memory(capacity - size, int((1 - KEPT_SHARE) * capacity)))
-        largest = (sorted(each)[-MOST_LENDERS - 1 :] for each in memories.values() if len(each) > 1)
+        largest = (sorted(each)[-MAX_LENDERS - 1 :] for each in memories.values() if len(each) > 1)
         longest = max((min(_room(one, each) for one in each) for each in largest), default=0)
         return longest if self._limit is None else min(longest, self._limit)
 
@@ -74,7 +74,7 @@ class Lending:
                 and memory[worker.name].lent >= SPAN
                 and self._dtypes[worker.pool] == self._dtypes[borrower.pool]
                 and ask.view.linked(borrower.name, worker.name)
-            ][:MOST_LENDERS]
+            ][:MAX_LENDERS]
             together = [memory[name] for name in (borrower.name, *lenders)]
             if lenders and _room(together[0], together) - promised > ask.request.num_tokens:
                 reason = "longer than any worker's KV pool: others hold a part"

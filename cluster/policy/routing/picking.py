@@ -39,13 +39,13 @@ class PerPhaseRouter(Router):
         while prefills and decodes:
             prefill = self.pick_prefill(ask, beside(ask, prefills))
             if linked := [worker for worker in decodes if ask.view.linked(prefill.name, worker.name)]:
-                return self.placed(ask, prefill, self.pick_decode(ask, roomy(ask, linked)), self.reason)
+                return self.placed(ask, prefill, self.pick_decode(ask, with_room(ask, linked)), self.reason)
             prefills.remove(prefill)
         if mixed:
-            worker = self.pick_whole(ask, beside(ask, roomy(ask, mixed)))
+            worker = self.pick_whole(ask, beside(ask, with_room(ask, mixed)))
             return self.placed(ask, worker, worker, f"{self.reason}: mixed worker")
         if ask.alone and (either := fitting(ask)):
-            worker = self.pick_whole(ask, roomy(ask, either))
+            worker = self.pick_whole(ask, with_room(ask, either))
             return self.placed(ask, worker, worker, "no linked pair is ready: one worker does both")
         return None
 
@@ -84,7 +84,7 @@ def fitting(ask: PlacementRequest) -> list[WorkerView]:
     ]
 
 
-def roomy(ask: PlacementRequest, workers: Sequence[WorkerView]) -> list[WorkerView]:
+def with_room(ask: PlacementRequest, workers: Sequence[WorkerView]) -> list[WorkerView]:
     """The workers with room for the longest allowed answer; if there are none, those with the most room."""
     longest = max((worker.capacity_tokens for worker in workers), default=0)
     needed = ask.needed_tokens(longest)

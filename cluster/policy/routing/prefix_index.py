@@ -5,7 +5,7 @@
     matches         {a: 384, b: 256}
 
 A lookup walks the chain once for all workers whose names have the same spacing. A worker's names are as many as its
-blocks; all of them together at most `MOST_NAMES` in a tier. What one worker knows to be on a remote server, all that
+blocks; all of them together at most `MAX_NAMES` in a tier. What one worker knows to be on a remote server, all that
 use this server can read. Pure: time is an argument.
 """
 
@@ -21,9 +21,9 @@ from workers.kv_events import GRAIN, KV_TIERS, KVEvents, NameChanges, chain
 __all__ = ["GRAIN", "Match", "PrefixIndex", "chain"]
 
 EXPECT_S = 1.0  # longer than cache events take to arrive
-MOST_ANSWERS = 8192  # whose last tokens are remembered
+MAX_ANSWERS = 8192  # whose last tokens are remembered
 _FEW = 12  # set bits up to which finding them one by one is faster
-MOST_NAMES = 1 << 24  # of each tier: 134 million blocks of 16 tokens, 1.6 GiB
+MAX_NAMES = 1 << 24  # of each tier: 134 million blocks of 16 tokens, 1.6 GiB
 _MAX_SHAPES = 1 << 16
 _MAX_GROUPS = 1 << 10
 _TO_FLAGS = bytes.maketrans(b"01", b"\0\1")
@@ -89,10 +89,10 @@ class _Holders(dict[int, Bits]):
 class _TierIndex:
     """One cache tier: the holders of each name, and the names each worker may hold, for when it goes away."""
 
-    def __init__(self, most_names: int) -> None:
+    def __init__(self, max_names: int) -> None:
         self.holders = _Holders()
         self.dropped = 0  # names that did not fit
-        self._most_names = most_names
+        self._max_names = max_names
         self._names: dict[Bits, array[int]] = {}
         self._least: dict[Bits, int] = {}  # number of names below which compaction does not pay
 
@@ -102,7 +102,7 @@ class _TierIndex:
         if not changes.added:
             return
         added = changes.added
-        if len(self.holders) + len(added) > self._most_names:  # the index is full: what is new is not known
+        if len(self.holders) + len(added) > self._max_names:  # the index is full: what is new is not known
             added = tuple(name for name in added if name in self.holders)
             self.dropped += len(changes.added) - len(added)
         names = self._names.setdefault(bit, array("Q"))
@@ -127,13 +127,13 @@ class PrefixIndex:
     once it is computed or abandoned. It then counts for another `expect_s`, until the worker's events have arrived.
     """
 
-    def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S, most_names: int = MOST_NAMES) -> None:
+    def __init__(self, grain: int = GRAIN, expect_s: float = EXPECT_S, max_names: int = MAX_NAMES) -> None:
         self.grain = grain
         self._expect_s = expect_s
-        self._device = _TierIndex(most_names)
-        self._host = _TierIndex(most_names)
-        self._disk = _TierIndex(most_names)
-        self._remote = _TierIndex(most_names)
+        self._device = _TierIndex(max_names)
+        self._host = _TierIndex(max_names)
+        self._disk = _TierIndex(max_names)
+        self._remote = _TierIndex(max_names)
         self._tiers = (self._device, self._host, self._disk, self._remote)
         self._sharing: dict[str, Bits] = {}  # remote server -> the workers that read from it
         self._readers: dict[Bits, Bits] = {}  # who told of a block on a server -> who can read it
@@ -329,7 +329,7 @@ class PrefixIndex:
             return
         self._answers.pop(names[-1], None)
         self._answers[names[-1]] = 1 << slot, tuple(tokens[len(names) * self.grain : -1])
-        if len(self._answers) > MOST_ANSWERS:
+        if len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
     # ---- prompts sent by this gateway ---------------------------------------------------------------------------

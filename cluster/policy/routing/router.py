@@ -123,11 +123,11 @@ class Enqueue:
 class Router(ABC):
     """Chooses workers. `links_all`: it may pair any two workers, whatever their roles, so all pairs need links.
 
-    `wants_caches`: it reads the prefix index, so the dispatcher must poll workers for cache events.
+    `uses_prefix_index`: it reads the prefix index, so the dispatcher must poll workers for cache events.
     """
 
     links_all: ClassVar[bool] = False
-    wants_caches: ClassVar[bool] = False
+    uses_prefix_index: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, ask: PlacementRequest) -> Placement | None:

@@ -47,8 +47,8 @@ class Requeue:
             self._update_prediction(worker)
         waits_s = [self._waits_s(worker.name, now_s) for worker in ready]
         waits_s.sort(key=lambda waits: -max(waits.values(), default=0.0))
-        least_s = max(waits_s[-1].values(), default=0.0) + GAIN * (self._ttft_s or 0.0)
-        found = [[key for key, wait_s in waits.items() if wait_s > least_s] for waits in waits_s]
+        min_s = max(waits_s[-1].values(), default=0.0) + GAIN * (self._ttft_s or 0.0)
+        found = [[key for key, wait_s in waits.items() if wait_s > min_s] for waits in waits_s]
         return [keys[::-1] for keys in found if keys]
 
     def better_placement(self, ask: PlacementRequest, key: str, choose: Choose) -> Placement | None:

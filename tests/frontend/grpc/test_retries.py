@@ -18,7 +18,7 @@ from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_cont
 from tests.frontend.grpc.relay import relayed
 from workers.request import Request, TokenLogprobs
 
-QUICK = Retry(patience_s=10.0, wait_s=0.01, most_wait_s=0.05)
+QUICK = Retry(patience_s=10.0, wait_s=0.01, max_wait_s=0.05)
 
 
 def drawn(request: Request) -> bytes:
@@ -116,7 +116,7 @@ async def test_without_retry_the_first_failure_is_raised(client: AsyncClient, di
 
 async def test_retries_end_with_patience_or_deadline(client: AsyncClient, dispatcher: FakeDispatcher) -> None:
     dispatcher.error = Rejected("no room", 0.01)
-    short = Retry(patience_s=0.2, wait_s=0.01, most_wait_s=0.05)
+    short = Retry(patience_s=0.2, wait_s=0.01, max_wait_s=0.05)
     async with AsyncClient(client.endpoint, retry=short) as patient, asyncio.timeout(5):
         with pytest.raises(DiptychError, match="no room"):
             await patient.complete("hello")

@@ -10,7 +10,7 @@ from unittest import mock
 
 from diptych.v1 import common_pb2, inference_pb2
 
-MOST_S = 0.1  # that nobody's token may be late because of what another client sends
+MAX_S = 0.1  # that nobody's token may be late because of what another client sends
 SIZE = 2 << 20
 OK = b'{"messages":[{"role":"user","content":"hi"}],"max_tokens":1'
 LAST = b'{"role":"user","content":"hi"}]}'
@@ -31,7 +31,7 @@ class Longest:
 @contextmanager
 def longest_callback() -> Iterator[Longest]:
     """Of all callbacks that run meanwhile. As in a gateway, garbage collection passes over what is there already:
-    a full collection of the objects of a test process alone can take longer than MOST_S.
+    a full collection of the objects of a test process alone can take longer than MAX_S.
     """
     longest, run = Longest(), asyncio.Handle._run
 

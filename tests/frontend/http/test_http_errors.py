@@ -17,13 +17,13 @@ from tests.frontend.http.opened import Clients, opened
 
 ASK = {"prompt": "hello", "max_tokens": 4}
 HUGE = json.dumps({"prompt": ["hi"] * 4, "max_tokens": 3000, "stream": True, "n": 2, "logprobs": 20}).encode()
-MOST_PROMPT_BYTES = 20_000
+MAX_PROMPT_BYTES = 20_000
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 @pytest.fixture
 async def there(dispatcher: FakeDispatcher) -> AsyncIterator[Clients]:
-    async with opened(dispatcher, max_requests=8, max_prompt_bytes=MOST_PROMPT_BYTES) as (clients, _):
+    async with opened(dispatcher, max_requests=8, max_prompt_bytes=MAX_PROMPT_BYTES) as (clients, _):
         yield clients
 
 
@@ -36,7 +36,7 @@ def idle() -> FakeDispatcher:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def refusing(idle: FakeDispatcher) -> AsyncIterator[Clients]:
     """One server for all that it only refuses."""
-    async with opened(idle, max_requests=8, max_prompt_bytes=MOST_PROMPT_BYTES) as (clients, _):
+    async with opened(idle, max_requests=8, max_prompt_bytes=MAX_PROMPT_BYTES) as (clients, _):
         yield clients
 
 
@@ -502,8 +502,8 @@ async def test_an_unknown_path_is_not_found(there: Clients) -> None:
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("/tokenize", {"prompt": "a" * (MOST_PROMPT_BYTES + 1)}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a" * (MOST_PROMPT_BYTES + 1)}]}, "messages"),
+        ("/tokenize", {"prompt": "a" * (MAX_PROMPT_BYTES + 1)}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * (MAX_PROMPT_BYTES + 1)}]}, "messages"),
         ("/detokenize", {"tokens": [256]}, "tokens"),
         ("/detokenize", {"tokens": [1] * 8193}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),

@@ -273,7 +273,7 @@ def test_each_format_of_reasoning(name: str, text: str, reasoning: str, content:
 
 def test_after_the_last_call_that_is_wanted_the_text_is_dropped() -> None:
     text, *_ = WRITTEN["hermes"][0]
-    found = parsed(form("hermes"), [text + "And more."], most_calls=1)
+    found = parsed(form("hermes"), [text + "And more."], max_calls=1)
     assert (found.content, [each.name for each in found.calls]) == ("I look.\n", ["look"])
 
 

@@ -80,7 +80,7 @@ async def until(subject: Subject, expression: str, value: float) -> None:
         ('sum(diptych_ledger_seconds_count{part="prefill_compute"})', ANSWERS),
         ("sum(diptych_transfer_bytes_count)", ANSWERS),
         ("sum(max by (worker) (diptych_worker_transfers_total))", ANSWERS),
-        ("sum(max by (worker) (diptych_worker_prefix_sought_tokens_total))", 2 * PROMPT_TOKENS),
+        ("sum(max by (worker) (diptych_worker_prefix_query_tokens_total))", 2 * PROMPT_TOKENS),
         ('sum(diptych_slo_requests_total{class="fast", kind="both", attained="yes"})', 4),
         ('sum(diptych_slo_requests_total{class="hopeless", kind="ttft", attained="no"})', 3),
         ('max(diptych_workers{role="decode", state="ready"})', 2),

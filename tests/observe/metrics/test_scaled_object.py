@@ -15,7 +15,7 @@ from tests.observe.metrics.boards import names
 from tests.observe.metrics.prometheus import promtool
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "kubernetes.md"
-SERIES = "diptych_pool_wanted_workers"
+SERIES = "diptych_pool_target_workers"
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_vllm_metrics_equal_ours(texts: list[str]) -> None:
         ("vllm:inter_token_latency_seconds_count", "diptych_inter_token_seconds_count"),
         ("vllm:e2e_request_latency_seconds_sum", "diptych_request_seconds_sum"),
         ("vllm:nixl_bytes_transferred_sum", "diptych_transfer_bytes_sum"),
-        ("vllm:prefix_cache_queries_total", "diptych_worker_prefix_sought_tokens_total"),
+        ("vllm:prefix_cache_queries_total", "diptych_worker_prefix_query_tokens_total"),
     ):
         assert value(text, theirs) == pytest.approx(value(text, ours)) and value(text, ours) > 0, theirs
     parts = ("prefill", "decode", "inference")
@@ -187,18 +187,18 @@ TOLD = {
     "running_requests": 3, "waiting_requests": 2, "reserved_requests": 4, "queued_tokens": 1, "kv_blocks": 100,
     "kv_used_blocks": 40, "kv_cached_blocks": 7, "kv_quarantined_blocks": 8, "leases": 5, "step_seconds": 0.5,
     "bubble_ratio": 0.25, "adapters": 2, "memory_bytes": 21, "steps_total": 10, "preemptions_total": 11,
-    "prefix_sought_tokens_total": 13, "prefix_found_tokens_total": 62,
+    "prefix_query_tokens_total": 13, "prefix_hit_tokens_total": 62,
     "cache_hit_tokens_total": 62, "cache_saved_seconds_total": 39.5, "cache_lent_tokens_total": 44,
     "cache_blocks": 24, "cache_capacity_blocks": 25, "cache_healthy": 1,
     "cache_pinned_blocks": 33,
     "cache_read_bytes_total": 28, "cache_written_bytes_total": 29, "cache_dropped_blocks_total": 30,
-    "cache_late_total": 31, "cache_failures_total": 32,
+    "cache_timeouts_total": 31, "cache_failures_total": 32,
     "expired_leases_total": 12, "lent_blocks": 34, "borrowed_blocks": 35, "expired_loans_total": 36,
     "loan_blocks": 46, "loan_bytes": 47, "loan_oldest_seconds": 48.5, "loans_total": 49, "loan_recalls_total": 50,
     "loan_refusals_total": 103, "non_finite_requests_total": 23,
     "transfers_total": 15, "failed_transfers_total": 16,
     "corrupt_transfers_total": 17, "transfer_bytes_total": 18, "transfer_descriptors_total": 19,
-    "transfer_seconds_total": 20.5, "restarts_total": 45, "failures_in_a_row": 3, "role": 2,
+    "transfer_seconds_total": 20.5, "restarts_total": 45, "consecutive_failures": 3, "role": 2,
 }  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_live_workers_export_statistics_and_dead_ones_role_and_failures() -> Non
     assert refused == dict.fromkeys(REFUSALS, 0) | {"dtype": 51, "no-room": 52}
     assert value(text, "diptych_workers", role="decode", state="ready") == 1
     assert value(text, "diptych_workers", role="decode", state="dead") == 1
-    assert (value(text, "diptych_pool_workers"), value(text, "diptych_pool_wanted_workers")) == (1, 3)
+    assert (value(text, "diptych_pool_workers"), value(text, "diptych_pool_target_workers")) == (1, 3)
     theirs = ("kv_cache_usage_perc", "num_preemptions_total", "nixl_num_failed_transfers_total")
     assert [value(text, f"vllm:{name}") for name in theirs] == [pytest.approx(0.4), 11, 16]
     assert value(text, "vllm:nixl_num_kv_expired_reqs_total") == 12

@@ -12,7 +12,7 @@ from workers.ops import narrow
 from workers.ops.linear.dense import Linear
 
 MULTIPLE = 16  # of rows and columns of W, as cuBLASLt requires
-LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
 class FP8Linear:
@@ -58,7 +58,7 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     """Multiplies some rows of `dtype`. Raises `ModelError` unless `device` is a GPU that can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         raise ModelError(
             f"engine.weights is fp8, which needs a GPU of compute capability 8.9 or more (Ada, Hopper); on {device} "
             "leave it out" + (", or take int8" if device.type == "cpu" else "")

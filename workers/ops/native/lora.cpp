@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t MOST_RANK = 256, ALONE = 1 << 16;  // multiplications up to which one thread computes alone
+constexpr int64_t MAX_RANK = 256, ALONE = 1 << 16;  // multiplications up to which one thread computes alone
 
 struct Entry {
     const float* a;  // [in, rank rounded up to 16]
@@ -50,7 +50,7 @@ void add_products(int64_t rows, const float* const* x, const float* w, int64_t d
 void change(const float* x, int64_t in, float* y, int64_t out, const int32_t* rows, int64_t count,
             const Entry& entry) {
     int64_t width = (entry.rank + 15) / 16 * 16;
-    alignas(64) float inner[ROW_TILE * MOST_RANK];
+    alignas(64) float inner[ROW_TILE * MAX_RANK];
     std::memset(inner, 0, count * width * sizeof(float));
     const float *from[ROW_TILE], *between[ROW_TILE];
     float *shrunk[ROW_TILE], *to[ROW_TILE];

@@ -15,7 +15,7 @@ from cluster.policy.active_requests import ActiveRequests
 from cluster.policy.estimate.latency import LatencyPredictor
 from cluster.policy.estimate.lengths import longest_answer
 from cluster.policy.routing.baselines.load_based import LeastLoaded
-from cluster.policy.routing.picking import fitting, queued_tokens, roomy
+from cluster.policy.routing.picking import fitting, queued_tokens, with_room
 from cluster.policy.routing.router import Placement, PlacementRequest
 from cluster.spec import Role
 from diptych.view import WorkerView
@@ -40,13 +40,13 @@ class Splitwise(LeastLoaded):
         if ask.tokens_left == 1 or ask.beside or not (prompts or tokens):
             return super().choose(ask)
         prefill = self._shortest(ask, prompts) or self._shortest(ask, mixed)
-        decode = self._roomiest(ask, roomy(ask, tokens)) or self._roomiest(ask, roomy(ask, mixed))
+        decode = self._roomiest(ask, with_room(ask, tokens)) or self._roomiest(ask, with_room(ask, mixed))
         if prefill is None and tokens:
             prefill = min(tokens, key=lambda worker: _pending(ask, worker))
         if decode is None and prompts:
-            decode = min(roomy(ask, prompts), key=self._memory)
+            decode = min(with_room(ask, prompts), key=self._memory)
         if prefill is None or decode is None:
-            least = min(roomy(ask, fitting(ask)), key=lambda worker: _pending(ask, worker))
+            least = min(with_room(ask, fitting(ask)), key=lambda worker: _pending(ask, worker))
             return self.placed(ask, least, least, "all machines are full: fewest pending tokens")
         if prefill is not decode and not ask.view.linked(prefill.name, decode.name):
             return super().choose(ask)

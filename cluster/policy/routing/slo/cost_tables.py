@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cluster.policy.estimate.latency import APART, LEAST_CHUNK, WHOLE_PROMPTS
+from cluster.policy.estimate.latency import APART, MIN_CHUNK, WHOLE_PROMPTS
 from cluster.policy.routing.slo.worker_estimate import MAX_FULL
 from workers.config import ADAPTIVE_MARGIN, MISSED_SLO_SLOWDOWN, EngineConfig
 from workers.costs import CostModel
@@ -137,11 +137,11 @@ class CostColumns:
         most, each_s = max(self.most_tokens - batch, 1.0), self.empty_s * ratio
         if batch and self.has_mixed_steps:
             token_s = max(work_s, 1e-12) / tokens
-            chunk, each_s, least = (bound_s - step_s) / token_s, step_s, min(LEAST_CHUNK, tokens)
+            chunk, each_s, least = (bound_s - step_s) / token_s, step_s, min(MIN_CHUNK, tokens)
             if chunk < least:
                 chunk = (bound_s * ratio - step_s) / token_s  # costs as given
             if chunk < least:
-                chunk = max((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK)
+                chunk = max((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, MIN_CHUNK)
             most = min(most, chunk)
         return work_s + math.ceil(tokens / min(most, tokens)) * each_s
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
 from cluster.policy.estimate.latency import LatencyPredictor
-from cluster.policy.routing.picking import beside, fitting, roomy
+from cluster.policy.routing.picking import beside, fitting, with_room
 from cluster.policy.routing.prefix_index import Match
 from cluster.policy.routing.router import PlacementRequest
 from cluster.policy.routing.slo.worker_estimate import DECODE, PREFILL, PromptSide
@@ -31,16 +31,16 @@ class AllWorkers:
         yield [worker for worker in workers if worker.role is not DECODE]
         yield [worker for worker in workers if worker.role is DECODE]
 
-    def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
+    def available_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
         return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
 
     def mixed(self, slo: SLO, early: float) -> list[WorkerView]:
         return []  # mixed workers are candidates of both phases anyway
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
-        yield roomy(self._ask, [worker for worker in self._workers if worker.role is not PREFILL])
+        yield with_room(self._ask, [worker for worker in self._workers if worker.role is not PREFILL])
         if alone:
-            yield roomy(self._ask, [worker for worker in self._workers if worker.role is PREFILL])
+            yield with_room(self._ask, [worker for worker in self._workers if worker.role is PREFILL])
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         kv_dtype = self._latency.engine(self.worker(reader)).dtype

@@ -194,7 +194,7 @@ class SLORouter(CacheAware):
             return False
         self._forget(ask.now_s)
         span_s = min(RECENT_S, max(1.0, ask.now_s - self._first_s))
-        others = candidates.able_speed(slo, list(sides.values()), speed_of) - max(asked)
+        others = candidates.available_speed(slo, list(sides.values()), speed_of) - max(asked)
         return others > 1e-9 and self._recent_s / span_s <= MAX_PREFILL_LOAD * others
 
     def _forget(self, now_s: float) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.policy.active_requests import ActiveRequests
-from cluster.policy.estimate.latency import LEAST_CHUNK, LatencyPredictor
+from cluster.policy.estimate.latency import MIN_CHUNK, LatencyPredictor
 from cluster.policy.routing.prefix_index import NO_MATCH, Depth, Match, PrefixIndex
 from cluster.policy.routing.router import PlacementRequest, SentWork
 from cluster.policy.routing.slo.cost_tables import TOP_BATCH, CostColumns, OwnLoad, PromptSettings, ReportedLoad
@@ -368,7 +368,7 @@ class ShortlistedWorkers:
         if not (fits & is_able).any():
             yield self._best(ttft_s, fits, 1)
 
-    def able_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
+    def available_speed(self, slo: SLO, sides: Sequence[PromptSide], speed_of: Callable[[WorkerView], float]) -> float:
         """Speed of all prefill and mixed workers that have time for prompts, in units of the fastest pool's worker."""
         if self._sample_worker() is not None:
             return sum(speed_of(self.worker(side.name)) for side in sides if has_time(side))
@@ -378,7 +378,7 @@ class ShortlistedWorkers:
     def mixed(self, slo: SLO, early: float) -> list[WorkerView]:
         """Mixed workers for both phases, whose first token comes within this share of its SLO."""
         table = self._table
-        able = self._roomy(self._fits & table.is_decode_home) & table.is_mixed
+        able = self._with_room(self._fits & table.is_decode_home) & table.is_mixed
         if not np.count_nonzero(able):
             return []
         if (sample_worker := self._sample_worker()) is not None:
@@ -394,19 +394,19 @@ class ShortlistedWorkers:
 
     def decodes(self, *, alone: bool) -> Iterator[list[WorkerView]]:
         """For decode: with room, first no prefill workers, then these if they may decode; then without room."""
-        home = self._roomy(self._fits & self._table.is_decode_home)
+        home = self._with_room(self._fits & self._table.is_decode_home)
         tpot_s, room = self._tpot_s(), self._has_room()
         yield self._best(tpot_s, home & room, 2)
-        able = home | self._roomy(self._fits & self._table.is_prefill) if alone else home
+        able = home | self._with_room(self._fits & self._table.is_prefill) if alone else home
         yield self._best(tpot_s, able & self._table.is_prefill & room, 2) + self._best(tpot_s, home & ~room, 1)
         if not (able & room).any():
             yield self._best(tpot_s, able, 1)
 
-    def _roomy(self, mask: Flags) -> Flags:
-        """As `picking.roomy`."""
+    def _with_room(self, mask: Flags) -> Flags:
+        """As `picking.with_room`."""
         capacity = self._table.capacity
-        roomy: Flags = mask & (capacity >= self._ask.needed_tokens(int(capacity[mask].max(initial=0))))
-        return roomy
+        with_room: Flags = mask & (capacity >= self._ask.needed_tokens(int(capacity[mask].max(initial=0))))
+        return with_room
 
     def prefix_owner(self, own_tokens: int, reader: str) -> tuple[int, str] | None:
         """The worker that can lend the most tokens, above `own_tokens`, of the reader's dtype and linked to it.
@@ -501,13 +501,13 @@ def beside(
     """
     is_busy = batch * settings.has_mixed_steps > 0.0
     bound_s = np.where(is_busy, bound_s, np.inf)
-    token_s, least = np.maximum(work_s, 1e-12) / tokens, np.minimum(float(LEAST_CHUNK), tokens)
+    token_s, least = np.maximum(work_s, 1e-12) / tokens, np.minimum(float(MIN_CHUNK), tokens)
     chunk = (bound_s - step_s) / token_s
     is_able = chunk >= least
     if not is_able.all():
         chunk = np.where(is_able, chunk, (bound_s * ratio - step_s) / token_s)  # uncorrected costs
         is_able = chunk >= least
-        chunk = np.where(is_able, chunk, np.maximum((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, LEAST_CHUNK))
+        chunk = np.where(is_able, chunk, np.maximum((MISSED_SLO_SLOWDOWN - 1) * step_s / token_s, MIN_CHUNK))
     chunk = np.minimum(np.minimum(chunk, np.maximum(settings.most_tokens - batch, 1.0)), tokens)
     each_s = np.where(is_busy, step_s, settings.empty_s * ratio)
     return work_s + np.ceil(tokens / chunk) * each_s, is_able

@@ -10,7 +10,7 @@ from operator import itemgetter
 from msgspec import Struct
 
 from cluster.policy.active_requests import ActiveRequests, Work, WorkerLoad
-from cluster.policy.estimate.latency import LEAST_CHUNK, Decodes, LatencyPredictor
+from cluster.policy.estimate.latency import MIN_CHUNK, Decodes, LatencyPredictor
 from cluster.policy.estimate.links import MeasuredLinks
 from cluster.policy.routing.prefix_index import Match
 from cluster.policy.routing.router import PlacementRequest
@@ -111,7 +111,7 @@ class WorkerEstimate:
         has_room = num_tokens + answer <= free_tokens - (1 - MAX_FULL) * capacity
         leaves_time = True
         if tpot_slo_s is not None and worker.role is PREFILL:
-            leaves_time = latency.cost(worker).mixed_seconds(((LEAST_CHUNK, 0),), batch, context) <= tpot_slo_s
+            leaves_time = latency.cost(worker).mixed_seconds(((MIN_CHUNK, 0),), batch, context) <= tpot_slo_s
         tpot_s = latency.step_seconds(worker, batch, context)
         load_s = latency.adapter_seconds(ask, worker) / max(1, answer)
         return DecodeSide(worker.name, worker.role, free_tokens, tpot_s, has_room, leaves_time, load_s)
