@@ -377,7 +377,8 @@ async def serve(
     `scaling_policy`: used if `elastic` is on; None: `cluster.policy.scaling.elastic`. Without `gateways`, they join
     later (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
-    spec = await asyncio.to_thread(_sized, spec)
+    if spec.executor != "modelled":  # needs no model, and a simulation's clock no thread
+        spec = await asyncio.to_thread(_sized, spec)
     serving = Serving(spec, await open_runtime(spec, runtime, progress), scaling_policy, gateways=gateways)
     try:
         await serving.open(make_server, progress)
