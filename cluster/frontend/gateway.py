@@ -29,7 +29,7 @@ from cluster.frontend.embedding import PromptEmbedding, pooling_of
 from cluster.frontend.models import adapter_named, resolve
 from cluster.frontend.output_collector import RequestOutputCollector, SendDelta
 from cluster.frontend.parallel_sampling import ChildRequest, child_requests, emit_ranked, merged_end
-from cluster.frontend.preprocessing import LARGE_BYTES, InThread, Preprocessing
+from cluster.frontend.preprocessing import LARGE_BYTES, Preprocessing
 from cluster.frontend.text import (
     EncodedPrompt,
     GatewayEvent,
@@ -87,14 +87,12 @@ class GatewayClosed(ClusterError):
 
 
 class Gateway:
-    """Owned by its server. Owns `preprocessing`, which parses and tokenizes large inputs; None: in a thread."""
+    """Owned by its server. Owns `preprocessing`, which parses and tokenizes large inputs."""
 
-    def __init__(
-        self, context: GatewayContext, tokenizer: Tokenizer, preprocessing: Preprocessing | None = None
-    ) -> None:
+    def __init__(self, context: GatewayContext, tokenizer: Tokenizer, preprocessing: Preprocessing) -> None:
         self._context = context
         self._tokenizer = tokenizer
-        self.preprocessing = preprocessing or InThread(tokenizer)
+        self.preprocessing = preprocessing
         self._active: dict[str, _Running] = {}
         self._num_active = 0
         self._grammars: OrderedDict[Grammar, Grammar] = OrderedDict()  # those checked before

@@ -74,22 +74,6 @@ class Preprocessing(Protocol):
     async def aclose(self) -> None: ...
 
 
-class InThread:
-    """In a thread of this process: for gateways without servers, whose callers are trusted."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    async def call(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.to_thread(function, self._tokenizer, *args)
-
-    async def check_grammar(self, grammar: Grammar) -> Grammar:
-        return await asyncio.to_thread(self._tokenizer.check_grammar, with_any_of_in(grammar))
-
-    async def aclose(self) -> None:
-        """There is nothing to close."""
-
-
 class PreprocessingPool:
     """Child processes: for large inputs, for huge ones, for grammars and for those that take long. Owned by a gateway,
     which closes it.

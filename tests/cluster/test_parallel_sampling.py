@@ -15,7 +15,7 @@ from cluster.frontend.parallel_sampling import answer_seed
 from cluster.frontend.text import GatewayEvent, TextDelta, TokenPrompt
 from cluster.spec import ClusterSpec
 from tests.cluster.local import Cluster, cluster, mixed_spec, split_spec
-from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer
+from tests.frontend.grpc.fake import ByteDetokenizer, ByteTokenizer, gateway_without_servers
 from tests.model.tiny import write_tiny_llama
 from workers.costs import LinearCost
 from workers.executor.modelled import modelled_token
@@ -40,7 +40,7 @@ class NumberTokenizer(ByteTokenizer):
 def gateway_of(subject: Cluster, spec: ClusterSpec) -> Gateway:
     model = subject.dispatcher.view.model
     assert model is not None
-    return Gateway(GatewayContext("gateway", spec, model, subject.dispatcher), NumberTokenizer())
+    return gateway_without_servers(GatewayContext("gateway", spec, model, subject.dispatcher), NumberTokenizer())
 
 
 async def run(

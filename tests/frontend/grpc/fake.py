@@ -6,11 +6,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 from contextlib import aclosing
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.dispatch.capacity import ServingCapacity, serving_capacity
 from cluster.events import Accepted, Completed, Delta, Event
 from cluster.frontend.context import GatewayContext
+from cluster.frontend.gateway import Gateway
+from cluster.frontend.text import Tokenizer
 from cluster.observe.history import Recent, RequestTrace, Window
 from cluster.observe.ledger import Stopwatch, now_ns
 from cluster.policy.estimate.lengths import Calibration
@@ -23,6 +25,7 @@ from workers.config import EngineConfig, ParallelConfig
 from workers.request import FinishReason, Grammar, Request, TokenLogprobs
 from workers.stats import WorkerStats
 
+T = TypeVar("T")
 MODEL = ModelView("bytes", context_length=8192, vocab_size=256)
 REPORT = TransferReport("lease-1", "memory", "in-process copy", 3, 4096, 1, 3, 1, 3, 0.002, 0.001, 0.003)
 LINK = LinkReport("decode-0", "prefill-0", "memory", "in-process copy", 1e-4, 2e9, ("nixl: not installed",))
@@ -241,3 +244,23 @@ def gateway_context(dispatcher: FakeDispatcher, *, model: ModelView = MODEL, **g
     options: dict[str, Any] = {"grpc_port": 0} | gateway
     spec = ClusterSpec("bytes", pools, gateway=GatewaySpec(**options))
     return GatewayContext("gateway-0", spec, model, dispatcher)
+
+
+class InThread:
+    """A `Preprocessing` in a thread of this process."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def call(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.to_thread(function, self._tokenizer, *args)
+
+    async def check_grammar(self, grammar: Grammar) -> Grammar:
+        return await asyncio.to_thread(self._tokenizer.check_grammar, grammar)
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+
+def gateway_without_servers(context: GatewayContext, tokenizer: Tokenizer) -> Gateway:
+    return Gateway(context, tokenizer, InThread(tokenizer))

@@ -12,7 +12,6 @@ import pytest
 
 from cluster.events import AttemptsExhausted, DeadlineExceeded, NotComputable, Rejected, Unservable
 from cluster.frontend.auth import Guard
-from cluster.frontend.gateway import Gateway
 from cluster.frontend.grpc.server import GrpcServer
 from cluster.frontend.grpc.services import InferenceService, add_inference_service, deadline_of
 from cluster.frontend.served_models import ServedModels
@@ -22,7 +21,7 @@ from diptych.errors import DiptychError
 from diptych.retry import Retry
 from diptych.view import WorkerState
 from tests.frontend.grpc.conftest import OpenClient
-from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, view
+from tests.frontend.grpc.fake import ByteTokenizer, FakeDispatcher, gateway_context, gateway_without_servers, view
 
 
 async def failure(client: AsyncClient, prompt: Any = "hello", **options: Any) -> DiptychError:
@@ -219,7 +218,7 @@ class Dropping(InferenceService):
 async def dropping(dispatcher: FakeDispatcher, count: int) -> AsyncIterator[str]:
     server = grpc.aio.server()
     context = gateway_context(dispatcher)
-    service = Dropping(ServedModels(context, [Gateway(context, ByteTokenizer())]), Guard(GatewaySpec()))
+    service = Dropping(ServedModels(context, [gateway_without_servers(context, ByteTokenizer())]), Guard(GatewaySpec()))
     service.left = count
     add_inference_service(service, server)
     port = server.add_insecure_port("127.0.0.1:0")

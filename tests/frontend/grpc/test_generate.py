@@ -9,11 +9,18 @@ from dataclasses import replace
 import pytest
 
 from cluster.events import Accepted, Completed
-from cluster.frontend.gateway import Gateway, GenerateOptions, RequestCancelled
+from cluster.frontend.gateway import GenerateOptions, RequestCancelled
 from cluster.frontend.text import TextDelta, TextEvent, TextPrompt
 from diptych.client import Answer, AsyncClient
 from diptych.errors import DiptychError
-from tests.frontend.grpc.fake import LINK, REPORT, ByteTokenizer, FakeDispatcher, gateway_context
+from tests.frontend.grpc.fake import (
+    LINK,
+    REPORT,
+    ByteTokenizer,
+    FakeDispatcher,
+    gateway_context,
+    gateway_without_servers,
+)
 from workers.request import SLO, FinishReason, Request, SamplingParams
 
 
@@ -222,7 +229,7 @@ async def test_long_prompts_are_encoded_outside_the_event_loop(client: AsyncClie
 
 
 async def test_a_request_leaves_nothing_in_the_gateway(dispatcher: FakeDispatcher) -> None:
-    gateway = Gateway(gateway_context(dispatcher), ByteTokenizer())
+    gateway = gateway_without_servers(gateway_context(dispatcher), ByteTokenizer())
     async with aclosing(
         gateway.generate(TextPrompt("hello"), SamplingParams(), GenerateOptions(request_id="r"))
     ) as events:
@@ -239,7 +246,7 @@ async def test_a_request_may_be_cancelled_while_its_prompt_is_encoded(dispatcher
             go_on.wait(5.0)
             return super().encode(text)
 
-    gateway = Gateway(gateway_context(dispatcher), SlowTokenizer())
+    gateway = gateway_without_servers(gateway_context(dispatcher), SlowTokenizer())
     first = asyncio.ensure_future(
         anext(gateway.generate(TextPrompt("x" * 4097), SamplingParams(), GenerateOptions(request_id="r")))
     )
@@ -263,7 +270,7 @@ async def test_a_given_seed_is_used(client: AsyncClient, dispatcher: FakeDispatc
 
 async def test_a_caller_cancelled_while_it_closes_frees_its_place(dispatcher: FakeDispatcher) -> None:
     dispatcher.hold = asyncio.Event()
-    gateway = Gateway(gateway_context(dispatcher), ByteTokenizer())
+    gateway = gateway_without_servers(gateway_context(dispatcher), ByteTokenizer())
     events = gateway.generate(TextPrompt("hello"), SamplingParams(max_tokens=1))
     assert isinstance(await anext(events), Accepted)
     closing = asyncio.ensure_future(events.aclose())
