@@ -63,7 +63,7 @@ def with_block_sizes(spec: ClusterSpec) -> ClusterSpec:
 
     Downloads a model that is not on this host. Raises `ModelError`.
     """
-    for name in spec.models if spec.executor != "modelled" else ():
+    for name in spec.models if spec.loads_models else ():
         pools = spec.pools_of(name)
         if any(pool.engine.block_size != EngineConfig().block_size for pool in pools):
             continue

@@ -377,7 +377,7 @@ async def serve(
     `scaling_policy`: used if `elastic` is on; None: `cluster.policy.scaling.elastic`. Without `gateways`, they join
     later (`cluster.join`). Raises `RuntimeUnavailable`, `workers.errors.ModelError`, or OSError for a port in use.
     """
-    if spec.executor != "modelled":  # needs no model, and a simulation's clock no thread
+    if spec.loads_models:
         spec = await asyncio.to_thread(_sized, spec)
     serving = Serving(spec, await open_runtime(spec, runtime, progress), scaling_policy, gateways=gateways)
     try:

@@ -499,6 +499,11 @@ class ClusterSpec:
         """The served models, in the order of their pools."""
         return tuple(dict.fromkeys(pool.model or self.model for pool in self.pools))
 
+    @property
+    def loads_models(self) -> bool:
+        """Whether its workers have weights."""
+        return self.executor != "modelled"
+
     def pools_of(self, model: str) -> tuple[PoolSpec, ...]:
         return tuple(pool for pool in self.pools if (pool.model or self.model) == model)
 

@@ -120,7 +120,7 @@ def check_pools(spec: "ClusterSpec", file: str | None, runtime: str) -> None:
     from cluster.spec import SpecError
     from cluster.spec_file import located
 
-    if spec.executor == "modelled":
+    if not spec.loads_models:
         return
     try:
         if runtime == "local" or "RAY_ADDRESS" not in os.environ:
