@@ -19,7 +19,6 @@ import msgspec
 from cluster.cli.comparison import positive_slo, print_comparison, write_report
 from cluster.cli.lifetime import run
 from cluster.cli.screen import PullProgress, console, print_json, progress_bar, say
-from cluster.cli.simulate import rates_of
 from cluster.offline.load.about import About, about
 from cluster.offline.load.endpoint import Endpoint, Target
 from cluster.offline.load.goodput_search import GoodputQuery, search
@@ -303,3 +302,14 @@ def _finish(
     if options.out is not None:
         notes = (*about.lines, *filter(None, [note]))
         write_report(compared, options.out, "Benchmark", options.workload, document=document, notes=notes, more=more)
+
+
+def rates_of(text: str | None) -> tuple[float, ...]:
+    """`1,2,4` as ascending rates; None: no rates."""
+    try:
+        rates = tuple(sorted({float(each) for each in (text or "").split(",") if each.strip()}))
+    except ValueError:
+        raise click.UsageError(f"--rates is {text!r}; it is numbers with commas, such as 1,2,4") from None
+    if any(not 0.0 < rate < float("inf") for rate in rates):
+        raise click.UsageError(f"--rates is {text!r}; every rate is above 0 requests a second")
+    return rates

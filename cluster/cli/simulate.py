@@ -48,13 +48,12 @@ output = grouped("Output")
 @goodput(
     "--target", "targets", type=float, multiple=True, help="Share that must meet it; repeatable. [default: 0.9, 0.99]"
 )
-@load("--rates", metavar="R,R,...", help="Also run at these requests/s, for latency curves.")
 @goodput("--requests", type=click.IntRange(10), default=300, help="Minimum requests of a goodput probe.")
 @load("--seed", type=int, default=0, help="Seed of everything generated.")
 @goodput("--seeds", type=click.IntRange(1), default=3, help="Seeds of a goodput search.")
 @click.option("--processes", type=click.IntRange(1), help="Processes to use. [default: one per core]")
 @output("-o", "--out", type=FOLDER, help="Output folder: report, pictures, JSON.")
-@output("--trace", "wants_trace", is_flag=True, help="With -o: also Gantt charts and a Perfetto file of every step.")
+@output("--trace", "wants_trace", is_flag=True, help="With -o: also a Perfetto file of every step.")
 @output("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def simulate(
     path: str | None,
@@ -72,7 +71,6 @@ def simulate(
     tpot_s: float | None,
     wants_goodput: bool,
     targets: tuple[float, ...],
-    rates: str | None,
     requests: int,
     seed: int,
     seeds: int,
@@ -125,7 +123,7 @@ def simulate(
         search = GoodputOptions(
             workload, slo, _targets(targets), tuple(range(seed, seed + seeds)), requests, environment=environment
         )
-    compared = _run(cases, workload, options, rates_of(rates), requests, search, processes or cores())
+    compared = _run(cases, workload, options, search, processes or cores())
     print_comparison(compared, as_json)
     if out is not None:
         write_report(compared, out, "Simulation", source)
@@ -197,33 +195,20 @@ def _targets(targets: Sequence[float]) -> tuple[float, ...]:
     return tuple(sorted(set(targets))) or (0.9, 0.99)
 
 
-def rates_of(text: str | None) -> tuple[float, ...]:
-    """`1,2,4` as ascending rates; None: no rates."""
-    try:
-        rates = tuple(sorted({float(each) for each in (text or "").split(",") if each.strip()}))
-    except ValueError:
-        raise click.UsageError(f"--rates is {text!r}; it is numbers with commas, such as 1,2,4") from None
-    if any(not 0.0 < rate < float("inf") for rate in rates):
-        raise click.UsageError(f"--rates is {text!r}; every rate is above 0 requests a second")
-    return rates
-
-
 def _run(
     cases: "Sequence[Case]",
     workload: "Workload",
     options: "RunOptions",
-    rates: tuple[float, ...],
-    requests: int,
     search: "GoodputOptions | None",
     num_processes: int,
 ) -> "list[SystemResult]":
-    """Run all systems at the workload's rate, then each at `rates` and its goodput search."""
+    """Run all systems at the workload's rate, then search their goodputs."""
     from cluster.offline.report.system_result import SystemResult
     from cluster.offline.scoring.figures import figures
-    from cluster.offline.sim.compare import goodputs, processes, run_at, run_case
+    from cluster.offline.sim.compare import goodputs, processes, run_case
 
     made: list[SystemResult] = []
-    total = len(cases) * (1 + bool(rates) + (search is not None))
+    total = len(cases) * (1 + (search is not None))
     threads = ThreadPoolExecutor(len(cases))  # each hands one system's runs to the processes
     with processes(num_processes) as each, progress_bar() as progress, threads:
         done = 0
@@ -231,13 +216,8 @@ def _run(
         for case, run in zip(cases, each(partial(run_case, workload=workload, options=options), cases), strict=True):
             made.append(SystemResult(case.name, figures(run, options.slo), run=run))
             progress("simulating", done := done + 1, total)
-        systems = map if num_processes == 1 else threads.map
-        if rates:
-            sweeps = systems(lambda case: run_at(case, workload, rates, requests, options, each), cases)
-            for number, runs in enumerate(sweeps):
-                made[number] = replace(made[number], sweep=tuple(figures(run, options.slo) for run in runs))
-                progress("simulating", done := done + 1, total)
         if search is not None:
+            systems = map if num_processes == 1 else threads.map
             for number, found in enumerate(systems(partial(goodputs, options=search, each=each), cases)):
                 made[number] = replace(made[number], goodputs=found)
                 progress("simulating", done := done + 1, total)

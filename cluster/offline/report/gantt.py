@@ -1,12 +1,11 @@
-"""Gantt charts with matplotlib: one request's phases, and the steps of workers."""
+"""A Gantt chart of one request's phases, with matplotlib."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from cluster.observe.ledger import TRANSFER, Span
-from cluster.offline.report.spans import lanes, middle, phases, transfer
-from cluster.offline.report.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, panels, styled
-from cluster.offline.scoring.records import Run, Served, StepRecord
+from cluster.offline.report.spans import phases, transfer
+from cluster.offline.report.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, panels, styled
+from cluster.offline.scoring.records import Served
 
 PHASE_COLOURS = {
     "admission": GREY,
@@ -21,9 +20,6 @@ PHASE_COLOURS = {
     "decode_wire": "#F0D8C8",
     "recovery": "#000000",
 }
-PREFILL, MIXED, DECODE = "prompts only", "prompts and decodes", "decodes only"
-STEP_COLOURS = {PREFILL: BLUE, MIXED: YELLOW, DECODE: RED}
-MAX_WORKERS = 24
 ANNOTATION: dict[str, Any] = {"va": "center", "fontsize": 8, "bbox": {"color": "white", "pad": 0.5, "alpha": 0.8}}
 
 
@@ -82,54 +78,3 @@ def _title(served: Served) -> str:
     asked = f"Request {served.index}: {served.prompt_tokens} prompt tokens, {len(served.token_s)} answered"
     took = f"TTFT {_time(1e9 * (served.ttft_s or 0.0))} (dashed), TPOT {_time(1e9 * (served.tpot_s or 0.0))}"
     return f"{asked}{where and ', '}{where}\n{took}"
-
-
-@styled
-def pool_gantt(run: Run, window: tuple[float, float] | None = None) -> Any:
-    """Every worker's steps, coloured by their contents; steps in flight at the same time are stacked.
-
-    `window`: begin and end in seconds on the run's clock; None: around the middle. Shows at most 24 workers.
-    """
-    if not run.steps:
-        raise ValueError(f"the run of {run.system} was not traced: it has no steps to draw")
-    begin_s, end_s = window or middle(run)
-    names = list(dict.fromkeys(each.name for each in run.workers)) or sorted({step.worker for step in run.steps})
-    shown = _sampled(names)
-    picture, ((panel,),) = panels(1, 1, 10.0, 1.6 + 0.34 * len(shown))
-    seen = [step for step in run.steps if step.end_s > begin_s and step.begin_s < end_s]
-    for row, name in enumerate(shown):
-        laid = lanes(step for step in seen if step.worker == name)
-        height = 0.8 / (1 + max((lane for lane, _ in laid), default=0))
-        for kind, colour in STEP_COLOURS.items():
-            for lane in {lane for lane, step in laid if _kind(step) == kind}:
-                bars = [(s.begin_s, s.end_s - s.begin_s) for at, s in laid if at == lane and _kind(s) == kind]
-                below = row - 0.4 + lane * height
-                panel.broken_barh(bars, (below, height), facecolor=colour, edgecolor="white", linewidth=0.3)
-    panel.set_yticks(range(len(shown)), shown)
-    panel.set_ylim(len(shown) - 0.4, -0.6)
-    panel.set_xlim(begin_s, end_s)
-    panel.grid(axis="y", visible=False)
-    some = "" if len(shown) == len(names) else f", {len(shown)} of {len(names)} workers"
-    panel.set(xlabel=f"s, {run.clock} time", title=f"{run.system} on {run.workload}: steps{some}")
-    _legend(picture)
-    return picture
-
-
-def _sampled(names: Sequence[str]) -> list[str]:
-    """At most `MAX_WORKERS` names, evenly spaced, so that every large pool is included."""
-    if len(names) <= MAX_WORKERS:
-        return list(names)
-    return [names[number * len(names) // MAX_WORKERS] for number in range(MAX_WORKERS)]
-
-
-def _kind(step: StepRecord) -> str:
-    if not step.prompt_tokens:
-        return DECODE
-    return MIXED if step.batch else PREFILL
-
-
-def _legend(picture: Any) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(facecolor=colour, label=kind) for kind, colour in STEP_COLOURS.items()]
-    picture.legend(handles=patches, loc="outside lower center", ncols=len(patches))

@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from cluster.offline.report.gantt import pool_gantt, request_gantt
+from cluster.offline.report.gantt import request_gantt
 from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
 from cluster.offline.report.spans import typical
 from cluster.offline.report.style import png
@@ -57,9 +57,6 @@ def pictures(systems: Sequence[SystemResult]) -> Iterator[Picture]:
     if any(system.figures.phases_s for system in systems):
         yield Picture("phases", "Where a finished request's time went, on average.", partial(phase_bars, systems))
     for number, run in enumerate(runs):
-        if run.steps:
-            caption = f"Steps of {run.system}'s workers, a part from the middle of the run."
-            yield Picture(f"steps-{number}", caption, partial(pool_gantt, run))
         for percentile, which in ((50, "median"), (99, "slow")):
             if (served := typical(run, percentile)) is not None:
                 caption = f"A {which} request of {run.system}: the {percentile}th percentile of E2E."

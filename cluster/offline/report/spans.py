@@ -1,7 +1,5 @@
-"""Spans of a run for charts: a request's phases, steps in lanes, and which part to show. Pure."""
+"""Spans of a run for charts: a request's phases, steps in lanes, and which request to show. Pure."""
 
-from bisect import bisect
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -9,8 +7,6 @@ from cluster.observe.ledger import Span, is_visible, phase_spans, transfer_span
 from cluster.offline.scoring.records import RequestOutcome, Run, Served, StepRecord
 
 T = TypeVar("T")
-
-WINDOW_STEPS = 100  # steps of the busiest worker in the window that is shown
 
 
 def phases(served: Served) -> tuple[Span, ...]:
@@ -60,19 +56,6 @@ def in_lanes(
         free[lane : lane + 1] = [end]
         found.append((lane, one))
     return tuple(found)
-
-
-def middle(run: Run) -> tuple[float, float]:
-    """A window (begin, end in seconds) around the middle prompt, with `WINDOW_STEPS` steps of the busiest worker.
-
-    Not around the middle step, because a run ends with long answers and no prompts. The run must have been traced.
-    """
-    most = Counter(step.worker for step in run.steps).most_common(1)[0][0]
-    steps = sorted((step for step in run.steps if step.worker == most), key=lambda step: step.begin_s)
-    prompts = sorted(step.begin_s for step in run.steps if step.prompt_tokens) or [step.begin_s for step in steps]
-    at = bisect([step.begin_s for step in steps], prompts[len(prompts) // 2])
-    first = max(0, min(at - WINDOW_STEPS // 2, len(steps) - WINDOW_STEPS))
-    return steps[first].begin_s, max(step.end_s for step in steps[first : first + WINDOW_STEPS])
 
 
 def typical(run: Run, percentile: float = 50.0) -> Served | None:

@@ -1,7 +1,7 @@
 """Several systems under the same load: one run of each, or the goodput of each, on one or more processes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -75,14 +75,6 @@ def _probe(case: Case, options: GoodputOptions, rate: float, seed: int) -> Attai
     missed = most_missed(least, len(workload.arrivals))
     run_options = RunOptions(seed, slo, until_s=until_s, max_missed=missed, environment=options.environment)
     return judged(run_case(case, workload, run_options), slo, least)
-
-
-def run_at(
-    case: Case, source: Workload, rates: Sequence[float], count: int, options: RunOptions, each: Map
-) -> list[Run]:
-    """One run at each rate: the same `count` requests drawn from the source, Poisson arrivals."""
-    workloads = [resampled(source, count, rate, options.seed) for rate in rates]
-    return list(each(partial(run_case, case, options=replace(options, trace=False)), workloads))
 
 
 def capacity(case: Case, source: Workload) -> float:

@@ -169,6 +169,7 @@ def test_only_a_marked_endpoint_has_a_known_kind(given: str, kind: bool | None, 
         (("--compare", "a.yaml", "b.yaml", "--resume", *CLOSED), "--resume needs --compare and --out"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--count", "4"), "the workload has its own count"),
         (("--workload", "x", "--concurrency", "4", "--rates", "1"), "--concurrency has no rate"),
+        (("--workload", "x", "--rates", "1,x"), "numbers with commas"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--goodput"), "--goodput needs an SLO"),
         (("--workload", "burst:count=2,lengths=8/8", "--goodput", "--ttft", "1"), "has none; say rate=1"),
         (

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from cluster.offline.report.gantt import DECODE, MAX_WORKERS, PREFILL, STEP_COLOURS, pool_gantt, request_gantt
+from cluster.offline.report.gantt import request_gantt
 from cluster.offline.report.html import pictures
 from cluster.offline.report.pictures import attainment_curves, goodput_bars, latency_curves, phase_bars, scatter
 from cluster.offline.report.spans import phases
 from cluster.offline.report.style import NoPictures, png, save
-from cluster.offline.scoring.records import StepRecord, WorkerRecord
 from tests.offline.report.compared_systems import PROMISE, systems
 from tests.offline.scoring.made import refused, served, split_ledger, split_run
 from workers.request import SLO
@@ -90,42 +89,20 @@ def test_a_long_request_is_shown_in_seconds() -> None:
     assert "ms since" not in shown
 
 
-def test_a_pools_bars_are_the_steps_in_the_window_by_what_they_held() -> None:
-    run = split_run(3)
-    picture = pool_gantt(run, (0.0, 10.0))
-    drawn = {kind: 0 for kind in STEP_COLOURS}
-    from matplotlib.colors import to_hex
-
-    for bars in panel(picture).collections:
-        kind = next(kind for kind, colour in STEP_COLOURS.items() if to_hex(bars.get_facecolor()[0]) == colour.lower())
-        drawn[kind] += len(bars.get_paths())
-    assert (drawn[PREFILL], drawn[DECODE]) == (3, 21)
-    assert [label.get_text() for label in panel(picture).get_yticklabels()] == ["prefill-0", "decode-0"]
-
-
-def test_of_many_workers_some_are_shown_and_the_title_says_so() -> None:
-    workers = tuple(WorkerRecord(f"w-{n}", "p", "mixed", 1, 10) for n in range(512))
-    steps = tuple(StepRecord(worker.name, 0.0, 1.0, 8, 0) for worker in workers)
-    picture = pool_gantt(replace(split_run(1), workers=workers, steps=steps))
-    assert len(panel(picture).get_yticklabels()) == MAX_WORKERS
-    assert "24 of 512 workers" in texts(picture)
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_the_same_figures_give_the_same_bytes(tmp_path: Path, suffix: str) -> None:
     run = split_run(4)
     one, two = (save(scatter([run], PROMISE), tmp_path / f"{n}" / f"a{suffix}").read_bytes() for n in range(2))
     assert one == two
-    assert save(pool_gantt(run), tmp_path / f"b{suffix}").read_bytes() != one
+    assert save(request_gantt(run.served[0]), tmp_path / f"b{suffix}").read_bytes() != one
 
 
 def test_everything_is_drawn_for_a_run_without_a_served_request() -> None:
     run = replace(split_run(1), served=(refused(0, 0.0),), steps=(), workers=())
     assert png(scatter([run], SLO())).startswith(b"\x89PNG")
-    for draw in (lambda: pool_gantt(run), lambda: request_gantt(run.served[0])):
-        with pytest.raises(ValueError, match="to draw"):
-            draw()
+    with pytest.raises(ValueError, match="to draw"):
+        request_gantt(run.served[0])
     for across in (goodput_bars, attainment_curves, latency_curves, phase_bars):
         with pytest.raises(ValueError, match="to draw"):
             across([])
@@ -135,7 +112,7 @@ def test_pictures_have_distinct_names() -> None:
     made = list(pictures(systems()))
     names = [each.name for each in made]
     assert len(set(names)) == len(names)
-    assert {"goodput", "attainment", "latency", "requests", "phases", "steps-0", "request-0-p50"} <= set(names)
+    assert {"goodput", "attainment", "latency", "requests", "phases", "request-0-p50"} <= set(names)
 
 
 def test_without_matplotlib_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.observe.ledger import PHASES, LatencyLedger
-from cluster.offline.report.spans import WINDOW_STEPS, lanes, middle, phases, transfer, typical, whole
+from cluster.offline.report.spans import lanes, phases, transfer, typical, whole
 from cluster.offline.scoring.records import RequestOutcome, StepRecord
 from tests.offline.scoring.made import refused, served, split_run
 
@@ -58,23 +58,6 @@ def test_a_step_behind_another_shares_its_lane_though_floats_do_not_meet() -> No
     assert begin > 0.3
     steps = [StepRecord("w", 0.0, begin, 0, 1), StepRecord("w", 0.3, 0.4, 0, 1)]
     assert [lane for lane, _ in lanes(steps)] == [0, 0]
-
-
-def test_the_middle_has_a_fixed_number_of_steps_of_the_busiest_worker() -> None:
-    run = split_run(100)
-    begin_s, end_s = middle(run)
-    inside = [step for step in run.steps if step.worker == "decode-0" and begin_s <= step.begin_s < end_s]
-    assert len(inside) >= WINDOW_STEPS
-    assert run.steps[0].begin_s < begin_s < end_s < run.steps[-1].end_s
-
-
-def test_the_middle_has_prompts_however_long_the_answers_go_on() -> None:
-    tail = tuple(StepRecord("decode-0", 10.0 + n, 11.0 + n, 0, 1) for n in range(1000))
-    run = replace(split_run(20), steps=split_run(20).steps + tail)
-    begin_s, end_s = middle(run)
-    assert any(begin_s <= step.begin_s < end_s and step.prompt_tokens for step in run.steps)
-    only = replace(run, steps=tail[:3])
-    assert middle(only) == (10.0, 13.0)
 
 
 def test_what_took_less_than_a_microsecond_is_no_phase_and_moves_nothing() -> None:
