@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -188,9 +189,9 @@ def end_tokens(tokenizer: ModelTokenizer) -> set[int]:
 
 def short_answers(tokenizer: ModelTokenizer) -> dict[str, float]:
     """A bias for strings, objects and arrays that end. Brackets have none: in a string they would end nothing."""
-    biases = {'"': END_BIAS, '"}': END_BIAS, '"]': END_BIAS, ",": -END_BIAS, '",': -END_BIAS, ", ": -END_BIAS}
-    encoded = ((tokenizer.encode(text), bias) for text, bias in biases.items())
-    return {str(tokens[0]): bias for tokens, bias in encoded if len(tokens) == 1}
+    texts = [(token, tokenizer.decode((token,))) for token in range(tokenizer.vocab_size)]
+    ends = {str(token): END_BIAS for token, text in texts if re.fullmatch(r'"[\]}]*', text)}
+    return ends | {str(token): -END_BIAS for token, text in texts if re.fullmatch(r'[\s"\]}]*,[\s"\[{]*', text)}
 
 
 def _evenly(number: int, most: int) -> list[int]:

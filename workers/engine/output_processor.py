@@ -47,7 +47,9 @@ class OutputProcessor:
             num_tokens = len(chunk.tokens)
             sequence.num_ordered -= num_tokens
             sequence.num_computed = chunk.first_position + num_tokens
-            if sequence.finish_pending:
+            if index in result.late:
+                sequence.num_computed -= 1
+            if sequence.finish_pending or index in result.late:
                 continue
             try:
                 missing = (chunk.draw is not None and token is None) or index in result.lost
