@@ -152,6 +152,7 @@ def test_json_allows_some_whitespace(compiler: GrammarCompiler) -> None:
         ('{"a":1}', True),
         ('{\n  "a": 1\n}', True),
         ('{"a":' + " " * 40 + "1}", False),
+        ('{"a":' + "\n" * 2 + "1}", False),
         (" {}", False),
     ):
         matcher, tokens = compiler.matcher(grammar), [ModelTokenizerIds.of(letter) for letter in spelled(text)]

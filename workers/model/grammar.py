@@ -41,9 +41,10 @@ LIMITS: Any = {
 }
 MASK_S = 0.01  # of computation for a mask; a grammar that takes longer would delay the tokens of others
 PROBED_TOKENS = 8
-# Small models would fill an answer with the unlimited whitespace that JSON allows. `lenient`: what is not enforced is a
-# warning; `_compile` refuses all but formats, which only annotate where they are not known.
-JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \t\r\n]{0,20}", "lenient": True}
+# Small models would fill an answer with the unlimited whitespace that JSON allows; a line break and its indentation are
+# enough. `lenient`: what is not enforced is a warning; `_compile` refuses all but formats, which only annotate where
+# they are not known.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"(\r?\n)?[ \t]{0,20}", "lenient": True}
 PASSING_WARNING = "Unknown format: "
 LONGEST_REASON = 300  # characters of an error
 # llguidance's words for what it does not enforce, and ours.
