@@ -84,18 +84,26 @@ def _children() -> "list[psutil.Process]":
 def _end_after_ray() -> None:
     """On a thread: if a Ray that runs here ends and this process does not, end all its children and itself."""
     children = _children()
-    servers = [each for each in children if _is_ray(each)]
-    if servers:
-        import psutil
-
-        psutil.wait_procs(servers)
+    servers = [each for each in children if _is_ray_server(each)]
+    while servers:
+        if any(map(_listens, servers)):
+            time.sleep(0.1)
+            continue
         time.sleep(RAY_GONE_S)
-        _end_at_once(children, 0)
+        if not any(map(_listens, servers)):  # it may have been starting
+            _end_at_once(children, 0)
 
 
-def _is_ray(process: "psutil.Process") -> bool:
+def _is_ray_server(process: "psutil.Process") -> bool:
     with suppress(Exception):  # it has ended
         return process.name() == RAY_SERVER
+    return False
+
+
+def _listens(process: "psutil.Process") -> bool:
+    """One that gets a signal stops listening, and ends only some time later."""
+    with suppress(Exception):  # it has ended
+        return any(each.status == "LISTEN" for each in process.net_connections())
     return False
 
 

@@ -196,7 +196,8 @@ BLOCKED = """
 import asyncio, subprocess, sys, time
 from cluster.cli.lifetime import run
 async def work():
-    server = subprocess.Popen([sys.argv[1], "60"])
+    server = subprocess.Popen([sys.argv[1], "-c", sys.argv[2]], stdout=subprocess.PIPE)
+    server.stdout.read(1)
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     print(child.pid, flush=True)
     try:
@@ -207,11 +208,20 @@ run(work())
 """
 
 
+LINGERS = """
+import signal, socket, sys, time
+listener = socket.create_server(("127.0.0.1", 0))
+signal.signal(signal.SIGTERM, lambda *_: listener.close())
+print("1", flush=True)
+time.sleep(60)
+"""
+
+
 def test_a_signal_to_rays_processes_too_ends_all_in_seconds(tmp_path: Path) -> None:
     """As systemd and some containers send it."""
     server = tmp_path / RAY_SERVER
-    server.symlink_to("/bin/sleep")
-    command = [sys.executable, "-c", BLOCKED, str(server)]
+    server.symlink_to(os.path.realpath(sys.executable))
+    command = [sys.executable, "-c", BLOCKED, str(server), LINGERS]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
