@@ -287,7 +287,7 @@ class FetchedOut(Struct, frozen=True, gc=False, tag=True):
 
 class FailedOut(Struct, frozen=True, gc=False, tag=True):
     """The sequence failed; another attempt may succeed unless `final`. `corrupt`: a digest did not match. `unlinked`:
-    this worker could not connect to the owner of the KV.
+    this worker could not connect to the owner of the KV. `no_memory`: no other worker lends it blocks now.
     """
 
     key: str
@@ -295,6 +295,7 @@ class FailedOut(Struct, frozen=True, gc=False, tag=True):
     corrupt: bool = False
     final: bool = False
     unlinked: bool = False
+    no_memory: bool = False
 
 
 Output = TokensOut | TicketOut | HeadOut | FetchedOut | FailedOut

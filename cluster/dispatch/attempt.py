@@ -318,7 +318,8 @@ class Attempt:
                     raise NotComputable(f"{call.name}: {message.reason}")
                 if message.unlinked:
                     self.on_unlinked(self._prefill.name, call.name)
-                raise AttemptFailed(call.name, message.reason, corrupt=message.corrupt)
+                flags = {"corrupt": message.corrupt, "no_memory": message.no_memory}
+                raise AttemptFailed(call.name, message.reason, **flags)
             if not isinstance(message, expected):
                 raise AttemptFailed(call.name, f"it sent an unexpected {type(message).__name__}")
             return message

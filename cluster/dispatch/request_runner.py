@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 MIN_RESERVING_S = 0.1
 MIN_WAITED_S = 0.001  # longer waits are sent to workers, because deadlines count from the request's arrival
 RETRY_S, RETRY_MAX_S = 0.01, 1.0  # doubled with each attempt, so that immediate failures do not use up all attempts
+LENDERS_S = 5.0  # until a request that found no lender tries again; it may compute its prompt in vain
 MAX_REPLACEMENTS = 3  # how often an attempt that has not begun is replaced
 
 
@@ -169,6 +170,8 @@ class RequestRunner:
         spent, request = state.num_attempts, state.request
         extra = log_fields(self._name, request.id, attempt=spent, worker=failure.worker)
         logger.warning("request %s, attempt %d failed at %s", request.id, spent, failure, extra=extra)
+        if failure.no_memory:
+            return await self._wait_for_lenders(state)
         state.avoid |= {failure.worker}
         # Decode on prefill workers only if all decode workers are dead, not if they are full.
         alone = failure.refused_s is None
@@ -181,6 +184,19 @@ class RequestRunner:
             state.avoid = frozenset()
         state.retry(fresh=failure.corrupt)
         await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**state.request.attempt))
+
+    async def _wait_for_lenders(self, state: RequestState) -> None:
+        """Other requests have the memory; this is not a failure. Raises `Rejected` after `placement_timeout_s`."""
+        now_s, limit_s = _now_s(), self._spec.gateway.placement_timeout_s
+        if state.no_memory_s is None:
+            state.no_memory_s = now_s
+        if now_s - state.no_memory_s >= limit_s:
+            raise Rejected(
+                f"no memory on several workers within {limit_s:.0f} s", retry_after_s=LENDERS_S, cause="waited"
+            )
+        state.retry()
+        state.num_uncounted += 1
+        await asyncio.sleep(LENDERS_S)
 
     def _continue_elsewhere(self, state: RequestState) -> None:
         """The answer filled its worker's KV pool: continue it on a larger worker. This is not a failure."""
@@ -324,6 +340,7 @@ class RequestRunner:
             f"request {state.request.id}: token {output.first_position} came after {len(state.sent)} tokens"
         )
         state.sent.extend(output.tokens)
+        state.no_memory_s = None
         is_first = not state.timing.has_begun
         gaps_s = state.timing.tokens(len(output.tokens), output.token_s or (state.now_s(),))
         for count_tokens in state.token_observers:

@@ -44,6 +44,7 @@ class RequestState:
     is_replaced: bool = False  # of the running attempt
     running: "asyncio.Task[FinishReason] | None" = None  # of the running attempt
     num_uncounted: int = 0  # attempts that were replaced or continued elsewhere, without a failure
+    no_memory_s: float | None = None  # since when other workers have lent too little for the next token
     moves: list[tuple[int, str]] = field(default_factory=list)  # migrations: time in ns, target worker
     # Of finished attempts:
     transfers: list[TransferReport] = field(default_factory=list)

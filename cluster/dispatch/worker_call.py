@@ -25,12 +25,21 @@ Background = Callable[[Coroutine[Any, Any, None]], None]
 class AttemptFailed(Exception):
     """An attempt failed at `worker`. `corrupt`: its KV was corrupt.
 
-    `refused_s`: the worker is healthy but has no room; retry after this many seconds.
+    `refused_s`: the worker is healthy but has no room; retry after this many seconds. `no_memory`: as in `FailedOut`.
     """
 
-    def __init__(self, worker: str, reason: str, *, corrupt: bool = False, refused_s: float | None = None) -> None:
+    def __init__(
+        self,
+        worker: str,
+        reason: str,
+        *,
+        corrupt: bool = False,
+        refused_s: float | None = None,
+        no_memory: bool = False,
+    ) -> None:
         super().__init__(worker, reason)
         self.refused_s = refused_s
+        self.no_memory = no_memory
         self.worker = worker
         self.reason = reason
         self.corrupt = corrupt

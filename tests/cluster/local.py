@@ -50,10 +50,11 @@ def mixed_spec(workers: int = 1, **engine: Any) -> ClusterSpec:
 
 
 class Cluster:
-    """A dispatcher and the workers behind it."""
+    """The dispatchers of its gateways, mostly one, and the workers behind them."""
 
-    def __init__(self, dispatcher: Dispatcher, runtime: LocalRuntime, controller: Controller) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, dispatchers: list[Dispatcher], runtime: LocalRuntime, controller: Controller) -> None:
+        self.dispatchers = dispatchers
+        self.dispatcher = dispatchers[0]
         self.runtime = runtime
         self.controller = controller
 
@@ -127,18 +128,20 @@ async def cluster(
     spec: ClusterSpec,
     cost: CostModel = FAST,
     build: Callable[[WorkerOrder], WorkerServer] | None = None,
+    runtime: LocalRuntime | None = None,
 ) -> AsyncIterator[Cluster]:
+    """Its workers are made by `build`, or run in `runtime`."""
     shared = SharedMemory()
 
     def build_here(order: WorkerOrder) -> WorkerServer:
         return build_worker(order.config, heartbeat_s=order.heartbeat_s, shared=shared, cost=cost)
 
-    runtime = LocalRuntime(build or build_here)
+    runtime = runtime or LocalRuntime(build or build_here)
     dispatchers: list[Dispatcher] = []
     serving = await serve(spec, runtime=runtime, make_server=lambda context: _FakeServer(context, dispatchers))
     try:
         assert isinstance(serving.controller, LocalService)
-        yield Cluster(dispatchers[0], runtime, serving.controller.target)
+        yield Cluster(dispatchers, runtime, serving.controller.target)
     finally:
         await serving.close()
 

@@ -207,12 +207,28 @@ def test_other_sequences_run_beside_it() -> None:
         assert tokens_of(town.emitted, each.key) == wanted
 
 
+@pytest.mark.parametrize("batching", ["prefill-only", "prefill-first"])
+def test_a_borrower_that_could_move_no_span_waits_for_an_older_sequence(batching: str) -> None:
+    """Else it would lose its blocks to the older one again and again, whose step never comes."""
+    town = Town(large(19, batching=batching), {"a": large(130)})
+    older = town.device.know(request("older", prompt(160)[::-1], max_tokens=16))
+    town.borrower.add(older, 0.0, hold=False)
+    while not tokens_of(town.emitted, older.key):
+        town.step()
+    long = town.device.know(request("long", prompt(400)))
+    town.borrower.add(long, town.now_s, hold=False, borrows=True)
+    for _ in range(200):
+        town.step()
+    assert [len(tokens_of(town.emitted, each.key)) for each in (older, long)] == [16, 8]
+    assert town.num_moves and not town.borrower.stats().preemptions
+
+
 def test_without_a_lender_the_sequence_fails_and_leaves_nothing() -> None:
     town = Town(large(34), {"a": large(12)})
     town.borrower.add(town.device.know(request("long", prompt(1000))), 0.0, hold=False, borrows=True)
     town.run()
     (failed,) = [each for each in town.emitted if isinstance(each, FailedOut)]
-    assert "no worker lends" in failed.reason and not failed.final
+    assert "no worker lends" in failed.reason and failed.no_memory and not failed.final
     assert town.borrower.stats().free_blocks == town.borrower.stats().total_blocks
     assert not len(town.lenders["a"].loans)
 

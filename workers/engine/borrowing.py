@@ -40,7 +40,7 @@ class Moves:
     def __init__(self, pool: BlockPool, low: int) -> None:
         self._pool = pool
         self._low = low
-        self._span = max(1, SPAN // pool.block_size)
+        self.span = max(1, SPAN // pool.block_size)  # blocks: moves are multiples of it
         self._borrowing: dict[str, Sequence] = {}
         self._arrived: dict[str, RemoteKV | None] = {}  # of moves and returns that wait for the end of a step
         self._returning: set[SpanReturn] = set()  # each holds a reference to its blocks
@@ -119,7 +119,7 @@ class Moves:
             first = sequence.num_remote
             full = sequence.num_computed // self._pool.block_size - first
             lacking = self._growth(sequence) + self._low - self._pool.num_free
-            count = max(min(int(MOVED_SHARE * full) // self._span, -(-lacking // self._span)), 1) * self._span
+            count = max(min(int(MOVED_SHARE * full) // self.span, -(-lacking // self.span)), 1) * self.span
             is_refused = sequence.num_computed < sequence.moves_from and self._pool.num_free
             if not is_refused and self._can_move(sequence) and sequence.blocks and count <= full:
                 sequence.num_moving = count

@@ -108,8 +108,9 @@ class KVCacheManager:
             tail = shared[computed // size :]
             num_kept = len(shared) - len(tail)
             num_blocks = -(-len(sequence.tokens) // size) - num_kept
-            if sequence.borrows:
-                num_blocks = min(num_blocks, self._step_blocks)
+            if sequence.borrows:  # with less than a span it can move none, and would lose all again to older ones
+                least = max(self._step_blocks, self.moves.span + self._step_blocks - num_kept)
+                num_blocks = min(num_blocks, least, self._pool.num_blocks - num_kept)
             if self.fits(sequence, held=num_kept, wanted=num_blocks):
                 sequence.blocks = shared[:num_kept] + self._pool.allocate(num_blocks, moves.evicted)
                 moves.copy(tail, sequence.blocks[num_kept:][: len(tail)])

@@ -81,7 +81,7 @@ class SequenceBook:
         """No lender took them: the sequence fails if it needs their memory."""
         self._leases.drop(f"{move.key}:move")
         if self._scheduler.kv.moves.move_failed(move):
-            self.fail(move.key, reason)
+            self.fail(move.key, reason, no_memory=True)
 
     def abort(self, key: str) -> bool:
         """End a sequence and the lease of its KV, without further outputs; False when there is neither."""
@@ -102,12 +102,10 @@ class SequenceBook:
         sequence.state = State.FINISHED
         del self._sequences[sequence.key]
 
-    def fail(
-        self, key: str, reason: str, *, corrupt: bool = False, final: bool = False, unlinked: bool = False
-    ) -> None:
+    def fail(self, key: str, reason: str, **flags: bool) -> None:
         """Abort, and report the reason to the subscriber. For the flags, see `FailedOut`."""
         if key in self._sequences:
-            self.outputs.append(FailedOut(key, reason, corrupt, final, unlinked))
+            self.outputs.append(FailedOut(key, reason, **flags))
         self.abort(key)
 
     def fail_on_error(self, sequence: Sequence, error: Exception) -> None:
