@@ -60,7 +60,7 @@ def _check_choice(spec: object, name: str, known: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray reserves for each rank of a worker."""
+    """Ray resources of each rank of a worker."""
 
     cpu: float = 1
     """Ray CPUs. With `engine.threads` 0 also the number of compute threads, rounded down, at least 1."""
@@ -88,10 +88,10 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """A group of equal workers."""
+    """A group of identical workers."""
 
     name: str
-    """Lower-case letters, digits and dashes. Workers are called `NAME-0`, `NAME-1` and so on."""
+    """Lower-case letters, digits and dashes. Workers are named `NAME-0`, `NAME-1` and so on."""
     role: Role
     """The work that gateways send here. `mixed` runs both phases."""
     replicas: int = 1
@@ -214,7 +214,9 @@ class GatewaySpec:
     admission: str = "none"
     """Admission control: refuses or queues requests whose SLO cannot be met. See docs/routing.md."""
     rebalance: bool = False
-    """Move decodes after role changes, and waiting prompts to better workers. Draining workers are always emptied."""
+    """Migrate decodes after role changes, and requeue waiting prompts on better workers. Draining workers are always
+    emptied.
+    """
     cache_events_interval_s: float = 0.25
     """Shortest interval between two updates of a worker's prefix index, for routers that use it."""
     slo: SLO = field(default_factory=SLO)
@@ -224,8 +226,8 @@ class GatewaySpec:
     tenants: dict[str, float] = field(default_factory=dict)
     """Shares of capacity, which sum to 1. `*` is shared by all tenants not named; without it they are refused."""
     share_prefixes: bool = False
-    """Share cached prefixes between tenants. Saves work where prompts begin alike, but lets a tenant learn from
-    `cached_tokens` and timing what others asked. Off: each tenant finds only its own.
+    """Share cached prefixes between tenants. Saves work for prompts with common prefixes, but `cached_tokens` and
+    timing reveal to a tenant what others asked. Off: each tenant uses only its own prefixes.
     """
     max_queued: int = 1024
     """Requests that may wait in a gateway's admission queue. 0: no queue."""
@@ -245,9 +247,9 @@ class GatewaySpec:
     are.
     """
     trace_requests: int = 4096
-    """Finished requests that a gateway remembers for `diptych trace`. 0: none."""
+    """Finished requests that a gateway keeps for `diptych trace`. 0: none."""
     trace_s: float = 600.0
-    """How long it remembers them."""
+    """How long it keeps them."""
     tls_cert_file: str | None = None
     """PEM file with the gateway's certificate and its chain: turns on TLS for gRPC and HTTP, docs/security.md. Files
     are read where the gateway runs, and again when they change.
@@ -313,12 +315,12 @@ class GatewaySpec:
 
 @dataclass(frozen=True, slots=True)
 class HealthSpec:
-    """When a worker counts as lost, and how long it may take to start and to stop."""
+    """Failure detection, and time limits for starting and stopping workers."""
 
     heartbeat_s: float = 0.25
     """Longest interval between two messages of a worker. Shorter: failures are detected sooner, with more calls."""
     dead_after_s: float = 2.0
-    """A worker that is silent for this long is replaced. Too short: a slow machine loses live workers."""
+    """A worker that sends nothing for this long is replaced. Too short: live workers on a slow machine are replaced."""
     start_timeout_s: float = 300.0
     """How long a worker may take to load before it is restarted."""
     place_timeout_s: float = 30.0
@@ -348,9 +350,9 @@ class ElasticSpec:
     period_s: float = 1.0
     """Interval between two decisions."""
     window_s: float = 30.0
-    """A decision looks at this many seconds of load. Longer: steadier, but later."""
+    """Seconds of load that a decision is based on. Longer: steadier, but slower to react."""
     dwell_s: float = 3.0
-    """How long the prediction must hold without a break."""
+    """How long the prediction must hold before the change is made."""
     cooldown_s: float = 10.0
     """Shortest time between two changes."""
     floors: dict[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
@@ -370,7 +372,7 @@ COMPAT = ("vllm",)
 
 @dataclass(frozen=True, slots=True)
 class MetricsSpec:
-    """What `/metrics` has besides Diptych's own series."""
+    """Additional series of `/metrics`."""
 
     compat: str | None = None
     """Adds series under another system's names: docs/reference/metrics.md."""
@@ -387,7 +389,7 @@ class TracingSpec:
     """OpenTelemetry spans of requests (see `cluster.observe.otlp`)."""
 
     otlp_endpoint: str | None = None
-    """Where gateways send them, such as `http://collector:4317`; `https` uses TLS. Default: nowhere. Headers and
+    """Endpoint for spans, such as `http://collector:4317`; `https` uses TLS. Default: no spans are sent. Headers and
     certificates are environment variables: docs/observing.md.
     """
     otlp_protocol: str = "grpc"
@@ -439,7 +441,7 @@ class ClusterSpec:
     name: str = "diptych"
     """Names the cluster and its actors. Lower-case letters, digits and dashes."""
     transfer: TransferConfig = field(default_factory=TransferConfig)
-    """How KV moves between workers."""
+    """KV transfer between workers."""
     gateway: GatewaySpec = field(default_factory=GatewaySpec)
     """The gateways: limits, routing, admission, SLOs and servers."""
     health: HealthSpec = field(default_factory=HealthSpec)
@@ -447,13 +449,13 @@ class ClusterSpec:
     executor: str = "torch"
     """`modelled` computes nothing and takes the time of `cost`, to test everything else."""
     elastic: ElasticSpec = field(default_factory=ElasticSpec)
-    """Whether roles and replica counts follow the load."""
+    """Elastic roles and replica counts."""
     metrics: MetricsSpec = field(default_factory=MetricsSpec)
-    """What `/metrics` has."""
+    """Additional series of `/metrics`."""
     logs: LogSpec = field(default_factory=LogSpec)
-    """How every process logs."""
+    """Logging of all processes."""
     tracing: TracingSpec = field(default_factory=TracingSpec)
-    """Where spans are sent."""
+    """OpenTelemetry spans of requests."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters of `model` by the names that requests give: PEFT folders, at the same path on every node."""
 

@@ -60,8 +60,8 @@ CHOICES: dict[tuple[type, str], tuple[str, ...]] = {
     **{(config.EngineConfig, key): known for key, known in config.CHOICES.items()},
 }
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_blocks": "blocks", "_tokens": "tokens", "port": "port"}
-NUMBERS = {int: "whole number", float: "number"}
-PLAIN = {bool: "true or false", str: "text", config.ByteSize: "size, such as `8GiB`"}
+NUMBERS = {int: "integer", float: "number"}
+PLAIN = {bool: "boolean", str: "string", config.ByteSize: "size, such as `8GiB`"}
 
 
 def meanings(kind: type) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _block(path: str, kind: type) -> str:
     title = f"`{path}`" if path else "The file"
     about = re.sub(r" \(see .*?\)", "", (inspect.getdoc(kind) or "").partition("\n")[0])
     table = "".join(f"| `{key}` | {read} | {default} | {words} |\n" for key, read, default, words in rows(kind))
-    return f"## {title}\n\n{about}\n\n| key | is | default | |\n|---|---|---|---|\n{table}"
+    return f"## {title}\n\n{about}\n\n| key | type | default | description |\n|---|---|---|---|\n{table}"
 
 
 def rows(kind: type) -> Iterator[tuple[str, str, str, str]]:
@@ -103,7 +103,7 @@ def _read(kind: type, key: str, hint: Any) -> str:
     choices = CHOICES.get((kind, key), ())
     if several and not choices:
         of = get_args(hint)[0]
-        return f"list of {'texts' if of is str else _link(of, 'blocks')}"
+        return f"list of {'strings' if of is str else _link(of, 'blocks')}"
     if isinstance(hint, type) and issubclass(hint, Enum):
         choices = tuple(each.value for each in hint)
     if choices:
@@ -111,7 +111,7 @@ def _read(kind: type, key: str, hint: Any) -> str:
         return f"list of {names}" if several else f"one of {names}" if len(choices) > 1 else names
     if get_origin(hint) is dict:
         of = get_args(hint)[1]
-        return f"names, each with a {NUMBERS.get(of) or PLAIN.get(of) or _link(of, 'block')}"
+        return f"map of names to {NUMBERS.get(of) or PLAIN.get(of) or _link(of, 'block')}"
     if hint in PLAIN:
         return PLAIN[hint]
     if hint in NUMBERS:
@@ -129,10 +129,10 @@ def _default(kind: type, each: Field[Any]) -> str:
     if each.name in (of_files := FILE_DEFAULTS.get(kind, {})):
         return f"`{of_files[each.name]}`"
     if each.default is MISSING and each.default_factory is MISSING:
-        return "none: must be given"
+        return "required"
     value = each.default if each.default_factory is MISSING else each.default_factory()
     if value is None or type(value) in BLOCKS.values():
-        return "left out" if value is None else ""
+        return "unset" if value is None else ""
     return f"`{_yaml(value)}`"
 
 

@@ -56,15 +56,15 @@ class EngineConfig:
     prompt_window: int = 16
     """Number of arrivals after the oldest that are reordered; bounds how often a prompt can be overtaken."""
     max_running: int = 32
-    """Most running sequences."""
+    """Maximum number of running sequences."""
     max_waiting: int = 1024
-    """Most waiting sequences; more are refused."""
+    """Maximum number of waiting sequences; more are refused."""
     max_model_len: int | None = None
     """Longest sequence. Default: the model's context, as far as the KV pool holds it."""
     staging_blocks: int = 0
     """Blocks that may be reserved for prompts whose KV has not arrived. 0: half the pool."""
     prefix_caching: bool = True
-    """Keep blocks of finished sequences for prompts with the same beginning."""
+    """Keep blocks of finished sequences for prompts with the same prefix."""
     dtype: str = "auto"
     """Of the KV: `float32`, `bfloat16`, `float16`, or quantized with a scale for each token and head: `int8`, or `fp8`
     (e4m3) with a larger error. On a GPU also of the weights, which are bfloat16 beside quantized KV. Smaller: less to
@@ -80,7 +80,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Decodes of a whole model on a GPU replay CUDA graphs; false: the host launches each kernel."""
     deterministic: bool = False
-    """The same bits whatever else is in the batch and however a prompt is cut."""
+    """Bit-identical logits, whatever else is in the batch and however a prompt is chunked."""
     threads: int = 0
     """Compute threads. 0: as many as `resources.cpu`."""
     cores: str = ""
@@ -148,10 +148,10 @@ REMOTE_SIZE = ByteSize(256_000_000_000)
 
 @dataclass(frozen=True, slots=True)
 class DiskCacheConfig:
-    """A local disk for what the host cache gets. It survives restarts, and the workers of a host share it."""
+    """A disk tier that stores the blocks of the host tier. It survives restarts, and the workers of a host share it."""
 
     path: str
-    """Folder that the workers of a host share. Keep it as private as prompts: it holds KV."""
+    """Folder that the workers of a host share. Protect it like prompts: it contains KV."""
     size: ByteSize
     """Of each worker's files, all its ranks together, allocated at its start."""
     speed: ByteSize = DISK_SPEED
@@ -168,14 +168,14 @@ class DiskCacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class RemoteCacheConfig:
-    """A Redis or Valkey server for what the host cache gets, which workers share."""
+    """A Redis or Valkey server that stores the blocks of the host tier, shared by workers of all hosts."""
 
     url: str
-    """`redis://HOST:PORT/DB`, or `rediss://` for TLS. A user's name may stand before the host, a password may not."""
+    """`redis://HOST:PORT/DB`, or `rediss://` for TLS. It may contain a user name, but not a password."""
     password_file: str = ""
-    """A file with the server's password, where the worker runs. Empty: none."""
+    """File with the server's password, on the worker's node. Empty: no password."""
     ca_file: str = ""
-    """Certificates of the authorities that may have signed the server's, for `rediss://`. Empty: the system's."""
+    """CA certificates for `rediss://`. Empty: the system's."""
     speed: ByteSize = REMOTE_SPEED
     """Bytes that a simulated server sends to all workers, and gets, per second. A real worker measures its server."""
     size: ByteSize = REMOTE_SIZE
@@ -195,21 +195,22 @@ class RemoteCacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The tiers of a worker's prefix cache behind its device."""
+    """The tiers of a worker's prefix cache beyond device memory."""
 
     host: ByteSize | None = None
     """Host memory of each worker, all its ranks together, for prefixes that the device's cache evicts. 0: none. Left
     out: on a GPU an eighth of the host's free memory for each rank, at most as much as its KV pool; on a CPU none,
     since its KV pool is in the host's memory."""
     disk: DiskCacheConfig | None = None
-    """On a local disk, for workers with `host`."""
+    """Disk tier; requires `host`."""
     remote: RemoteCacheConfig | None = None
-    """A server of KV, for workers with `host`. It is asked for what the disk does not have."""
+    """Remote tier; requires `host`. It is queried for blocks that the disk does not have."""
     pins: ByteSize = NO_BYTES
-    """The part of `host` that `diptych cache warm --pin` may fill with prompts, at most half. 0: nothing is pinned."""
+    """The part of `host` for prompts pinned by `diptych cache warm --pin`, at most half. 0: nothing can be pinned."""
     adapters: ByteSize = ADAPTERS_SIZE
-    """Host memory of each worker, all its ranks together, for adapters, counted in float32. The least recently used go
-    first; those of running requests stay."""
+    """Host memory of each worker, all its ranks together, for adapters, counted in float32. Evicted in LRU order;
+    adapters of running requests stay.
+    """
 
     def __post_init__(self) -> None:
         if self.disk is not None and not self.host:
@@ -225,23 +226,23 @@ BACKENDS = ("cuda_ipc", "nixl", "tcp", "memory", "modelled")
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """How KV moves from one worker to another."""
+    """KV transfer between workers."""
 
     backends: tuple[str, ...] = ("cuda_ipc", "nixl", "tcp")
     """In order of preference; each pair of workers takes the first that passes its probe. `cuda_ipc` is for GPUs of one
     host, `memory` for one process and `modelled` for simulations.
     """
     digest: bool = True
-    """Compare a digest of every block on arrival; a block that differs is recomputed."""
+    """Verify a digest of every block on arrival; a corrupt block is recomputed."""
     lease_s: float = 10.0
-    """The owner frees a held prompt this long after the last message from its reader."""
+    """The owner frees a leased prompt this long after the last message from its reader."""
     read_timeout_s: float = 30.0
     """Time limit of one read."""
     quarantine_s: float = 60.0
     """A read still unsettled this long after its deadline restarts its backend."""
     max_readers: int = 256
-    """Most concurrent readers of a worker: workers on its control connection, and ranks of theirs on each of its ranks
-    over `tcp`. A larger cluster needs more, and about twice as many open files (`ulimit -n`).
+    """Maximum number of concurrent readers of a worker: workers on its control connection, and ranks of theirs on each
+    of its ranks over `tcp`. A larger cluster needs more, and about twice as many open files (`ulimit -n`).
     """
     staging_bytes: int = 64 << 20
     """Memory of each rank for KV that arrives in another dtype or block size. Unused where all pools have the same."""
