@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
+from msgspec import structs
 
 from tests.engine.driving import (
     Device,
@@ -366,6 +367,22 @@ def test_a_read_takes_no_block_that_a_step_in_flight_uses() -> None:
     subject.commit(plan, result(plan), 0.0)
     disk.run_all()
     run_to_end(subject, 0.0, disk)
+
+
+def test_what_a_step_saves_and_finds_to_be_in_doubt_is_not_written() -> None:
+    disk = RecordedDisk()
+    sizes = {"kv_blocks": 18, "host_cache_blocks": 12, "max_pinned": 6, "max_batch_tokens": 8, "block_bytes": 1000}
+    subject = engine(**sizes, cost=CHEAP, stores=[disk])  # type: ignore[arg-type]
+    made = disk.know(request("a", tuple(range(1, 17))))
+    subject.pin(made, 60.0, 0.0)
+    subject.add(made, 0.0, hold=False)
+    planned(subject, 0.0, disk)
+    plan = subject.schedule(0.0)
+    assert plan is not None and len(plan.swap_out) == 2 and plan.chunks[0].draw is not None
+    disk.execute(plan)
+    subject.commit(plan, structs.replace(result(plan), tokens=(None,)), 0.0)
+    assert subject.stats().non_finite == 1 and not disk.pending
+    subject.check()
 
 
 def test_a_block_that_arrives_after_a_step_has_saved_it_is_free() -> None:

@@ -25,7 +25,6 @@ from workers.engine.host_tier import StepCopies
 from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
 from workers.engine.loans import LoanBook
-from workers.engine.output_processor import OutputProcessor
 from workers.engine.prefix_fetch import PrefixFetches
 from workers.engine.reserved import Reservations
 from workers.engine.scheduler import Scheduler
@@ -95,7 +94,9 @@ class Engine:
             config, self._pool, self._leases, self._loads, self._estimate, block_bytes=block_bytes, depth=depth
         )
         self._kv = self._scheduler.kv
-        self._sequences = SequenceBook(self._pool, self._scheduler, self._leases, self._loads)
+        self._sequences = SequenceBook(
+            self._pool, self._scheduler, self._leases, self._loads, eos_token_ids, config.dtype
+        )
         parts = self._pool, self._scheduler, self._leases, self._loans
         self._reservations = Reservations(
             config,
@@ -107,10 +108,7 @@ class Engine:
             vocab_size=vocab_size,
             depth=depth,
         )
-        self._outputs = OutputProcessor(
-            self._sequences, self._pool, self._kv, self._leases, eos_token_ids, config.dtype
-        )
-        self._stats = EngineStats(*parts, self._stores, self._sequences, self._outputs)
+        self._stats = EngineStats(*parts, self._stores, self._sequences)
         self._catch_up: Callable[[bool], object] | None = None
 
     @property
@@ -244,11 +242,11 @@ class Engine:
             self._stats.took(result.seconds)
             self._estimate.learn(plan, result.seconds)
         touched = self._scheduler.commit_copies()
-        saved = self._kv.tier.take_saved()
-        for store in self._stores:
-            store.save(saved)
         digests = dict(zip(plan.digest_blocks, zip(*result.digests, strict=True), strict=False))
-        self._outputs.process(plan, result, digests, now_s)
+        self._sequences.process(plan, result, digests, now_s)
+        saved = self._kv.tier.take_saved()
+        for store in self._stores:  # now, since the content of some may have been found to be in doubt
+            store.save(saved)
         self._leases.advance_offers(plan.number, digests, plan.swap_in)
         for sequence in touched:
             if sequence.finish_pending and not sequence.in_flight:
@@ -379,7 +377,7 @@ class Engine:
     ) -> WorkerStats:
         if self._catch_up is not None:
             self._catch_up(False)
-        return self._stats.read(bubble_share, pulls, adapters, borrowed)
+        return self._stats.read(bubble_share=bubble_share, pulls=pulls, adapters=adapters, borrowed=borrowed)
 
     def check(self) -> None:
         """Prove that every block is accounted for. Raises AssertionError."""

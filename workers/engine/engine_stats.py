@@ -1,6 +1,8 @@
 """The statistics of an engine, made anew only when something has changed. Pure."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from typing import Any
 
 from msgspec import structs
 
@@ -8,12 +10,11 @@ from workers.engine.blocks import BlockPool
 from workers.engine.cache_hits import DEVICE, FETCHED, HOST
 from workers.engine.leases import LeaseBook
 from workers.engine.loans import LoanBook
-from workers.engine.output_processor import OutputProcessor
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import State
 from workers.engine.sequence_book import SequenceBook
 from workers.engine.store_tiers import StoreTier
-from workers.stats import BorrowStats, Pulls, TierStats, WorkerStats
+from workers.stats import TierStats, WorkerStats
 
 
 class EngineStats:
@@ -27,7 +28,6 @@ class EngineStats:
         loans: LoanBook,
         stores: Items[StoreTier],
         sequences: SequenceBook,
-        outputs: OutputProcessor,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler
@@ -35,7 +35,6 @@ class EngineStats:
         self._loans = loans
         self._stores = stores
         self._sequences = sequences
-        self._outputs = outputs
         self._step_s = 0.0
         self._known: WorkerStats | None = None  # nothing has changed since but what decode steps change
 
@@ -47,36 +46,25 @@ class EngineStats:
         """More has changed than decode steps change."""
         self._known = None
 
-    def read(
-        self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
-    ) -> WorkerStats:
-        known, given = self._known, (bubble_share, pulls, adapters, borrowed)
-        if known is None or self._stores or self._pool.host.num_blocks:  # which change by themselves
-            known = self._all(*given)
-        elif known.steps != self._scheduler.steps or given != (
-            known.bubble_share,
-            known.pulls,
-            known.adapters,
-            known.borrowed,
-        ):
+    def read(self, **given: Any) -> WorkerStats:
+        """The statistics with the `given` ones, of what the engine does not know."""
+        known, pool = self._known, self._pool
+        if known is None or self._stores or pool.host.num_blocks:  # which change by themselves
+            known = self._all(given)
+        elif known.steps != self._scheduler.steps or any(getattr(known, name) != given[name] for name in given):
             known = structs.replace(
                 known,
-                free_blocks=self._pool.num_free,
-                cached_blocks=self._pool.num_cached,
+                free_blocks=pool.num_free,
+                cached_blocks=pool.num_cached,
                 steps=self._scheduler.steps,
                 step_s=self._step_s,
-                cache_number=self._pool.log.number,
-                bubble_share=bubble_share,
-                pulls=pulls,
-                adapters=adapters,
-                borrowed=borrowed,
+                cache_number=pool.log.number,
+                **given,
             )
         self._known = known
         return known
 
-    def _all(
-        self, bubble_share: float, pulls: Pulls, adapters: tuple[str, ...], borrowed: tuple[BorrowStats, ...]
-    ) -> WorkerStats:
+    def _all(self, given: Mapping[str, Any]) -> WorkerStats:
         queued_tokens = num_reserved = 0
         hits, queues = self._pool.hits, self._scheduler.queues
         for each in self._sequences:
@@ -101,8 +89,6 @@ class EngineStats:
             lent_blocks=self._loans.num_blocks,
             borrowed_blocks=sum(each.num_blocks for each in self._scheduler.kv.moves.remote()),
             expired_loans=self._loans.expired,
-            borrowed=borrowed,
-            bubble_share=bubble_share,
             cache_number=self._pool.log.number,
             sought_tokens=hits.sought_tokens,
             found_tokens=sum(hits.tokens.values()),
@@ -111,9 +97,8 @@ class EngineStats:
             device_saved_s=hits.saved_s[DEVICE],
             device_lent_tokens=self._leases.lent_tokens.get(DEVICE, 0),
             tiers=self._tiers(),
-            non_finite=self._outputs.non_finite,
-            pulls=pulls,
-            adapters=adapters,
+            non_finite=self._sequences.non_finite,
+            **given,
         )
 
     def _tiers(self) -> tuple[TierStats, ...]:

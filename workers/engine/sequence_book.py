@@ -1,16 +1,22 @@
-"""The sequences of one engine by key, how they end, and their outputs until they are taken. Time is an argument."""
+"""The sequences of one engine: what steps compute for them, how they end, and their outputs until they are taken.
+
+Knows their blocks and leases. Pure: time is an argument.
+"""
 
 import logging
+import math
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 
 from workers.engine.blocks import BlockPool
 from workers.engine.borrowing import BlockMove
-from workers.engine.leases import LeaseBook
+from workers.engine.leases import Digests, LeaseBook
 from workers.engine.loads import Loads
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Lease, Sequence, State
+from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest, UnknownSequence
-from workers.request import FailedOut, HeadOut, Request, TokensOut
+from workers.request import FailedOut, HeadOut, Request, TokenLogprobs, TokensOut
 
 logger = logging.getLogger(__name__)
 
@@ -18,14 +24,27 @@ EngineOutput = TokensOut | HeadOut | FailedOut | Lease  # a Lease: a held prompt
 
 
 class SequenceBook:
-    """Owned by an Engine. `outputs`: since they were taken last, in order."""
+    """Owned by an Engine. `outputs`: since they were taken last, in order. `dtype`: of the KV. `non_finite`: how many
+    ended because their logits were not finite.
+    """
 
-    def __init__(self, pool: BlockPool, scheduler: Scheduler, leases: LeaseBook, loads: Loads) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        scheduler: Scheduler,
+        leases: LeaseBook,
+        loads: Loads,
+        end_tokens: tuple[int, ...],
+        dtype: str,
+    ) -> None:
         self.outputs: list[EngineOutput] = []
+        self.non_finite = 0
         self._pool = pool
         self._scheduler = scheduler
         self._leases = leases
         self._loads = loads
+        self._end_tokens = end_tokens
+        self._dtype = dtype
         self._sequences: dict[str, Sequence] = {}
 
     def __len__(self) -> int:
@@ -112,6 +131,98 @@ class SequenceBook:
         """An error in work for one sequence ends that sequence only."""
         logger.error("%s failed with an unexpected error", sequence.key, exc_info=error)
         self.fail(sequence.key, f"unexpected {type(error).__name__}: {error}")
+
+    # ---- what steps compute --------------------------------------------------------------------------------------
+
+    def process(self, plan: StepPlan, result: StepResult, digests: Digests, now_s: float) -> None:
+        """Apply the result of a step."""
+        sequences, block_size = self._sequences, self._pool.block_size
+        scored = result.prompt_logprobs or ((),) * len(plan.chunks)
+        pooled = result.pooled or ((),) * len(plan.chunks)
+        stuck, forced = dict(result.stuck), dict(result.forced)
+        each_chunk = zip(plan.chunks, result.tokens, result.logprobs, scored, strict=True)
+        for index, (chunk, token, logprobs, prompt) in enumerate(each_chunk):
+            sequence = sequences[chunk.key]
+            num_tokens = len(chunk.tokens)
+            sequence.num_ordered -= num_tokens
+            sequence.num_computed = chunk.first_position + num_tokens
+            if index in result.late:
+                sequence.num_computed -= 1
+            if sequence.finish_pending or index in result.late:
+                continue
+            try:
+                missing = (chunk.draw is not None and token is None) or index in result.lost
+                if missing or not all(math.isfinite(each.chosen) for each in prompt):
+                    self._fail_not_computed(sequence, index in result.lost, stuck.get(index, ""))
+                    continue
+                if prompt:
+                    sequence.prompt_logprobs += prompt
+                sequence.pooled += pooled[index]
+                if sequence.num_computed >= (sequence.num_named + 1) * block_size or sequence.request.group:
+                    self._scheduler.kv.name_blocks(sequence)
+                if len(self._leases):
+                    self._leases.advance(sequence, digests)
+                if token is not None:
+                    self._append(sequence, (token, *forced.get(index, ())), logprobs, now_s)
+                elif sequence.cut_tokens == sequence.num_computed:
+                    cached = sequence.cached_tokens, sequence.cached_from
+                    self.outputs.append(HeadOut(sequence.key, sequence.timing(now_s), *cached))
+                    self._end_held(sequence)
+            except Exception as error:
+                self.fail_on_error(sequence, error)
+
+    def _append(self, sequence: Sequence, tokens: Items[int], logprobs: TokenLogprobs | None, now_s: float) -> None:
+        """Up to the token that ends the answer. Only the first one is of a sequence that is held for a reader."""
+        for count, token in enumerate(tokens):
+            sequence.num_forced = count
+            if self._append_one(sequence, token, logprobs, now_s) or sequence.hold:
+                break
+
+    def _append_one(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_s: float) -> bool:
+        """Whether it ends the answer."""
+        sequence.tokens.append(token)
+        finish = sequence.finish_reason(self._end_tokens)
+        first = sequence.decode_called_s is None and sequence.first_token_s is None
+        self.outputs.append(
+            TokensOut(
+                key=sequence.key,
+                first_position=sequence.num_output - 1,
+                tokens=(token,),
+                timing=sequence.timing(now_s),
+                logprobs=(logprobs,) if logprobs is not None else (),
+                finish=finish,
+                prefilled=first,
+                cached_tokens=sequence.cached_tokens,
+                cached_from=sequence.cached_from if first else (),
+                prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
+                pooled=tuple(sequence.pooled) if first else (),
+            )
+        )
+        if first:
+            sequence.first_token_s = now_s
+        if sequence.hold:
+            self._end_held(sequence)
+        elif finish is not None:
+            self._leases.drop(sequence.key)  # its reader has nothing left to fetch
+            self.end(sequence)
+        return finish is not None
+
+    def _end_held(self, sequence: Sequence) -> None:
+        self._leases.finish(sequence.key)
+        self.end(sequence)
+
+    def _fail_not_computed(self, sequence: Sequence, is_lost: bool, stuck: str) -> None:
+        """No token can be sampled. If that is the model's fault, no other sequence may use this KV."""
+        key, fail = sequence.key, self.fail
+        if stuck:
+            return fail(key, f"its grammar allows no token: {stuck}", final=True)
+        if is_lost:
+            return fail(key, "KV on another worker is lost: it ended, or did not answer in time")
+        self.non_finite += 1
+        self._pool.forget(sequence.hashes)
+        where = f"behind token {sequence.num_computed}"
+        why = f"the model's logits are not finite {where}; the weights, or KV in {self._dtype}, may be the cause"
+        fail(key, why, final=True)
 
     def check(self) -> None:
         """Prove that each sequence is in the queue of its state. Raises AssertionError."""
