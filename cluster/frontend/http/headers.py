@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from cluster.frontend.gateway import GenerateOptions
 from cluster.frontend.grpc.messages import checked_class
@@ -11,44 +11,29 @@ from workers.errors import InvalidRequest
 from workers.request import SLO
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHeaders:
-    """`deadline_s` counts from the request's arrival."""
-
-    name: RequestName
-    slo: SLO
-    tenant: str
-    session: str
-    deadline_s: float | None
-
-    def options(self, model: str, index: int, num_prompts: int, waited_s: float = 0.0) -> GenerateOptions:
-        """Of prompt number `index`. The deadline counts from the request's arrival, `waited_s` ago."""
-        unique = self.name.unique
-        return GenerateOptions(
-            slo=self.slo,
-            request_id=f"{unique}.{index}" if num_prompts > 1 else unique,
-            client_id=self.name.given,
-            deadline_s=None if self.deadline_s is None else self.deadline_s - waited_s,
-            session=self.session,
-            model=model,
-            tenant=self.tenant,
-        )
-
-
-def parse_headers(headers: Mapping[str, str], name: RequestName) -> RequestHeaders:
+def parse_headers(headers: Mapping[str, str], name: RequestName, model: str | None = None) -> GenerateOptions:
     """`headers` have lower-case names. Raises `InvalidRequest` with the header's name."""
     class_name = headers.get("x-diptych-slo-class", "") or "default"
-    return RequestHeaders(
-        name=name,
+    return GenerateOptions(
         slo=SLO(
             _seconds(headers, "x-diptych-ttft-ms"),
             _seconds(headers, "x-diptych-tpot-ms"),
             checked_class(class_name, "x-diptych-slo-class"),
         ),
-        tenant=headers.get("x-diptych-tenant", ""),
-        session=headers.get("x-diptych-session", ""),
+        request_id=name.unique,
+        client_id=name.given,
         deadline_s=_seconds(headers, "x-diptych-timeout-ms"),
+        session=headers.get("x-diptych-session", ""),
+        model=model or "",
+        tenant=headers.get("x-diptych-tenant", ""),
     )
+
+
+def of_prompt(options: GenerateOptions, index: int, num_prompts: int, waited_s: float = 0.0) -> GenerateOptions:
+    """Of prompt number `index`. The deadline counts from the request's arrival, `waited_s` ago."""
+    request_id = f"{options.request_id}.{index}" if num_prompts > 1 else options.request_id
+    left_s = None if options.deadline_s is None else options.deadline_s - waited_s
+    return replace(options, request_id=request_id, deadline_s=left_s)
 
 
 def _seconds(headers: Mapping[str, str], name: str) -> float | None:

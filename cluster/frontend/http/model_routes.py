@@ -22,7 +22,7 @@ from cluster.frontend.http.chat_like import Item
 from cluster.frontend.http.embeddings import EmbeddingsBody, embeddings_json
 from cluster.frontend.http.failures import JSON
 from cluster.frontend.http.formats import ChatFormat, CompletionFormat, Echo
-from cluster.frontend.http.headers import parse_headers
+from cluster.frontend.http.headers import of_prompt, parse_headers
 from cluster.frontend.http.messages_body import CountTokensBody, MessagesBody
 from cluster.frontend.http.messages_wire import MessagesWire
 from cluster.frontend.http.middleware import NAME
@@ -159,25 +159,20 @@ class ModelRoutes:
         )
 
     def _reply(
-        self,
-        body: Generation,
-        prompts: Sequence[PromptInput],
-        plan: AnswerPlan,
-        request: Request,
-        wire: Wire,
+        self, body: Generation, prompts: Sequence[PromptInput], plan: AnswerPlan, request: Request, wire: Wire
     ) -> Response:
-        headers = parse_headers(request.headers, request.scope[NAME])
+        name = request.scope[NAME]
+        options = parse_headers(request.headers, name, body.model)
         if self.gateway.traces:
             set_trace_headers(request.headers.items())
-        if not headers.name.is_prefix:
-            more = log_fields(self._context.name, headers.name.unique)
-            logger.info("request %s has x-request-id %.500r", headers.name.unique, headers.name.given, extra=more)
+        if not name.is_prefix:
+            more = log_fields(self._context.name, name.unique)
+            logger.info("request %s has x-request-id %.500r", name.unique, name.given, extra=more)
         sampling = body.sampling(self.gateway.default_sampling)
         parsed = ParsedRequest(
             prompts,
             sampling if plan.grammar is None else replace(sampling, grammar=plan.grammar),
-            headers,
-            model=body.model or "",
+            options,
             client_names=body.client_names,
             stream=bool(body.stream),
             scores_only=isinstance(body, CompletionBody) and body.scores_only,
@@ -186,14 +181,14 @@ class ModelRoutes:
         return Reply(self.gateway, parsed, wire, self._encoding)
 
     async def embeddings(self, body: EmbeddingsBody, request: Request) -> Response:
-        headers = parse_headers(request.headers, request.scope[NAME])
+        options = parse_headers(request.headers, request.scope[NAME], body.model)
         prompts = _prompts(body, request)
         body.sampling()
         slots = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
         async def embed(index: int, prompt: PromptInput) -> PromptEmbedding:
             async with slots:
-                return await self.gateway.embed(prompt, headers.options(body.model or "", index, len(prompts)))
+                return await self.gateway.embed(prompt, of_prompt(options, index, len(prompts)))
 
         with body.client_errors():
             try:

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.events import Accepted, Completed
-from cluster.frontend.gateway import Gateway, servable
+from cluster.frontend.gateway import Gateway, GenerateOptions, servable
 from cluster.frontend.http.failures import JSON, failure_of
 from cluster.frontend.http.formats import Usage
-from cluster.frontend.http.headers import RequestHeaders
+from cluster.frontend.http.headers import of_prompt
 from cluster.frontend.http.middleware import OUTCOME, WRITER, BodyWriter
 from cluster.frontend.http.wire import Wire
 from cluster.frontend.output_collector import SendDelta
@@ -37,8 +37,7 @@ class ParsedRequest:
 
     prompts: Sequence[PromptInput]
     sampling: SamplingParams
-    headers: RequestHeaders
-    model: str
+    options: GenerateOptions
     client_names: Mapping[str, str]  # see `Body`
     stream: bool
     scores_only: bool  # the answers themselves are dropped
@@ -53,7 +52,7 @@ class ParsedRequest:
         self, gateway: Gateway, index: int, arrived_s: float, send_delta: SendDelta | None
     ) -> AsyncGenerator[GatewayEvent, None]:
         waited_s = time.monotonic() - arrived_s  # for other prompts
-        options = self.headers.options(self.model, index, len(self.prompts), waited_s)
+        options = of_prompt(self.options, index, len(self.prompts), waited_s)
         events = gateway.generate(self.prompts[index], self.sampling, options, send_delta=send_delta, keep=self.keep)
         async with aclosing(events):
             async for event in events:
@@ -84,8 +83,8 @@ class Reply(Response):
             async with aclosing(merged(iterators)) as events:
                 await (self._stream(events, send) if self._request.stream else self._whole(events, send))
         except Exception as error:
-            ready, name = servable(self._gateway.view), self._request.headers.name
-            failure = failure_of(error, ready, name.unique, self._request.client_names)
+            ready, request_id = servable(self._gateway.view), self._request.options.request_id
+            failure = failure_of(error, ready, request_id, self._request.client_names)
             if not self._begun:
                 await failure.response(scope["path"])(scope, receive, send)
                 return
