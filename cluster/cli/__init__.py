@@ -29,7 +29,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Observe": {
         "status": ("status", "Show workers, their load, pools, links and SLO attainment."),
         "top": ("top", "Watch pools, queues, KV, transfers and SLO attainment until Ctrl-C."),
-        "cache": ("cache", "Keep prompts in prefix caches, and check files of cached KV."),
+        "cache": ("cache", "Show cache tiers, pin prompts, and verify cache files."),
         "trace": ("trace", "Write a time window of a cluster as a trace for ui.perfetto.dev."),
     },
     "Operate": {

@@ -31,7 +31,7 @@ SHOWN_CHARS = 40
 
 @click.group()
 def cache() -> None:
-    """Show the tiers of prefix caches, keep prompts in them, and check files of cached KV.
+    """Show cache tiers, pin prompts, and verify cache files.
 
     \b
     Example:
