@@ -71,7 +71,7 @@ async def test_preempted_answers_continue_their_grammars(model: Path) -> None:
     requests = [replace(each, sampling=replace(each.sampling, min_tokens=30)) for each in all_of()]
     async with cluster(alone(model)) as subject:
         expected = await run_all(subject, requests)
-    async with cluster(alone(model, kv_blocks=50)) as subject:
+    async with cluster(alone(model, kv_blocks=36)) as subject:
         assert await run_all(subject, requests) == expected
         assert sum(worker.engine.stats().preemptions for worker in subject.workers.values()) > 0
 

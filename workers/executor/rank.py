@@ -327,10 +327,9 @@ def _forward(
 
 
 def _computed_once(plan: StepPlan, pool: KVPool) -> Collection[int]:
-    """The chunks whose last token may not be computed again: all but decodes of one token that completes no block."""
-    layout = pool.region.layout
+    """The chunks whose last token may not be computed again: all but decodes of one token in an unread block."""
     digested = {block for block, _ in plan.digest_blocks}
-    if layout.state_layers:
+    if pool.region.layout.state_layers:
         return range(len(plan.chunks))
     return {
         index
@@ -340,7 +339,6 @@ def _computed_once(plan: StepPlan, pool: KVPool) -> Collection[int]:
         or len(chunk.tokens) > 1
         or chunk.targets
         or chunk.remote
-        or chunk.context % layout.block_size == 0
         or chunk.blocks[-1] in digested
     }
 
