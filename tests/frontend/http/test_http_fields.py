@@ -117,3 +117,9 @@ def test_every_field_has_a_test() -> None:
     tested = {name for sent, _ in (*BOTH, *COMPLETIONS, *CHATS) for name in sent}
     assert {*CompletionBody.model_fields, *ChatBody.model_fields} == tested | OTHERS
     assert set(SCALARS) <= tested | OTHERS
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_usage_has_the_cached_tokens(there: Clients, path: str) -> None:
+    answer = await there.http.post(path, json=ASKED[path])
+    assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
