@@ -41,13 +41,11 @@ def check_model(spec: ClusterSpec, folder: Path, name: str = "") -> None:
                 f"{path}.engine.weights is gguf, but {folder} was not converted from a GGUF file; name a .gguf file as "
                 "the model, or take q8_0"
             )
-        if pool.engine.weights not in ("float32", "fp8") and _on_gpu(pool):
+        if pool.engine.weights != "float32" and _on_gpu(pool):
             raise SpecError(
-                f"{path}.engine.weights is {pool.engine.weights}, which needs a CPU; on a GPU take fp8, or leave it "
-                "out and set engine.dtype"
+                f"{path}.engine.weights is {pool.engine.weights}, which needs a CPU; on a GPU leave it out and set "
+                "engine.dtype"
             )
-        if pool.engine.weights == "fp8" and not _on_gpu(pool):
-            raise SpecError(f"{path}.engine.weights is fp8, which needs a GPU (resources.gpu); on a CPU take int8")
 
     if name in ("", spec.model):
         read_adapters(spec)

@@ -22,7 +22,7 @@ CHOICES = {
     "batching": BATCHING,
     "prompt_order": ("fcfs", "deadline"),
     "dtype": ("auto", "float32", "bfloat16", "float16", *QUANTIZED),
-    "weights": ("float32", "bfloat16", "int8", "fp8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
+    "weights": ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1", "q4_k", "gguf"),  # `model.load.FORMATS`
 }
 
 
@@ -71,10 +71,7 @@ class EngineConfig:
     move, rounded. `auto`: `float32` on a CPU; on a GPU `float16` for a model stored in it, else `bfloat16`.
     """
     weights: str = "float32"
-    """Weight format of the linear layers. On a CPU all but `float32` are less exact, smaller and mostly faster. On a
-    GPU `float32` means `dtype`; `fp8` (e4m3; only there, from Ada and Hopper on) halves the bytes and rounds
-    activations.
-    """
+    """Weight format of the linear layers on a CPU. All but `float32` are less exact, smaller and mostly faster."""
     device: str = "auto"
     """`auto`: a GPU for each rank if there are any, else the CPU; or `cpu`, `cuda:0` and so on."""
     cuda_graphs: bool = True
@@ -100,12 +97,6 @@ class EngineConfig:
                 f"engine.max_running ({self.max_running}) is above engine.max_batch_tokens ({self.max_batch_tokens}): "
                 "a step could not advance every running sequence"
             )
-        if self.weights == "fp8" and self.deterministic:
-            raise ValueError(
-                "engine.weights is fp8, whose products depend on the batch: engine.deterministic excludes it"
-            )
-        if self.weights == "fp8" and self.dtype == "float32":
-            raise ValueError("engine.weights is fp8, which needs half precision; set engine.dtype to bfloat16")
         if self.kv_blocks < 0:
             raise ValueError(f"engine.kv_blocks is {self.kv_blocks}; it must be at least 1, or left out")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -14,7 +14,7 @@ from workers.model.description import LayerConfig, ModelConfig, RopeConfig
 from workers.model.feed_forward import FeedForward
 from workers.model.parallel import Embedding
 from workers.ops.attention import best_attention
-from workers.ops.linear import LinearMethod, make_linear
+from workers.ops.linear import make_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +49,21 @@ CONTEXT = 131072
 ROPE = RopeConfig(theta=500000.0, rotary_dim=128)
 
 
-def random_llama(
-    shape: LlamaShape, device: torch.device, dtype: torch.dtype, weight_format: str = "float32"
-) -> ModelPart:
-    """A whole model on one device, with the attention that a worker would choose.
-
-    `weight_format`: of the linear layers; the same numbers are drawn for any.
-    """
+def random_llama(shape: LlamaShape, device: torch.device, dtype: torch.dtype) -> ModelPart:
+    """A whole model on one device, with the attention that a worker would choose."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(rows: int, columns: int) -> Tensor:
         weight = torch.empty(rows, columns, dtype=dtype, device=device)
         return weight.normal_(0.0, 1 / math.sqrt(columns), generator=generator)
 
-    def linear(rows: int, columns: int) -> LinearMethod:
-        return make_linear(draw(rows, columns), weight_format=weight_format)
-
     ones = torch.ones(shape.hidden, dtype=dtype, device=device)
 
     def layer() -> Layer:
-        qkv = linear((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)
-        output = linear(shape.hidden, shape.heads * shape.head_dim)
-        up, down = linear(2 * shape.ffn, shape.hidden), linear(shape.hidden, shape.ffn)
-        return Layer(ones, qkv, None, Output(output), None, ones, FeedForward(up, down, "silu"), None)
+        qkv = draw((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden)
+        output = make_linear(draw(shape.hidden, shape.heads * shape.head_dim))
+        up, down = make_linear(draw(2 * shape.ffn, shape.hidden)), make_linear(draw(shape.hidden, shape.ffn))
+        return Layer(ones, make_linear(qkv), None, Output(output), None, ones, FeedForward(up, down, "silu"), None)
 
     attention = best_attention(device, dtype, deterministic=False)
     layers = tuple(layer() for _ in range(shape.layers))

@@ -64,7 +64,6 @@ REFUSED = [
     ({"second": "resources: {gpu: 1}"}, 11, "second", "pools[1].resources.gpu is 1, but this machine has no GPU; lea"),
     ({"engine": "device: cuda"}, 10, "second", "pools[1].engine.device is cuda, but this machine has no GPU; leave"),
     ({"engine": "weights: gguf"}, 10, "second", "pools[1].engine.weights is gguf, but"),
-    ({"engine": "weights: fp8"}, 10, "second", "pools[1].engine.weights is fp8, which needs a GPU"),
     (
         {"second": "replicas: 9", "more": "transfer: {max_readers: 8}"},
         12,
@@ -117,19 +116,8 @@ def test_a_valid_file_passes_without_side_effects(tmp_path: Path, model: Path, m
 
 def test_quantised_weights_on_a_gpu_are_refused(tmp_path: Path, model: Path) -> None:
     path = written(tmp_path, model, engine="weights: int8", second="resources: {gpu: 1}")
-    with pytest.raises(SpecError, match=r"pools\[1\].engine.weights is int8, which needs a CPU; on a GPU take fp8"):
+    with pytest.raises(SpecError, match=r"pools\[1\].engine.weights is int8, which needs a CPU"):
         check_model(load_spec(path), model)
-
-
-def test_fp8_weights_are_for_gpus(tmp_path: Path, model: Path) -> None:
-    for device, refused in (("cuda", False), ("cpu", True), ("auto", True)):
-        engine = f"weights: fp8\n      device: {device}\n      dtype: bfloat16"
-        spec = load_spec(written(tmp_path, model, first="engine: {dtype: bfloat16}", engine=engine))
-        if not refused:
-            check_model(spec, model)
-            continue
-        with pytest.raises(SpecError, match=r"pools\[1\].engine.weights is fp8, which needs a GPU"):
-            check_model(spec, model)
 
 
 def test_pools_on_gpus_and_cpus_need_a_dtype(tmp_path: Path, model: Path) -> None:

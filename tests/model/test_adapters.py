@@ -37,13 +37,11 @@ OF_PROMPT = (-1, 0, 2, 1, 0)  # the adapter of each
 class Model:
     """A model in memory; `run` computes prompts in one batch, each with one of these adapters or none (-1)."""
 
-    def __init__(
-        self, path: Path, adapters: list[Path], *, deterministic: bool = False, weight_format: str = "float32"
-    ) -> None:
+    def __init__(self, path: Path, adapters: list[Path], *, deterministic: bool = False) -> None:
         self.config = read_model_config(path)
         attention = SDPA if library() is None else NATIVE
         folder = ModelFolder("tiny", path)
-        self._decoder = load_decoder(folder, CPU, torch.float32, attention, weight_format, deterministic)
+        self._decoder = load_decoder(folder, CPU, torch.float32, attention, deterministic=deterministic)
         shard = shard_of(self.config, ParallelConfig(), 0)
         self._adapters: list[tuple[LayerChanges, ...]] = [
             load_adapter(read_adapter(each, self.config), self.config, shard, torch.float32) for each in adapters

@@ -105,14 +105,9 @@ def peer(executor: Executor, incarnation: str) -> PeerAddress:
     return PeerAddress("p", incarnation, "127.0.0.1", 0, host_identity(), executor.shards())
 
 
-@pytest.mark.parametrize("engine", [{}, {"weights": "fp8", "dtype": "bfloat16"}], ids=str)
-async def test_decode_goes_on_elsewhere_after_a_pull(
-    tiny: ModelFolder, engine: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fp8 weights by the reference, which a worker on a CPU refuses."""
-    monkeypatch.setattr("workers.executor.opening.check_fp8", lambda *_: None)
+async def test_decode_goes_on_elsewhere_after_a_pull(tiny: ModelFolder) -> None:
     shared = SharedMemory()
-    owner, reader = [await open_tiny(tiny, name, shared, **engine) for name in ("owner", "reader")]
+    owner, reader = [await open_tiny(tiny, name, shared) for name in ("owner", "reader")]
     prefill = await owner.execute(prompt_plan())
     assert prefill.tokens[0] is not None
     so_far = [*PROMPT, prefill.tokens[0]]
@@ -186,11 +181,6 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
         executor = await open_solo(config(weights="bfloat16"), tiny, "w-1", SharedMemory())
         await executor.close()
         assert ("this CPU has no instructions for it" in caplog.text) != has_it
-
-
-async def test_fp8_weights_are_refused_on_a_cpu(tiny: ModelFolder) -> None:
-    with pytest.raises(ModelError, match=r"engine.weights is fp8, which needs a GPU of compute capability 8\.9"):
-        await open_tiny(tiny, weights="fp8")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "fp8"])

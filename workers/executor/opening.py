@@ -48,8 +48,7 @@ from workers.model.load import load_decoder
 from workers.model.shard import ModelShard, shard_of
 from workers.ops.attention import best_attention
 from workers.ops.collective import StageLink, TensorGroup, open_groups
-from workers.ops.linear import check_fp8
-from workers.ops.narrow import compute_dtype, multiplies_bfloat16, torch_dtype
+from workers.ops.narrow import multiplies_bfloat16, torch_dtype
 from workers.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -129,13 +128,11 @@ def _grammar_compiler(folder: ModelFolder) -> GrammarCompiler | None:
 def _load(
     config: WorkerConfig, folder: ModelFolder, device: torch.device, rendezvous: Rendezvous | None
 ) -> tuple[ModelFacts, ModelPart, KVPool]:
-    """`engine.dtype` is the KV's dtype. Weights have it too on a GPU, unless `engine.weights` is another format."""
+    """`engine.dtype` is the KV's dtype; weights have it too on a GPU, and `engine.weights` on a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread: Triton's kernels run on the current device
     shape = read_model_config(folder.path)
     dtype = kv_dtype(config.engine.dtype, device, shape.dtype)
-    if config.engine.weights == "fp8":
-        check_fp8(device, compute_dtype(device, torch_dtype(dtype)))
     config = replace(config, engine=replace(config.engine, dtype=dtype))
     shard = shard_of(shape, config.parallel, rendezvous.rank if rendezvous else 0)
     store = _join_store(rendezvous)

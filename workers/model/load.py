@@ -46,17 +46,17 @@ def load_decoder(
     """The folder's model on `device`, in the `compute_dtype` beside KV of `dtype`.
 
     `shard`: the part to load (None: all); `group`: its tensor ranks, if there are several. Formats with one scale for
-    several columns (int8, fp8, q4_k) round each shard's columns separately.
+    several columns (int8, q4_k) round each shard's columns separately.
 
-    `weight_format` applies to the linear layers; embeddings, norms and routers keep their dtype, and with fp8 the head
-    and experts too. "gguf": the blocks of the file that the folder was converted from, or float32 where their format
-    has no kernel. `deterministic`: a row's bits do not depend on the other rows, provided that `attention` is batch
-    invariant too. Raises `ModelError` if a tensor is missing, unknown, has the wrong shape, or holds NaN or infinity.
+    `weight_format` applies to the linear layers; embeddings, norms and routers keep their dtype. "gguf": the blocks of
+    the file that the folder was converted from, or float32 where their format has no kernel. `deterministic`: a row's
+    bits do not depend on the other rows, provided that `attention` is batch invariant too. Raises `ModelError` if a
+    tensor is missing, unknown, has the wrong shape, or holds NaN or infinity.
     """
     if weight_format not in FORMATS:
         raise ModelError(f"weight format {weight_format!r} is not supported; supported: {', '.join(FORMATS)}")
-    if weight_format not in ("float32", "fp8") and device.type != "cpu":
-        raise ModelError(f"weight format {weight_format!r} needs a CPU; on {device} take fp8, or float32 and a dtype")
+    if weight_format != "float32" and device.type != "cpu":
+        raise ModelError(f"weight format {weight_format!r} needs a CPU; on {device} take float32 and set the dtype")
     config = read_model_config(folder.path)
     check_tensors(folder.path, config)
     shard = shard or shard_of(config, ParallelConfig(), 0)
@@ -114,9 +114,8 @@ class _Builder:
         return Reduced(PartialEmbedding(weight, self._shard.vocab[0]), self._group)
 
     def _head(self, name: str, weight: Tensor) -> LinearMethod | Gathered:
-        # As in GGUF files: four bits are too few for logits. With fp8 as in vLLM.
-        kept = {"fp8": "float32", "q4_0": "q8_0", "q4_1": "q8_0", "q4_k": "q8_0"}
-        weight_format = kept.get(self._weight_format, self._weight_format)
+        # As in GGUF files: four bits are too few for logits.
+        weight_format = "q8_0" if self._weight_format in ("q4_0", "q4_1", "q4_k") else self._weight_format
         vocab_size, columns = self._config.vocab_size, (0, self._config.hidden_size)
         head = self._method([Part(name, vocab_size, self._shard.vocab)], columns, weight, None, weight_format)
         if self._group is None:
@@ -208,9 +207,6 @@ class _Builder:
     def _experts(self, prefix: str) -> Experts | GroupedExperts:
         names, experts = self._config.names, self._config.experts
         assert experts is not None
-        if self._weight_format == "fp8":  # grouped products are in bfloat16
-            plain = (self._config, self._shard, self._group, self._weights, None, "float32", self._deterministic)
-            return _Builder(*plain)._experts(prefix)
 
         def expert(name: str, gate_up: tuple[str, ...], columns: Cut) -> FeedForward:
             return self._feed_forward(f"{prefix}.{name}", gate_up, names.expert_down, columns, bias=False)

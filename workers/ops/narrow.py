@@ -51,16 +51,8 @@ def from_slots(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _quantized(values: Tensor, dtype: torch.dtype) -> Tensor:
-    numbers, scales = rounded_rows(values, dtype)
-    return torch.cat([numbers.view(torch.int8), scales.view(torch.int8)], dim=-1).view(dtype)
-
-
-def rounded_rows(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """float32 values [..., size] as numbers of `dtype` and float32 scales [..., 1].
-
-    A row's largest number becomes the dtype's largest; a row that is not finite has a scale that is not.
-    `attention.cpp` computes the same bits.
-    """
+    """The vector's largest number becomes the dtype's largest. `attention.cpp` computes the same bits."""
     scales = (values.abs().amax(-1, keepdim=True) * (1 / LARGEST[dtype])).clamp(min=torch.finfo(torch.float32).tiny)
     numbers = (values * scales.reciprocal()).nan_to_num(0.0)
-    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scales
+    numbers = (numbers.round() if dtype == torch.int8 else numbers).to(dtype)
+    return torch.cat([numbers.view(torch.int8), scales.view(torch.int8)], dim=-1).view(dtype)

@@ -26,7 +26,6 @@ PARTS = (
     GPUPart("decode", 60),
     GPUPart("ahead", 60),
     GPUPart("kernels", 60),
-    GPUPart("weights", 120),
     GPUPart("prefill", 60),
     GPUPart("peers", 60),
     GPUPart("digests", 60),

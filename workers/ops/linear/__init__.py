@@ -4,7 +4,6 @@ float32                  exact
 bfloat16                 half the bytes; x stays float32 or nearly so
 int8                     a quarter; W and x are rounded to 8 bits, one scale per row
 q8_0 q4_1 q4_0 q4_k      blocks as in GGUF files; x is rounded to 8 bits in blocks of 32
-fp8                      for a GPU; W and x are rounded to e4m3, one scale per row
 """
 
 from typing import Protocol
@@ -13,21 +12,12 @@ from torch import Tensor
 
 from workers.ops.linear.blocks import BLOCK_BYTES, BLOCK_COLUMNS, quantise
 from workers.ops.linear.dense import Bfloat16Linear, Linear
-from workers.ops.linear.fp8 import MULTIPLE, FP8Linear, check_fp8
 from workers.ops.linear.quantised import BlockLinear, Int8Linear
 
-__all__ = [
-    "BLOCK_FORMATS",
-    "WEIGHT_FORMATS",
-    "Linear",
-    "LinearMethod",
-    "check_fp8",
-    "linear_from_blocks",
-    "make_linear",
-]
+__all__ = ["BLOCK_FORMATS", "WEIGHT_FORMATS", "Linear", "LinearMethod", "linear_from_blocks", "make_linear"]
 
 BLOCK_FORMATS = tuple(BLOCK_COLUMNS)
-WEIGHT_FORMATS = ("float32", "bfloat16", "int8", "fp8", *BLOCK_FORMATS)
+WEIGHT_FORMATS = ("float32", "bfloat16", "int8", *BLOCK_FORMATS)
 
 
 class LinearMethod(Protocol):
@@ -45,19 +35,15 @@ def make_linear(
 ) -> LinearMethod:
     """y = x Wᵀ + b for weight [out, in] and bias [out], held in `weight_format`.
 
-    deterministic: a row of y has the same bits whatever other rows are in the batch; not fp8 on a GPU. Formats other
-    than float32 and fp8 need a CPU. All but float32 pack the weights at once, so the caller may free `weight`. A weight
-    whose shape fp8 does not fit keeps its dtype.
+    deterministic: a row of y has the same bits whatever other rows are in the batch. Formats other than float32 need a
+    CPU; they pack the weights at once, so the caller may free `weight`.
     """
     if weight_format == "float32":
         return Linear(weight, bias, deterministic)
     if weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"weight format {weight_format!r} is unknown; known are {', '.join(WEIGHT_FORMATS)}")
-    if weight_format == "fp8":
-        fits = all(size % MULTIPLE == 0 for size in weight.shape)
-        return FP8Linear(weight, bias) if fits else Linear(weight, bias, deterministic)
     if weight.device.type != "cpu":
-        raise ValueError(f"weight format {weight_format!r} needs a CPU; on {weight.device} take float32 or fp8")
+        raise ValueError(f"weight format {weight_format!r} needs a CPU; on {weight.device} take float32")
     if weight_format == "bfloat16":
         return Bfloat16Linear(weight.float(), bias, deterministic)
     if weight_format == "int8":
