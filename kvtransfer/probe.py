@@ -7,13 +7,13 @@ So a probe proves that the bytes came from this rank's memory, not only that a c
 in size: a shorter pattern is the beginning of a longer one.
 """
 
-import asyncio
 import hashlib
 import statistics
 from dataclasses import dataclass
 
 import numpy as np
 
+from diptych.clock import now_s
 from kvtransfer.errors import DigestMismatch
 from kvtransfer.transport import Copies, Read, ReadStats, Region, Transport
 
@@ -62,16 +62,15 @@ async def measure(transport: Transport, region: Region, name: str, num_bytes: in
 
     `num_bytes` is at most the smaller of the two blocks.
     """
-    loop = asyncio.get_running_loop()
     tiny = _probe(region, min(LATENCY_BYTES, num_bytes))
     large = _probe(region, num_bytes).repeat(max(1, min(64, BANDWIDTH_BYTES // num_bytes)), axis=0)
     latencies: list[float] = []
     bandwidths: list[float] = []
     for copies, samples in ((tiny, latencies), (large, bandwidths)):
         for _ in range(ROUNDS):
-            begun = loop.time()
+            begun = now_s()
             stats = await finish(transport.read(name, copies, deadline_s=deadline_s))
-            elapsed_s = max(loop.time() - begun, 1e-9)
+            elapsed_s = max(now_s() - begun, 1e-9)
             samples.append(elapsed_s if copies is tiny else stats.num_bytes / elapsed_s)
     latency_s, rate = statistics.median(latencies), statistics.median(bandwidths)
     moved = num_bytes * len(large)

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from diptych.clock import now_s
 from kvtransfer.copies import covering
 from kvtransfer.errors import PeerRefused, TransferError
 from kvtransfer.ticket import LinkReport, Piece, Progress, TransferReport, TransferTicket
@@ -103,8 +104,7 @@ async def pull(
         order=order or InOrder(skip_tokens, ticket.num_tokens),
         proves_reads=order is not None,
     )
-    loop = asyncio.get_running_loop()
-    begun = loop.time()
+    begun = now_s()
     await run.follow()
     await client.release(ticket.lease, ticket.epoch)
     run.confirm()
@@ -120,7 +120,7 @@ async def pull(
         digests_verified=sum(stats.num_digests for stats in run.landed),
         busy_s=run.busy_s,
         digest_s=sum(stats.digest_seconds for stats in run.landed),
-        elapsed_s=loop.time() - begun,
+        elapsed_s=now_s() - begun,
     )
 
 
@@ -248,7 +248,7 @@ class _Pull:
                 deadline_s=self._read_timeout_s,
             )
             if not self._in_flight:
-                self._busy_since = self._loop.time()
+                self._busy_since = now_s()
             self._in_flight[self._reader(order).done] = order
 
     def confirm(self, count: int | None = None) -> None:
@@ -267,4 +267,4 @@ class _Pull:
             elif self._confirms_reads:
                 self._unconfirmed.append(order)
             if not self._in_flight:
-                self.busy_s += self._loop.time() - self._busy_since
+                self.busy_s += now_s() - self._busy_since

@@ -14,7 +14,7 @@ PACKAGES = ("proto/diptych", "kvtransfer", "workers", "cluster", "benchmarks")
 
 # Lowest first: a module may import from its own layer and from the layers below.
 LAYERS = [
-    ["diptych.errors", "diptych.watchdog", "diptych.v1"],
+    ["diptych.errors", "diptych.clock", "diptych.watchdog", "diptych.v1"],
     ["diptych.events", "diptych.request_ids"],
     ["diptych.view", "diptych.history", "diptych.slo", "diptych.options", "diptych.shapes"],
     ["diptych.codec", "diptych.wire", "diptych.access"],
@@ -105,7 +105,10 @@ PARTS = (
     "workers.server",
     "workers.worker",
 )
-VALUES = ("diptych.errors", "diptych.watchdog", "diptych.events", "diptych.view", "diptych.options", "diptych.shapes")
+VALUES = (
+    *("diptych.errors", "diptych.clock", "diptych.watchdog"),
+    *("diptych.events", "diptych.view", "diptych.options", "diptych.shapes"),
+)
 PURE = ("workers.engine", "workers.kv_store.slot_index", "cluster.policy", "cluster.control.autoscaler.pods")
 IMPURE = {"time", "random", "secrets", "socket", "threading", "torch", "numpy"}
 # Arithmetic on columns, a row for each of a thousand workers, which plain Python has no time for. No randomness.

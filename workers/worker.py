@@ -21,6 +21,7 @@ from itertools import chain
 
 import psutil
 
+from diptych.clock import now_s
 from diptych.shapes import Shape, Timings
 from kvtransfer.open import RESERVED_BLOCKS, host_identity
 from kvtransfer.ticket import LinkReport, PeerAddress, TransferTicket
@@ -445,7 +446,7 @@ class Worker:
             logger.info(f"request %s: {message}", fields["request_id"], *args, extra=fields)
 
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return now_s()
 
     def _late_reader(self, key: str) -> LateReader | None:
         return self._late_readers.get(self._routes.get(key, ""))

@@ -29,6 +29,7 @@ from cluster.policy.policy import open_policy
 from cluster.policy.slo_attainment import GatewayAttainment, SLOScores
 from cluster.runtime.runtime_errors import WorkerGone
 from cluster.spec import ClusterSpec
+from diptych.clock import now_s
 from diptych.shapes import Shape, Timings
 from diptych.view import Adapter, CachedPrompt, ClusterView, ModelView
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
@@ -197,12 +198,11 @@ class Dispatcher:
             raise InvalidRequest("worker", f"{worker!r} is not ready here; ready are: {names}")
         (pool,) = (pool for pool in self._spec.pools if pool.name == client.view.pool)
         check_shape(pool.engine, shape, repeats)
-        clock = asyncio.get_running_loop()
-        begun_s = clock.time()
+        begun_s = now_s()
         try:
             timings = await client.handle.measure(shape, repeats)
         except Overloaded as error:
             raise Rejected(f"{worker}: {error}", error.retry_after_s) from None
         except (WorkerGone, WorkerClosed) as error:
             raise Rejected(f"{worker} is gone: {error}", RECONNECT_S) from None
-        return replace(timings, call_s=clock.time() - begun_s - timings.elapsed_s)
+        return replace(timings, call_s=now_s() - begun_s - timings.elapsed_s)

@@ -5,10 +5,10 @@ measurements only divide a lap; the rest of the lap is time on the wire. Duratio
 exact.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from diptych.clock import now_s
 from diptych.events import PHASES as PHASES
 from diptych.events import LatencyLedger as LatencyLedger
 
@@ -17,8 +17,8 @@ MIN_SPAN_NS = 1_000
 
 
 def now_ns() -> int:
-    """The event loop's clock, for all ledgers of one process."""
-    return round(asyncio.get_running_loop().time() * 1e9)
+    """For all ledgers of one process."""
+    return round(now_s() * 1e9)
 
 
 class Stopwatch:

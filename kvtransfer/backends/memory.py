@@ -3,7 +3,7 @@
 Knows the pools that joined the same `SharedMemory`; knows no thread and no socket. A read has settled when it returns.
 """
 
-import asyncio
+import time
 import uuid
 
 from kvtransfer.backends.pending_read import PendingRead
@@ -44,13 +44,13 @@ class MemoryTransport:
 
     def read(self, peer: str, copies: Copies, *, deadline_s: float) -> Read:
         pending = PendingRead(peer, copies, deadline_s)
-        begun = asyncio.get_running_loop().time()
+        begun = time.monotonic()
         try:
             self._copy(peer, copies)
         except (TransferError, ValueError) as error:
             pending.abort(error)
         else:
-            pending.complete(asyncio.get_running_loop().time() - begun)
+            pending.complete(time.monotonic() - begun)
         return pending.read
 
     def _copy(self, peer: str, copies: Copies) -> None:

@@ -7,6 +7,7 @@ knows no cost model.
 import asyncio
 from collections.abc import Callable, Sequence
 
+from diptych.clock import now_s
 from diptych.shapes import Shape, Timings
 from workers.config import EngineConfig
 from workers.engine.engine import Engine
@@ -58,7 +59,7 @@ async def measure(
     Raises `InvalidRequest` for a shape that no step of this engine can have, `Overloaded` when the engine has work,
     `TimeoutError` when the device hangs.
     """
-    begun_s = asyncio.get_running_loop().time()
+    begun_s = now_s()
     check_shape(config, shape, repeats)
     swaps = -(-shape.swap_bytes // executor.facts.layout.block_bytes)
     wanted = num_blocks(shape, config.block_size, swaps)
@@ -77,13 +78,13 @@ async def measure(
         while len(seconds) < repeats and not interrupted():
             async with asyncio.timeout(STEP_TIMEOUT_S):
                 seconds.append((await executor.execute(plan)).seconds)
-            if asyncio.get_running_loop().time() - begun_s > CALL_S:
+            if now_s() - begun_s > CALL_S:
                 break
     finally:
         engine.pool.end_transfer(blocks)
         for block in host:
             engine.pool.host.release(block)
-    return Timings(tuple(seconds), asyncio.get_running_loop().time() - begun_s)
+    return Timings(tuple(seconds), now_s() - begun_s)
 
 
 def _take_blocks(engine: Engine, count: int) -> tuple[int, ...]:

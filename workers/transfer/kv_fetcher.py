@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from diptych.clock import now_s
 from kvtransfer.control import ControlClient
 from kvtransfer.copies import covering, union_of_pieces
 from kvtransfer.errors import DigestMismatch, PeerLost, TransferError, Unlinked
@@ -40,10 +41,10 @@ class _PrefixOrder:
         return self._fetch.is_done
 
     def take(self, ready_tokens: int) -> tuple[int, int] | None:
-        return self._engine.prefix_fetches.take(self._fetch, ready_tokens, asyncio.get_running_loop().time())
+        return self._engine.prefix_fetches.take(self._fetch, ready_tokens, now_s())
 
     def landed(self, first_token: int) -> None:
-        self._engine.prefix_fetches.landed(self._fetch, first_token, asyncio.get_running_loop().time())
+        self._engine.prefix_fetches.landed(self._fetch, first_token, now_s())
         self._changed()
 
 
@@ -81,8 +82,7 @@ class KVFetcher:
             skip_tokens = min(sequence.cached_tokens, num_tokens)
             first, stop = covering(size, skip_tokens, num_tokens - skip_tokens)
             report = await self.pull(ticket, tuple(sequence.blocks[first:stop]), skip_tokens)
-            now_s = asyncio.get_running_loop().time()
-            self._engine.reservations.fetched(key, now_s, num_tokens=num_tokens, starts_decoding=starts_decoding)
+            self._engine.reservations.fetched(key, now_s(), num_tokens=num_tokens, starts_decoding=starts_decoding)
             return FetchedOut(key, report)
         except (TransferError, UnknownSequence) as error:
             kinds = {"corrupt": isinstance(error, DigestMismatch), "unlinked": isinstance(error, Unlinked)}
@@ -156,7 +156,7 @@ class KVFetcher:
             fetch = self._engine.prefix_fetches.begin(
                 tokens,
                 request.cache_salt,
-                asyncio.get_running_loop().time(),
+                now_s(),
                 owner=ticket.owner.incarnation,
                 owner_size=ticket.owner.shards[0].layout.block_size,
                 latency_s=link.latency_s,

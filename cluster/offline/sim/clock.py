@@ -57,6 +57,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
+    now_s = time  # see `diptych.clock`
+
     def call_soon(self, *call: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         handle = _Handle((0.0, 0, context or copy_context(), call))
         self._ready.append(handle)
