@@ -1,6 +1,9 @@
-"""Step plans for a model without an engine: decodes at a context, prompt chunks, and greedy generation."""
+"""Step plans for a model without an engine: decodes, chunks of prompts, mixed batches, and greedy generation."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.executor.kv_pool import KVPool
@@ -8,6 +11,12 @@ from workers.executor.rank import ModelPart, compute
 from workers.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS = (
+    GREEDY,
+    SamplingParams(temperature=0.9, seed=1, logprobs=1),
+    SamplingParams(temperature=0.9, seed=1, top_p=0.8),
+    SamplingParams(temperature=1.1, seed=1, top_k=9, frequency_penalty=0.5),
+)
 
 
 def decodes(number: int, tokens: Sequence[int], context: int, tables: Sequence[tuple[int, ...]], size: int) -> StepPlan:
@@ -26,6 +35,22 @@ def prompt(tokens: Sequence[int], first: int, table: tuple[int, ...], size: int,
     end = first + len(tokens)
     draw = Draw(GREEDY, seed=0, position=end) if last else None
     return StepPlan(1, (Chunk("prompt", tuple(tokens), first, table[: -(-end // size)], draw),))
+
+
+def mixed(count: int, blocks: Sequence[int], size: int) -> Iterator[StepPlan]:
+    """Up to four decodes and chunks of prompts, of any length and at any place, with any sampling."""
+    rng = random.Random(5)
+    for number in range(count):
+        chunks = []
+        for at in range(rng.choice([1, 2, 4])):
+            tokens = 1 if at < rng.choice([0, 1, 3, 4]) else rng.choice([1, 5, 16, 32])
+            first, sampling = rng.choice([0, 1, 15, 16, 60, 200]), rng.choice(SAMPLINGS)
+            seen, counts = (np.array([each], np.int32).tobytes() for each in (7, 2))
+            penalty = (seen, counts) if sampling.frequency_penalty else ()
+            draw = Draw(sampling, 1, first + tokens, *penalty) if tokens == 1 or rng.random() < 0.7 else None
+            table = tuple(rng.sample(blocks, -(-(first + tokens) // size)))
+            chunks.append(Chunk(f"{at}/0", tuple(range(3, 3 + tokens)), first, table, draw))
+        yield StepPlan(number, tuple(sorted(chunks, key=lambda chunk: len(chunk.tokens) > 1)))
 
 
 def greedy(

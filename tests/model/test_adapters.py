@@ -17,6 +17,7 @@ from tests.model.paging import next_tokens, pool_for, ragged, scattered_tables
 from tests.model.tiny import write_tiny_llama
 from workers.config import ParallelConfig
 from workers.errors import ModelError
+from workers.executor.adapters import RankAdapters
 from workers.model.adapter import MAX_RANK, WEIGHTS, adapter_of, read_adapter
 from workers.model.adapter_load import load_adapter
 from workers.model.config import read_model_config
@@ -122,6 +123,23 @@ def test_rows_without_an_adapter_keep_their_bits(by: str, base: Path, adapters: 
     model = Model(base, adapters)
     before = model.run(drawn_prompts(), (-1,) * len(LENGTHS))
     assert torch.equal(model.run(drawn_prompts(), OF_PROMPT)[0], before[0])
+
+
+def test_the_first_request_with_an_adapter_waits_for_no_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose sizes are multiples of 16."""
+    pytest.importorskip("workers.ops.triton_lora")
+    from tests.model.kernel_variants import launched
+
+    monkeypatch.setattr(lora, "_method", lora._ByTriton)
+    base = write_tiny_llama(tmp_path / "m")
+    targets = (("q_proj", "v_proj"), ALL)
+    adapters = [write_adapter(tmp_path / str(number), base, 1, targets=each) for number, each in enumerate(targets)]
+    shard = shard_of(read_model_config(base), ParallelConfig(), 0)
+    with launched() as compiled:
+        RankAdapters(ModelFolder("tiny", base), shard, CPU, torch.float32, deterministic=False).compile()
+    with launched() as needed:
+        Model(base, adapters).run(drawn_prompts(), (-1, 0, 1, 1, 0))
+    assert needed == compiled
 
 
 def test_deterministic_rows_do_not_depend_on_the_batch(by: str, base: Path, adapters: list[Path]) -> None:

@@ -58,7 +58,10 @@ def test_decodes_by_graphs_give_the_same_tokens(tmp_path: Path) -> None:
     assert greedy(ModelPart(model, graphs=graphs), pool, prompts, 12, chunk=16, first_block=RESERVED_BLOCKS) == plain
     # A bucket of one for the prompt's last chunk, which has one token, and one of four for all decodes.
     assert capture.captures == 2 and capture.replays == 12
-    assert graphs.sizes == [1, 2, 4, 8, 16, 24, 32]
+    sizes = (1, 2, 4, 8, 16, 24, 32)
+    assert graphs.buckets == [(size, 1024) for size in sizes]  # the pool has 320 tokens
+    larger = DecodeGraphs(model, pool_for(model.config, 600).blocks, 32, capture)
+    assert larger.buckets == [(size, context) for context in (1024, 2048) for size in sizes]
 
 
 @given(st.integers(1, 256), st.integers(1, 200_000))

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from workers.ops import triton_delta, triton_fused, triton_lora, triton_paged
 from workers.ops.triton_paged import CHUNK, DECODE, INVARIANT, SPLIT
 
-POINTERS = {"query", "output", "states", "pool", "query_starts", "context_lens", "block_tables"}
+POINTERS = {"query", "output", "states", "pool"}
 STRIDES = {"query_token_stride", "query_head_stride"}
 
 def ptx(kernel, tile, kinds, sizes, aligned):
@@ -57,7 +57,7 @@ for kind in range(3):
     ptx(triton_fused._gated, DECODE, kinds, {"COLUMNS": 1024, "KIND": kind}, ())
 kinds |= {"entries": "*i64", "inner": "*fp32"} | dict.fromkeys(("rows", "tiles"), "*i32")
 for kernel, size in ((triton_lora._shrink, {"DEPTH": 64}), (triton_lora._expand, {"COLUMNS": 64})):
-    ptx(kernel, DECODE, kinds, {"PARTS": 3, "HEIGHT": 16, "STRIDE": 5} | size, ())
+    ptx(kernel, DECODE, kinds, {"HEIGHT": 16, "STRIDE": 5} | size, ())
 numbers = ("mixed", "weight", "output", "states", "query", "key", "value", "a", "b", "rate", "bias")
 delta = dict.fromkeys(numbers, "*fp32") | dict.fromkeys(("starts", "contexts", "tables"), "*i32")
 ptx(triton_delta._conv, DECODE, delta, {"CHANNELS": 256, "TAPS": 4}, ())

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from workers.errors import ModelError
@@ -16,7 +17,7 @@ from workers.model.adapter_load import load_adapter
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import ModelShard
-from workers.ops.lora import LayerChanges, LinearChange, StepAdapters
+from workers.ops.lora import QKV, LayerChanges, LinearChange, LowRank, StepAdapters
 from workers.request import Adapter
 
 Layers = Sequence[LayerChanges]
@@ -41,6 +42,15 @@ class RankAdapters:
         for each in drop:
             self._loaded.pop(each, None)
         self._loaded[adapter.id] = await asyncio.to_thread(self._read, adapter)
+
+    def compile(self) -> None:
+        """Launch the kernels once, with an adapter of zeros: else the first request with one waits for Triton."""
+        a, b = torch.zeros(16, 64, dtype=self._dtype), torch.zeros(64, 16, dtype=self._dtype)
+        layers = self._brought(({QKV: LinearChange((LowRank.of(a, b, 0),))},))
+        x, y = torch.zeros(2, 1, 64, dtype=self._dtype, device=self._device)
+        number = np.zeros(1, np.int32)
+        step = StepAdapters((layers,), number, number, self._device, deterministic=self._deterministic)
+        step.of_layer(0)(QKV, x, y)
 
     def of_step(self, arrays: StepArrays) -> Callable[[], StepAdapters]:
         """What brings the step's adapters to the device; holds on to them, so they may be dropped from now on."""

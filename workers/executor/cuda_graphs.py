@@ -2,7 +2,7 @@
 
 A graph computes a bucket: a number of sequences and a longest context, both rounded up, so that few graphs serve all
 steps. What fills a bucket up writes to the pool's last block. A graph runs the same code as a step without graphs, on
-inputs at fixed addresses; it is captured when a step first needs it.
+inputs at fixed addresses; it is captured when a step first needs it, most of them before the worker is ready.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,14 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], tuple[Tensor, Work]] = {}  # by bucket: its inputs, and its replay
 
     @property
-    def sizes(self) -> list[int]:
-        """The numbers of sequences of all buckets."""
-        return sorted({sequences_bucket(sequences) for sequences in range(1, self._most + 1)})
+    def buckets(self) -> list[tuple[int, int]]:
+        """The number of sequences and the longest context of each graph; short contexts first."""
+        longest = min(self._model.config.context_length, len(self._pool) * self._pool.shape[4])
+        contexts = [MIN_CONTEXT]
+        while contexts[-1] < longest:
+            contexts.append(2 * contexts[-1])
+        sizes = sorted({sequences_bucket(sequences) for sequences in range(1, self._most + 1)})
+        return [(sequences, context) for context in contexts for sequences in sizes]
 
     def logits(self, step: StepArrays) -> Tensor | None:
         """[sequences, vocab] if the step decodes one token of each sequence, else None. Valid until the next call."""

@@ -13,6 +13,7 @@ connection to the leader closes. Knows ranks and frames; does not know what runs
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,11 +38,12 @@ from workers.errors import ModelError, RankLost
 from workers.executor.bubble import BubbleMeter
 from workers.executor.gang_store import GangStore
 from workers.executor.gang_wire import GANG_PROTOCOL
-from workers.executor.opening import MEET_TIMEOUT_S, open_rank, warm_up
+from workers.executor.opening import MEET_TIMEOUT_S, open_rank
 from workers.executor.rank import Rank
 from workers.executor.rank_spec import RankLauncher, RankSpec, Rendezvous, sampling_rank
 from workers.executor.remote_kv import by_heads
 from workers.executor.remote_rank import CLOSE_TIMEOUT_S, RemoteRank
+from workers.executor.warm_up import warm_up
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import ModelShard, shard_of
@@ -97,7 +99,7 @@ class GangExecutor:
         """As in the port. A rank that fails also fails the step and the gang."""
         if self._connections.failure.done():
             raise self._connections.failure.result()
-        begun_s = asyncio.get_running_loop().time()
+        begun_s = time.monotonic()
         own = asyncio.ensure_future(self._own.execute(plan))
         self._steps.add(own)
         own.add_done_callback(self._steps.discard)
@@ -116,7 +118,7 @@ class GangExecutor:
             raise cause from None
         stages = [steps[start : start + self._tensor] for start in range(0, len(steps), self._tensor)]
         busy = [max(step.seconds - step.wait_s for step in stage) for stage in stages]
-        self._bubble.add(begun_s, asyncio.get_running_loop().time(), busy)
+        self._bubble.add(begun_s, time.monotonic(), busy)
         return structs.replace(
             steps[self._sampling_rank],
             digests=tuple(digests for step in steps for digests in step.digests),
@@ -342,8 +344,9 @@ async def open_gang(
         opened.result()
         facts, own = opening.result()
         executor = GangExecutor(facts, config, shards, own, others, connections)
-        for plan in warm_up(config.engine.block_size):
-            await executor.execute(plan)
+        await warm_up(config.name, executor.execute, own.warm_up_steps(config.engine, facts.context_length))
+        for other in others:
+            other.watch()
     except BaseException as error:
         await connections.close(RankLost(f"the gang failed to open: {error}"))
         if opening is not None:

@@ -6,13 +6,11 @@ Knows no schedule and no leader. A rank of a gang differs from a worker of one r
 import asyncio
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import psutil
 import torch
-from msgspec import structs
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kvtransfer.layout import KVLayout
@@ -53,7 +51,6 @@ from workers.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 80  # enough rows to use the linears' kernels for large batches
 MEET_TIMEOUT_S = 60.0  # for all ranks of a gang to meet
 LOAD_TIMEOUT_S = 600.0  # for all ranks to load their parts
 COLLECTIVE_TIMEOUT_S = 100.0  # for the other ranks to reach the same point of a step; below `STEP_TIMEOUT_S`
@@ -205,6 +202,8 @@ def _load_shard(
         )  # fmt: skip
     layout = replace(facts.layout, layers=kv_range(shape, facts.layout, shard.layers), heads=shard.kv_heads)
     adapters = RankAdapters(folder, shard, device, model.dtype, deterministic=engine.deterministic)
+    if device.type == "cuda":
+        adapters.compile()
     part = ModelPart(model, group, link, shard=shard, adapters=adapters)
     if not engine.kv_blocks:
         host_bytes = facts.host_cache_blocks * layout.block_bytes + config.staging_bytes
@@ -330,19 +329,3 @@ def fullest_step(engine: EngineConfig, context_length: int) -> StepPlan:
     draw = Draw(SamplingParams(temperature=0.0), seed=0, position=length)
     names = [f"measured/{number}" for number in range(engine.max_running)]
     return StepPlan(0, tuple([Chunk(name, (1,) * length, 0, blocks, draw) for name in names]))
-
-
-def warm_up(block_size: int, decodes: Sequence[int] = (1,)) -> Iterator[StepPlan]:
-    """A prompt chunk and decodes that touch every weight once, so that no request waits for page faults.
-
-    `decodes`: numbers of sequences, one step for each. All steps write their KV into preflight's scratch block, where
-    its content does not matter.
-    """
-    draw = Draw(SamplingParams(temperature=0.0), seed=0, position=WARM_UP_TOKENS)
-    blocks = (SCRATCH_BLOCK,) * -(-(WARM_UP_TOKENS + 1) // block_size)
-    prompt_blocks = blocks[: -(-WARM_UP_TOKENS // block_size)]
-    yield StepPlan(0, (Chunk("warm-up/0", (1,) * WARM_UP_TOKENS, 0, prompt_blocks, draw),))
-    next_draw = structs.replace(draw, position=WARM_UP_TOKENS + 1)
-    for sequences in decodes:
-        names = [f"warm-up/{number}" for number in range(sequences)]
-        yield StepPlan(0, tuple([Chunk(name, (1,), WARM_UP_TOKENS, blocks, next_draw) for name in names]))

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from kvtransfer.digest import digest_cells
 from kvtransfer.links import TransportSet
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
-from workers.config import ParallelConfig
+from workers.config import EngineConfig, ParallelConfig
 from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest
@@ -35,6 +35,7 @@ from workers.executor.logprobs import as_logprobs, log_probabilities
 from workers.executor.remote_cache import RemoteCache
 from workers.executor.remote_kv import Lender, RemoteStates
 from workers.executor.threads import ComputeThread
+from workers.executor.warm_up import compiling_steps, short_steps
 from workers.model.decoder import Decoder
 from workers.model.grammar import INSTALL
 from workers.model.shard import ModelShard, shard_of
@@ -147,10 +148,12 @@ class Rank:
         """As in the `Executor` port. On a CPU a step takes long: prompts that arrive should not wait for two."""
         return self._pool.region.device != "cpu"
 
-    @property
-    def decode_sizes(self) -> Sequence[int]:
-        """Numbers of sequences whose decodes are prepared when they first run."""
-        return (1,) if self._part.graphs is None else self._part.graphs.sizes
+    def warm_up_steps(self, engine: EngineConfig, context_length: int) -> tuple[StepPlan, ...]:
+        """What an executor computes before its worker is ready. Nothing is compiled or captured on a CPU."""
+        if self._pool.region.device == "cpu":
+            return short_steps(engine)
+        graphs = self._part.graphs
+        return compiling_steps(engine, context_length, graphs.buckets if graphs is not None else ())
 
     @property
     def ticks(self) -> int:

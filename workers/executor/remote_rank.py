@@ -18,7 +18,7 @@ from workers.executor import gang_wire as wire
 from workers.request import Adapter, Grammar
 
 OPEN_TIMEOUT_S = 600.0  # for a rank to fetch and load its part of the model
-OPEN_SILENT_S = 30.0  # while it loads, which may block its event loop
+OPEN_SILENT_S = 30.0  # while it loads and compiles, which may block its event loop
 SILENT_S = 5.0  # a rank sends a message every second
 CLOSE_TIMEOUT_S = 5.0
 
@@ -54,6 +54,9 @@ class RemoteRank:
         except TimeoutError:
             raise RankLost(f"rank {self.rank} did not load its part within {OPEN_TIMEOUT_S:.0f} s") from None
         self.shard = self.shard or shard  # `Moved` may have arrived right after it
+
+    def watch(self) -> None:
+        """It is warmed up: from now on it is lost if it is silent for `SILENT_S`."""
         self._connection.patience_s = SILENT_S
 
     async def prepare(self, grammar: Grammar) -> None:

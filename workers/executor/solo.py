@@ -10,8 +10,9 @@ from workers.config import WorkerConfig
 from workers.engine.block_store import BlockStore
 from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
-from workers.executor.opening import open_rank, warm_up
+from workers.executor.opening import open_rank
 from workers.executor.rank import Rank
+from workers.executor.warm_up import warm_up
 from workers.model.folder import ModelFolder
 from workers.request import Adapter, Grammar
 
@@ -78,6 +79,9 @@ async def open_solo(
     assert config.parallel.world_size == 1
     facts, rank = await open_rank(config, folder, incarnation, shared)
     executor = SoloExecutor(facts, rank)
-    for plan in warm_up(config.engine.block_size, rank.decode_sizes):
-        await executor.execute(plan)
+    try:
+        await warm_up(config.name, executor.execute, rank.warm_up_steps(config.engine, facts.context_length))
+    except BaseException:
+        await executor.close()
+        raise
     return executor

@@ -53,7 +53,7 @@ def _paged(states: Tensor, batch: RaggedBatch) -> tuple[Tensor | int, ...]:
     return states, states.stride(0), states.stride(1), batch.query_starts, batch.context_lens, tables, tables.stride(0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
 def _conv(  # type: ignore[no-untyped-def]
     mixed, weight, output, states, block_stride, head_stride, starts, contexts, tables, table_stride, block_size,
     kv_heads, channels, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
@@ -95,7 +95,7 @@ def _conv(  # type: ignore[no-untyped-def]
         row += 1
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
 def _rule(  # type: ignore[no-untyped-def]
     query, key, value, a, b, rate, bias, output, states, block_stride, head_stride, starts, contexts, tables,
     table_stride, block_size, kv_heads, key_heads, heads, key_dim, dim, KEYS: tl.constexpr, FEATURES: tl.constexpr,

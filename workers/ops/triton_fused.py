@@ -124,7 +124,7 @@ def _gated(gate_up, y, size, COLUMNS: tl.constexpr, KIND: tl.constexpr):  # type
     tl.store(y + row * size + at, (open_ * up).to(y.dtype.element_ty), inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]
     x, token_stride, head_stride, norm, eps, cos, sin, y, pool, slots, layer,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, WRITES: tl.constexpr,

@@ -68,7 +68,7 @@ def span_of(out: int, size: int, tiles: Tiles) -> int:
     return int(triton.cdiv(triton.cdiv(size, spans), tiles.depth) * tiles.depth)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]
     x, x_stride, weight, weight_stride, bias, y, rows, out, size, span,
     SPLIT: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

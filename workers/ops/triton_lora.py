@@ -25,7 +25,7 @@ def add(x: Tensor, y: Tensor, rows: Tensor, tiles: Tensor, entries: Tensor, most
     """
     places, chunks = (len(tiles), entries.shape[1]), triton.cdiv(most[0], ROWS)
     inner = x.new_empty(*places, ROWS, chunks * ROWS, dtype=torch.float32)
-    sizes = {"PARTS": entries.shape[1], "HEIGHT": ROWS, "STRIDE": FIELDS}
+    sizes = {"HEIGHT": ROWS, "STRIDE": FIELDS}
     _shrink[(*places, chunks)](
         x, x.stride(0), x.shape[1], rows, tiles, entries, inner, chunks * ROWS, DEPTH=_DEPTH, **sizes
     )
@@ -37,10 +37,10 @@ def add(x: Tensor, y: Tensor, rows: Tensor, tiles: Tensor, entries: Tensor, most
 @triton.jit  # type: ignore[untyped-decorator]
 def _shrink(  # type: ignore[no-untyped-def]
     x, x_stride, size, rows, tiles, entries, inner, inner_stride,
-    PARTS: tl.constexpr, HEIGHT: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
+    HEIGHT: tl.constexpr, STRIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    tile, part = tl.program_id(0), tl.program_id(1)
-    entry = entries + (tl.load(tiles + 3 * tile) * PARTS + part) * STRIDE
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    entry = entries + (tl.load(tiles + 3 * tile) * parts + part) * STRIDE
     width = (tl.load(entry + 4).to(tl.int32) + 15) // 16 * 16
     a = tl.load(entry).to(tl.pointer_type(x.dtype.element_ty))
     place, at = tl.arange(0, HEIGHT), tl.arange(0, DEPTH)
@@ -54,16 +54,16 @@ def _shrink(  # type: ignore[no-untyped-def]
         known = (depth < size)[:, None] & (column < width)[None, :]
         right = tl.load(a + depth[:, None] * width + column[None, :], known, 0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
-    tl.store(inner + ((tile * PARTS + part) * HEIGHT + place)[:, None] * inner_stride + column[None, :], total)
+    tl.store(inner + ((tile * parts + part) * HEIGHT + place)[:, None] * inner_stride + column[None, :], total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _expand(  # type: ignore[no-untyped-def]
     y, y_stride, rows, tiles, entries, inner, inner_stride,
-    PARTS: tl.constexpr, HEIGHT: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    tile, part = tl.program_id(0), tl.program_id(1)
-    entry = entries + (tl.load(tiles + 3 * tile) * PARTS + part) * STRIDE
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    entry = entries + (tl.load(tiles + 3 * tile) * parts + part) * STRIDE
     first, out, rank = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     b = tl.load(entry + 1).to(tl.pointer_type(y.dtype.element_ty))
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -73,7 +73,7 @@ def _expand(  # type: ignore[no-untyped-def]
     total = tl.zeros([HEIGHT, COLUMNS], tl.float32)
     for start in range(0, rank, HEIGHT):
         at = start + tl.arange(0, HEIGHT)
-        left = tl.load(inner + ((tile * PARTS + part) * HEIGHT + place)[:, None] * inner_stride + at[None, :])
+        left = tl.load(inner + ((tile * parts + part) * HEIGHT + place)[:, None] * inner_stride + at[None, :])
         known = (at < rank)[:, None] & (column < out)[None, :]
         right = tl.load(b + at[:, None] * out + column[None, :], known, 0.0)
         total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")

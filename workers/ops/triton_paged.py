@@ -28,6 +28,10 @@ PROGRAMS = 384
 TILE_BYTES = 32 << 10  # of rows or keys: shared memory holds several tiles
 STATE_BYTES = 256 << 20  # of the spans' states at a time
 LOG2_E = 1.4426950408889634  # weights are powers of 2
+# Arguments that differ from step to step or layer to layer. Triton would compile a kernel again for 1, for multiples of
+# 16, and for each alignment of a table's rows; none of it makes these kernels faster.
+VARYING = ["layer", "table_stride"]
+TABLES = ["query_starts", "context_lens", "block_tables"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,6 @@ def attend(
     sequences, decodes = len(batch.context_lens), batch.num_decodes
     split = LONG_SPLIT if not invariant and decodes * kv_heads >= PROGRAMS else SPLIT
     splits = triton.cdiv(batch.max_context, split)
-    sizes["SPLIT"] = split
     runs = [(decodes, sequences, batch.max_query, INVARIANT if invariant else CHUNK)]
     if split == LONG_SPLIT and splits == 1:
         runs, decodes = [(0, decodes, 1, DECODE), *runs], 0  # there is nothing to merge
@@ -102,7 +105,7 @@ def attend(
         tile = INVARIANT if invariant else DECODE
         _attend_span[(splits, kv_heads, len(contexts))](
             query, query.stride(0), query.stride(1), states, pool, starts, contexts, tables, tables.stride(0),
-            layer, scale, softcap, **sizes,
+            layer, scale, softcap, **sizes, SPLIT=split,
             ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -117,14 +120,15 @@ def attend(
         _attend_chunk[(triton.cdiv(longest, queries), kv_heads, stop - first)](
             query, query.stride(0), query.stride(1), output, pool, batch.query_starts[first:],
             batch.context_lens[first:], batch.block_tables[first:], batch.block_tables.stride(0),
-            sinks, layer, scale, softcap, **sizes, QUERIES=queries, WHOLE=not invariant, SINKS=sinks is not None,
+            sinks, layer, scale, softcap, **sizes, SPLIT=SPLIT, QUERIES=queries, WHOLE=not invariant,
+            SINKS=sinks is not None,
             ROWS=max(min(tile.rows, most), triton.next_power_of_2(group)), KEYS=min(tile.keys, most),
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return output
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["layer"])  # type: ignore[untyped-decorator]
 def _write(  # type: ignore[no-untyped-def]
     pool, key, value, slots, key_token, key_head, value_token, value_head, layer, layers, block_size, slot_size,
     SIZE: tl.constexpr,
@@ -139,7 +143,7 @@ def _write(  # type: ignore[no-untyped-def]
     tl.store(to, tl.load(value + token * value_token + head * value_head + at, at < slot_size), at < slot_size)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=TABLES)  # type: ignore[untyped-decorator]
 def _attend_chunk(  # type: ignore[no-untyped-def]
     query, query_token_stride, query_head_stride, output, pool, query_starts, context_lens, block_tables, table_stride,
     sinks, layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
@@ -196,7 +200,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
         tl.store(output + to[:, None] + dim[None, :], answer.to(queries.dtype), inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=TABLES)  # type: ignore[untyped-decorator]
 def _attend_span(  # type: ignore[no-untyped-def]
     query, query_token_stride, query_head_stride, states, pool, query_starts, context_lens, block_tables, table_stride,
     layer, scale, softcap, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
@@ -228,7 +232,7 @@ def _attend_span(  # type: ignore[no-untyped-def]
         tl.store(to[:, None] + 2 + dim[None, :], summed, inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=TABLES[:2])  # type: ignore[untyped-decorator]
 def _merge_spans(  # type: ignore[no-untyped-def]
     states,
     output,

@@ -22,6 +22,7 @@ PARTS = (
     GPUPart("models", 180, alone=False),
     GPUPart("adapters", 120, alone=False),
     GPUPart("split", 90),
+    GPUPart("first_requests", 120),
     GPUPart("limits", 30),
     GPUPart("decode", 60),
     GPUPart("ahead", 60),

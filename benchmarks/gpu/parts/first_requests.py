@@ -1,0 +1,70 @@
+"""A worker that has just become ready: no step of a request waits for Triton or captures a graph."""
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.llama import TINY
+from benchmarks.gpu.model_folder import LLAMA_1B, write_model
+from benchmarks.gpu.plans import mixed
+from benchmarks.gpu.served import SHARED_MEMORY
+from kvtransfer.open import RESERVED_BLOCKS
+from workers.config import EngineConfig, TransferConfig, WorkerConfig
+from workers.executor.solo import open_solo
+from workers.model.folder import ModelFolder
+
+STEPS = 40
+BLOCKS = 600
+
+
+def measure(device: torch.device, *, tiny: bool) -> dict[str, object]:
+    """Raises if a kernel is compiled, or loaded from Triton's cache, after the worker is ready."""
+    figures: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # as on a new machine
+        shape, dtype = (TINY, torch.float32) if tiny else (LLAMA_1B, torch.bfloat16)
+        model = write_model(Path(folder) / "model", shape, device, dtype, 4096)
+        for deterministic in (False,) if tiny else (False, True):
+            name = "deterministic_" if deterministic else ""
+            found = asyncio.run(
+                _measured(model, device, str(dtype).removeprefix("torch."), deterministic=deterministic)
+            )
+            figures |= {name + figure: value for figure, value in found.items()}
+    return figures
+
+
+async def _measured(model: Path, device: torch.device, dtype: str, *, deterministic: bool) -> dict[str, object]:
+    from triton import knobs
+
+    compiled: list[str] = []
+
+    def note(**given: object) -> None:
+        compiled.append(str(given.get("repr")))
+
+    knobs.runtime.jit_post_compile_hook = note
+    sizes = EngineConfig(
+        kv_blocks=BLOCKS, max_running=64, device=str(device), dtype=dtype, deterministic=deterministic, threads=1
+    )
+    transfer = TransferConfig(("cuda_ipc",) if device.type == "cuda" else ("tcp",), host="127.0.0.1")
+    config = WorkerConfig("first", "first", str(model), sizes, transfer=transfer, secret="of this part")
+    begun_s = time.monotonic()
+    executor = await open_solo(config, ModelFolder("first", model), "first-1")
+    ready_s, before = time.monotonic() - begun_s, len(compiled)
+    try:
+        plans = list(mixed(STEPS, range(RESERVED_BLOCKS, BLOCKS), sizes.block_size))
+        first, again = [[(await executor.execute(plan)).seconds for plan in plans] for _ in range(2)]
+    finally:
+        await executor.close()
+    if compiled[before:]:
+        raise AssertionError(f"compiled after the start: {compiled[before:]}")
+    return {
+        "ready_s": ready_s,
+        "variants_of_kernels": before,
+        "longest_first_step_ms": 1e3 * max(first),
+        "median_step_ms": 1e3 * statistics.median(again),
+    }
