@@ -237,6 +237,19 @@ def test_a_held_prefix_is_freed_when_its_lease_expires() -> None:
         side.leases.release("r", lease.epoch)
 
 
+def test_a_lent_prefix_is_evicted_after_those_that_nobody_used_since() -> None:
+    side = Side()
+    side.computed(range(8))
+    side.computed(range(100, 108))
+    lease = side.prefix_fetches.hold("r", range(8), 0.0)
+    assert lease is not None
+    side.leases.progress("r", lease.epoch, 0, 6.0)
+    side.leases.expire(15.9)
+    side.leases.release("r", lease.epoch)
+    side.pool.allocate(side.pool.num_free - 2)
+    assert (side.cached(range(8)), side.cached(range(100, 108))) == (2, 0)
+
+
 def test_a_fetched_prefix_is_cached_and_a_failed_fetch_is_freed() -> None:
     side = Side()
     for arrived, cached in ((False, 0), (True, 2)):
