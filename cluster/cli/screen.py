@@ -203,9 +203,7 @@ def workers_table(view: ClusterView) -> "Table":
             worker.name,
             _role(worker, view),
             f"[{colours[state]}]{state}[/]",
-            str(worker.pid or ""),
-            worker.node,
-            *_load(worker),
+            *_process(worker),
             *([_ranks(worker), _bubble(worker)] if in_gangs else []),
             *([str(worker.restarts)] if restarted else []),
             _detail(worker),
@@ -213,18 +211,18 @@ def workers_table(view: ClusterView) -> "Table":
     return table
 
 
-def _load(worker: WorkerView) -> tuple[str, ...]:
-    """Cells of `workers_table`; empty for a dead worker."""
+def _process(worker: WorkerView) -> tuple[str, ...]:
+    """Cells of `workers_table` about its process; empty while it has none or is new."""
     stats = worker.stats
-    if worker.state is WorkerState.DEAD:
-        return ("",) * 5
-    blocks = f"{stats.free_blocks}/{stats.total_blocks}"
-    return str(stats.running), str(stats.waiting), f"{stats.queued_tokens} tok", blocks, f"{stats.step_s * 1e3:.1f} ms"
+    if not stats.total_blocks:
+        return ("", worker.node, *("",) * 5)
+    load = f"{stats.queued_tokens} tok", f"{stats.free_blocks}/{stats.total_blocks}", f"{stats.step_s * 1e3:.1f} ms"
+    return str(worker.pid or ""), worker.node, str(stats.running), str(stats.waiting), *load
 
 
 def _detail(worker: WorkerView) -> str:
-    heard = worker.state is WorkerState.DEAD and worker.age_s > 0.0
-    return "; ".join(filter(None, (worker.trouble, f"last heard from {worker.age_s:.0f} s ago" if heard else "")))
+    is_away = worker.state in (WorkerState.DEAD, WorkerState.STARTING) and worker.age_s >= 1.0
+    return "; ".join(filter(None, (worker.trouble, f"last heard from {worker.age_s:.0f} s ago" if is_away else "")))
 
 
 def _role(worker: WorkerView, view: ClusterView) -> str:
