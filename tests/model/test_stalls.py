@@ -19,7 +19,7 @@ from tests.model.paging import pool_for, ragged
 from tests.model.test_sampler import draw
 from workers.executor import device_sampler
 from workers.executor.device_sampler import sample_on_device
-from workers.model import feed_forward
+from workers.model import delta_net, feed_forward
 from workers.model.feed_forward import Experts, GroupedExperts
 from workers.model.folder import ModelFolder
 from workers.model.load import load_decoder
@@ -110,13 +110,16 @@ def echo(query: Tensor, pool: Tensor, layer: int, batch: RaggedBatch, scoring: S
     "family",
     [
         *("llama 3", "qwen 2", "qwen 3", "gemma 2", "gemma 3", "phi 3, partial rotary", "mixtral", "qwen 2 moe"),
-        *("gpt oss", "deepseek 2", "deepseek 3"),
+        *("mistral, window", "smollm 3", "qwen 3 moe", "llama 4", "llama 4, some dense", "gpt oss", "gpt oss, mxfp4"),
+        *("deepseek 2", "deepseek 3", "qwen 3 next", "qwen 3.5"),
     ],
 )
 def test_no_layer_stalls(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "library", lambda: None)
     monkeypatch.setattr(dense, "library", lambda: None)
     monkeypatch.setattr(feed_forward, "_can_group", lambda weight: True)
+    monkeypatch.setattr(delta_net, "causal_conv", lambda mixed, *_: mixed)  # Triton kernels, on a GPU
+    monkeypatch.setattr(delta_net, "gated_delta_rule", lambda query, key, value, *_: value)
     folder = ModelFolder("m", write_family(tmp_path / "m", family))
     model = load_decoder(folder, torch.device("cpu"), torch.float32, Attention("echo", no_write, echo))
     batch, pool = ragged([[1], [2, 3]], [1, 5], [3, 7], 4), pool_for(model.config, 5)
