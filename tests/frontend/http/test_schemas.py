@@ -48,7 +48,7 @@ async def there(tmp_path: Path) -> AsyncIterator[Clients]:
 
 
 def drawn(source: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema whose answers are short, whatever a model says."""
+    """A schema whose answers are short, whatever a model says (a time may have any number of digits)."""
     scalars: list[dict[str, Any]] = [
         {"type": "string", "maxLength": source.randint(1, 5), "pattern": "^[a-zé]*$"},
         {"type": "integer", "minimum": -source.randint(0, 99), "maximum": source.randint(0, 999)},
@@ -56,7 +56,7 @@ def drawn(source: random.Random, depth: int = 0) -> dict[str, Any]:
         {"enum": source.sample(["red", 3, None, True, "two words", [1], "\u6f22"], source.randint(1, 4))},
         {"type": "boolean"},
         {"const": source.choice(["fixed", 7, None])},
-        {"type": "string", "format": source.choice(["date", "time", "ipv4", "uuid"])},
+        {"type": "string", "format": source.choice(["date", "ipv4", "uuid"])},
         {"type": ["boolean", "null"]},
     ]
     kinds = ["object", "array", "any", "scalar", "scalar"]
