@@ -56,7 +56,7 @@ def price_line(sheets: Mapping[str, Hardware], given: Mapping[str, float]) -> st
         source = "given" if name in given else sheet.sources.get("price", "")
         dollars = given.get(name, sheet.price_per_hour)
         known.append(f"{name} ${dollars:g}/h ({source})" if dollars is not None else f"{name} not known")
-    return f"Prices of one GPU: {', '.join(known)}. Yours: --price {next(iter(sheets))}=DOLLARS"
+    return f"Prices of one GPU: {', '.join(known)}. Override: --price {next(iter(sheets))}=DOLLARS"
 
 
 def parse_prices(texts: Iterable[str], kinds: Sequence[str]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from cluster.offline.plan.trial import MARGIN, Trial, full_trial, held_at_once, 
 from cluster.offline.plan.why import Binding, bindings, margins
 from cluster.spec import Role
 
-CAVEAT = "Estimate from step costs alone, without queueing: a load near these rates waits, and attains less"
+CAVEAT = "Analytical estimate without queueing: near these rates requests queue, and attainment is lower"
 SAMPLED = 64
 GRAIN = 0.1  # closed forms do not tell layouts apart that differ by less
 NEAR, MAX_CONTENDERS = 0.8, 4  # share of the best closed form that is simulated too, and how many at most

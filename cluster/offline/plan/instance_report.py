@@ -20,17 +20,17 @@ def instance_lines(request: PlanRequest, lengths: LengthRanges, found: Sequence[
     lines = [
         f"{request.shape.name}, {lengths.name}",
         "",
-        "1. How long the prefill takes: TTFT, the time to the first token",
+        "1. Prefill: TTFT (time to first token)",
     ]
     for each in found:
         lines.append(f"  {each.instance.name}: {ms_range(each.ttft_s)} for a single user{_loaded(each, 'ttft_s')}")
-    lines += ["", "2. How long each further token takes: TPOT"]
+    lines += ["", "2. Decode: TPOT (time per output token)"]
     for each in found:
         rate = f" ({1.0 / each.tpot_s[1]:.0f} tokens/s for one reader)" if each.tpot_s[1] else ""
         latency = f"{ms_range(each.tpot_s)} for a single user{rate}{_loaded(each, 'tpot_s')}"
         lines.append(f"  {each.instance.name}: {latency}")
     slos = f"{slo_text(request.slo)}, for {100 * request.target:g} %"
-    lines += ["", f"3. How much load there may be while both hold: {slos}"]
+    lines += ["", f"3. Goodput, the highest rate that meets both SLOs: {slos}"]
     for each in found:
         one, goodput = each.instance, each.throughput
         cost = serving_cost(one.request, one.estimate.layout, goodput.rate if goodput else 0.0)

@@ -110,7 +110,7 @@ def lines_of(request: PlanRequest, each: Estimate) -> list[str]:
     return [
         each.name,
         f"  {each.fit}",
-        f"  a request alone: {each.latency}",
+        f"  single request: {each.latency}",
         f"  {each.throughput}",
         *([f"  {cost.words}"] if cost else []),
         *(f"  {one.words}" for one in each.bindings),
@@ -120,7 +120,7 @@ def lines_of(request: PlanRequest, each: Estimate) -> list[str]:
 
 def change_lines(request: PlanRequest, best: Estimate) -> list[str]:
     """What one more GPU, another TP or a looser SLO would change for the most promising one."""
-    lines = [f"What a change would bring, by closed forms, to {best.name}:"]
+    lines = [f"Estimated effect of changes to {best.name}:"]
     for change in changes(request, best.layout):
         rate = f"{change.rate:.3g} requests/s ({change.gain:+.0%})" if abs(change.gain) >= 0.005 else "no more"
         lines.append(f"  {change.words}: {rate if change.rate else 'the SLO cannot be met'}")

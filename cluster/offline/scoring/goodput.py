@@ -152,7 +152,7 @@ class Goodput:
     def _partial_summary(self, asked: str) -> str:
         tried = f"{len(self.probes)} run{'s' * (len(self.probes) != 1)}"
         if not self.probes:
-            return f"goodput not known: the time was up before a first run had ended ({asked})"
+            return f"goodput not known: the time limit came before the end of the first run ({asked})"
         low, bounds = min(self.by_seed), [each for each in self.broke if each is not None]
         below = f"below {max(bounds):.4g} requests/s" if bounds else ""
         held = " and ".join(filter(None, (f"at least {low:.4g} requests/s" if low else "", below)))

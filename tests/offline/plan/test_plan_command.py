@@ -124,7 +124,7 @@ def test_an_interrupt_prints_the_best_so_far() -> None:
         out, err = process.communicate(timeout=60.0)
     assert "simulated (at most" in first
     assert process.returncode == 130, err
-    assert "without queueing" in out and "3. How much load" in out
+    assert "without queueing" in out and "3. Goodput" in out
     assert out.rstrip().endswith("Ctrl-C ended the simulation: this is the best answer so far")
     assert "Traceback" not in err
 
