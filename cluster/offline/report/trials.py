@@ -141,7 +141,7 @@ def verdict_map(trials: Trials) -> Any:
     panel.set_xticks(range(len(columns)), [f"{name}\n{load}" for name, load in columns])
     panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(METRICS) - 0.5, -0.5))
     panel.grid(visible=False)
-    panel.set_title("Against the best colocated: green better, red worse, grey no clear difference")
+    panel.set_title("Relative to the best colocated: green better, orange worse, gray no clear difference")
     return picture
 
 
