@@ -40,9 +40,8 @@ def three_layers(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return ModelFolder("tiny", write_tiny_llama(path, num_layers=3, context_length=CONTEXT))
 
 
-@pytest.mark.parametrize(
-    "attention", [TRITON, pytest.param(TRITON_INVARIANT, marks=pytest.mark.full)], ids=lambda each: each.name
-)
+@pytest.mark.full
+@pytest.mark.parametrize("attention", [TRITON, TRITON_INVARIANT], ids=lambda each: each.name)
 def test_requests_wait_for_no_kernel(
     three_layers: ModelFolder, attention: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
