@@ -118,10 +118,10 @@ def view_json(view: ClusterView) -> dict[str, Any]:
 def print_report(screen: "Console", answer: "Answer", view: ClusterView) -> None:
     """Where the request ran, and where its time went."""
     workers = {worker.name: worker for worker in view.workers}
-    screen.print("\n[bold]Where it ran[/]")
+    screen.print("\n[bold]Placement and transfer[/]")
     for line in route_lines(answer.accepted, answer.completed, workers):
         screen.print(line, markup=False, soft_wrap=True)
-    screen.print("\n[bold]Where its time went[/]")
+    screen.print("\n[bold]Latency by phase[/]")
     screen.print(ledger_table(answer.completed.ledger))
 
 
@@ -181,10 +181,10 @@ def _handoff_lines(report: "TransferReport", ledger: "LatencyLedger") -> list[st
     moved = f"{report.num_blocks} blocks, {size(report.num_bytes)}"
     return [
         f"handoff   {report.transport}, {report.path}, lease {report.lease}",
-        f"moved     {moved} in {report.num_reads} reads of {report.num_descriptors} ranges; "
-        f"{report.reused_blocks} blocks were cached there",
+        f"moved     {moved}, reads: {report.num_reads}, ranges: {report.num_descriptors}; "
+        f"blocks already cached there: {report.reused_blocks}",
         f"verified  {report.digests_verified} digests in {report.digest_s * 1e3:.2f} ms",
-        f"overlap   pull {report.elapsed_s * 1e3:.2f} ms (bytes in flight {report.busy_s * 1e3:.2f} ms), "
+        f"overlap   pull {report.elapsed_s * 1e3:.2f} ms (reading {report.busy_s * 1e3:.2f} ms), "
         f"{hidden_s * 1e3:.2f} ms of it during prefill",
     ]
 
