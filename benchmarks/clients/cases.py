@@ -40,7 +40,11 @@ def openai() -> Sequence[Case]:
     client, later = openai.OpenAI(base_url=URL), openai.AsyncOpenAI(base_url=URL)
     ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": HELLO}], **LIMITS}
     tell: Any = ask | {"messages": [{"role": "user", "content": TELL}]}
-    tool: Any = openai.pydantic_function_tool(Person)
+    call: Any = {
+        "tools": [openai.pydantic_function_tool(Person)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
 
     def chat() -> None:
         check(client.chat.completions.create(**ask).choices[0].message.content)
@@ -50,7 +54,7 @@ def openai() -> Sequence[Case]:
         check("".join(parts) == client.chat.completions.create(**ask).choices[0].message.content)
 
     def tools() -> None:
-        found = client.chat.completions.parse(**tell, tools=[tool], tool_choice="required").choices[0].message
+        found = client.chat.completions.parse(**tell, **call).choices[0].message
         check(found.tool_calls and isinstance(found.tool_calls[0].function.parsed_arguments, Person), found)
 
     def structured() -> None:
@@ -71,7 +75,7 @@ def openai() -> Sequence[Case]:
                 async for each in await later.chat.completions.create(**ask, stream=True)
             ]
             check(whole.choices[0].message.content and whole.choices[0].message.content == "".join(parts))
-            called = await later.chat.completions.parse(**tell, tools=[tool], tool_choice="required")
+            called = await later.chat.completions.parse(**tell, **call)
             check(called.choices[0].message.tool_calls)
             check((await later.chat.completions.parse(**tell, response_format=Person)).choices[0].message.parsed)
 
