@@ -54,9 +54,12 @@ class Cluster:
 
     def __init__(self, dispatchers: list[Dispatcher], runtime: LocalRuntime, controller: Controller) -> None:
         self.dispatchers = dispatchers
-        self.dispatcher = dispatchers[0]
         self.runtime = runtime
         self.controller = controller
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self.dispatchers[0]
 
     @property
     def workers(self) -> dict[str, Worker]:

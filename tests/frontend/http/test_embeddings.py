@@ -108,7 +108,7 @@ async def test_embeddings_are_those_of_transformers(subject: Subject) -> None:
         for text, vector in zip(PROMPTS, found, strict=True):
             np.testing.assert_allclose(vector, subject.expected(text), atol=1e-5)
     assert [each.stats().steps for each in decodes] == before, "embeddings need no decode worker"
-    await Cluster(None, subject.runtime, None).settle()  # type: ignore[arg-type]
+    await Cluster([], subject.runtime, None).settle()  # type: ignore[arg-type]
 
 
 @pytest.mark.model

@@ -37,7 +37,7 @@ class Subject:
     model: str
 
     async def settle(self) -> None:
-        await Cluster(None, self.runtime, None).settle()  # type: ignore[arg-type]
+        await Cluster([], self.runtime, None).settle()  # type: ignore[arg-type]
 
 
 def spec(model: str) -> ClusterSpec:

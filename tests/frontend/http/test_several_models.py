@@ -109,7 +109,7 @@ async def subject(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Asy
 async def settled(subject: Subject) -> AsyncIterator[None]:
     """After each test every block is free again."""
     yield
-    await Cluster(None, subject.runtime, None).settle()  # type: ignore[arg-type]
+    await Cluster([], subject.runtime, None).settle()  # type: ignore[arg-type]
 
 
 def lasting(value: Any) -> Any:
