@@ -1,10 +1,8 @@
 """Answers match their grammars, and are the same tokens wherever they are computed: a real model's weights, random."""
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -115,38 +113,6 @@ async def test_a_grammar_that_gets_stuck_ends_its_request_once_and_no_other(
         with pytest.raises(NotComputable, match="its grammar allows no token"):
             await bad
         await subject.settle()
-
-
-@pytest.mark.parametrize("is_split", [False, True], ids=["alone", "split"])
-async def test_an_answer_whose_mask_is_late_misses_a_step_and_changes_no_token(
-    model: Path, monkeypatch: pytest.MonkeyPatch, is_split: bool
-) -> None:
-    """No step waits for the masks of slow answers, if there are others. Here all with grammars are slow."""
-    from workers.executor import grammar_masks, rank
-
-    requests = [*all_of(), asked("plain", None, max_tokens=200, ignore_eos=True)]
-    async with cluster(alone(model)) as subject:
-        expected = await run_all(subject, requests)
-    missed = list[int]()
-    settled, fill = grammar_masks.StepMasks.settled, grammar_masks.GrammarMasks._fill
-
-    def counted(self: grammar_masks.StepMasks, *args: Any) -> Any:
-        found = settled(self, *args)
-        missed.extend(found[1])
-        return found
-
-    def slow(self: grammar_masks.GrammarMasks, *args: Any) -> Any:
-        time.sleep(0.003)
-        return fill(self, *args)
-
-    monkeypatch.setattr(grammar_masks, "SLOW_S", -1.0)
-    monkeypatch.setattr(rank, "LATE_S", 0.0)
-    monkeypatch.setattr(grammar_masks.StepMasks, "settled", counted)
-    monkeypatch.setattr(grammar_masks.GrammarMasks, "_fill", slow)
-    async with cluster(real(split_spec(block_size=BLOCK), model) if is_split else alone(model)) as subject:
-        assert await run_all(subject, requests) == expected
-        await subject.settle()
-    assert len(missed) > 20
 
 
 async def test_forced_tokens_take_no_steps_of_their_own_and_are_the_same_tokens(model: Path) -> None:

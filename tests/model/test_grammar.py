@@ -57,6 +57,20 @@ def allowed(masks: GrammarMasks, *args: object, **more: object) -> list[int]:
     return np.flatnonzero(unpacked(mask, VOCAB)).tolist()
 
 
+@pytest.mark.full
+def test_a_grammar_whose_masks_are_slow_is_refused_or_ends_with_an_error(smollm2: ModelFolder) -> None:
+    """With tokens of several letters, whose splits into lexemes a mask tries."""
+    compiler, token = grammar_compiler(smollm2.path), ModelTokenizer(smollm2.path).encode("a")[0]
+    with pytest.raises(InvalidRequest, match="Too many items"):
+        compiler.matcher(Grammar("lark", "start: e\ne: e e | T\nT: /[a-z ]/"))
+    slow = compiler.matcher(Grammar("lark", "start: e\ne: e e | T\nT: /[a-z ]{2}/"))
+    for _ in range(200):
+        slow.compute_bitmask()
+        if slow.is_error() or not slow.consume_token(token):
+            break
+    assert "Too many items" in slow.get_error()
+
+
 def test_a_plan_without_grammars_needs_no_masks(masks: GrammarMasks) -> None:
     plain = Chunk("a/0", (5,), 9, (1,), draw())
     assert masks.begin(StepPlan(1, (plain, Chunk("b/0", (5,), 9, (1,), None)))) is None

@@ -146,9 +146,7 @@ class SequenceBook:
             num_tokens = len(chunk.tokens)
             sequence.num_ordered -= num_tokens
             sequence.num_computed = chunk.first_position + num_tokens
-            if index in result.late:
-                sequence.num_computed -= 1
-            if sequence.finish_pending or index in result.late:
+            if sequence.finish_pending:
                 continue
             try:
                 missing = (chunk.draw is not None and token is None) or index in result.lost

@@ -110,8 +110,7 @@ class StepResult(Struct, frozen=True, gc=False):
     `seconds` is the device's time for the step, through all stages, without waits for other plans. In the result of one
     rank of a gang, `wait_s` of them were waits for the previous stage's activations, and `comm_s` sums and gathers.
     `lost` are the indices of chunks whose remote KV could not be used; their token is None. So is that of a chunk in
-    `stuck`, whose grammar allows no token: pairs (index, why), and of a decode in `late`, whose mask was not there in
-    time: it computes its last token again. `forced` are pairs (index, tokens): what must follow the
+    `stuck`, whose grammar allows no token: pairs (index, why). `forced` are pairs (index, tokens): what must follow the
     chunk's token by its grammar.
     """
 
@@ -123,7 +122,6 @@ class StepResult(Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     lost: tuple[int, ...] = ()
     stuck: tuple[tuple[int, str], ...] = ()
-    late: tuple[int, ...] = ()
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     pooled: tuple[tuple[bytes, ...], ...] = ()
     wait_s: float = 0.0

@@ -6,20 +6,14 @@
 A matcher is found by its sequence's key. One that is missing, or does not fit the answer's tokens, is made anew from
 these tokens; nothing else is ever needed, so matchers may be dropped at any time.
 
-An answer whose masks take long has them computed apart. Where its mask is not there in time, only this answer gets no
-token in the step: it computes its last token again in the next one, and samples then.
-
 Where only one text can follow, the next token is the first one of that text as the tokenizer writes it. This holds
 however the answer got there, so tokens that are forced behind a sampled one need not be sampled.
 """
 
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from threading import get_native_id
-from time import thread_time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,10 +29,6 @@ if TYPE_CHECKING:
 
 MAX_MATCHERS = 512  # the least recently used are dropped
 MAX_FORCED = 64  # tokens behind a sampled one
-SLOW_S = 0.001  # of computation: an answer whose last masks took longer may miss a step
-SLOW_DECAY = 0.95  # of that time with each quicker mask
-LATE_S = 0.003  # that a step waits for the masks of such answers, if there are others
-SLOW_NICENESS = 10  # of the thread that computes them
 
 Mask = NDArray[np.int32]  # [vocab / 32]: bit i of word w is token 32 * w + i
 Allowed = Mapping[int, Mask]  # of a row of logits; rows without a grammar are missing
@@ -49,8 +39,6 @@ class _Running:
     grammar: Grammar
     matcher: "LLMatcher"
     answer: bytes  # the tokens that it has seen
-    mask_s: float = 0.0  # of computation: the longest of its last masks
-    slow: "tuple[bytes, Future[Mask | str]] | None" = None  # its last mask that was computed apart, and behind what
 
     def consume(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -70,30 +58,12 @@ class _Running:
 class StepMasks:
     """By the index of the chunk: the mask, or why there is none.
 
-    `jumping`: of answers that need no log probabilities, so that forced tokens need no sample. `slow`: masks that may
-    not be there yet.
+    `jumping`: of answers that need no log probabilities, so that forced tokens need no sample.
     """
 
     masks: Mapping[int, Mask]
     stuck: Mapping[int, str]
     jumping: Mapping[int, _Running]
-    slow: "Mapping[int, Future[Mask | str]]" = field(default_factory=dict)
-
-    def settled(self, needed: Callable[[int], bool], wait_s: float) -> tuple["StepMasks", tuple[int, ...]]:
-        """The same with the slow masks that are there after `wait_s`; and the chunks of the others, which sample later.
-
-        `needed`: of an index: whether its mask is waited for as long as it takes.
-        """
-        if not self.slow:
-            return self, ()
-        wait([each for index, each in self.slow.items() if not needed(index)], wait_s)
-        masks, stuck, late = dict(self.masks), dict(self.stuck), []
-        for index, filling in self.slow.items():
-            if filling.done() or needed(index):
-                _put(index, filling.result(MASKS_TIMEOUT_S), masks, stuck)
-            else:
-                late.append(index)
-        return StepMasks(masks, stuck, self.jumping), tuple(late)
 
     def forced(self, sampled: Sequence[int | None]) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """What must follow these tokens, one for each chunk: pairs (index of the chunk, tokens)."""
@@ -112,19 +82,19 @@ class StepMasks:
 
 
 NO_MASKS = StepMasks({}, {}, {})
-MASKS_TIMEOUT_S = 60.0  # never reached: a mask is bounded by `workers.model.grammar.LIMITS`
 
 
 class GrammarMasks:
-    """Owned by a `Rank`; `close` ends its threads. `num_threads` compute quick masks, one slow ones; one compiles."""
+    """Owned by a `Rank`; `close` ends its threads. `num_threads` compute masks; one more compiles."""
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int, num_threads: int) -> None:
+        from llguidance import LLExecutor
+
         self._compiler = compiler
         self._num_words = -(-vocab_size // 32)
         self._matchers: OrderedDict[str, _Running] = OrderedDict()
+        self._parallel = LLExecutor(num_threads=num_threads)
         self._masking = ThreadPoolExecutor(1, "grammar-masks")
-        self._quick = ThreadPoolExecutor(num_threads, "quick-masks")
-        self._slow = ThreadPoolExecutor(1, "slow-masks", initializer=_yield_to_others)
         self._compiling = ThreadPoolExecutor(1, "grammars")
 
     def prepare(self, grammar: Grammar) -> "Future[None]":
@@ -144,11 +114,12 @@ class GrammarMasks:
         return self._masking.submit(self._compute, wanted) if wanted else None
 
     def _compute(self, wanted: Sequence[tuple[int, Chunk, Draw, Grammar]]) -> StepMasks:
+        from llguidance.numpy import fill_next_token_bitmask_par
+
         stuck: dict[int, str] = {}
         masks: dict[int, Mask] = {}
         jumping: dict[int, _Running] = {}
-        quick: dict[int, Future[Mask | str]] = {}
-        slow: dict[int, Future[Mask | str]] = {}
+        free: list[tuple[int, LLMatcher, Draw]] = []
         for index, chunk, draw, grammar in wanted:
             try:
                 running = self._running(chunk.key, grammar, draw.answer)
@@ -157,30 +128,21 @@ class GrammarMasks:
                 continue
             if draw.params.logprobs is None:
                 jumping[index] = running
-            if running.slow is not None:
-                slow[index] = running.slow[1]
-            elif (token := running.forced()) is not None:
+            if (token := running.forced()) is not None:
                 masks[index] = self._only(token)
-            elif running.mask_s > SLOW_S:
-                slow[index] = self._slow.submit(self._fill, running, draw.banned)
-                running.slow = draw.answer, slow[index]
             else:
-                quick[index] = self._quick.submit(self._fill, running, draw.banned)
-        for index, filling in quick.items():
-            _put(index, filling.result(), masks, stuck)
-        return StepMasks(masks, stuck, jumping, slow)
-
-    def _fill(self, running: _Running, banned: Sequence[int]) -> Mask | str:
-        """The mask; or why there is none."""
-        from llguidance.numpy import fill_next_token_bitmask
-
-        begun_s = thread_time()
-        words = np.zeros((1, self._num_words), np.int32)
-        fill_next_token_bitmask(running.matcher, words)
-        running.mask_s = max(thread_time() - begun_s, SLOW_DECAY * running.mask_s)
-        if running.matcher.is_error():
-            return reason(running.matcher)
-        return _without(words[0], banned) if words.any() else "it allows no token"
+                free.append((index, running.matcher, draw))
+        words = np.zeros((len(free), self._num_words), np.int32)
+        if free:
+            fill_next_token_bitmask_par(self._parallel, [(each[1], row) for row, each in enumerate(free)], words)
+        for (index, matcher, draw), mask in zip(free, words, strict=True):
+            if matcher.is_error():
+                stuck[index] = reason(matcher)
+            elif not mask.any():
+                stuck[index] = "it allows no token"
+            else:
+                masks[index] = _without(mask, draw.banned)
+        return StepMasks(masks, stuck, jumping)
 
     def _only(self, token: int) -> Mask:
         mask = np.zeros(self._num_words, np.int32)
@@ -190,11 +152,6 @@ class GrammarMasks:
     def _running(self, key: str, grammar: Grammar, answer: bytes) -> _Running:
         """The sequence's matcher behind these tokens. Raises `InvalidRequest`."""
         running = self._matchers.pop(key, None)
-        if running is not None and running.slow is not None and running.slow[0] != answer:
-            if running.slow[1].done():
-                running.slow = None
-            else:  # its matcher is in use
-                running = None
         if running is None or running.grammar != grammar or not answer.startswith(running.answer):
             running = _Running(grammar, self._compiler.matcher(grammar), b"")
         running.consume(np.frombuffer(answer[len(running.answer) :], np.int32).tolist())
@@ -204,20 +161,8 @@ class GrammarMasks:
         return running
 
     def close(self) -> None:
-        for threads in (self._masking, self._quick, self._slow, self._compiling):
-            threads.shutdown(cancel_futures=True)
-
-
-def _put(index: int, found: Mask | str, masks: dict[int, Mask], stuck: dict[int, str]) -> None:
-    if isinstance(found, str):
-        stuck[index] = found
-    else:
-        masks[index] = found
-
-
-def _yield_to_others() -> None:
-    """On Linux a thread has a priority of its own."""
-    os.setpriority(os.PRIO_PROCESS, get_native_id(), SLOW_NICENESS)
+        self._masking.shutdown()
+        self._compiling.shutdown()
 
 
 def _without(mask: Mask, banned: Sequence[int]) -> Mask:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ from workers.executor.adapters import RankAdapters
 from workers.executor.cuda_graphs import DecodeGraphs
 from workers.executor.device_sampler import sample_rows
 from workers.executor.disk_cache import DiskCache
-from workers.executor.grammar_masks import LATE_S, MASKS_TIMEOUT_S, NO_MASKS, GrammarMasks, StepMasks
+from workers.executor.grammar_masks import NO_MASKS, GrammarMasks, StepMasks
 from workers.executor.inputs import StepArrays, step_arrays
 from workers.executor.kv_pool import KVPool
 from workers.executor.logprobs import as_logprobs, log_probabilities
@@ -47,6 +47,7 @@ from workers.request import Adapter, Grammar, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
+MASKS_TIMEOUT_S = 60.0  # never reached: a mask is bounded by `workers.model.grammar.LIMITS`
 SLICE_BYTES = 32 << 20  # of logits at a time for prompt logprobs; scoring them takes as much again
 
 
@@ -261,7 +262,6 @@ def compute(
         comm_s=part.group.take_comm_s() if part.group else 0.0,
         lost=lost,
         stuck=outputs.stuck,
-        late=outputs.late,
         forced=outputs.forced,
         pooled=outputs.pooled,
     )
@@ -275,7 +275,6 @@ class _StepOutputs:
         self.logprobs: list[TokenLogprobs | None] = [None] * num_chunks
         self.prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
         self.stuck: tuple[tuple[int, str], ...] = ()
-        self.late: tuple[int, ...] = ()
         self.forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self.pooled: tuple[tuple[bytes, ...], ...] = ()
         self.written: Event | None = None  # after all KV, if tokens were sampled
@@ -317,33 +316,13 @@ def _forward(
         outputs.written = pool.mark()  # has passed when the tokens are here; to wait for an event means to sleep
         chunks = [index for index, chunk in enumerate(plan.chunks) if chunk.draw is not None]
         found = masks.result(MASKS_TIMEOUT_S) if masks is not None else NO_MASKS
-        if found.slow:
-            once = _computed_once(plan, pool) if len(found.slow) < len(plan.chunks) else found.slow
-            found, outputs.late = found.settled(lambda index: index in once, LATE_S)
         allowed = {row: found.masks[chunk] for row, chunk in enumerate(chunks) if chunk in found.masks}
         for chunk, token, logprob in zip(chunks, *sample_rows(logits, draws, allowed), strict=True):
             outputs.tokens[chunk], outputs.logprobs[chunk] = token, logprob
         outputs.stuck = tuple(found.stuck.items())
-        for chunk in (*outputs.late, *(chunk for chunk, _ in outputs.stuck)):
+        for chunk, _ in outputs.stuck:
             outputs.tokens[chunk] = outputs.logprobs[chunk] = None
         outputs.forced = found.forced(outputs.tokens)
-
-
-def _computed_once(plan: StepPlan, pool: KVPool) -> Collection[int]:
-    """The chunks whose last token may not be computed again: all but decodes of one token in an unread block."""
-    digested = {block for block, _ in plan.digest_blocks}
-    if pool.region.layout.state_layers:
-        return range(len(plan.chunks))
-    return {
-        index
-        for index, chunk in enumerate(plan.chunks)
-        if chunk.draw is None
-        or not chunk.draw.answer
-        or len(chunk.tokens) > 1
-        or chunk.targets
-        or chunk.remote
-        or chunk.blocks[-1] in digested
-    }
 
 
 def _prompt_logprobs(model: Decoder, hidden: torch.Tensor, plan: StepPlan) -> tuple[tuple[TokenLogprobs, ...], ...]:

@@ -35,7 +35,7 @@ LIMITS: Any = {
     "max_grammar_size": 50_000,
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 30_000,
-    "step_max_items": 20_000,
+    "step_max_items": 4_000,  # bounds a mask to about 5 ms
     "max_lexer_states": 20_000,
     "verbose_errors": False,
 }
