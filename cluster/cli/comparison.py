@@ -58,20 +58,24 @@ def write_report(
 ) -> None:
     """Write figures.json, each picture as PNG, report.html with all of them, and a Perfetto trace of each run.
 
-    `document` replaces the systems' figures in the JSON. The page has `notes` and `more`.
+    Without matplotlib there are no pictures, and a line says so. `document` replaces the systems' figures in the JSON. The page has `notes` and `more`.
     """
     import json
 
     from cluster.offline.report import perfetto
     from cluster.offline.report.html import NO_MORE, page, pictures
-    from cluster.offline.report.style import png
+    from cluster.offline.report.style import NoPictures, png
 
     more = more or NO_MORE
     out.mkdir(parents=True, exist_ok=True)
     shown = document if document is not None else [each.as_json() for each in compared]
     (out / "figures.json").write_text(json.dumps(shown, indent=2) + "\n")
     written = ["figures.json", "report.html"]
-    images = {each.name: png(each.draw()) for each in (*more.pictures, *pictures(compared))}
+    try:
+        images = {each.name: png(each.draw()) for each in (*more.pictures, *pictures(compared))}
+    except NoPictures as error:
+        images = {}
+        say(f"no pictures: {error}")
     (out / "report.html").write_text(page(title, compared, subtitle=source, notes=notes, images=images, more=more))
     for name, image in images.items():
         (out / f"{name}.png").write_bytes(image)

@@ -92,9 +92,10 @@ def page(
     images: Mapping[str, bytes] | None = None,
     more: More = NO_MORE,
 ) -> str:
-    """The whole page. Raises `NoPictures` without matplotlib, ValueError without systems and tables.
+    """The whole page. Raises ValueError without systems and tables.
 
-    `notes` are listed before those of the runs. `images`: PNGs by picture name; all other pictures are drawn.
+    `notes` are listed before those of the runs. `images`: PNGs by picture name, of the pictures to show. None: all are
+    drawn, which raises `NoPictures` without matplotlib.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -102,8 +103,12 @@ def page(
         raise ValueError("a report needs at least one system")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     of_runs = (note for system in systems for note in system.figures.notes)
-    have = images or {}
-    shown = ((each.caption, have.get(each.name) or png(each.draw())) for each in (*more.pictures, *pictures(systems)))
+    drawn = (*more.pictures, *pictures(systems))
+    shown = (
+        (each.caption, png(each.draw()) if images is None else images[each.name])
+        for each in drawn
+        if images is None or each.name in images
+    )
     return environment.from_string(TEMPLATE.read_text()).render(
         title=title,
         subtitle=subtitle,

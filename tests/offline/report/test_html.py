@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import tomllib
 from base64 import b64decode, b64encode
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from cluster.cli.comparison import write_report
 from cluster.offline.report import html
 from cluster.offline.report.table import comparison, details, pools, terminal
 from cluster.offline.scoring.figures import DEFINITIONS
@@ -84,6 +86,16 @@ def test_pictures_that_are_there_are_not_drawn_again() -> None:
     images = {each.name: each.name.encode() for each in html.pictures(both)}
     page = html.page("drawn before", both, images=images)
     assert all(b64encode(image).decode() in page for image in images.values())
+
+
+def test_without_matplotlib_a_report_has_no_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_report(systems(), tmp_path, "Report", "by hand")
+    assert "<img" not in (tmp_path / "report.html").read_text()
+    assert {each.name for each in tmp_path.iterdir()} == {"figures.json", "report.html"}
+    assert "pip install 'diptych[pictures]'" in capsys.readouterr().err
 
 
 def test_a_page_of_nothing_is_refused() -> None:
