@@ -58,7 +58,8 @@ def write_report(
 ) -> None:
     """Write figures.json, each picture as PNG, report.html with all of them, and a Perfetto trace of each run.
 
-    Without matplotlib there are no pictures, and a line says so. `document` replaces the systems' figures in the JSON. The page has `notes` and `more`.
+    Without matplotlib there are no pictures, and a line says so. `document` replaces the systems' figures in the JSON.
+    The page has `notes` and `more`.
     """
     import json
 
