@@ -173,7 +173,7 @@ PLACE = {"type": "object", "properties": {"latitude": {"type": "number"}, "longi
 RECORDS = {"type": "array", "items": {**PLACE, "required": ["latitude", "longitude"]}, "minItems": 20}
 Moment = Callable[[WorkerView, WorkerView], bool]
 MOMENTS: dict[str, Moment] = {
-    "mid-decode": lambda prefill, decode: decode.stats.running >= 3,
+    "mid-decode": lambda prefill, decode: decode.stats.running > 0 and prefill.stats.queued_tokens > 100,
     "mid-prefill": lambda prefill, decode: prefill.stats.running > 0 and prefill.stats.queued_tokens > 100,
     "mid-transfer": lambda prefill, decode: prefill.stats.leases > 0 and decode.stats.reserved > 0,
 }
