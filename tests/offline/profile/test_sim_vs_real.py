@@ -1,5 +1,7 @@
 """The comparison of simulated and real runs: equal runs have no error, different ones do, and the page has both."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,10 +205,14 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
     assert unknown.exit_code != 0 and "no recorded profile" in unknown.output
 
 
-def test_the_simulator_still_meets_the_recorded_runs() -> None:
+def test_the_simulator_meets_as_many_figures_of_the_recorded_runs_as_docs_simulator_says() -> None:
     """Virtual time, so no machine decides: real runs and profiles are those of recorded.json."""
     found = record.load()
-    assert {real.system for real in found.runs} >= {"split", "colocated"}
+    cells: dict[tuple[str, str, float], list[Sequence[Row]]] = {}
     for real in found.runs:
-        for row in compare(real, found.profiles[real.system]).rows:
-            assert row.error is not None and abs(row.error) < row.target + 0.05, (real.name, row)
+        cells.setdefault(real.cell, []).append(compare(real, found.profiles[real.system]).rows)
+    assert len(cells) == 12 and all(len(runs) == 5 for runs in cells.values())
+    met: Counter[str] = Counter()
+    for (system, _, _), runs in cells.items():
+        met[system] += sum(row.met for row in mean_rows(runs))
+    assert met["split"] >= 26 and met["colocated"] >= 27 and met["ours"] >= 12, met
