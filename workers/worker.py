@@ -32,7 +32,7 @@ from workers.engine.engine import Engine, EngineOutput
 from workers.engine.engine_loop import EngineLoop
 from workers.engine.executor import Executor
 from workers.engine.multi_step import MultiStep
-from workers.engine.reservations import ReservationQueue
+from workers.engine.reservation_queue import ReservationQueue
 from workers.engine.sequence import Lease
 from workers.engine.step_timing import measure
 from workers.errors import InvalidRequest, Overloaded, UnknownSequence, WorkerClosed, WorkerError

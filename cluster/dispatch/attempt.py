@@ -102,7 +102,7 @@ class Attempt:
         self._num_messages_before = 0  # at the last liveness check
         self._missing_before: list[WorkerCall] = []
         self._latest: SequenceTiming | None = None
-        self._head: SequenceTiming | None = None  # of a cut prompt's head, until its lap ends
+        self._head: SequenceTiming | None = None  # of a cut prompt's head, until its phase ends
         self.phase = Phase.QUEUEING
         self.transfers: list[TransferReport] = []
         self.cached_tokens = 0
@@ -375,10 +375,10 @@ class Attempt:
         self.transfers.append(report)
         self._on_transfer(reader.name, report)
 
-    # ---- laps, migrations, the end -----------------------------------------------------------------------------
+    # ---- phases, migrations, the end ---------------------------------------------------------------------------
 
     def end_phase(self) -> None:
-        """End the lap, divided by the worker's own timing."""
+        """End the current phase, divided by the worker's own timing."""
         timing = self._latest
         if self.phase is Phase.QUEUEING:
             self._watch.lap("reserve")
@@ -393,7 +393,7 @@ class Attempt:
             )
 
     def _end_prompt_phase(self, timing: SequenceTiming | None) -> None:
-        """End a lap of the prompt, divided into queueing and computing, of its head and its tail."""
+        """End a phase of the prompt, divided into queueing and computing, of its head and its tail."""
         parts = [each for each in (self._head, timing) if each is not None]
         self._head = None
         queued = [("prefill_queue", each.queue_s) for each in parts]

@@ -302,7 +302,7 @@ class RequestRunner:
         return limit_s if request.generated else min(limit_s, max(left_s, MIN_RESERVING_S))
 
     async def _run_attempt(self, state: RequestState, attempt: Attempt) -> FinishReason | None:
-        """The finish reason: STOP if the caller ended it, None if it was replaced. Closes the open lap."""
+        """The finish reason: STOP if the caller ended it, None if it was replaced. Ends the current phase."""
         if state.is_stopped:
             attempt.end_phase()
             return FinishReason.STOP

@@ -11,7 +11,7 @@ from workers.costs import LinearCost
 from workers.engine.blocks import prefix_hashes
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.engine_loop import MAX_FAILURES, EngineLoop
-from workers.engine.reservations import ReservationQueue
+from workers.engine.reservation_queue import ReservationQueue
 from workers.engine.sequence import Sequence
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest
@@ -204,7 +204,7 @@ async def test_a_prompt_that_waits_for_room_is_hashed_once(monkeypatch) -> None:
         hashed.append(len(tokens))
         return prefix_hashes(tokens, *args, **named)
 
-    monkeypatch.setattr("workers.engine.reserved.prefix_hashes", counted)
+    monkeypatch.setattr("workers.engine.reservations.prefix_hashes", counted)
     subject = engine()
     reservations = ReservationQueue(subject, lambda request: None)
     taken = subject.pool.allocate(subject.pool.num_free - 2)

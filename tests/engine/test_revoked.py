@@ -2,7 +2,7 @@
 
 from tests.engine.driving import engine, request, run_to_end, step
 from workers.engine.engine import Engine
-from workers.engine.reserved import REVOKE_S
+from workers.engine.reservations import REVOKE_S
 from workers.request import FailedOut, Request
 
 

@@ -26,7 +26,7 @@ from workers.engine.leases import LeaseBook
 from workers.engine.loads import Loads
 from workers.engine.loans import LoanBook
 from workers.engine.prefix_fetch import PrefixFetches
-from workers.engine.reserved import Reservations
+from workers.engine.reservations import Reservations
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import Sequence
 from workers.engine.sequence_book import EngineOutput as EngineOutput

@@ -3,7 +3,7 @@
     waiting ──(slot, blocks, credits)──> staged ──first token──> decoding ──last token──> gone
               in order of arrival           holds credits           holds blocks, and grows
 
-Simulates `workers.engine.Engine.reserve` and `workers.engine.reservations`: earlier requests first, answers end at the
+Simulates `workers.engine.reservations` and `reservation_queue`: earlier requests first, answers end at the
 predicted times. Of other gateways' requests only the worker's statistics are known. Pure.
 """
 
