@@ -175,6 +175,7 @@ async def test_what_is_stored_is_gone_when_reads_stop(opened: Opened) -> None:
     for number in (1, 2, 3):
         await opened.get(number)
     assert set(opened.gone) == set(map(name_of, (1, 2, 3, 4))) and opened.store.stats().stopped_reads
+    assert not await opened.store.write(name_of(5), memoryview(block_of(5))), "nobody can read what is written now"
 
 
 async def test_the_rate_of_reads_is_measured_on_slots_without_a_block(opened: Opened) -> None:

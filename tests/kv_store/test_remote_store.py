@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -281,3 +282,35 @@ async def test_replies_of_any_kind_are_misses_and_leave_the_threads_at_work(repl
         stats = store.stats()
         assert (stats.reads, stats.late) == (0, 0), "each read was answered"
         await store.close()
+
+
+async def test_an_endless_value_fails_once_it_is_longer_than_a_block() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            await reader.read(1 << 16)
+            writer.write(b"$1000000000000\r\n")
+            while True:
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as endless:
+        url = f"redis://127.0.0.1:{endless.sockets[0].getsockname()[1]}/0"
+        store = await asyncio.to_thread(open_remote_store, url, None, None, OURS, BLOCK_BYTES)
+        store.start()
+        assert "a reply of more than" in store.stats().stopped_reads
+        await store.close()
+
+
+async def test_what_is_written_while_reads_are_stopped_is_not_reported_as_readable(server: RedisServer) -> None:
+    store, client = opened(server), Redis(port=server.port)
+    client.acl_setuser("default", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-getrange", "-ping"])
+    for _ in range(MAX_FAILURES):
+        assert await read(store, 0) is None
+    assert store.stats().stopped_reads and not store.stats().stopped_writes
+    assert not await store.write(NAMES[0], BLOCKS[0]) and (store.stats().writes, store.stats().known) == (1, 0)
+    client.acl_setuser("default", commands=["+@all"])
+    await until(lambda: not store.stats().stopped_reads)
+    assert await store.write(NAMES[0], BLOCKS[0]) and (store.stats().writes, store.stats().known) == (1, 1)
+    assert await read(store, 0) == BLOCKS[0]
+    client.close()
+    await store.close()

@@ -151,7 +151,7 @@ class KVStore:
         name that can no longer be read, before its slot is written again; perhaps twice.
         """
         self._gone = gone
-        self._peers.watch(added, self._gone_at_peers)
+        self._peers.watch(lambda name, prefix: self._reads.stopped or added(name, prefix), self._gone_at_peers)
 
     def match(self, names: Sequence[bytes]) -> int:
         """How many of the first names can be read; they count as used."""
@@ -164,7 +164,7 @@ class KVStore:
         memory must not change until the future is done. True: it can be read from now on.
 
         False: it is stored already, by a peer perhaps, or was dropped because the queue is full,
-        the device fails or is too slow.
+        the device fails or is too slow; or reads are stopped.
         """
         assert len(name) == NAME_BYTES and block.nbytes == self._slab.block_bytes
         if name in self._index or self._index.is_writing(name) or name in self._peers:
@@ -216,7 +216,7 @@ class KVStore:
             good = False
             self._erase(self._index.abandon(name))
         self._unwanted.discard(name)
-        copy.finish(good)
+        copy.finish(good and not self._reads.stopped)
 
     # ---- read ----------------------------------------------------------------------------------------------------
 

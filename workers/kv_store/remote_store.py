@@ -8,6 +8,7 @@ rule (`maxmemory-policy`). Knows no sequence and no tensor.
 """
 
 import asyncio
+import io
 import logging
 import socket
 import time
@@ -17,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from redis import Redis
+from redis._parsers import _RESP2Parser
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
@@ -163,9 +165,9 @@ class RemoteStore:
     # ---- write ---------------------------------------------------------------------------------------------------
 
     async def write(self, name: bytes, block: memoryview, prefix: int | None = None) -> bool:
-        """Store a block, whose memory must not change meanwhile. Whether it is there, as far as known.
+        """Store a block, whose memory must not change meanwhile. Whether it is there and can be read, as far as known.
 
-        False also if the queue is full, or the server fails, is full or is too slow.
+        False also if the queue is full, the server fails, is full or is too slow, or reads are stopped.
         """
         assert len(name) == NAME_BYTES and block.nbytes == self._block_bytes
         if name in self.known:
@@ -190,7 +192,7 @@ class RemoteStore:
             job.finish(result is GOOD or result is MISS)  # a miss: another worker has written it
 
         self._writers.submit(partial(self._set, name, prefix, job, block, is_doubtful), ended)
-        is_there = await self._wait(job) and name not in self._doubtful
+        is_there = await self._wait(job) and name not in self._doubtful and not self._reads.stopped
         if is_there:
             self.known.found(name)
         return is_there
@@ -323,6 +325,32 @@ class RemoteStore:
             logger.error("the remote KV store's server hangs; its connections stay open until the process ends")
 
 
+class _BoundedBuffer(io.BytesIO):
+    """Holds at most `most` bytes of a reply."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > self._most:
+            raise RedisError(f"the server sent a reply of more than {self._most} bytes")
+        return super().write(data)
+
+
+class _BoundedParser(_RESP2Parser):
+    """Fails on a reply that is longer than any of a block. The client would read as much as the server announces."""
+
+    def __init__(self, most: int, socket_read_size: int) -> None:
+        super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
+        self._most = most
+
+    def on_connect(self, connection: Any) -> None:
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        assert self._buffer is not None
+        self._buffer._buffer = _BoundedBuffer(self._most)
+
+
 def _failed(error: Exception) -> IOResult:
     """Of the client, which gets whatever the server sends."""
     return IOResult(IOOutcome.FAILED, str(error) or repr(error))
@@ -345,6 +373,7 @@ def open_remote_store(
             socket_read_size=READ_BYTES,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
+            parser_class=partial(_BoundedParser, PAGE_BYTES + block_bytes + 2 * READ_BYTES),
             **tls,
         )
     except ValueError as error:
