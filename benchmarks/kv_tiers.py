@@ -23,7 +23,8 @@ from kvtransfer.open import SharedMemory
 from workers.config import ByteSize, CacheConfig, EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.step import StepPlan
 from workers.engine.step_timing import num_blocks, step_plan
-from workers.executor.solo import SoloExecutor, open_solo
+from workers.executor.opening import open_solo
+from workers.executor.rank import Rank
 from workers.kv_store.io_threads import MAX_WRITES
 from workers.kv_store.kv_store import KVStore
 from workers.kv_store.slab import SLAB_FILES, Slab
@@ -89,7 +90,7 @@ async def measure_tiers(folder: Path, rounds: int, progress: Progress) -> TierTi
     return taken
 
 
-async def _copy(executor: SoloExecutor, taken: TierTimes) -> None:
+async def _copy(executor: Rank, taken: TierTimes) -> None:
     num_bytes = COPIED * executor.facts.layout.block_bytes
     hosts = random.sample(range(COPIED), COPIED)
     out = StepPlan(0, (), swap_out=tuple((block, host) for block, host in enumerate(hosts)))
@@ -122,7 +123,7 @@ class Writer:
             await self.write()
 
 
-async def _decode(executor: SoloExecutor, writer: Writer, row: str, block_size: int) -> float:
+async def _decode(executor: Rank, writer: Writer, row: str, block_size: int) -> float:
     """The median seconds of a step, at its caller."""
     plan = step_plan(SHAPE, range(num_blocks(SHAPE, block_size)), block_size, executor.facts.vocab_size)
     at_once = MAX_WRITES // 2 if row == FULL else 0

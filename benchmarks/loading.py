@@ -24,11 +24,9 @@ from workers.config import ByteSize, CacheConfig, DiskCacheConfig, EngineConfig,
 from workers.engine.block_store import BlockStore
 from workers.engine.blocks import prefix_hashes
 from workers.engine.cache_log import Tier
-from workers.engine.executor import ModelFacts
 from workers.engine.store_tiers import READS_AT_ONCE
 from workers.executor.opening import open_rank
 from workers.executor.rank import Rank
-from workers.executor.solo import SoloExecutor
 from workers.model.store import resolve
 from workers.request import Bundle, Request, SamplingParams, TokensOut
 from workers.stats import TierStats
@@ -46,7 +44,6 @@ TIMEOUT_S = 120.0
 
 DISK, LINK = "a disk", "another worker"
 T = TypeVar("T")
-E = TypeVar("E", bound=SoloExecutor)
 
 Samples = dict[tuple[int, str, str], list[float]]  # (length, speed of the disk, strategy) -> seconds of each round
 
@@ -57,9 +54,9 @@ class SlowedStore:
     tier = Tier.DISK
     shared_as = ""
 
-    def __init__(self, store: BlockStore, changed: Callable[[], None]) -> None:
+    def __init__(self, store: BlockStore) -> None:
         self.block_s = 0.0
-        self._changed = changed
+        self.changed: Callable[[], None] = lambda: None
         self.read_byte_s = store.read_byte_s
         self.written = asyncio.Semaphore(0)  # released for each block
         self.watch, self.find, self.forget = store.watch, store.find, store.forget
@@ -82,7 +79,7 @@ class SlowedStore:
         def end(arrived: bool) -> None:
             self.num_reading -= 1
             done(arrived, loop.time() - begun_s)
-            self._changed()
+            self.changed()
 
         self.num_reading += 1
         self._store.read(name, block, timeout_s, lambda arrived, _: _at(due_s, end, arrived))
@@ -95,23 +92,30 @@ def _at(due_s: float, end: Callable[[bool], None], arrived: bool) -> None:
     asyncio.get_running_loop().call_at(due_s, end, arrived)
 
 
-class SlowedExecutor(SoloExecutor):
-    """One rank, whose disk can be slowed down."""
+def slow_disk(rank: Rank) -> SlowedStore:
+    """The rank's disk can be slowed down. Call it before the rank's worker opens."""
+    (disk,) = rank.stores(lambda: None)
+    slowed = SlowedStore(disk)
 
-    def stores(self, changed: Callable[[], None]) -> tuple[BlockStore, ...]:
-        (disk,) = super().stores(lambda: None)
-        self.disk = SlowedStore(disk, changed)
-        return (self.disk,)
+    def stores(changed: Callable[[], None]) -> tuple[BlockStore, ...]:
+        slowed.changed = changed
+        return (slowed,)
+
+    rank.stores = stores  # type: ignore[assignment, method-assign]
+    return slowed
 
 
-class SlowedLink(SoloExecutor):
-    """One rank, whose reads end one after the other, `block_s` for each block, or when they end if that is later."""
+class SlowedLink:
+    """A rank's reads end one after the other, `block_s` for each block, or when they end if that is later."""
 
-    block_s = 0.0
-    _free_s = 0.0
+    def __init__(self, rank: Rank) -> None:
+        self.block_s = 0.0
+        self._free_s = 0.0
+        self._pull = rank.pull
+        rank.pull = self.pull  # type: ignore[method-assign]
 
     def pull(self, order: PullOrder) -> Read:
-        read, loop = super().pull(order), asyncio.get_running_loop()
+        read, loop = self._pull(order), asyncio.get_running_loop()
         self._free_s = due_s = max(self._free_s, loop.time()) + self.block_s * len(order.target_blocks)
         late = Read(loop.create_future(), loop.create_future())
         _later(due_s, read.done, late.done)
@@ -284,27 +288,27 @@ def _config(name: str, **fields: Any) -> WorkerConfig:
     return WorkerConfig(name, "loading", "smollm2-135m", engine, transfer=transfer, secret="loading", **fields)
 
 
-async def _opened(config: WorkerConfig, kind: Callable[[ModelFacts, Rank], E]) -> tuple[Worker, E]:
-    facts, rank = await open_rank(config, await asyncio.to_thread(resolve, config.model), config.name, SharedMemory())
-    executor = kind(facts, rank)
-    return await Worker.open(config, config.name, executor, heartbeat_s=0.25), executor
+async def _opened(config: WorkerConfig, prepare: Callable[[Rank], T]) -> tuple[Worker, T]:
+    rank = await open_rank(config, await asyncio.to_thread(resolve, config.model), config.name, SharedMemory())
+    prepared = prepare(rank)
+    return await Worker.open(config, config.name, rank, heartbeat_s=0.25), prepared
 
 
 async def _from_a_disk(folder: str, lengths: Sequence[int], rounds: int, progress: Progress) -> Samples:
     cache = CacheConfig(ByteSize(384 << 20), DiskCacheConfig(folder, ByteSize(512 << 20)), pins=ByteSize(128 << 20))
-    worker, executor = await _opened(_config("w", cache=cache), SlowedExecutor)
+    worker, disk = await _opened(_config("w", cache=cache), slow_disk)
     try:
-        return await _measured(DiskBench(worker, executor.disk), DISK, lengths, rounds, progress)
+        return await _measured(DiskBench(worker, disk), DISK, lengths, rounds, progress)
     finally:
         await worker.close()
 
 
 async def _from_a_worker(lengths: Sequence[int], rounds: int, progress: Progress) -> Samples:
-    worker, executor = await _opened(_config("reader"), SlowedLink)
-    owner, _ = await _opened(_config("owner"), SoloExecutor)
+    worker, link = await _opened(_config("reader"), SlowedLink)
+    owner, _ = await _opened(_config("owner"), lambda rank: None)
     try:
         await worker.connect(await owner.address())
-        return await _measured(LinkBench(worker, executor, owner), LINK, lengths, rounds, progress)
+        return await _measured(LinkBench(worker, link, owner), LINK, lengths, rounds, progress)
     finally:
         await worker.close()
         await owner.close()

@@ -18,7 +18,6 @@ from diptych.errors import DiptychError
 from kvtransfer.open import SharedMemory
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.executor.opening import open_rank
-from workers.executor.solo import SoloExecutor
 from workers.model.grammar import has_grammars
 from workers.model.store import resolve
 from workers.request import Bundle, Grammar, Request, SamplingParams, TokensOut
@@ -141,8 +140,8 @@ async def _steps(rounds: int, answer: int, progress: Progress) -> list[Figure]:
     sizes = EngineConfig(kv_blocks=512, max_batch_tokens=512, threads=1)
     transfer = TransferConfig(backends=("memory",), host="127.0.0.1")
     config = WorkerConfig("bench", "mixed", MODEL, sizes, transfer=transfer, secret="bench")
-    facts, rank = await open_rank(config, await asyncio.to_thread(resolve, MODEL), "bench-1", SharedMemory())
-    worker = await Worker.open(config, "bench-1", SoloExecutor(facts, rank), heartbeat_s=0.25)
+    rank = await open_rank(config, await asyncio.to_thread(resolve, MODEL), "bench-1", SharedMemory())
+    worker = await Worker.open(config, "bench-1", rank, heartbeat_s=0.25)
     streams, grammar = _Streams(worker), Grammar("json", json.dumps(SCHEMA))
     listening = asyncio.ensure_future(worker.subscribe("bench", streams.take))
     taken: dict[bool, list[float]] = {False: [], True: []}

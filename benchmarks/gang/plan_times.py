@@ -48,9 +48,8 @@ class PlanRecorder:
             from workers.executor.gang import GangExecutor
             from workers.executor.rank import Rank
             from workers.executor.remote_rank import RemoteRank
-            from workers.executor.solo import SoloExecutor
 
-            executors, ranks = [SoloExecutor, GangExecutor], [Rank, RemoteRank]
+            executors, ranks = [GangExecutor], [Rank, RemoteRank]
         for executor in executors:
             executor.execute = self._of_executor(executor.execute)
         for rank in ranks:
@@ -73,7 +72,11 @@ class PlanRecorder:
         return executed
 
     def _of_rank(self, execute: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        alone = self._of_executor(execute)
+
         async def executed(rank: Any, plan: StepPlan) -> Any:
+            if id(plan) not in self._ranks:  # no gang's executor has it: the rank is the executor
+                return await alone(rank, plan)
             step = await execute(rank, plan)
             self._ranks[id(plan)][getattr(rank, "rank", 0)] = RankTime(step.seconds, step.comm_s, step.wait_s)
             return step

@@ -22,8 +22,9 @@ from workers.config import ParallelConfig
 from workers.engine.executor import SpanQuery
 from workers.engine.step import ELSEWHERE, Chunk, Draw, RemoteKV, StepPlan, StepResult
 from workers.executor import remote_kv
+from workers.executor.opening import open_solo
+from workers.executor.rank import Rank
 from workers.executor.remote_kv import RemoteStates, by_heads
-from workers.executor.solo import SoloExecutor, open_solo
 from workers.model.config import read_model_config
 from workers.model.folder import ModelFolder
 from workers.model.shard import shard_of
@@ -65,7 +66,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 class Workers:
     """`whole` has all KV; `here` has the prompt's KV from the third span on, the lenders one span each."""
 
-    def __init__(self, whole: SoloExecutor, here: SoloExecutor, lenders: dict[str, SoloExecutor]) -> None:
+    def __init__(self, whole: Rank, here: Rank, lenders: dict[str, Rank]) -> None:
         self.whole, self.here, self.lenders = whole, here, lenders
         self.asked: list[tuple[str, SpanQuery]] = []
         here.borrow(self._attend)
@@ -111,18 +112,18 @@ def beside() -> Chunk:
 async def workers(folder: ModelFolder) -> AsyncIterator[Workers]:
     shared = SharedMemory()
 
-    async def opened(name: str) -> SoloExecutor:
+    async def opened(name: str) -> Rank:
         return await open_solo(config(name, block_size=BLOCK, kv_blocks=112), folder, f"{name}-1", shared)
 
     whole, here = await opened("whole"), await opened("here")
     lenders = {name: await opened(name) for name in LENT}
     await whole.execute(StepPlan(0, (chunk(PROMPT[: 2 * SPAN], 0, draws=False),)))
-    here._rank._pool.blocks.fill_(torch.nan)
+    here._pool.blocks.fill_(torch.nan)
     for index, (name, blocks) in enumerate(LENT.items()):
         span = list(BLOCKS[index * PER_SPAN : (index + 1) * PER_SPAN])
-        lenders[name]._rank._pool.blocks[list(blocks)] = whole._rank._pool.blocks[span]
+        lenders[name]._pool.blocks[list(blocks)] = whole._pool.blocks[span]
     for executor in (whole, here):
-        executor._rank._pool.blocks[list(BLOCKS[2 * PER_SPAN :] + BESIDE + (SPARE,))] = 0
+        executor._pool.blocks[list(BLOCKS[2 * PER_SPAN :] + BESIDE + (SPARE,))] = 0
     yield Workers(whole, here, lenders)
     for executor in (whole, here, *lenders.values()):
         await executor.close()
@@ -236,7 +237,7 @@ async def test_a_lender_answers_during_its_own_steps(
 ) -> None:
     monkeypatch.setattr(remote_kv, "MAX_AT_ONCE", most)
     release = threading.Event()
-    steps = [asyncio.ensure_future(each._rank._thread.run(release.wait)) for each in workers.lenders.values()]
+    steps = [asyncio.ensure_future(each._thread.run(release.wait)) for each in workers.lenders.values()]
     try:
         assert same(*await workers.compute((chunk(PROMPT[2 * SPAN :], 2 * SPAN),)))
     finally:

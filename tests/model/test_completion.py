@@ -18,7 +18,8 @@ from kvtransfer.transport import PullOrder
 from tests.model.test_executor import BLOCKS, PROMPT, config, open_tiny, prompt_plan
 from workers.config import WorkerConfig
 from workers.engine.step import StepResult
-from workers.executor.solo import SoloExecutor, open_solo
+from workers.executor.opening import open_solo
+from workers.executor.rank import Rank
 from workers.model.folder import ModelFolder
 from workers.ops.completion import beside_steps_on, mark_on
 from workers.request import Request, SamplingParams
@@ -51,9 +52,8 @@ class SlowDevice:
     def mark(self) -> Pending:
         return Pending(self)
 
-    def under(self, executor: SoloExecutor) -> SoloExecutor:
-        rank = executor._rank
-        rank._pool = replace(rank._pool, mark=self.mark)
+    def under(self, executor: Rank) -> Rank:
+        executor._pool = replace(executor._pool, mark=self.mark)
         return executor
 
     async def next_wait(self) -> Pending:
@@ -73,7 +73,7 @@ async def test_no_block_is_ready_before_the_device_has_written_it(tiny: ModelFol
     setting = config(max_batch_tokens=8, max_running=8)
     setting = replace(setting, transfer=replace(setting.transfer, digest=digest, host="127.0.0.1"), secret="s")
 
-    async def open_slow(given: WorkerConfig, incarnation: str) -> SoloExecutor:
+    async def open_slow(given: WorkerConfig, incarnation: str) -> Rank:
         return device.under(await open_solo(given, tiny, incarnation, SharedMemory()))
 
     worker = await WorkerServer(setting, open_slow).open()
@@ -182,7 +182,7 @@ async def test_heartbeats_go_out_while_a_step_computes(tiny: ModelFolder, monkey
     setting = config()
     setting = replace(setting, transfer=replace(setting.transfer, host="127.0.0.1"), secret="s")
 
-    async def open_executor(given: WorkerConfig, incarnation: str) -> SoloExecutor:
+    async def open_executor(given: WorkerConfig, incarnation: str) -> Rank:
         return await open_solo(given, tiny, incarnation, SharedMemory())
 
     worker = await WorkerServer(setting, open_executor, heartbeat_s=0.01).open()

@@ -22,7 +22,8 @@ from workers.engine.read_speed import ReadSpeed
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import KVStoreError
 from workers.executor.disk_cache import DiskCache
-from workers.executor.solo import SoloExecutor, open_solo
+from workers.executor.opening import open_solo
+from workers.executor.rank import Rank
 from workers.kv_events import chain
 from workers.kv_store.health import MAX_FAILURES
 from workers.kv_store.slab import Slab
@@ -58,13 +59,13 @@ def config(folder: Path | None, **engine: object) -> WorkerConfig:
     )
 
 
-def disk_of(executor: SoloExecutor) -> DiskCache | None:
-    found = executor._rank.caches.get(Tier.DISK)
+def disk_of(executor: Rank) -> DiskCache | None:
+    found = executor.caches.get(Tier.DISK)
     assert found is None or isinstance(found, DiskCache)
     return found
 
 
-async def written(executor: SoloExecutor) -> None:
+async def written(executor: Rank) -> None:
     """Wait for the writes that are in progress."""
     disk = disk_of(executor)
     async with asyncio.timeout(WAIT_S):
@@ -252,28 +253,24 @@ async def test_a_worker_reads_what_another_has_stored_and_its_log_has_it(
     await clients[1].worker.close()
 
 
-class LongSteps(SoloExecutor):
+def read_within_steps(executor: Rank, disk: DiskCache) -> None:
     """Reads begin with a step, which ends when nothing is read any more."""
+    read, execute = disk.read, executor.execute
+    wanted: list[Callable[[], None]] = []
 
-    _wanted: tuple[Callable[[], None], ...] = ()
+    def wait(name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
+        wanted.append(partial(read, name, block, timeout_s, done))
 
-    def hold_reads(self, disk: DiskCache) -> None:
-        read = disk.read
-
-        def wait(name: bytes, block: int, timeout_s: float, done: Callable[[bool, float], None]) -> None:
-            self._wanted = (*self._wanted, partial(read, name, block, timeout_s, done))
-
-        disk.read = wait
-
-    async def execute(self, plan: StepPlan) -> StepResult:
-        wanted, self._wanted = self._wanted, ()
-        for read in wanted:
-            read()
-        result = await super().execute(plan)
-        disk = disk_of(self)
-        while disk is not None and disk._reading:
+    async def execute_and_read(plan: StepPlan) -> StepResult:
+        for each in wanted:
+            each()
+        wanted.clear()
+        result = await execute(plan)
+        while disk._reading:
             await asyncio.sleep(0.001)
         return result
+
+    disk.read, executor.execute = wait, execute_and_read
 
 
 @pytest.mark.full
@@ -285,8 +282,7 @@ async def test_a_prefix_that_is_computed_from_the_front_and_read_from_the_back_g
     prompts = [tuple(3 + (7 * position + 31 * number) % 200 for position in range(150)) for number in range(4)]
     answers: list[list[list[int]]] = []
     for is_stored in (False, True):
-        solo = await open_solo(made, tiny, "w-1", SharedMemory())
-        executor = LongSteps(solo.facts, solo._rank)
+        executor = await open_solo(made, tiny, "w-1", SharedMemory())
         worker = await Worker.open(made, "w-1", executor, heartbeat_s=0.25)
         client = Client(worker)
         listening = asyncio.ensure_future(worker.subscribe("t", client.take))
@@ -294,7 +290,7 @@ async def test_a_prefix_that_is_computed_from_the_front_and_read_from_the_back_g
         answers.append([])
         disk = disk_of(executor)
         assert disk is not None
-        executor.hold_reads(disk)
+        read_within_steps(executor, disk)
         for number, prompt in enumerate(prompts):
             worker.engine._stores[0].speed = ReadSpeed(150 / 18)  # as long as computing a block
             tokens, cached = await client.answer(number, prompt)

@@ -14,8 +14,8 @@ from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.executor import Executor
 from workers.engine.step import Chunk, Draw, StepPlan
 from workers.errors import ModelError
-from workers.executor.opening import kv_dtype
-from workers.executor.solo import SoloExecutor, open_solo
+from workers.executor.opening import kv_dtype, open_solo
+from workers.executor.rank import Rank
 from workers.model.folder import ModelFolder
 from workers.request import SamplingParams
 
@@ -29,9 +29,7 @@ def config(name: str = "w", **engine: Any) -> WorkerConfig:
     return WorkerConfig(name, "pool", "tiny", sizes, transfer=TransferConfig(backends=("memory",)))
 
 
-async def open_tiny(
-    tiny: ModelFolder, name: str = "w", shared: SharedMemory | None = None, **engine: Any
-) -> SoloExecutor:
+async def open_tiny(tiny: ModelFolder, name: str = "w", shared: SharedMemory | None = None, **engine: Any) -> Rank:
     return await open_solo(config(name, **engine), tiny, f"{name}-1", shared or SharedMemory())
 
 
@@ -186,7 +184,7 @@ async def test_bfloat16_without_hardware_for_it_is_warned_about(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "fp8"])
 async def test_kv_may_be_kept_in_fewer_bits(tiny: ModelFolder, dtype: str) -> None:
     executor = await open_solo(config(dtype=dtype), tiny, "w-1", SharedMemory())
-    layout, pool = executor.facts.layout, executor._rank._pool
+    layout, pool = executor.facts.layout, executor._pool
     assert layout.dtype == dtype and pool.blocks.nbytes == 16 * layout.block_bytes
     token = (await executor.execute(prompt_plan())).tokens[0]
     assert token is not None and token < 320
@@ -217,7 +215,7 @@ async def test_a_row_without_finite_logits_samples_nothing_and_affects_no_other_
     executor = await open_solo(config(dtype=dtype), tiny, "w-1", SharedMemory())
     well, ill = prompt_plan().chunks[0], Chunk("b/0", (5, 6, 7), 0, (7,), Draw(GREEDY, 0, 3))
     (alone,) = (await executor.execute(StepPlan(1, (well,)))).tokens
-    model = executor._rank._part.model
+    model = executor._part.model
     embed = model.embedding
     assert embed is not None
     model.embedding = lambda tokens: torch.where((tokens == 6)[:, None], torch.nan, embed(tokens))

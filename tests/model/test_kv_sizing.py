@@ -21,8 +21,7 @@ from workers.config import ByteSize, CacheConfig, EngineConfig
 from workers.errors import ModelError
 from workers.executor import opening
 from workers.executor.kv_sizing import HOST_SHARE, DeviceMemory, blocks_in_use, check_blocks
-from workers.executor.opening import fullest_step, has_default_host_cache
-from workers.executor.solo import open_solo
+from workers.executor.opening import fullest_step, has_default_host_cache, open_solo
 from workers.model.folder import ModelFolder
 from workers.profiles.capacity import kv_capacity_tokens
 

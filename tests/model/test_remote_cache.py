@@ -17,8 +17,8 @@ from tests.model.test_disk_cache import BLOCK_BYTES, WAIT_S, Client, config
 from workers.config import ByteSize, CacheConfig, RemoteCacheConfig, WorkerConfig
 from workers.engine.cache_log import Tier
 from workers.errors import KVStoreError
+from workers.executor.opening import open_solo
 from workers.executor.remote_cache import RemoteCache
-from workers.executor.solo import open_solo
 from workers.kv_store import remote_store
 from workers.model.folder import ModelFolder
 from workers.worker import Worker
@@ -56,7 +56,7 @@ async def answers(
         found, not_computed = await client.ask(number)
         tokens.append(found)
         cached += not_computed
-    tier = executor._rank.caches.get(Tier.REMOTE)
+    tier = executor.caches.get(Tier.REMOTE)
     assert tier is None or isinstance(tier, RemoteCache)
     if tier is not None:
         async with asyncio.timeout(WAIT_S):

@@ -32,7 +32,7 @@ from kvtransfer.ticket import LinkReport, PeerAddress, ShardAddress, rank_name
 from kvtransfer.transport import PullOrder, Read, ReadStats, summed
 from workers.config import WorkerConfig
 from workers.engine.block_store import BlockStore
-from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
+from workers.engine.executor import RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import ModelError, RankLost
 from workers.executor.bubble import BubbleMeter
@@ -64,14 +64,13 @@ class GangExecutor:
 
     def __init__(
         self,
-        facts: ModelFacts,
         config: WorkerConfig,
         shards: Sequence[ModelShard],
         own: Rank,
         others: tuple[RemoteRank, ...],
         connections: "_Connections",
     ) -> None:
-        self.facts = facts
+        self.facts = own.facts
         self.depth = config.parallel.pipeline
         self._tensor = config.parallel.tensor
         self._sampling_rank = sampling_rank(config.parallel)
@@ -82,7 +81,7 @@ class GangExecutor:
         self._connections = connections
         self._steps: set[asyncio.Future[StepResult]] = set()
         connections.failure.add_done_callback(lambda _: own.abort())
-        self._stores = tuple(GangStore(cache, others, facts.layout.block_bytes) for cache in own.caches.values())
+        self._stores = tuple(GangStore(cache, others, self.facts.layout.block_bytes) for cache in own.caches.values())
         self._bubble = BubbleMeter(config.parallel.pipeline)
 
     @property
@@ -330,7 +329,7 @@ async def open_gang(
     shape = read_model_config(folder.path)
     shards = [shard_of(shape, config.parallel, rank) for rank in range(config.parallel.world_size)]  # or it is refused
     connections = _Connections(config, incarnation, launcher)
-    opening: asyncio.Future[tuple[ModelFacts, Rank]] | None = None
+    opening: asyncio.Future[Rank] | None = None
     try:
         rendezvous = await connections.open()
         others = tuple(connections.remotes[rank] for rank in sorted(connections.remotes))
@@ -342,9 +341,9 @@ async def open_gang(
         if connections.failure.done():
             raise connections.failure.result()
         opened.result()
-        facts, own = opening.result()
-        executor = GangExecutor(facts, config, shards, own, others, connections)
-        await warm_up(config.name, executor.execute, own.warm_up_steps(config.engine, facts.context_length))
+        own = opening.result()
+        executor = GangExecutor(config, shards, own, others, connections)
+        await warm_up(config.name, executor.execute, own.warm_up_steps(config.engine, own.facts.context_length))
         for other in others:
             other.watch()
     except BaseException as error:
@@ -363,13 +362,13 @@ async def _named(rank: int, opening: Coroutine[Any, Any, None]) -> None:
         raise ModelError(f"rank {rank}: {error}") from error
 
 
-async def _abandon(name: str, opening: "asyncio.Future[tuple[ModelFacts, Rank]]") -> None:
+async def _abandon(name: str, opening: "asyncio.Future[Rank]") -> None:
     """Close rank 0. A load cannot be interrupted: then the rank is closed after it has loaded."""
 
     async def end() -> None:
         await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None:
-            _, rank = opening.result()
+            rank = opening.result()
             rank.abort()
             await rank.close()
 

@@ -37,6 +37,7 @@ from workers.executor.rank import ModelPart, Rank, compute
 from workers.executor.rank_spec import Rendezvous, sampling_rank
 from workers.executor.remote_cache import RemoteCache, open_remote_cache
 from workers.executor.threads import ComputeThread, usable_cores
+from workers.executor.warm_up import warm_up
 from workers.model.config import ModelConfig, read_model_config
 from workers.model.content import content_id
 from workers.model.folder import ModelFolder, tokenizer_id
@@ -62,7 +63,7 @@ async def open_rank(
     incarnation: str,
     shared: SharedMemory | None = None,
     rendezvous: Rendezvous | None = None,
-) -> tuple[ModelFacts, Rank]:
+) -> Rank:
     """Load the model, allocate its KV and open its transports, off the event loop. Close the rank to free them.
 
     `shared` connects workers of one process through the "memory" backend; `rendezvous` is None for a worker of one
@@ -108,7 +109,20 @@ async def open_rank(
         raise
     num_threads = max(1, len(usable_cores()) // 4)
     masks = None if compiler is None else GrammarMasks(compiler, facts.vocab_size, num_threads)
-    return facts, Rank(part, pool, transports, thread, disk, remote, masks)
+    return Rank(facts, part, pool, transports, thread, disk, remote, masks)
+
+
+async def open_solo(
+    config: WorkerConfig, folder: ModelFolder, incarnation: str, shared: SharedMemory | None = None
+) -> Rank:
+    """The executor of a worker of one rank, warmed up. See `open_rank` for arguments and errors."""
+    rank = await open_rank(config, folder, incarnation, shared)
+    try:
+        await warm_up(config.name, rank.execute, rank.warm_up_steps(config.engine, rank.facts.context_length))
+    except BaseException:
+        await rank.close()
+        raise
+    return rank
 
 
 def _grammar_compiler(folder: ModelFolder) -> GrammarCompiler | None:

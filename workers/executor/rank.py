@@ -21,7 +21,7 @@ from kvtransfer.links import TransportSet
 from kvtransfer.ticket import LinkReport, PeerAddress, Piece, ShardAddress
 from kvtransfer.transport import PullOrder, Read
 from workers.config import EngineConfig, ParallelConfig
-from workers.engine.executor import RemoteAttend, SpanQuery
+from workers.engine.executor import ModelFacts, RemoteAttend, SpanQuery
 from workers.engine.step import StepPlan, StepResult
 from workers.errors import InvalidRequest
 from workers.executor.adapters import RankAdapters
@@ -69,10 +69,18 @@ class ModelPart:
 
 
 class Rank:
-    """Closed by its executor: transports first, so that no more bytes arrive, then the thread, then the memory."""
+    """The `Executor` of a worker of one rank, or one rank of a gang, whose executor closes it.
+
+    `close` ends the transports first, so that no more bytes arrive, then the thread, then frees the memory.
+    """
+
+    depth = 1
+    bubble_share = 0.0
+    execute_decodes = None
 
     def __init__(
         self,
+        facts: ModelFacts,
         part: ModelPart,
         pool: KVPool,
         transports: TransportSet,
@@ -82,6 +90,9 @@ class Rank:
         masks: GrammarMasks | None = None,
     ) -> None:
         """`masks` None: this rank does not sample, or grammars are not installed."""
+        self.facts = facts
+        # On a CPU a step takes long: prompts that arrive should not wait for two.
+        self.runs_ahead = pool.region.device != "cpu"
         self.caches = {cache.tier: cache for cache in (disk, remote) if cache is not None}
         self._masks = masks
         self._part = part
@@ -95,11 +106,9 @@ class Rank:
         self._sampled: dict[str, int | None] = {}  # by the last step, for each sequence; the compute thread's
 
     def borrow(self, attend: RemoteAttend) -> None:
-        """As in the `Executor` port."""
         self._remote_attend = attend
 
     async def attend(self, blocks: tuple[int, ...], query: SpanQuery) -> bytes:
-        """As in the `Executor` port."""
         return await self._lender.attend(blocks, query)
 
     def _states(self, plan: StepPlan) -> RemoteStates | None:
@@ -111,13 +120,11 @@ class Rank:
         return RemoteStates(plan, self._part.model.config, self._shard, block_size, self._remote_attend)
 
     async def prepare(self, grammar: Grammar) -> None:
-        """As in the `Executor` port."""
         if self._masks is None:
             raise InvalidRequest("sampling.grammar", f"a worker has no structured output; {INSTALL}")
         await asyncio.wrap_future(self._masks.prepare(grammar))
 
     async def load_adapter(self, adapter: Adapter, drop: tuple[str, ...]) -> None:
-        """As in the `Executor` port."""
         assert self._part.adapters is not None
         await self._part.adapters.load(adapter, drop)
 
@@ -144,11 +151,6 @@ class Rank:
 
         return await self._thread.run(step)
 
-    @property
-    def runs_ahead(self) -> bool:
-        """As in the `Executor` port. On a CPU a step takes long: prompts that arrive should not wait for two."""
-        return self._pool.region.device != "cpu"
-
     def warm_up_steps(self, engine: EngineConfig, context_length: int) -> tuple[StepPlan, ...]:
         """What an executor computes before its worker is ready. Nothing is compiled or captured on a CPU."""
         if self._pool.region.device == "cpu":
@@ -164,13 +166,15 @@ class Rank:
         return self._part.model.ticks
 
     def stores(self, changed: Callable[[], None]) -> tuple[DiskCache | RemoteCache, ...]:
-        """As in the `Executor` port."""
         for cache in self.caches.values():
             cache.changed = changed
         return tuple(self.caches.values())
 
     def shard(self) -> ShardAddress:
         return self._transports.shard()
+
+    def shards(self) -> tuple[ShardAddress, ...]:
+        return (self.shard(),)
 
     async def connect(self, peer: PeerAddress, *, measures: bool = True) -> LinkReport:
         return await self._transports.connect(peer, measures=measures)
@@ -203,6 +207,11 @@ class Rank:
 
     async def forget(self, incarnation: str) -> None:
         await self._transports.forget(incarnation)
+
+    async def failure(self) -> Exception:
+        """Never returns: errors come from `execute`."""
+        never: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        return await never
 
     def abort(self) -> None:
         """Stop waiting for other ranks: their gang is lost."""

@@ -122,7 +122,7 @@ class _Service:
         spec = self._spec
         try:
             folder = await asyncio.to_thread(self._find, spec.config.model)
-            _, rank = await open_rank(spec.config, folder, spec.incarnation, self._shared, spec.rendezvous)
+            rank = await open_rank(spec.config, folder, spec.incarnation, self._shared, spec.rendezvous)
         except Exception:
             logger.exception("rank %d of %s cannot open", spec.rendezvous.rank, spec.config.name)
             raise

@@ -17,7 +17,8 @@ from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
 from workers.engine.engine import Engine, EngineOutput
 from workers.engine.engine_loop import EngineLoop
-from workers.executor.solo import SoloExecutor, open_solo
+from workers.executor.opening import open_solo
+from workers.executor.rank import Rank
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams, TokensOut
 
@@ -62,7 +63,7 @@ async def _measured(model: Path, device: torch.device, dtype: str, *, tiny: bool
 
 
 async def _decodes(
-    executor: SoloExecutor, sizes: EngineConfig, streams: int, answer: int
+    executor: Rank, sizes: EngineConfig, streams: int, answer: int
 ) -> tuple[dict[str, list[int]], float]:
     """The streams' tokens, and seconds a step while all of them decode."""
     facts, clock = executor.facts, asyncio.get_running_loop().time

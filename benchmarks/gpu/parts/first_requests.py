@@ -15,7 +15,7 @@ from benchmarks.gpu.plans import mixed
 from benchmarks.gpu.served import SHARED_MEMORY
 from kvtransfer.open import RESERVED_BLOCKS
 from workers.config import EngineConfig, TransferConfig, WorkerConfig
-from workers.executor.solo import open_solo
+from workers.executor.opening import open_solo
 from workers.model.folder import ModelFolder
 
 STEPS = 40

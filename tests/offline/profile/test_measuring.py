@@ -22,8 +22,8 @@ from workers.engine.step_timing import num_blocks, step_plan
 from workers.errors import InvalidRequest, Overloaded, WorkerClosed
 from workers.executor.gang import open_gang
 from workers.executor.modelled import modelled_facts, open_modelled
+from workers.executor.opening import open_solo
 from workers.executor.rank_server import RankTasks
-from workers.executor.solo import open_solo
 from workers.model.folder import ModelFolder
 from workers.request import Request, SamplingParams
 from workers.server import ExecutorFactory, WorkerServer
