@@ -31,10 +31,8 @@ SHARE, POSITIVE = (click.FloatRange(0.0, most, min_open=True) for most in (1.0, 
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="With http://: folder of the model's tokenizer.",
 )
-@workload("--workload", "source", metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4,count=100.")
+@workload("--workload", required=True, metavar="SOURCE", help="Trace file, or a generator: poisson:rate=4,count=100.")
 @workload("--concurrency", type=click.IntRange(1, 4096), metavar="N", help="Keep N in flight, ignoring arrival times.")
-@workload("--count", type=click.IntRange(1), metavar="N", help="Requests in all, with --concurrency and no --workload.")
-@workload("--lengths", metavar="P/O", help="Prompt/output tokens, with --count. [default: 128/64]")
 @goodput("--goodput", "wants_goodput", is_flag=True, help="Search the highest rate that meets the SLO.")
 @goodput("--attainment", "target", type=SHARE, default=0.9, help="Share of requests that must meet it.")
 @goodput("--tolerance", type=POSITIVE, default=0.1, help="Relative precision of the search.")
@@ -61,7 +59,7 @@ def bench(
     \b
     Examples:
       diptych bench --workload poisson:rate=0.5,count=40,lengths=64-256/32 --ttft 2 --tpot 0.1 -o bench-out
-      diptych bench --endpoint http://127.0.0.1:8000 --concurrency 8 --count 64 --lengths 128/64
+      diptych bench --endpoint http://127.0.0.1:8000 --concurrency 8 --workload burst:count=64,lengths=128/64
       diptych bench --workload gamma:rate=1,cv=2,count=60,lengths=128/64 --ttft 2 --tpot 0.1 --goodput
       diptych bench --compare a.yaml b.yaml --workload poisson:rate=0.5,count=40,lengths=4x64/48+1024/48
     """

@@ -50,10 +50,8 @@ class BenchOptions:
     model: str
     api_key: str
     tokenizer: Path | None
-    source: str | None
+    workload: str
     concurrency: int | None
-    count: int | None
-    lengths: str | None
     target: float
     tolerance: float
     rates: str | None
@@ -67,11 +65,6 @@ class BenchOptions:
     as_json: bool
 
     def __post_init__(self) -> None:
-        if self.source is None and (self.concurrency is None or self.count is None):
-            raise click.UsageError("choose what to send: --workload SOURCE, or --concurrency N --count M")
-        for value, extra in ((self.count, "count"), (self.lengths, "lengths")):
-            if self.source is not None and value is not None:
-                raise click.UsageError(f"the workload has its own {extra}; leave --{extra} out")
         if self.concurrency is not None and (self.mode == "goodput" or self.rates is not None):
             raise click.UsageError("--concurrency has no rate; leave --goodput and --rates out")
         if self.seeds is not None and self.mode == "load":
@@ -83,10 +76,6 @@ class BenchOptions:
     @property
     def slo(self) -> SLO:
         return positive_slo(self.ttft_s, self.tpot_s)
-
-    @property
-    def workload(self) -> str:
-        return self.source or f"burst:count={self.count},lengths={self.lengths or '128/64'}"
 
     @property
     def all_rates(self) -> tuple[float, ...]:

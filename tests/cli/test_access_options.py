@@ -97,7 +97,7 @@ def test_every_client_command_authenticates(served: Served, tmp_path: Path) -> N
 @pytest.mark.parametrize("server", ["grpc", "http"])
 def test_bench_authenticates_on_both_servers(served: Served, server: str) -> None:
     address = served.grpc if server == "grpc" else served.http
-    load = "--concurrency", "2", "--count", "4", "--lengths", "8/4", "--json"
+    load = "--concurrency", "2", "--workload", "burst:count=4,lengths=8/4", "--json"
     result = run("bench", "--endpoint", address, *served.options, *load)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -113,7 +113,7 @@ def test_access_options_may_come_from_the_environment(served: Served, monkeypatc
     for name, value in zip(names, values, strict=True):
         monkeypatch.setenv(f"DIPTYCH_{name}", value)
     assert run("generate", "--raw", "abc", "--max-tokens", "3").stdout == "abc\n"
-    load = "--concurrency", "1", "--count", "1", "--lengths", "8/4"
+    load = "--concurrency", "1", "--workload", "burst:count=1,lengths=8/4"
     assert run("bench", "--endpoint", served.http, *load).exit_code == 0
 
 
@@ -136,7 +136,7 @@ def test_what_is_wrong_is_one_line(served: Served, tmp_path: Path) -> None:
 
 
 def test_bench_explains_how_to_give_a_key(served: Served) -> None:
-    load = "--concurrency", "1", "--count", "1"
+    load = "--concurrency", "1", "--workload", "burst:count=1,lengths=8/4"
     error = refused(run("bench", "--endpoint", served.http, *served.options[:6], *load))
     assert "give a key by --key-file, DIPTYCH_API_KEY or OPENAI_API_KEY" in error
     plain = served.http.replace("https", "http")

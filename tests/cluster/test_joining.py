@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import cluster.join as cluster_joining
+from cluster.control.membership import Listeners
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.frontend.context import GatewayContext
 from cluster.join import join, spec_and_models
@@ -108,3 +109,14 @@ async def test_cut_skips_gateways_that_have_ended() -> None:
     assert sorted(asked) == ["0", "5"]
     await serving.cut()
     assert len(asked) == 2
+
+
+def test_a_gateway_that_stops_polling_is_dropped() -> None:
+    there = Listeners()
+    there.polled("b", 0.0, 15.0)
+    there.polled("a", 1.0, 16.0)
+    there.polled("b", 10.0, 25.0)
+    assert there.names(15.9) == ("b", "a")
+    assert there.names(16.0) == ("b",)
+    there.polled("a", 17.0, 32.0)
+    assert there.names(17.0) == ("b", "a")

@@ -15,7 +15,6 @@ from cluster.spec import (
     GatewaySpec,
     HealthSpec,
     LogSpec,
-    MetricsSpec,
     PoolSpec,
     Resources,
 )
@@ -39,7 +38,6 @@ BLOCKS = [
     (ClassSpec, SCHEMA["definitions"]["class"]),
     (HealthSpec, CLUSTER["properties"]["health"]),
     (ElasticSpec, CLUSTER["properties"]["elastic"]),
-    (MetricsSpec, CLUSTER["properties"]["metrics"]),
     (LogSpec, CLUSTER["properties"]["logs"]),
     (PoolSpec, POOL),
     (ParallelConfig, POOL["properties"]["parallel"]),

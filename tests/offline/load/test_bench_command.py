@@ -14,7 +14,7 @@ from cluster.offline.load.trials import external, kind_of
 from tests.offline.load.conftest import Served
 from tests.offline.load.made_up import MadeUp
 
-CLOSED = ("--concurrency", "3", "--count", "9", "--lengths", "12/6")
+CLOSED = ("--concurrency", "3", "--workload", "burst:count=9,lengths=12/6")
 
 
 def run(*arguments: str) -> Result:
@@ -160,14 +160,12 @@ def test_only_a_marked_endpoint_has_a_known_kind(given: str, kind: bool | None, 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "choose what to send: --workload SOURCE, or --concurrency N --count M"),
-        (("--count", "4"), "choose what to send"),
-        (("a.yaml",), "a.yaml is a configuration; add --compare"),
+        ((), "Missing option '--workload'"),
+        (("a.yaml", *CLOSED), "a.yaml is a configuration; add --compare"),
         (("--compare", "a.yaml", *CLOSED), "--compare needs two or more configurations"),
         (("--compare", "a.yaml", "a.yaml", *CLOSED), "each once"),
         (("--compare", "a.yaml", "b.yaml", "--goodput", "--workload", "x"), "--compare excludes --goodput"),
         (("--compare", "a.yaml", "b.yaml", "--resume", *CLOSED), "--resume needs --compare and --out"),
-        (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--count", "4"), "the workload has its own count"),
         (("--workload", "x", "--concurrency", "4", "--rates", "1"), "--concurrency has no rate"),
         (("--workload", "x", "--rates", "1,x"), "numbers with commas"),
         (("--workload", "poisson:rate=1,count=2,lengths=8/8", "--goodput"), "--goodput needs an SLO"),
