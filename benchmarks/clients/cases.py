@@ -19,7 +19,7 @@ City = Literal["Paris", "London"]  # free text could go on up to the limit
 Case = Callable[[], None]
 
 
-class Person(BaseModel):
+class Person(BaseModel, extra="forbid"):  # a small model would add properties up to the limit
     name: Literal["Ada", "Bob"]
     age: int
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from cluster.frontend.tools.answer import AnswerDelta, AnswerOutput, Schemas
 from cluster.frontend.tools.readers import (
     Reader,
+    TaggedPairs,
     bare_json,
     deepseek,
     gemma,
@@ -18,7 +19,6 @@ from cluster.frontend.tools.readers import (
     mistral,
     pythonic,
     tagged_json,
-    tagged_pairs,
 )
 from cluster.frontend.tools.text_input import SPACE, TextInput, Wait
 
@@ -165,7 +165,7 @@ CALLS: Mapping[str, CallFormat] = {
     ),
     "glm45": CallFormat(
         ("<tool_call>", "<arg_key>"),
-        tagged_pairs(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>"),
+        TaggedPairs(("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), "</tool_call>"),
         "<tool_call>NAME",
         "\n</tool_call>",
         markers=(*TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
@@ -173,7 +173,7 @@ CALLS: Mapping[str, CallFormat] = {
     ),
     "qwen3_coder": CallFormat(
         ("<tool_call>", "<function="),
-        tagged_pairs(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function> </tool_call>"),
+        TaggedPairs(("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function> </tool_call>"),
         "<tool_call>\n<function=NAME>",
         "\n</function>\n</tool_call>",
         markers=TOOL_CALL,

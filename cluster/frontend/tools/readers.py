@@ -5,7 +5,7 @@
     mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}], or [TOOL_CALLS]f[ARGS]{...}
     deepseek      <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>
     harmony       <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
-    tagged_pairs  <tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>
+    TaggedPairs   <tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>
     pythonic      [f(k="v"), ...]
     gemma         <|tool_call>call:f{k:<|"|>v<|"|>}<tool_call|>
 
@@ -18,6 +18,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.frontend.tools.answer import AnswerOutput, Schemas
@@ -25,6 +26,8 @@ from cluster.frontend.tools.text_input import SCALAR, SPACE, TextInput, Wait
 
 Reader = Callable[[TextInput, AnswerOutput, Schemas], Wait[None]]
 ARGUMENTS = ("arguments", "parameters")
+PYTHON_TAG = "<|python_tag|>"
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 NAME = re.compile(r"[\w.-]*")
 KEY = re.compile(r"[^:,{}\[\]]*")
 CODE = re.compile(r"[^()\[\]{}'\"]*")
@@ -49,17 +52,20 @@ def tagged_json(start: str, end: str) -> Reader:
 
 
 def bare_json(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
-    """Calls are all of the answer, and name known tools: other JSON is content."""
+    """Calls are all of the answer, or follow <|python_tag|>, and name known tools: other JSON is content."""
     output.content((yield from text.run(SPACE)))
-    separator = yield from text.literal("<|python_tag|>")
-    while (yield from text.peek()) == "{":
-        text.attempt(separator)
-        if not (yield from _json_call(text, output, schemas)):
-            separator = text.fail()
-            break
-        separator = (yield from text.run(SPACE)) + (yield from text.literal(";"))
-        separator += yield from text.run(SPACE)
-    output.content(separator)
+    begun = yield from text.literal(PYTHON_TAG)
+    while True:
+        while (yield from text.peek()) == "{":
+            text.attempt(begun)
+            if not (yield from _json_call(text, output, schemas)):
+                begun = text.fail()
+                break
+            begun = (yield from text.run(SPACE)) + (yield from text.literal(";"))
+            begun += yield from text.run(SPACE)
+        output.content(begun)
+        if not (begun := (yield from text.until((PYTHON_TAG,), output.content))):
+            return
 
 
 def mistral(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
@@ -115,52 +121,75 @@ def harmony(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[Non
         function = re.search(r"to=functions\.([\w.-]+)", title)
         if function and schemas:
             output.begin(function[1])
-            sink = output.arguments
+            yield from text.run(SPACE)
+            is_json = (yield from text.peek()) == "{" and (yield from text.json_value(output.arguments))
+            sink = _drop if is_json else output.arguments
         elif "<|channel|>analysis" in title:
             sink = output.reasoning
         begun, head = "", []
 
 
-def tagged_pairs(name: tuple[str, str], key: tuple[str, str], value: tuple[str, str], end: str) -> Reader:
-    """Between <tool_call> and </tool_call>: the texts around the name, each key and each value."""
+@dataclass(frozen=True, slots=True)
+class TaggedPairs:
+    """Between <tool_call> and </tool_call>: the texts around the name, each key and each value.
 
-    def read(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
-        while begun := (yield from text.until(("<tool_call>",), output.content)):
+    As models do, an answer may leave out <tool_call> before a known name, and what ends a value. Where nothing begins a
+    value, what ends it stands on a line of its own if the value does.
+    """
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str
+
+    def __call__(self, text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
+        begins = tuple(filter(None, ("<tool_call>", self.name[0])))
+        while begun := (yield from text.until(begins, output.content)):
             text.attempt(begun)
-            if (yield from _literals(text, name[0])):
+            if begun == self.name[0] or (yield from _literals(text, self.name[0])):
                 yield from text.run(SPACE)
                 called = yield from text.run(NAME)
-                if called and (yield from _literals(text, name[1])):
+                is_call = called in schemas or (called and begun != self.name[0])
+                if is_call and (yield from _literals(text, self.name[1])):
                     yield from text.run(SPACE)
-                    if (yield from text.literal(key[0])):
-                        yield from pairs(text, output, called, schemas.get(called) or {})
-                    elif (yield from _literals(text, end)):
+                    if (yield from text.literal(self.key[0])):
+                        yield from self._pairs(text, output, called, schemas.get(called) or {})
+                    elif (yield from _literals(text, self.end)):
                         _whole(text, output, called, "{}")
             output.content(text.fail())
 
-    def pairs(text: TextInput, output: AnswerOutput, called: str, schema: Mapping[str, Any]) -> Wait[None]:
+    def _pairs(self, text: TextInput, output: AnswerOutput, called: str, schema: Mapping[str, Any]) -> Wait[None]:
         text.commit()
         output.begin(called)
-        before = "{"
-        while True:
+        before, ended = "{", self.key[0]
+        while ended == self.key[0]:
             parts: list[str] = []
-            yield from text.until((key[1],), parts.append)
-            name_of, parts = "".join(parts), []
-            if value[0]:
-                yield from text.run(SPACE)
-                yield from text.literal(value[0])
-            if not (yield from text.until((value[1],), parts.append)):
+            yield from text.until((self.key[1],), parts.append)
+            given, ended = yield from self._value(text)
+            if not ended:
                 return  # the answer was cut off
-            given = "".join(parts)
-            output.arguments(f"{before}{_json_text(name_of)}: {_typed(given, name_of, schema)}")
+            name = "".join(parts)
+            output.arguments(f"{before}{_json_text(name)}: {_typed(given, name, schema)}")
             before = ", "
-            yield from text.run(SPACE)
-            if not (yield from text.literal(key[0])):
-                break
+            if ended == self.value[1]:
+                yield from text.run(SPACE)
+                ended = yield from text.literal(self.key[0])
         output.arguments("}")
-        yield from _literals(text, end)
+        yield from _literals(text, self.end.removeprefix(ended))
 
-    return read
+    def _value(self, text: TextInput) -> Wait[tuple[str, str]]:
+        """A value, and what ended it."""
+        begin, end = self.value
+        parts: list[str] = []
+        if begin:
+            yield from text.run(SPACE)
+            yield from text.literal(begin)
+            ended = yield from text.until((end,), parts.append)
+            return "".join(parts), ended
+        line = "\n" if (yield from text.peek()) == "\n" else ""
+        ends = (end, self.key[0], self.end.split()[0])
+        ended = yield from text.until(tuple(line + each for each in ends), parts.append)
+        return "".join(parts).removeprefix(line).removesuffix(end), ended.removeprefix(line)
 
 
 def pythonic(text: TextInput, output: AnswerOutput, schemas: Schemas) -> Wait[None]:
@@ -224,17 +253,21 @@ def _gemma_value(text: TextInput, output: AnswerOutput, quote: str, depth: int =
     if depth == MAX_DEPTH:
         return False
     before = ""
+    yield from text.run(SPACE)
     while not (yield from text.literal(close)):
         output.arguments(before)
         if bracket == "{":
             key = yield from text.run(KEY)
-            key = key.replace(quote, "")
+            key = key.replace(quote, "").strip()
             if not key or not (yield from text.literal(":")):
                 return False
             output.arguments(f"{_json_text(key)}: ")
+            yield from text.run(SPACE)
         if not (yield from _gemma_value(text, output, quote, depth + 1)):
             return False
+        yield from text.run(SPACE)
         yield from text.literal(",")
+        yield from text.run(SPACE)
         before = ", "
     output.arguments(close)
     return True
@@ -314,11 +347,17 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _typed(given: str, key: str, schema: Mapping[str, Any]) -> str:
-    """A value without quotes, as JSON: a text if the schema wants one, or if it is none of JSON's other values."""
-    text, properties = given.removeprefix("\n").removesuffix("\n"), schema.get("properties")
+    """A value without quotes, as JSON: a text if the schema wants one, or if it is none of JSON's other values.
+
+    Python's True, False and None count as JSON's where the schema has another type.
+    """
+    properties = schema.get("properties")
     wanted = properties.get(key) if isinstance(properties, dict) else None
-    is_text = isinstance(wanted, dict) and wanted.get("type") == "string"
-    return text.strip() if not is_text and _is_json(text) else _json_text(text)
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    text = given.strip()
+    if kind and "string" not in kind:
+        text = PYTHON_WORDS.get(text, text)
+    return text if kind != "string" and _is_json(text) else _json_text(given)
 
 
 def _is_json(text: str) -> bool:

@@ -44,6 +44,8 @@ WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
         ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "Ann", "parameters": {"age": 3}}', []),
         ('{"name": "wait"}', '{"name": "wait"}', []),
         (" {", " {", []),
+        ('I look. <|python_tag|>{"name": "wait", "parameters": {}}', "I look. ", [("wait", {})]),
+        ('a <|python_tag|>{"name": "Ann"}', 'a <|python_tag|>{"name": "Ann"}', []),
     ],
     "mistral": [
         (
@@ -90,6 +92,7 @@ WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
             [("look", {"at": 'the "sea" {', "times": 3}), ("wait", {})],
         ),
         ("<tool_call>look<arg_key>at</arg_key><arg_value>3</arg_value></tool_call>", "", [("look", {"at": "3"})]),
+        ("<tool_call>look<arg_key>at</arg_key><arg_value> a\n</arg_value></tool_call>", "", [("look", {"at": " a\n"})]),
         ("<tool_call>look at", "<tool_call>look at", []),
     ],
     "qwen3_coder": [
@@ -100,6 +103,28 @@ WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
             [("look", {"at": "the sea\n  {", "times": 3}), ("wait", {})],
         ),
         ("<tool_call><function=>", "<tool_call><function=>", []),
+        ("<function=wait>\n</function>\n</tool_call>", "", [("wait", {})]),
+        ("Use <function=go> or", "Use <function=go> or", []),
+        (
+            "<tool_call><function=look><parameter=at>a</parameter><parameter=times>None</parameter></function></tool_call>",
+            "",
+            [("look", {"at": "a", "times": None})],
+        ),
+        (
+            "<tool_call>\n<function=look>\n<parameter=at>\na </parameter> <parameter=\n</parameter>\n</function>",
+            "",
+            [("look", {"at": "a </parameter> <parameter="})],
+        ),
+        (  # nothing ends the values
+            "<tool_call>\n<function=look>\n<parameter=at>\na\n<parameter=times>\n3\n</function>\n</tool_call> Done.",
+            "Done.",
+            [("look", {"at": "a", "times": 3})],
+        ),
+        (
+            "<tool_call>\n<function=look>\n<parameter=at>\na</parameter>\n<parameter=all>\n</parameter>\n</function>",
+            "",
+            [("look", {"at": "a", "all": ""})],
+        ),
     ],
     "pythonic": [
         (
@@ -124,6 +149,11 @@ WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
             "I look.",
             [("look", {"at": 'the "sea" {', "times": 3, "all": [True, {"a": "b"}]}), ("wait", {})],
         ),
+        (
+            '<|tool_call>call:look{ at: <|"|>a<|"|> , all: [ 1, {b c:2, d:<|"|><|"|>} ] }<tool_call|>',
+            "",
+            [("look", {"at": "a", "all": [1, {"b c": 2, "d": ""}]})],
+        ),
         ("<|tool_call>call:look", "<|tool_call>call:look", []),
     ],
     "functiongemma": [
@@ -143,6 +173,11 @@ WRITTEN: dict[str, list[tuple[str, str, list[tuple[str, dict[str, Any]]]]]] = {
             [("look", LOOK), ("wait", {})],
         ),
         (" to=functions.wait<|channel|>commentary json<|message|>{}", "", [("wait", {})]),
+        (
+            '<|channel|>commentary to=functions.look<|message|>{"at": "<|call|> <|start|>"}<|call|>',
+            "",
+            [("look", {"at": "<|call|> <|start|>"})],
+        ),
         ("<|channel|>final<|message|>Done.<|return|>", "Done.", []),
         ("Done.", "Done.", []),
     ],
