@@ -48,6 +48,8 @@ def generate(
       diptych generate "What is the capital of France?"
       diptych generate "The sea is" --raw --endpoint 127.0.0.1:50051 --temperature 0 --max-tokens 32
       diptych generate "The sea is" --seed 7 --top-p 0.9 --presence-penalty 0.5 --json
+      diptych generate "Ada is 36 years old." --json-schema person.json
+      diptych generate "When did it happen?" --regex "19[0-9]{2}|20[0-9]{2}"
       diptych generate "The sea is" --ttft 1.5 --tpot 0.1 --slo-class interactive --tenant alice --report
     """
     from diptych.client import AsyncClient
@@ -62,8 +64,18 @@ def generate(
                 print_json(answer_json(answer))
             elif report:
                 print_report(console(stderr=True), answer, (await client.status()).view)
+            _say_if_cut(answer, sampling)
 
     asyncio.run(ask())
+
+
+def _say_if_cut(answer: "Answer", sampling: dict[str, Any]) -> None:
+    """Where an answer should match a grammar."""
+    from diptych.events import FinishReason
+
+    asked = next((name for name in ("json_schema", "regex") if sampling.get(name) is not None), None)
+    if asked is not None and answer.completed.finish is FinishReason.LENGTH:
+        say(f"The answer was cut before it matched --{asked.replace('_', '-')}: raise --max-tokens.")
 
 
 async def show(events: Any, *, is_quiet: bool = False) -> "Answer":
@@ -130,6 +142,7 @@ def _turn(
     conversation = [*messages, ("user", line)]
     try:
         answer = runner.run(show(client.chat(conversation, **sampling)))
+        _say_if_cut(answer, sampling)
     except KeyboardInterrupt:
         say(" (stopped)")
     except DiptychError as error:

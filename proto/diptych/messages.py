@@ -217,7 +217,8 @@ def _sampling_message(options: SamplingOptions) -> inference_pb2.Sampling:
             elif name == "logit_bias":
                 message.logit_bias.update(value)
             elif name in GRAMMARS and (other := message.WhichOneof("grammar")):
-                raise ValueError(f"an answer has one grammar, and {other} is given")
+                why = f"sampling.{name}: leave it out; an answer has one grammar, and {other} is given"
+                raise DiptychError("INVALID_ARGUMENT", why, field=f"sampling.{name}")
             elif name in ("json_schema", "choice") and not isinstance(value, str):
                 setattr(message, name, json.dumps(value))
             else:

@@ -106,7 +106,9 @@ def test_generate_json_is_one_object_whose_ledger_adds_up(endpoint: str) -> None
 def test_a_schema_is_read_from_its_file(endpoint: str, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     sent = ("generate", "--raw", "hi", "--endpoint", endpoint, "--json-schema", str(tmp_path / "schema.json"))
-    assert run(*sent).exit_code == 0
+    stopped = run(*sent, "--stop", "I")
+    assert (stopped.exit_code, stopped.stderr) == (0, "")
+    assert "cut before it matched --json-schema: raise --max-tokens" in run(*sent, "--max-tokens", "1").stderr
     assert "has one grammar" in refused(run(*sent, "--regex", "a+"))
 
 

@@ -49,6 +49,7 @@ PASSING_WARNING = "Unknown format: "
 LONGEST_REASON = 300  # characters of an error
 # llguidance's words for what it does not enforce, and ours.
 REASONS = (
+    (r'at \d+\(\d+\): invalid regex (".*") \(in regex\): regex parse error: .* error: (.*?) \d+ \| .*', r"\1: \2"),
     (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced; leave it out"),
     (r"oneOf not fully supported.*", "oneOf needs schemas that exclude each other; anyOf does not"),
     (r"Resource '([^']*)' is not present.*", r"a $ref to '\1' is outside of the schema; put it below $defs"),

@@ -6,8 +6,8 @@ the handler then closes the request's iterator.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -307,6 +307,18 @@ async def metrics_text(models: ServedModels) -> str:
     return await asyncio.to_thread(exposition_of, parts, models.context.name, models.view, *extra)
 
 
+@asynccontextmanager
+async def _grammar_named(sampling: inference_pb2.Sampling) -> AsyncIterator[None]:
+    """A refused grammar is named by the field that has it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field = sampling.WhichOneof("grammar")
+        if error.field != "sampling.grammar" or field is None:
+            raise
+        raise InvalidRequest(f"sampling.{field}", error.message) from None
+
+
 async def responses(
     gateway: Gateway,
     request: inference_pb2.GenerateRequest,
@@ -337,7 +349,7 @@ async def responses(
         send_delta=None if whole else send_delta,
     )
     deltas: list[TextDelta] = []
-    async with aclosing(events):
+    async with _grammar_named(request.sampling), aclosing(events):
         async for event in events:
             if isinstance(event, TextEnd):
                 continue  # Completed has all ends

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.frontend.servers import load_tokenizer
+from diptych.errors import DiptychError
 from tests.frontend.grpc.fake import FakeDispatcher
 from tests.frontend.http.opened import Clients, opened
 from tests.model.tiny import write_tiny_llama
@@ -39,6 +40,21 @@ async def refusal(there: Clients, **fields: Any) -> tuple[str, str]:
             found.append((error["param"], error["message"]))
     assert len(set(found)) == 1, found
     return found[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"regex": "(a"}, 'sampling.regex: cannot be compiled: "(a": unclosed group'),
+        ({"json_schema": {"type": "nonsense"}}, "sampling.json_schema: cannot be compiled: Invalid type: nonsense"),
+    ],
+)
+async def test_over_grpc_a_refused_grammar_is_named_by_its_field(
+    real: Clients, option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DiptychError) as refused:
+        await real.grpc.complete("hi", max_tokens=3, **option)
+    assert refused.value.field == f"sampling.{next(iter(option))}" and refused.value.message == message
 
 
 def schema(value: Any) -> dict[str, Any]:
