@@ -1,4 +1,6 @@
-"""Step times that are linear in the contents of the step: few coefficients, fitted to real workers."""
+"""Step times that are linear in the contents of the step, but at least a read of the weights: few coefficients, fitted
+to real workers.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,16 +29,25 @@ class LinearCost(CostModel):
     """Per byte transferred."""
     swap_byte_s: float = 0.3e-9
     """Per byte swapped to host memory, or back."""
+    weights_s: float = 0.0
+    """Per step, to read the weights, if that takes longer than to compute its tokens at `prefill_token_s` each."""
 
     def __post_init__(self) -> None:
         check_non_negative(self)
+        if self.weights_s and self.decode_row_s < self.prefill_token_s:
+            raise ValueError(
+                f"cost.decode_row_s is {self.decode_row_s}; with weights_s it must be at least prefill_token_s "
+                f"({self.prefill_token_s}), since a decode is one token to compute"
+            )
 
     def mixed_seconds(self, chunks: Iterable[tuple[int, int]], batch: int, context_tokens: int) -> float:
         seconds = self.step_s + batch * self.decode_row_s + context_tokens * self.decode_context_s
+        tokens = batch
         for num_tokens, cached_tokens in chunks:
             pairs = num_tokens * cached_tokens + num_tokens * (num_tokens + 1) / 2
             seconds += num_tokens * self.prefill_token_s + pairs * self.prefill_pair_s
-        return seconds
+            tokens += num_tokens
+        return seconds + (max(0.0, self.weights_s - tokens * self.prefill_token_s) if tokens else 0.0)
 
     def prompt_tokens_within(
         self,
@@ -46,19 +57,27 @@ class LinearCost(CostModel):
         batch: int = 0,
         context_tokens: int = 0,
     ) -> int:
-        seconds -= self.mixed_seconds(chunks, batch, context_tokens)
-        if seconds <= 0.0:
+        others = batch + sum(tokens for tokens, _ in chunks)
+        seconds -= self.mixed_seconds(chunks, batch, context_tokens) + (0.0 if others else self.weights_s)
+        if seconds < 0.0:
             return 0
         if seconds == math.inf:
             return MAX_TOKENS
+        # Tokens that are computed while the weights are read take no time, but for their pairs.
+        hidden_s = max(0.0, self.weights_s - others * self.prefill_token_s)
+        most = self._tokens_within(seconds + hidden_s, cached_tokens, self.prefill_token_s)
+        return min(most, self._tokens_within(seconds, cached_tokens, 0.0)) if hidden_s else most
+
+    def _tokens_within(self, seconds: float, cached_tokens: int, token_s: float) -> int:
+        """Of a chunk that takes `token_s` for each token and `prefill_pair_s` for each pair."""
         # tokens * linear + tokens² * square <= seconds
         square = self.prefill_pair_s / 2
-        linear = self.prefill_token_s + self.prefill_pair_s * (cached_tokens + 0.5)
+        linear = token_s + self.prefill_pair_s * (cached_tokens + 0.5)
         if square > 0.0:
             # Not (sqrt(…) - linear) / (2 * square), which loses all digits when the square is small.
             return int(min(2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds)), MAX_TOKENS))
         return int(min(seconds / linear, MAX_TOKENS)) if linear > 0.0 else MAX_TOKENS
 
     def scaled(self, ratio: float) -> "LinearCost":
-        steps = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")
+        steps = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s", "weights_s")
         return replace(self, **{name: getattr(self, name) * ratio for name in steps})

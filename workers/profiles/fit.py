@@ -2,6 +2,10 @@
 
     seconds = step + prompt tokens * a + pairs * b + decodes * c + context * d + swapped bytes * e     all 0 or more
 
+Where the steps of few tokens show that the weights are read, with tokens = prompt tokens + decodes:
+
+    seconds = step + max(weights, tokens * a) + pairs * b + decodes * (c - a) + context * d + swapped bytes * e
+
 Pure: knows shapes and seconds, not how they were measured.
 """
 
@@ -17,6 +21,7 @@ from workers.costs import CostModel, LinearCost, step_seconds
 
 COEFFICIENTS = ("step_s", "prefill_token_s", "prefill_pair_s", "decode_row_s", "decode_context_s")
 DIGITS = 5  # of a coefficient; the fit is good for two
+NOISE = 0.005  # root mean square, relative; a smaller error shows that noise was fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +45,33 @@ class FitError:
 def fit(points: Sequence[Point]) -> LinearCost:
     """The model with the least sum of squared relative errors over the points that are not held out.
 
-    Transfers, and swaps unless a point has some, keep their defaults.
+    Transfers, and swaps unless a point has some, keep their defaults. Tries every number of tokens as the largest step
+    whose weights take longer to read than its tokens to compute.
     """
     seen = [point for point in points if not point.held_out]
-    names = (*COEFFICIENTS, "swap_byte_s") if any(point.shape.swap_bytes for point in seen) else COEFFICIENTS
+    counts = sorted({point.shape.step_tokens for point in seen})
+
+    def squares(cost: LinearCost) -> float:
+        return max(sum(relative_error(cost, point) ** 2 for point in seen), NOISE**2 * len(seen))
+
+    return min((_fitted(seen, most) for most in (0, *counts[:-1])), key=squares)
+
+
+def _fitted(points: Sequence[Point], most: int) -> LinearCost:
+    """Steps of at most so many tokens wait for the weights; 0: none does."""
+    names = (*COEFFICIENTS, "swap_byte_s") if any(point.shape.swap_bytes for point in points) else COEFFICIENTS
     nothing = replace(LinearCost(), swap_byte_s=0.0, **dict.fromkeys(COEFFICIENTS, 0.0))
     ones = [replace(nothing, **{name: 1.0}) for name in names]
-    rows = np.array([[step_seconds(point.shape, one) / point.seconds for one in ones] for point in seen])
-    found = non_negative(rows, np.ones(len(seen)))
-    rounded = [float(f"{value:.{DIGITS - 1}e}") for value in found]
-    return replace(LinearCost(), **dict(zip(names, rounded, strict=True)))
+    rows = np.array([[step_seconds(point.shape, one) for one in ones] for point in points])
+    if most:
+        tokens = np.array([point.shape.step_tokens for point in points], float)
+        rows[:, names.index("prefill_token_s")] = np.where(tokens > most, tokens, 0.0)
+        rows = np.column_stack((rows, tokens <= most))
+    seconds = np.array([point.seconds for point in points])
+    found = dict(zip((*names, "weights_s"), non_negative(rows / seconds[:, None], np.ones(len(points))), strict=False))
+    if most:
+        found["decode_row_s"] += found["prefill_token_s"]
+    return replace(LinearCost(), **{name: float(f"{value:.{DIGITS - 1}e}") for name, value in found.items()})
 
 
 def non_negative(rows: "np.ndarray", wanted: "np.ndarray") -> "np.ndarray":

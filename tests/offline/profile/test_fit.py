@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.offline.profile.steps import HELD_OUT, SEEN
@@ -27,10 +27,25 @@ def points(cost: LinearCost) -> list[Point]:
     return [Point(shape, step_seconds(shape, cost), shape in HELD_OUT) for shape in (*SEEN, *HELD_OUT)]
 
 
+@settings(max_examples=20)
 @given(costs)
 def test_the_cost_that_made_the_points_is_found(cost: LinearCost) -> None:
     found = fit(points(cost))
     assert error_of(found, points(cost)).greatest < 1e-3
+    assert found.weights_s == 0.0
+
+
+@settings(max_examples=20)
+@given(st.floats(2e-3, 2e-2), st.integers(2, 60), st.floats(0.0, 5e-4))
+def test_steps_that_wait_for_the_weights_are_found(token_s: float, tokens: int, more_s: float) -> None:
+    """The weights take as long as `tokens` tokens."""
+    cost = LinearCost(0.004, token_s, 4e-7, token_s + more_s, 3e-6, weights_s=tokens * token_s)
+    assert error_of(fit(points(cost)), points(cost)).greatest < 0.04
+
+
+def test_a_decode_costs_at_least_its_token_where_weights_are_given() -> None:
+    with pytest.raises(ValueError, match="decode_row_s is 0.001.*at least prefill_token_s"):
+        LinearCost(0.004, 0.002, decode_row_s=0.001, weights_s=0.01)
 
 
 def test_swaps_are_fitted_only_where_some_were_measured() -> None:
